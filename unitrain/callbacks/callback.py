@@ -1,4 +1,4 @@
-"""The base class of callbacks: six hooks, and a state that checkpoints contain."""
+"""The base class of callbacks, with six hooks and a state that is saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOOKS = (
 
 
 class RunningTrainer(Protocol):
-    """The attributes of the Trainer that the callbacks of this package use. The Trainer imports this package."""
+    """The attributes of the Trainer that this package uses. A protocol, because the Trainer imports this package."""
 
     @property
     def backend(self) -> Backend: ...
@@ -64,13 +64,13 @@ class Callback:
     # The hooks declare `trainer` as Any, so that mypy accepts overrides that annotate it as unitrain.Trainer.
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Called before `fit` trains its first step, which is the one after `trainer.progress`."""
+        """Called before `fit` trains its first step."""
 
     def on_micro_batch_end(self, trainer: Any, batch: Any, part: MicroBatch, loss: Loss) -> None:
-        """Called after forward and backward of a micro-batch. `batch` is that of this rank, on its device.
+        """Called after forward and backward of a micro-batch. `batch` is this rank's batch, on its device.
 
-        `part.samples` is the number of samples that count: 0 for a dummy batch. `loss.value` is the mean over them, or,
-        if loss_fn counts tokens, the sum over `loss.tokens` tokens.
+        `part.samples` is the number of samples, 0 for a dummy batch. `loss.value` is the mean over the samples or, if
+        loss_fn counts tokens, the sum over `loss.tokens` tokens.
         """
 
     def on_before_optimizer_step(self, trainer: Any) -> None:
@@ -85,23 +85,23 @@ class Callback:
     def on_epoch_end(self, trainer: Any, results: dict[str, float]) -> None:
         """Called after the training and validation of an epoch, before its checkpoint is written.
 
-        `results` are equal on all ranks. If the run stops within an epoch, the hook is called with
-        `trainer.progress.sample` above 0, and again at the end of that epoch after a resume.
+        `results` are equal on all ranks. If the run stops within an epoch, `trainer.progress.sample` is above 0, and
+        the hook is called again at the end of that epoch after a resume.
         """
 
     def on_fit_end(self, trainer: Any) -> None:
-        """Called at the end of `fit`, after its last checkpoint, and also if an exception ends `fit`."""
+        """Called at the end of `fit`, after its last checkpoint, also after an exception."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save: tensors, numbers, strings, and containers of them. Rank 0's state is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned. The Trainer's constructor calls it on every rank."""
+        """Restore a result of `state_dict`. The Trainer's constructor calls it on every rank."""
 
 
 class Callbacks:
-    """The callbacks of a run, in the order given by the user. Names the callback and the hook that fail."""
+    """Calls the callbacks of a run, in the user's order. Its errors name the callback and the hook that failed."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         for callback in callbacks:
@@ -137,7 +137,7 @@ class Callbacks:
                 ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the non-empty states by the name of the callback."""
+        """Return the non-empty states by callback name."""
         states = {name: callback.state_dict() for name, callback in self._named()}
         return {name: state for name, state in states.items() if state}
 
@@ -148,7 +148,8 @@ class Callbacks:
                 callback.load_state_dict(states[name])
 
     def _named(self) -> list[tuple[str, Callback]]:
-        """Return (name, callback) pairs: the class name, numbered from the second callback of the same class."""
+        """Return (name, callback) pairs. The name is the class name, numbered from the second callback of a class
+        on."""
         counts: dict[str, int] = {}
         named = []
         for callback in self._callbacks:

@@ -1,4 +1,4 @@
-"""Stop a run whose results no longer improve."""
+"""Stop a run if its results no longer improve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EarlyStopping(Callback):
 
     With `mode` "min" a result improves if it is lower than the best by more than `min_delta`, with "max" if it is
     higher; nan is never an improvement. Checkpoints contain `best` and `epochs_without_improvement`, so a stopped run
-    stops again after a resume unless `patience` was increased. All ranks make the same decision, because results are
+    also stops after a resume, unless `patience` is increased. All ranks make the same decision, because results are
     equal on all ranks. Raises ConfigError on every rank if `monitor` is not a result of the run.
     """
 
@@ -36,7 +36,7 @@ class EarlyStopping(Callback):
         self.epochs_without_improvement = 0
 
     def on_fit_start(self, trainer: RunningTrainer) -> None:
-        """Check `monitor`, and stop a run that was already stopped before it was resumed."""
+        """Check `monitor`, and stop a resumed run whose patience is already exhausted."""
         if self.monitor not in trainer.result_names:
             raise ConfigError(
                 f"EarlyStopping.monitor {self.monitor!r} is not a result of this run. "
@@ -56,11 +56,11 @@ class EarlyStopping(Callback):
         self._stop_if_patience_is_exhausted(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best result and the number of epochs since then."""
+        """Return the best result and the number of epochs since."""
         return {"best": self.best, "waited": self.epochs_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best result and the number of epochs since then."""
+        """Restore the best result and the number of epochs since."""
         self.best, self.epochs_without_improvement = state["best"], state["waited"]
 
     def _is_improvement(self, result: float) -> bool:

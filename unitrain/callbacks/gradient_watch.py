@@ -8,7 +8,7 @@ from torch import nn
 from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError, NonFiniteGradientError
 
-# fp16 starts with a loss scale of 2**16 and halves it at each overflow. After this many overflows in a row, the loss
+# fp16 starts with a loss scale of 2**16 and halves it at each overflow. After this many consecutive overflows, the loss
 # scale cannot be the cause.
 _MAX_OVERFLOWS = 20
 
@@ -16,9 +16,9 @@ _MAX_OVERFLOWS = 20
 class GradientWatch(Callback):
     """Raises NonFiniteGradientError at the first gradient with nan or inf, before the optimizer step, on every rank.
 
-    The error names the parameter. Every `every`-th step is checked, which takes a pass over the gradients, and on a GPU
-    a synchronization. With fp16, single overflows are part of the search for the loss scale, so only a series of
-    overflows is an error.
+    The error names the parameter. Every `every`-th step is checked. A check reads all gradients, and on a GPU
+    synchronizes with the host. With fp16, single overflows are normal while the loss scale adapts, so only many
+    consecutive overflows are an error.
     """
 
     def __init__(self, *, every: int = 1) -> None:
@@ -60,7 +60,7 @@ def _named_parameters(trainer: RunningTrainer) -> list[tuple[str, nn.Parameter]]
 
 
 def _describe_losses(trainer: RunningTrainer) -> str:
-    """Return on which ranks the loss of the last micro-batch was not finite. All ranks call it."""
+    """Describe on which ranks the loss of the last micro-batch was not finite. All ranks call it."""
     losses = trainer.backend.allgather(trainer.last_loss.detach().double()).tolist()
     ranks = [str(rank) for rank, loss in enumerate(losses) if not abs(loss) < float("inf")]
     if not ranks:

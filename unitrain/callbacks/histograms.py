@@ -27,7 +27,7 @@ class Histograms(Callback):
         self.every, self.parameters, self.gradients = every, parameters, gradients
 
     def on_before_optimizer_step(self, trainer: RunningTrainer) -> None:
-        """Log the gradients and the parameters with which they were computed."""
+        """Log the gradients, and the parameters before the update."""
         if trainer.backend.rank != 0 or (trainer.progress.step + 1) % self.every:
             return
         scale = trainer.loss_scale

@@ -15,12 +15,12 @@ from unitrain.errors import ConfigError
 
 
 class Profiler(Callback):
-    """Records `steps` optimizer steps, after the first `skip` steps of a call of `fit`, in one trace per rank.
+    """Records `steps` optimizer steps, after the first `skip` steps of `fit`, in one trace per rank.
 
     The trace of rank 3 is `rank-3.json.gz` in `folder`, by default `profile` in the output folder. Open it in
     https://ui.perfetto.dev or chrome://tracing. Time stamps come from the clock of each rank's host. Further `options`
-    are arguments of torch.profiler.profile, such as `with_stack` and `profile_memory`. Raises ConfigError if there is
-    no folder or it cannot be created.
+    are arguments of torch.profiler.profile, such as `with_stack` and `profile_memory`. Raises ConfigError if no folder
+    is set or it cannot be created.
     """
 
     def __init__(self, *, skip: int = 10, steps: int = 5, folder: str | Path | None = None, **options: Any) -> None:

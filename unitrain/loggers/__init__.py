@@ -2,7 +2,7 @@
 
 logger       the interface of a logger, and functions that several loggers use
 background   run a logger in a thread
-json_lines   JSON lines, also used for the history in the output folder
+json_lines   JSON lines files, also used for the history in the output folder
 csv, mlflow, tensorboard, wandb   the other loggers
 images       check and convert images, histograms and tables
 """
@@ -29,7 +29,7 @@ _LOGGERS: dict[str, Callable[[], Logger]] = {
 
 
 def create_loggers(loggers: object) -> tuple[Logger, ...]:
-    """Return the loggers for a list of Logger objects and names. Raises ConfigError for anything else."""
+    """Return the loggers for a list of Logger objects and names. Raises ConfigError for other arguments."""
     if not isinstance(loggers, list | tuple):
         raise ConfigError(f"The Trainer's loggers must be a list, got {loggers!r}. Use loggers=['csv'].")
     for position, one in enumerate(loggers):

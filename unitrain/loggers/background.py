@@ -21,10 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundLogger:
-    """Thread that starts a logger and executes its calls in order, up to the first call that fails.
+    """Runs a logger in a thread: starts it and executes its calls in order, up to the first call that fails.
 
     A logger that fails, hangs or is too slow is disabled with a warning, and the run continues without it. If `finish`
-    is not called, the logger is finished at the end of the program.
+    is not called, the logger is finished at interpreter exit.
     """
 
     def __init__(self, logger: Logger, start: Start) -> None:
@@ -33,16 +33,16 @@ class BackgroundLogger:
         self._calls.put(("start", (start,)))
         self._current_call: tuple[str, float] | None = None
         self._started = threading.Event()
-        # A daemon thread, so that the process can end if a service never answers.
+        # A daemon thread, so that the process can exit if a service does not respond.
         self._thread = threading.Thread(target=self._work, name=type(logger).__name__, daemon=True)
         self._thread.start()
 
     def wait_until_started(self) -> None:
-        """Wait until `start` has returned or failed, or the time limit is reached."""
+        """Wait until `start` has returned or failed, or the time limit has expired."""
         self._started.wait(_FINISH_LIMIT_SECONDS["finished"])
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Queue a call of the logger."""
+        """Queue a method call of the logger."""
         if self.is_disabled:
             return
         current, since = self._current_call or ("", float("inf"))
@@ -54,7 +54,7 @@ class BackgroundLogger:
             self._calls.put((method, arguments))
 
     def finish(self, status: Status) -> float:
-        """Queue the end of the logger, and return the deadline for `wait` (time.monotonic())."""
+        """Queue the logger's `finish`, and return the deadline for `wait` (time.monotonic())."""
         self._is_finishing = True
         atexit.unregister(self._finish_at_exit)
         self.call("finish", status)
@@ -62,7 +62,8 @@ class BackgroundLogger:
         return time.monotonic() + _FINISH_LIMIT_SECONDS[status]
 
     def wait(self, deadline: float) -> None:
-        """Wait until everything is logged, but not beyond `deadline`. Queued calls may still be executed afterwards."""
+        """Wait until all queued calls are executed, at most until `deadline`. Remaining calls may still be executed
+        later."""
         if not self.is_disabled:
             self._thread.join(max(0.0, deadline - time.monotonic()))
             if self._thread.is_alive():
@@ -74,7 +75,7 @@ class BackgroundLogger:
             self._current_call = method, time.monotonic()
             try:
                 getattr(self.logger, method)(*arguments)
-            except BaseException as error:  # including SystemExit, which must not end the run
+            except BaseException as error:  # including SystemExit, which must not terminate the run
                 self._disable(f"failed in {method!r}: {type(error).__name__}: {error}")
                 if method != "finish":
                     with contextlib.suppress(BaseException):
@@ -83,7 +84,8 @@ class BackgroundLogger:
             finally:
                 self._current_call = None
                 if method == "start":
-                    # Registered after the import of the logger's package, to run before that package's exit handlers.
+                    # Registered after the logger's package is imported, so that it runs before that package's exit
+                    # handlers.
                     atexit.register(self._finish_at_exit)
                     self._started.set()
 

@@ -1,4 +1,4 @@
-"""A logger that writes one CSV file with a column per name."""
+"""A logger that writes one CSV file with one column per metric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unitrain.loggers.logger import Logger, Start, select_folder
 class CSVLogger(Logger):
     """Writes `metrics.csv` in `folder`, by default the output folder: one row per call of `log`.
 
-    A new name adds a column to the file. A resumed run removes the rows of the steps that it repeats. Images are
+    A new metric adds a column to the file. A resumed run removes the rows of the steps that it repeats. Images are
     ignored.
     """
 

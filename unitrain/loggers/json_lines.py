@@ -1,4 +1,4 @@
-"""A logger that writes JSON lines, and functions for files of JSON lines that a resumed run continues."""
+"""A logger that writes JSON lines, and functions for JSON lines files that resumed runs append to."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class JSONLinesLogger(Logger):
 
 
 def append_row(row: dict[str, Any], path: Path) -> None:
-    """Append `row` to the file. Numbers that JSON does not support (nan, infinity) become null.
+    """Append `row` to the file. nan and infinity, which JSON does not support, become null.
 
     Raises OSError for a FIFO or device.
     """
@@ -58,9 +58,9 @@ def last_row(path: Path) -> dict[str, Any] | None:
 
 
 def drop_rows_after(step: int, path: Path) -> None:
-    """Remove the rows of later steps and damaged lines from the file, if it exists.
+    """Remove rows after `step`, and corrupt lines, from the file, if it exists.
 
-    After a power loss, a file may end with zeros or with a part of a row.
+    After a power loss, a file may end with zeros or an incomplete row.
     """
     if not path.exists():
         return
@@ -74,7 +74,8 @@ def drop_rows_after(step: int, path: Path) -> None:
 
 
 def _complete_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of the file. Damaged lines are skipped with a warning, an unfinished last line without one."""
+    """Return the rows of the file. Corrupt lines are skipped with a warning, an incomplete last line without a
+    warning."""
     check_is_regular(path)
     *lines, _ = path.read_text(errors="replace").split("\n")
     rows, damaged = [], 0

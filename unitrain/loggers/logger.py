@@ -21,7 +21,8 @@ Status = Literal["finished", "stopped", "failed"]
 class Start:
     """The start of a run, or its continuation after `step` optimizer steps.
 
-    `description` has the configuration and the environment of the run: numbers, strings, and dictionaries of them.
+    `description` contains the configuration and the environment of the run: numbers, strings, and dictionaries of
+    these.
     """
 
     step: int
@@ -32,34 +33,35 @@ class Start:
 class Logger:
     """Base class for loggers. Override the methods that you need. They are called on rank 0 only.
 
-    `prepare` is called in the Trainer's constructor, and an exception in it ends the run on every rank. The other
-    methods are called one after the other in a separate thread, so training does not wait for them. If one of them
-    raises an exception or does not return, a warning is logged and the run continues without this logger.
+    The Trainer's constructor calls `prepare`; an exception in it is raised on every rank. The other methods are called
+    one after the other in a separate thread, so training does not wait for them. If one of them raises an exception or
+    does not return, a warning is logged and the run continues without this logger.
     """
 
     def prepare(self, output_dir: Path | None) -> None:
         """Check the requirements before training. Raises ConfigError or MissingDependencyError."""
 
     def start(self, start: Start) -> None:
-        """Start a run, or continue one. Values for steps after `start.step` will be logged again.
+        """Start a run, or resume one. Values for steps after `start.step` will be logged again.
 
-        A run is new if `start.step` is 0. A finished run is continued to log further results.
+        A run is new if `start.step` is 0. A finished run is resumed to log further results.
         """
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log `values`, which may be nan or infinite, for the state after `step` optimizer steps."""
+        """Log `values`, which may be nan or infinite, at `step` (completed optimizer steps)."""
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
-        """Log an image: uint8 [height, width, 1, 3 or 4 channels]. Loggers for numbers only do not override it."""
+        """Log an image: uint8 [height, width, channels] with 1, 3 or 4 channels. Does nothing by default."""
 
     def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
-        """Log a histogram: `counts` int64 [bins] of the values between `edges` float64 [bins + 1]."""
+        """Log a histogram: `counts`, int64 [bins], of the values between the bin `edges`, float64 [bins + 1]."""
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Log a table. Its cells are numbers, strings, booleans or None."""
+        """Log a table. Cells are numbers, strings, booleans or None."""
 
     def finish(self, status: Status) -> None:
-        """Finish the run: it is complete, was stopped early, or failed with an exception. This is the last call."""
+        """Finish the run, with the status whether it is complete, was stopped or failed with an exception. This is the
+        last call."""
 
 
 def import_package(module: str, logger: Logger, extra: str) -> Any:
@@ -74,7 +76,7 @@ def import_package(module: str, logger: Logger, extra: str) -> Any:
 
 
 def select_folder(logger: Logger, folder: str | Path | None, output_dir: Path | None, default: str = "") -> Path:
-    """Return `folder`, or else `default` in the output folder. Raises ConfigError if both are None."""
+    """Return `folder`, or else `default` in the output folder. Raises ConfigError if both folders are None."""
     name = type(logger).__name__
     validation.check_path(f"{name}(folder)", folder, f'Use {name}(folder="runs/first")', optional=True)
     if folder is not None:
@@ -87,10 +89,10 @@ def select_folder(logger: Logger, folder: str | Path | None, output_dir: Path | 
 
 
 class ServiceRun:
-    """The id of a run at a tracking service and the last logged step of every name, saved in the output folder.
+    """The run id at a tracking service and the last logged step per metric, saved in the output folder.
 
-    Services cannot remove values. If a resumed run repeats steps, their first values remain and are not logged again.
-    Without a `folder`, nothing is saved.
+    Tracking services cannot remove values. If a resumed run repeats steps, the first values remain and are not logged
+    again. Without a `folder`, nothing is saved.
     """
 
     def __init__(self, name: str, folder: Path | None, step: int) -> None:
@@ -103,7 +105,7 @@ class ServiceRun:
         self._last_steps = dict(self._previous_steps)
 
     def set_id(self, run_id: str) -> None:
-        """Save the id that the service has assigned."""
+        """Save the run id assigned by the service."""
         self.id = run_id
         self._save()
 
@@ -112,7 +114,7 @@ class ServiceRun:
         return [name for name in names if step > self._previous_steps.get(name, -1)]
 
     def mark_logged(self, names: Iterable[str], step: int) -> None:
-        """Save that `names` are logged for `step`."""
+        """Save `step` as the last logged step of `names`."""
         self._last_steps.update(dict.fromkeys(names, step))
         self._save()
 

@@ -21,9 +21,9 @@ _MAX_PARAMETERS_PER_REQUEST, _MAX_PARAMETER_LENGTH = 100, 6000
 class MLflowLogger(Logger):
     """Logs to a run of `experiment`, at `tracking_uri`.
 
-    The default `tracking_uri` is the one configured for MLflow (MLFLOW_TRACKING_URI), or else the database `mlflow.db`
-    in the output folder, which `mlflow ui --backend-store-uri sqlite:///...` shows. A resumed run keeps its id. Values
-    of repeated steps are not logged a second time. Requires pip install ".[mlflow]".
+    The default `tracking_uri` is MLflow's setting (MLFLOW_TRACKING_URI), or else the database `mlflow.db` in the output
+    folder; view it with `mlflow ui --backend-store-uri sqlite:///...`. A resumed run keeps its id. Values of repeated
+    steps are not logged a second time. Requires pip install ".[mlflow]".
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class MLflowLogger(Logger):
             )
 
     def start(self, start: Start) -> None:
-        """Create a run, or continue it."""
+        """Create a run, or resume it."""
         uri, artifacts = self.tracking_uri, None
         if uri is None and not self._package.tracking.is_tracking_uri_set():
             assert start.output_dir is not None
@@ -61,7 +61,7 @@ class MLflowLogger(Logger):
             self._client.update_run(self._service_run.id, status="RUNNING")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values that the service does not have yet."""
+        """Log the values that are not yet at the service."""
         new = self._service_run.select_new(values, step)
         if new:
             now = int(time.time() * 1000)

@@ -15,8 +15,8 @@ from unitrain.loggers.logger import Logger, Start, Status, import_package, selec
 class TensorBoardLogger(Logger):
     """Writes event files in `folder`, by default `tensorboard` in the output folder.
 
-    A resumed run starts another file, with the step from which TensorBoard ignores the previous files. The text "run"
-    contains the description of the run. Requires pip install ".[tensorboard]".
+    A resumed run writes a new event file that starts at its step; TensorBoard then ignores later steps in older files.
+    The text "run" contains the description of the run. Requires pip install ".[tensorboard]".
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -31,7 +31,7 @@ class TensorBoardLogger(Logger):
         self._package = import_package("torch.utils.tensorboard", self, "tensorboard")
 
     def start(self, start: Start) -> None:
-        """Open a file."""
+        """Open an event file."""
         purge_step = start.step + 1 if start.step else 0
         self._writer = self._package.SummaryWriter(str(self._folder), purge_step=purge_step)
         text = json.dumps(start.description, indent=2, default=str)

@@ -44,7 +44,7 @@ class WandbLogger(Logger):
         self._package = import_package("wandb", self, "wandb")
 
     def start(self, start: Start) -> None:
-        """Start a run, or continue it."""
+        """Start a run, or resume it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._service_run = ServiceRun("wandb", self._folder, start.step)
         resume_options = {} if self._service_run.id is None else {"id": self._service_run.id}
@@ -62,7 +62,7 @@ class WandbLogger(Logger):
         self._service_run.set_id(self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values that the service does not have yet."""
+        """Log the values that are not yet at the service."""
         self._log(dict(values), step)
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:

@@ -2,6 +2,6 @@
 
 means         weighted means; the public MeanMetric
 running_loss  mean training loss since the last sync point and over an epoch
-user_metrics  metrics of the Trainer: functions and torchmetrics objects
-torchmetrics  exact merging of torchmetrics states
+user_metrics  metrics passed to the Trainer: functions and torchmetrics objects
+torchmetrics  exact merging of torchmetrics states over ranks
 """

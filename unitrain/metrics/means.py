@@ -1,4 +1,4 @@
-"""Exact weighted means over ranks, collected without waiting for the device."""
+"""Exact weighted means over ranks, accumulated without host-device synchronization."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import TensorError
 from unitrain.validation import check_instance, describe_value
 
-# Maximum number of batches that are kept until they are summed: a large number makes summing cheap, a small number
-# saves memory.
+# Maximum number of batches that are stored before they are summed. A larger number is faster, a smaller one saves
+# memory.
 _MAX_PENDING_BATCHES = 100
 
 
 class Means:
     """Means of named values over all samples of all ranks, for any distribution of the samples over ranks.
 
-    Sums are kept in float64 on `device` and counts on the host, so `add` does not wait for the device.
+    Sums are float64 on `device` and counts are on the host, so `add` does not synchronize with the device.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
@@ -36,10 +36,10 @@ class Means:
         self.clear()
 
     def add(self, values: Iterable[Tensor | float], samples: int, *, is_owned: bool = False) -> None:
-        """Add one batch: for each name the mean over the batch's `samples`, or a tensor [samples] of values.
+        """Add a batch: for each name, the mean over its `samples`, or a tensor [samples] of values.
 
-        Unless `is_owned`, tensors are copied, because the caller may overwrite them. A tensor of another shape raises a
-        TensorError, here or in a later call.
+        Tensors are copied unless `is_owned`, because the caller may overwrite them. A tensor of another shape raises a
+        TensorError, in this or a later call.
         """
         if samples:
             copies = [value if is_owned and isinstance(value, Tensor) else detached_copy(value) for value in values]
@@ -48,8 +48,7 @@ class Means:
                 self.flush()
 
     def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None, *, is_owned: bool = False) -> None:
-        """Add the single value of one batch: the mean over its `samples`; or, with a `count`, the sum over that many
-        tokens.
+        """Add a batch with one value: the mean over its `samples` or, with a `count`, the sum over `count` tokens.
 
         `is_owned` is as in `add`.
         """
@@ -61,14 +60,14 @@ class Means:
             self._tokens = self._tokens + count
 
     def flush(self) -> None:
-        """Sum the pending batches. Raises a TensorError that `add` has deferred, on this rank only."""
+        """Sum the pending batches. Raises a deferred TensorError of `add`, on this rank only."""
         self._sums, self._samples = self._sum_pending()
         self._pending.clear()
 
     def local_sums(self) -> Tensor:
         """Return this rank's sum for each name, followed by its number of samples or tokens, float64 [names + 1].
 
-        It does not change the state: later sums are bit-identical to those without this call.
+        It does not change the state, so later sums are bit-identical with and without this call.
         """
         sums, samples = self._sum_pending()
         return torch.stack([*sums, self._tokens + samples])
@@ -86,9 +85,10 @@ class Means:
         self._tokens = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's batches, in host memory, for `load_state`. Values must be one number per batch.
+        """Return this rank's sums and pending batches in host memory, for `load_state`. Values must be one number per
+        batch.
 
-        Pending batches are kept separately, so that sums after `load_state` are bit-identical to those without it.
+        Pending batches are stored separately, so that sums after `load_state` are bit-identical to uninterrupted ones.
         """
         samples = [samples for samples, _ in self._pending]
         values = [torch.stack([value.to(self._device) for value in values]) for _, values in self._pending]
@@ -101,14 +101,14 @@ class Means:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state` on any rank."""
+        """Restore a result of `state`, from any rank."""
         self._sums = list(state["sums"].to(self._device).unbind())
         self._samples, self._tokens = state["samples"], state["tokens"].to(self._device)
         rows = [] if state["waiting"] is None else state["waiting"].to(self._device).unbind()
         self._pending = [(n, list(row.unbind())) for n, row in zip(state["waiting_samples"], rows, strict=True)]
 
     def load_sum(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Continue from the sum of the results of `state` on several ranks."""
+        """Restore the sum of several ranks' results of `state`."""
         self.clear()
         others = Means(self.names, self._device)
         for state in states:
@@ -119,16 +119,15 @@ class Means:
             self._tokens = self._tokens + others._tokens
 
     def reduce(self, communicator: Communicator) -> dict[str, float]:
-        """Return the mean of each name over all ranks, nan without a sample, and discard all batches. All ranks call
-        it."""
+        """Return the mean per name over all ranks (nan without samples), and discard all batches. All ranks call it."""
         sums, samples = self.totals(communicator)
         self.clear()
         means = [total / samples if samples else float("nan") for total in sums]
         return dict(zip(self.names, means, strict=True))
 
     def _sum_pending(self) -> tuple[list[Tensor], int]:
-        # Nearly all batches have the same size. A hundred of them are therefore summed by one stack, one sum and one
-        # addition, instead of an addition per batch, and no count is copied to the device.
+        # Nearly all batches have the same size. Therefore sum a hundred of them with one stack, one sum and one
+        # addition, instead of one addition per batch, and copy no counts to the device.
         sums, counted = self._sums, self._samples
         for (samples, *_), batches in groupby(self._pending, key=_layout):
             rows = [values for _, values in batches]
@@ -159,13 +158,13 @@ class MeanMetric:
     def update(self, value: Tensor | float, count: Tensor | float = 1) -> None:
         """Add the mean `value` of `count` samples, tokens or pixels of this rank; or a tensor of `count` values.
 
-        It neither communicates nor waits for the device. A `count` of 0 adds nothing. Raises TensorError for a count
-        that is not a single number of at least 0, and for a value that is not a number or has another shape; the shape
-        may be checked in `compute`, and is not checked against a count on a GPU.
+        It neither communicates nor synchronizes with the device. A `count` of 0 adds nothing. Raises TensorError for a
+        count that is not a single number of at least 0, and for a value that is not numeric or has the wrong shape. The
+        shape may be checked only in `compute`, and not against a count on a GPU.
         """
         _check_value(value)
         if isinstance(count, Tensor):
-            is_known = count.device.type == "cpu"  # reading a count on a GPU would wait for the device
+            is_known = count.device.type == "cpu"  # reading a count on a GPU would synchronize with the device
             if count.dim() or (is_known and not 0 <= float(count) < math.inf):
                 raise TensorError(_invalid_count(count.tolist() if count.numel() < 10 else list(count.shape)))
             value = _to_float64(value, float(count) if is_known else None, self._backend.device)
@@ -181,7 +180,7 @@ class MeanMetric:
             self._means.add_loss(value * float(number), 1, float(number))
 
     def compute(self) -> float:
-        """Return the mean over all ranks, the same on every rank; nan without a value. All ranks call it."""
+        """Return the mean over all ranks; nan without values. All ranks call it and return the same mean."""
         call_on_all_ranks(self._backend, self._means.flush)
         (total,), count = self._means.totals(self._backend)
         return total / count if count else math.nan
@@ -199,9 +198,9 @@ def _invalid_count(found: object) -> str:
 
 
 def detached_copy(value: Tensor | float) -> Tensor:
-    """Return `value` as a detached tensor that the caller does not overwrite.
+    """Return `value` as a detached copy, which the caller cannot overwrite.
 
-    The result of a differentiable operation is copied too, because `loss += penalty` overwrites it.
+    Results of differentiable operations are copied as well, because `loss += penalty` overwrites them.
     """
     return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
@@ -225,7 +224,7 @@ def _check_value(value: Any) -> None:
 
 
 def _to_float64(value: Tensor | float, count: float | None, device: torch.device) -> Tensor:
-    """Return the mean of `value` as float64. Raises TensorError unless it is one number or, with `count`, that many."""
+    """Return the mean of `value` as float64. Raises TensorError unless it has 1 or `count` elements."""
     value = torch.as_tensor(value).detach()
     if value.is_complex() or (count is not None and count > 0 and value.shape not in ((), (count,))):
         raise TensorError(_invalid_value("The value", value, count or 0))
@@ -233,7 +232,7 @@ def _to_float64(value: Tensor | float, count: float | None, device: torch.device
 
 
 def _layout(batch: tuple[int, list[Tensor]]) -> tuple[Any, ...]:
-    """Return the properties that are equal for batches that are summed together: a stack of several dtypes would
+    """Return the properties that must be equal for batches to be summed together. A stack of several dtypes would
     round."""
     samples, values = batch
     return samples, *((value.shape, value.dtype, value.device) for value in values)

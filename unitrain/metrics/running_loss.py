@@ -1,4 +1,4 @@
-"""Mean training loss over ranks: since the last sync point, to display and check it, and over an epoch."""
+"""Mean training loss over ranks: since the last sync point (to display and check it), and over an epoch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from unitrain.metrics.means import Means, detached_copy
 
 
 class RunningLoss:
-    """Collects the loss of every micro-batch of an epoch. All ranks make the same calls and get the same means.
+    """Accumulates the micro-batch losses of an epoch. All ranks make the same calls and return the same means.
 
-    The mean over an epoch depends neither on how often `mean_since_sync` is called nor on interruptions: the sums are
-    part of checkpoints. `steps` is the number of steps since `start_epoch`, including those before an interruption.
+    The mean over an epoch does not depend on the calls of `mean_since_sync`, nor on interruptions, because checkpoints
+    contain the sums. `steps` is the number of steps since `start_epoch`, including those before an interruption.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._means = Means(("loss",), communicator.device)
-        # Losses of the current step, which may be discarded if an exception interrupts it.
+        # Losses of the current step; discarded if an exception interrupts the step.
         self._step_losses: list[tuple[Tensor, int, Tensor | float | None]] = []
         self._synced_totals: tuple[float, float] = (0.0, 0.0)
         self._totals: tuple[float, float] = (0.0, 0.0)
         self.steps = 0
 
     def add(self, loss: Tensor, samples: int, count: Tensor | float | None = None) -> None:
-        """Record the mean `loss` of this rank's `samples` in one micro-batch, or the sum of the losses of `count`
-        tokens.
+        """Record the loss of one micro-batch: the mean over `samples` or, with a `count`, the sum over `count` tokens.
 
-        `finish_step` includes it in the means. This method does not wait for the device.
+        `finish_step` includes it in the means. This method does not synchronize with the device.
         """
         self._step_losses.append((detached_copy(loss), samples, count))
 
@@ -45,17 +44,17 @@ class RunningLoss:
         self.steps += 1
 
     def discard_step(self) -> None:
-        """Discard the micro-batches of a step that was interrupted."""
+        """Discard the micro-batches of an interrupted step."""
         self._step_losses.clear()
 
     def local_sums(self) -> list[float]:
-        """Return this rank's sum and count, for `mean_since_sync` on every rank. It waits for the device."""
+        """Return this rank's sum and count, for `mean_since_sync` on every rank. It synchronizes with the device."""
         return self._means.local_sums().tolist()
 
     def mean_since_sync(self, ranks: Sequence[Sequence[float]], epoch: int, step: int) -> float:
         """Return the mean since the last call, given the `local_sums` of all `ranks`.
 
-        Raises NonFiniteLossError, on every rank.
+        Raises NonFiniteLossError, on every rank, if the mean is not finite.
         """
         total, count = map(sum, zip(*ranks, strict=True))
         mean = _mean(total - self._synced_totals[0], count - self._synced_totals[1])
@@ -65,7 +64,8 @@ class RunningLoss:
         return mean
 
     def epoch_mean(self, epoch: int, step: int) -> float:
-        """Return the mean over the epoch so far. All ranks call it. Raises NonFiniteLossError, on every rank."""
+        """Return the mean over the epoch so far. All ranks call it. Raises NonFiniteLossError like
+        `mean_since_sync`."""
         here = self.local_sums()
         (total,), count = self._means.totals(self._communicator)
         self._totals = (total, count)
@@ -77,7 +77,7 @@ class RunningLoss:
     def start_epoch(self) -> None:
         """Start an epoch, after `epoch_mean` of the preceding one."""
         total, count = self._totals
-        # The next `mean_since_sync` includes the steps of the last epoch since the last sync point.
+        # The next `mean_since_sync` also includes the steps of the last epoch after its last sync point.
         self._synced_totals, self._totals = (self._synced_totals[0] - total, self._synced_totals[1] - count), (0.0, 0.0)
         self._means.clear()
         self.steps = 0
@@ -88,9 +88,9 @@ class RunningLoss:
         return {"steps": self.steps, "seen": list(self._synced_totals), "ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint. With the same number of ranks each takes its sums, otherwise rank 0 takes the
-        total."""
-        if not state:  # from an earlier version
+        """Restore a checkpoint. With the same number of ranks, each rank restores its sums; otherwise rank 0 restores
+        the total."""
+        if not state:  # from an earlier version of unitrain
             return
         total, count = state["seen"]
         self.steps, self._synced_totals = state["steps"], (total, count)
@@ -103,16 +103,16 @@ class RunningLoss:
 
 def _mean(total: float, count: float) -> float:
     if count < 0 or (count == 0 and total != 0):
-        # Counts on a device are not checked in each batch, which would wait for the device.
+        # Counts on a GPU are not checked per batch, which would synchronize with the device.
         raise ModelError(
             f"The losses add up to {total:g}, but the numbers of tokens that loss_fn returned add up to {count:g}. "
             "Let loss_fn return the mean over the batch, loss.mean(), or a pair (loss.sum(), number of tokens)."
         )
-    return total / count if count else 0.0  # no batch had a token
+    return total / count if count else 0.0  # there were no tokens
 
 
 def _non_finite_error(mean: float, epoch: int, step: int, ranks: Sequence[Sequence[float]]) -> NonFiniteLossError:
-    """Return the error that names the ranks whose sum is not finite. The sum is the first number of each rank."""
+    """Return the error, which names the ranks with a non-finite sum. `ranks` starts with the sum of each rank."""
     failed_ranks = [rank for rank, (total, _) in enumerate(ranks) if not math.isfinite(total)]
     where = ""
     if failed_ranks and len(ranks) > 1:  # the sum of finite values can be infinite

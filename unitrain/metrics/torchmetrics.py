@@ -1,7 +1,7 @@
 """Metrics of the torchmetrics package: each rank updates its copy with its samples, and the states are merged exactly.
 
-The package's own synchronization uses torch.distributed, takes the mean of means if ranks have different numbers of
-batches, and hangs if they have lists of different lengths. Here, states that are sums, means, minima or maxima are
+The package's synchronization uses torch.distributed, computes unweighted means if ranks have different numbers of
+batches, and hangs if list states have different lengths. Here, states that are sums, means, minima or maxima are
 reduced over ranks, and only other states are gathered.
 """
 
@@ -22,14 +22,14 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import gather_if_different, raise_on_all_ranks
 from unitrain.errors import ConfigError, MetricError
 
-# State of one metric, or of an inner metric: its number of updates, and its tensors and lists by name.
+# State of one metric or inner metric: number of updates, and tensors and lists by name.
 _State = tuple[int, dict[str, Any]]
 _States = dict[str, _State]
 
 
 class _Reducible(NamedTuple):
-    """A tensor state that an allreduce can merge, identified by the index of the metric, the path of the inner metric,
-    and the name of the state."""
+    """A tensor state that an allreduce can merge, identified by metric index, path of the inner metric, and state
+    name."""
 
     metric: int
     path: str
@@ -46,13 +46,12 @@ def is_torchmetric(metric: object) -> bool:
 
 
 class TorchMetrics:
-    """Metrics that are updated together. All ranks make the same calls and get the same results.
+    """Metrics that are updated together. All ranks make the same calls and return the same results.
 
-    A result equals that of one metric that was updated with the batches of all ranks, in rank order: sums are taken in
-    float64, concatenated states keep that order, and states that are means are weighted by their numbers of updates.
-    The synchronization settings of the metrics are not changed, and they are reset afterwards. Raises ConfigError for a
-    metric that depends on the order of batches, and MetricError, on every rank, for one that fails or whose result does
-    not consist of numbers.
+    A result equals that of a single metric updated with the batches of all ranks in rank order: sums use float64,
+    concatenated states are in rank order, and mean states are weighted by their numbers of updates. The synchronization
+    settings of the metrics do not change; `compute` resets the metrics. Raises ConfigError for a metric that depends on
+    the order of batches, and MetricError, on every rank, for a metric that fails or has a non-numeric result.
     """
 
     def __init__(self, metrics: Mapping[str, Any], communicator: Communicator) -> None:
@@ -86,10 +85,10 @@ class TorchMetrics:
                 raise _metric_error(name, metric, where, error) from error
 
     def compute(self) -> dict[str, dict[str, float]]:
-        """Return the results of each metric by name, and reset the metrics. All ranks call it."""
+        """Return the results per metric by name, and reset the metrics. All ranks call it."""
         communicator = self._communicator
         rank = communicator.rank if self._is_updated else communicator.size
-        # The lowest rank with samples computes the result, because some metrics keep properties of the samples outside
+        # The lowest rank with samples computes the result, because some metrics store properties of the samples outside
         # their state.
         root = int(communicator.allreduce(torch.tensor(rank), "min"))
         if root == communicator.size:
@@ -107,9 +106,9 @@ class TorchMetrics:
         return results
 
     def _reduce_states(self, states: list[_States]) -> list[_States]:
-        """Remove the states that an allreduce can merge from `states`, and return them merged. All ranks call it.
+        """Remove the states that an allreduce can merge from `states`, merge them, and return them. All ranks call it.
 
-        No state is removed if the layouts differ between ranks: a metric may choose the shape of a state at the first
+        If the layouts differ between ranks, no state is removed; a metric may set the shape of a state at its first
         batch.
         """
         merged: list[_States] = [{} for _ in states]
@@ -137,7 +136,7 @@ class TorchMetrics:
                 if kind == "mean":
                     found = found / max(updates, 1)
                 elif kind == "sum":
-                    # Every rank started from the default value, which a single metric includes only once.
+                    # Every rank's sum includes the default value, a single metric's only once.
                     found = found - (ranks - 1) * default.to(found)
                 _, values_by_name = merged[state_entry.metric].setdefault(state_entry.path, (updates, {}))
                 if updates:
@@ -166,7 +165,7 @@ def _find_metrics(metric: Any) -> dict[str, Any]:
     package: Any = sys.modules["torchmetrics"]
     for module in metric.modules():
         if isinstance(module, package.MetricCollection):
-            module.items(copy_state=False)  # metrics of one compute group now share their state
+            module.items(copy_state=False)  # makes metrics of one compute group share their state
     return {path: module for path, module in metric.named_modules() if isinstance(module, package.Metric)}
 
 
@@ -199,7 +198,7 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _contribution(value: Tensor, kind: str, updates: int) -> Tensor:
-    """Return a rank's contribution to a reduction of `kind`: the neutral element if the metric was not updated."""
+    """Return a rank's contribution to a reduction of `kind`: the identity element if the metric was not updated."""
     if kind == "mean":
         return value.double() * updates if updates else torch.zeros_like(value, dtype=torch.float64)
     if updates:
@@ -214,10 +213,10 @@ def _contribution(value: Tensor, kind: str, updates: int) -> Tensor:
 
 @contextmanager
 def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced: _States) -> Iterator[None]:
-    """Context manager in which `metric` has the merged state of all ranks and does not synchronize. Its local state is
-    restored afterwards.
+    """Context manager in which `metric` has the merged state of all ranks and does not synchronize. Restores the local
+    state.
 
-    `reduced` are the states that are already merged, and `states_of_ranks` the other states of each rank.
+    `reduced` are the states that are already merged, and `states_of_ranks` the other states per rank.
     """
     states_before = {path: (part, *_read_part(part)) for path, part in _find_metrics(metric).items()}
     try:
@@ -251,9 +250,9 @@ def _read_part(part: Any) -> tuple[int, bool, dict[str, Any]]:
 
 
 def _merge_moments(part: Any, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the merged states of a NormalizedRootMeanSquaredError; an empty dictionary for another metric.
+    """Return the merged states of a NormalizedRootMeanSquaredError; an empty dictionary for any other metric.
 
-    torchmetrics leaves merging them to the metric's compute, which fails for more than two ranks.
+    torchmetrics merges them in the metric's `compute`, which fails for more than two ranks.
     """
     kind = getattr(sys.modules["torchmetrics"], "NormalizedRootMeanSquaredError", None)
     if kind is None or not isinstance(part, kind) or len(states) == 1:
@@ -273,10 +272,9 @@ def _merge_moments(part: Any, states: Sequence[Mapping[str, Tensor]]) -> dict[st
 
 
 def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, default: Any) -> Any:
-    """Return one state merged over ranks, according to the `reduction` of `add_state`. The states are passed with their
-    numbers of updates.
+    """Merge one state over ranks, according to the `reduction` of `add_state`. `values` are (number of updates, state).
 
-    Without a `reduction`, or with a custom one, tensors are stacked, as torchmetrics does; the metric handles the rest.
+    Without a `reduction`, or with a custom one, tensors are stacked, as in torchmetrics, and the metric merges them.
     """
     functions: Any = sys.modules["torchmetrics.utilities"]
     states = [state for _, state in values]
@@ -294,7 +292,7 @@ def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, 
         return stacked
     wide = stacked.double() if stacked.is_floating_point() else stacked
     if reduction is functions.dim_zero_sum:
-        # Every rank started from the default value, which a single metric includes only once.
+        # Every rank's sum includes the default value, a single metric's only once.
         return (wide.sum(0) - (len(states) - 1) * default.to(wide)).to(stacked.dtype)
     if reduction is functions.dim_zero_mean:
         updates = torch.tensor([updates for updates, _ in values], dtype=torch.float64, device=stacked.device)
@@ -304,7 +302,7 @@ def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, 
 
 
 def _iterate_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in `value` by name: a single number, or several by key or index."""
+    """Yield (name, number) for the numbers in `value`: a single number, or several by key or index."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _iterate_numbers(f"{name}_{key}" if name else str(key), part)
@@ -321,7 +319,7 @@ def _iterate_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _predict_result_names(name: str, metric: Any) -> Iterator[str]:
-    """Yield the names of the results before an epoch is trained, as far as a metric without updates provides them."""
+    """Yield the names of a metric's results before training, as far as a metric without updates provides them."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # suppresses the warning that the metric was not updated

@@ -1,4 +1,4 @@
-"""Metrics of the Trainer: functions of a batch and torchmetrics objects."""
+"""Metrics passed to the Trainer: functions of a batch and torchmetrics objects."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Metric = Callable[[Any, Any], Tensor | float]
 
 
 class UserMetrics:
-    """The metrics of a run by name. All ranks make the same calls and get the same results.
+    """The metrics of a run by name. All ranks make the same calls and return the same results.
 
-    The result of a function is its mean over all samples. A torchmetrics object can have several results: those of a
-    metric "f1" are named "f1_" followed by their key or index. A MetricCollection that is passed instead of a
-    dictionary names its results itself. Raises ConfigError if two results have the same name.
+    The result of a function is its mean over all samples. A torchmetrics object can have several results: for a metric
+    "f1" they are named "f1_" followed by the key or index. A MetricCollection passed instead of a dictionary determines
+    the names. Raises ConfigError if two results have the same name.
     """
 
     def __init__(self, metrics: Mapping[str, Metric] | nn.Module, communicator: Communicator) -> None:
@@ -48,7 +48,7 @@ class UserMetrics:
             self._torchmetrics.update(output, target)
 
     def flush(self) -> None:
-        """Sum the pending batches. Raises errors that `update` has deferred, on this rank only."""
+        """Sum the pending batches. Raises deferred errors of `update`, on this rank only."""
         self._means.flush()
 
     def compute(self) -> dict[str, float]:

@@ -13,8 +13,8 @@ from unitrain.torch_compat import has_forward_pre_hook, is_compiled
 def compile_forward(*models: nn.Module | None, mode: bool | str) -> None:
     """Compile the forward of each of `models` with torch.compile, in `mode`, or in the default mode if `mode` is True.
 
-    Compilation runs with the first batch. A batch of another size triggers a second compilation, with dynamic sizes.
-    Models that are compiled already do not change.
+    Compilation runs with the first batch. A batch of another size triggers a recompilation with dynamic shapes. Models
+    that are already compiled do not change.
     """
     for model in models:
         if model is not None and not is_compiled(model):
@@ -22,9 +22,9 @@ def compile_forward(*models: nn.Module | None, mode: bool | str) -> None:
 
 
 def use_channels_last(model: nn.Module) -> None:
-    """Convert 4-d parameters and buffers of `model`, and from now on its 4-d floating-point inputs, to channels last.
+    """Convert the 4-d parameters, buffers and future 4-d floating-point inputs of `model` to channels last.
 
-    The memory format is [samples, height, width, channels], in which convolutions are faster on most devices. Shapes,
+    In this memory format, [samples, height, width, channels], convolutions are faster on most devices. Shapes,
     names and values do not change, and parameters stay the same objects.
     """
     model.to(memory_format=torch.channels_last)
@@ -37,7 +37,7 @@ def _convert_inputs(_: nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 def _to_channels_last(value: Any) -> Any:
-    """Return `value` with its 4-d floating-point tensors in channels last, in lists, tuples and dictionaries too."""
+    """Return `value` with its 4-d floating-point tensors in channels last, also in lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         is_image = value.dim() == 4 and value.is_floating_point()
         return value.contiguous(memory_format=torch.channels_last) if is_image else value

@@ -1,4 +1,5 @@
-"""Activation checkpointing: blocks of a model keep their inputs only, and repeat their forward in the backward."""
+"""Activation checkpointing: blocks of a model save only their inputs, and recompute activations in the backward
+pass."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ _MAX_LISTED = 8
 
 
 def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str]) -> None:
-    """Let each module of `model` whose class is one of `blocks` compute its activations again in backward.
+    """Recompute the activations of all modules of `model` with a class in `blocks` in the backward pass.
 
-    `blocks` are classes or names of classes, such as "TransformerEncoderLayer". Of nested blocks, only the outer one is
-    changed. Memory for activations falls to the inputs of the blocks and the activations of one block, and the time of
-    a step grows by up to one forward. The results are the same: random numbers of dropout are repeated, and running
+    `blocks` are classes or class names, such as "TransformerEncoderLayer". If blocks are nested, only the outer one is
+    changed. Activation memory decreases to the inputs of the blocks and the activations of one block; the step time
+    increases by up to one forward pass. The results are the same: the RNG state of dropout is restored, and running
     statistics and other buffers are updated once. The keys of `state_dict` do not change.
 
     Call it on every rank before `distributed_model`. It does not communicate. Raises ModelError if a block is not a
-    class, if the model has no module of this class, and for containers without a forward, such as ModuleList.
+    class, if the model has no module of that class, and for containers without a forward, such as ModuleList.
     """
     wanted = [blocks] if isinstance(blocks, type | str) else list(blocks)
     for block in wanted:
@@ -57,7 +58,7 @@ class CheckpointedForward:
         return _checkpoint(forward, args, kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # pickle cannot find a class that was created at run time.
+        # pickle cannot import a class created at run time.
         return _restore, (self.plain,), self.__getstate__()
 
 
@@ -72,7 +73,7 @@ def _restore(kind: Any) -> Any:
 
 
 def _checkpoint(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
-    # torch detects positional arguments that are modified in place before the backward, but not those in `kwargs`.
+    # torch detects in-place changes of positional arguments before the backward pass, but not of `kwargs`.
     names = list(kwargs)
     count = len(args)
 
@@ -86,7 +87,7 @@ def _checkpoint(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def _checkpoint_with_buffers(
     block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Checkpoint `block`, outside of compiled graphs, because torch.compile does not accept `context_fn`."""
+    """Checkpoint `block`, excluded from torch.compile (graph break), which does not accept `context_fn`."""
 
     def contexts() -> tuple[_RecordedBuffers, _RestoredBuffers]:
         recorded = _RecordedBuffers(block)
@@ -96,7 +97,7 @@ def _checkpoint_with_buffers(
 
 
 class _BufferValues:
-    """The buffers of a module and its submodules at one time: which tensors they are, and copies of their values."""
+    """A snapshot of the buffers of a module and its submodules: the tensors, and copies of their values."""
 
     def __init__(self, block: nn.Module) -> None:
         self._values = [
@@ -121,7 +122,7 @@ class _BufferValues:
 
 
 class _RecordedBuffers(AbstractContextManager[None]):
-    """Context of the first forward. Keeps the previous values of the buffers that it changes."""
+    """Context of the first forward. Saves the previous values of the buffers that change."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block, self.values = block, _BufferValues(block)
@@ -131,9 +132,9 @@ class _RecordedBuffers(AbstractContextManager[None]):
 
 
 class _RestoredBuffers(AbstractContextManager[None]):
-    """Context of the repeated forward: it begins with the buffers of the first one, and does not change them.
+    """Context of the recomputation: it starts with the same buffers as the first forward, and leaves them unchanged.
 
-    A retained graph repeats the forward in each backward, so the context may be entered several times.
+    With a retained graph, every backward pass recomputes the forward, so the context may be entered several times.
     """
 
     def __init__(self, recorded: _RecordedBuffers) -> None:

@@ -1,4 +1,4 @@
-"""Buffers of a model, such as running means: make them equal on all ranks, and load those that are expanded views."""
+"""Buffers of a model, such as running means: broadcasting them, and loading buffers that are expanded views."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ def check_model_and_communicator(function: str, model: Any, communicator: Any) -
 
 
 def share_buffers(model: nn.Module, communicator: Communicator) -> None:
-    """Set every buffer of `model` to rank 0's, in one broadcast. All ranks call it.
+    """Broadcast all buffers of `model` from rank 0, in one collective. All ranks call it.
 
-    Call it before `model.eval()` and before saving: during training, each rank computes the running statistics from its
-    samples only. It does not change training: rank 0's statistics stay the same, a forward in training mode does not
-    read the statistics, and the buffers that it reads are rank 0's already. `model` is the module that
-    `distributed_model` returned or the one passed to it. Parameters do not change.
+    Call it before `model.eval()` and before saving, because during training each rank computes running statistics from
+    its own samples. Training results do not change: training mode does not read the running statistics, and all other
+    buffers are already equal. `model` is the module that `distributed_model` returned, or the user's module.
     """
     check_model_and_communicator("share_buffers", model, communicator)
-    # The distributed model detects buffers that a forward writes. Writing `data` does not count as such a write.
+    # Through `data`, because the distributed model detects writes to buffers as writes of the forward.
     broadcast_tensors(communicator, [buffer.data for buffer in model.buffers()])
 
 

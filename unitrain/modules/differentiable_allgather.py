@@ -12,27 +12,27 @@ from unitrain.torch_compat import disable_compile
 from unitrain.validation import check_instance
 
 
-@disable_compile  # a compiled model calls collectives between its compiled parts
+@disable_compile  # graph break: collectives cannot be compiled
 def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tensor:
-    """Concatenate every rank's `tensor` along dim 0, in rank order, with a gradient for every rank's tensor.
+    """Concatenate the `tensor` of all ranks along dim 0, in rank order, with gradients for all ranks' tensors.
 
-    All ranks call it, with tensors that may differ in dim 0, and run a backward through the result. The backward sums
-    the gradients of the result over ranks, by one allreduce, and returns this rank's rows of the sum: the gradient of
-    the sum of all ranks' losses. Because `distributed_model` then takes the mean over ranks, parameters get the
-    gradient of the mean of the ranks' losses, as without an allgather. Do not multiply the loss by the number of ranks.
-    Both of the following equal one process that computes the loss of the global batch:
+    All ranks call it, with tensors that may differ in dim 0, and run a backward pass through the result. The backward
+    pass sums the gradients of the result over ranks with one allreduce, and returns this rank's rows: the gradient of
+    the sum of all ranks' losses. `distributed_model` then averages over ranks, so parameters get the gradient of the
+    mean of the ranks' losses, as without an allgather. Do not multiply the loss by the number of ranks. Both of the
+    following have the result of one process that computes the loss of the global batch:
 
     - every rank computes the same loss of all gathered samples;
-    - every rank computes the mean loss of its own samples, compared with all gathered ones. If ranks have unequal
-      numbers of samples, weight it like any other loss: by `samples * size / step_samples`.
+    - every rank computes the mean loss of its own samples against all gathered samples. If ranks have unequal
+      numbers of samples, weight the loss as usual, by `samples * size / step_samples`.
 
     The dummy batch of a rank without samples must not contribute to the losses of other ranks: gather
     `tensor[:part.samples]`, as in examples/contrastive.py, or use data that is sharded evenly.
 
-    With grad mode enabled, the result requires grad even if this rank's tensor does not, for example because the rank
-    has no samples, so that every rank takes part in the backward. `communicator.allgather` gathers integers, and
-    tensors in torch.no_grad(). Every rank must use the result in the same order relative to other collectives.
-    Gradients of gradients are supported.
+    With grad mode enabled, the result requires grad even if this rank's tensor does not (for example without samples),
+    so that every rank takes part in the backward pass. For integers, and in torch.no_grad(), use
+    `communicator.allgather`. Every rank must use the result in the same order relative to other collectives. Double
+    backward is supported.
 
     Raises TensorError for a tensor that collectives do not support, and CollectiveMismatchError if ranks differ in
     dtype, in shape apart from dim 0, or in grad mode.
@@ -49,14 +49,14 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
 
 
 def _has_rows(tensor: Any) -> bool:
-    """Return whether `tensor` has a shape and values. If not, the allgather raises the error on every rank."""
+    """Return whether `tensor` is a tensor with rows. If not, the allgather raises the error on every rank."""
     if not isinstance(tensor, Tensor) or nn.parameter.is_lazy(tensor):
         return False
     return not (tensor.is_nested or tensor.is_meta)
 
 
 class _Allgather(torch.autograd.Function):
-    """Gather tensors. `anchor` requires grad, so that every rank runs a backward."""
+    """Gather tensors. `anchor` requires grad, so that every rank runs the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, communicator: Communicator, counts: list[int]) -> Tensor:
@@ -70,13 +70,14 @@ class _Allgather(torch.autograd.Function):
 
 
 class _OwnRowsOfSum(torch.autograd.Function):
-    """Sum a tensor of all ranks' rows over ranks, and return this rank's rows. It is the transpose of an allgather."""
+    """Sum a tensor with the rows of all ranks over ranks, and return this rank's rows: the transpose of an
+    allgather."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, communicator: Communicator, counts: list[int]) -> Tensor:
         ctx.communicator, ctx.counts = communicator, counts
         first = sum(counts[: communicator.rank])
-        # A reducescatter supports equal parts only, and is slower on CPUs.
+        # Not a reducescatter, which requires equal parts and is slower on CPUs.
         return communicator.allreduce(gradient, "sum").narrow(0, first, counts[communicator.rank]).clone()
 
     @staticmethod

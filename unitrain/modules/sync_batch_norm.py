@@ -22,17 +22,17 @@ from unitrain.modules.buffers import check_model_and_communicator
 from unitrain.torch_compat import BatchNormBase, buffers_by_name, disable_compile
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-# Inputs of at most this number of elements are converted to float64, which takes fewer operations.
+# Maximum number of elements of inputs that are converted to float64, which takes fewer operations.
 _MAX_SMALL_ELEMENTS = 1 << 15
 
 
 def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
-    """Let every BatchNorm of `model` normalize over the samples of all ranks, and return the same `model`.
+    """Synchronize every BatchNorm layer of `model` over all ranks, in place, and return `model`.
 
-    The layers stay the same objects, with their parameters, buffers, hooks and names in `state_dict`, so optimizers and
-    checkpoints stay valid, including checkpoints of the model without synchronization. From then on, every rank calls
-    the layers in the same order in training mode, with any number of samples. If gradients are accumulated, each
-    micro-batch has separate statistics. In eval mode, and with one rank, nothing is communicated.
+    The layers keep their identity, parameters, buffers, hooks and names in `state_dict`, so optimizers and checkpoints
+    remain valid, including checkpoints of the model without synchronization. In training mode, all ranks must call the
+    layers in the same order, with any number of samples. With gradient accumulation, each micro-batch has separate
+    statistics. Eval mode and runs with one rank do not communicate.
 
     Call it on every rank, before training. Raises ModelError for a layer that overrides `forward`, and for a layer with
     a process group.
@@ -47,7 +47,7 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
         _check(name or "the model itself", layer)
     statistics = SharedStatistics(communicator, tuple(layers))
     for number, layer in enumerate(layers.values()):
-        # torch's SyncBatchNorm becomes a BatchNorm, because its forward depends on torch.distributed.
+        # Replace torch's SyncBatchNorm, because its forward depends on torch.distributed.
         kind: Any = BatchNorm if isinstance(layer, nn.SyncBatchNorm) else type(layer)
         layer.__class__ = _synchronized_class(kind)
         layer.shared_statistics, layer.number = statistics, number
@@ -55,28 +55,28 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
 
 
 class _CurrentBatch:
-    """Whether the batch that a ShardedLoader of this process yielded last is a dummy batch."""
+    """Whether the last batch yielded by a ShardedLoader in this process is a dummy batch."""
 
     is_dummy = False
 
 
 def set_current_batch(*, is_dummy: bool) -> None:
-    """Exclude this rank's samples from the statistics of all synchronized layers if `is_dummy`, else include them.
+    """Set whether all synchronized layers exclude this rank's samples from their statistics.
 
-    ShardedLoader calls it for each batch, because it does not have the model that `exclude_from_statistics` needs.
+    ShardedLoader calls it for each batch, because it has no reference to the model for `exclude_from_statistics`.
     """
     _CurrentBatch.is_dummy = is_dummy
 
 
 @contextmanager
 def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
-    """Exclude this rank's samples from the statistics of `model` inside this context, in forward and backward.
+    """Context manager that excludes this rank's samples from the statistics of `model`, in forward and backward.
 
-    A rank without samples uses it for a dummy batch, because other ranks wait for its gradients. Buffers that the
-    forward writes, such as those of a BatchNorm without synchronization, are restored at the end.
+    A rank without samples uses it for its dummy batch. Buffers that the forward writes, such as those of a BatchNorm
+    without synchronization, are restored at the end.
     """
     shared = {module.shared_statistics for module in model.modules() if isinstance(module, SyncedForward)}
-    # The buffers of synchronized layers are not restored: they contain the statistics of the other ranks' samples.
+    # The buffers of synchronized layers are not restored, because they contain the statistics of the other ranks.
     local = [m for m in model.modules() if not (isinstance(m, SyncedForward) and not m.shared_statistics.is_local)]
     saved = [
         (buffers_by_name(module), name, buffer, buffer.detach().clone())
@@ -91,7 +91,7 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for statistics in shared:
             statistics.is_excluded = False
-        # The context ends after the backward, which may need the written values.
+        # Restore after the backward pass, which may need the written values.
         for buffers, name, buffer, value in saved:
             buffers[name] = buffer
             if not torch.equal(buffer, value):  # writing an equal value would count as a write
@@ -99,16 +99,16 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
 
 
 class SharedStatistics:
-    """State that all synchronized layers of a model share: the communicator, and whether it includes local samples.
+    """State shared by all synchronized layers of a model: the communicator, and whether local samples are excluded.
 
-    Copies of the model also share it. An unpickled model has no communicator, and normalizes over local samples.
+    Copies of the model also share it. An unpickled model has no communicator and normalizes over local samples.
     """
 
     def __init__(self, communicator: Communicator | None, names: tuple[str, ...]) -> None:
         self.communicator, self.names = communicator, names
         self.is_excluded = False  # whether `exclude_from_statistics` excludes this rank's samples
         self._constants: dict[tuple[int, torch.device], Tensor] = {}
-        self._tails: dict[int, tuple[int, Tensor]] = {}  # by layer: the latest count, and its row of constants
+        self._tails: dict[int, tuple[int, Tensor]] = {}  # by layer: the latest count, and its cached tensor
 
     @property
     def counts(self) -> bool:
@@ -130,15 +130,16 @@ class SharedStatistics:
     ) -> tuple[Tensor, Tensor, Tensor | float]:
         """Return the mean and variance, float64 [channels], and the number of values per channel, over all ranks.
 
-        `sums` are this rank's sums of values and of squares, float64 [channels] each, of `count` values per channel in
-        layer `number`. With `check`, the host waits for the device and raises an error, on every rank, if ranks call
-        different layers or have fewer than two values. The number of values is a float on CPUs.
+        `sums` are this rank's sums of the values and of their squares, float64 [channels] each, for `count` values per
+        channel in layer `number`. With `check`, the host synchronizes with the device, and raises an error on every
+        rank if ranks call different layers or if there are fewer than two values. The number of values is a float on
+        CPUs.
         """
         if not self.counts:
             # Not multiplied by 0, because 0 * nan is nan.
             sums, count = [torch.zeros_like(one) for one in sums], 0
-        # Layers of the same width on different ranks would mix their statistics without an error. The numbers of all
-        # ranks are equal if and only if the mean of their squares is the square of their mean.
+        # If ranks called different layers of the same width, their statistics would be mixed without an error. The
+        # layer numbers of all ranks are equal if and only if the mean of their squares is the square of their mean.
         channels, is_on_cpu = len(sums[0]), sums[0].device.type == "cpu"
         if is_on_cpu:
             constants = [self._tail_on_cpu(count, number)]
@@ -151,7 +152,7 @@ class SharedStatistics:
             numbers = tail.tolist()
             values = float(numbers[0])
             self._check(number, *numbers)
-        else:  # a GPU divides by a float less accurately: it multiplies by the reciprocal
+        else:  # a tensor: a GPU divides by a float less accurately, by multiplying by the reciprocal
             values = tail[0]
             if check:
                 self._check(number, *tail.tolist())
@@ -159,7 +160,7 @@ class SharedStatistics:
         return mean, (second_moment - mean.square()).clamp_min_(0), values
 
     def _tail_on_cpu(self, count: int, number: int) -> Tensor:
-        """Return the count, the layer's number and its square, float64 [3]. The latest one of each layer is cached."""
+        """Return the count, the layer number and its square, float64 [3]. The latest result per layer is cached."""
         cached = self._tails.get(number)
         if cached is None or cached[0] != count:
             cached = count, torch.tensor([count, number, number**2], dtype=torch.float64)
@@ -167,8 +168,8 @@ class SharedStatistics:
         return cached[1]
 
     def _number_on_device(self, number: int, device: torch.device) -> Tensor:
-        """Return a layer's number and its square, float64 [2]. They are cached, because copying them to a GPU waits for
-        all queued kernels."""
+        """Return a layer number and its square, float64 [2], cached because a copy to the GPU would wait for all queued
+        kernels."""
         if (cached := self._constants.get((number, device))) is None:
             cached = torch.tensor([number, number**2], dtype=torch.float64, device=device)
             self._constants[number, device] = cached
@@ -196,8 +197,7 @@ class SharedStatistics:
 
 
 class BatchNorm(BatchNormBase):
-    """BatchNorm for inputs of two or more dimensions. It replaces torch's SyncBatchNorm, which accepts the same
-    inputs."""
+    """BatchNorm for inputs with two or more dimensions, as a replacement of torch's SyncBatchNorm."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -218,7 +218,7 @@ class SyncedForward:
     _was_checked = False
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        """Normalize `input`, [samples, channels, ...], in training mode over all ranks, which all call it."""
+        """Normalize `input`, [samples, channels, ...]; in training mode over all ranks, and all ranks call it."""
         if not self.training or self.shared_statistics.is_local:
             output: Tensor = BatchNormBase.forward(self, input)
             return output
@@ -226,7 +226,7 @@ class SyncedForward:
         return _normalize_over_ranks(self, input)
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # pickle cannot find a class that was created at run time.
+        # pickle cannot import a class created at run time.
         return _restore, (self.plain,), self.__getstate__()
 
 
@@ -259,12 +259,12 @@ def _check(name: str, layer: BatchNormBase) -> None:
         )
 
 
-@disable_compile  # a compiled model calls collectives between its compiled parts
+@disable_compile  # graph break: collectives cannot be compiled
 def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
     shared: SharedStatistics = layer.shared_statistics
     with torch.no_grad():
         sums, count = _sums(x)
-        # On a GPU a check waits for all queued kernels, so it runs in the first forward and for tiny batches only.
+        # On a GPU the check waits for all queued kernels, so it runs in the first forward and for tiny batches only.
         check = x.device.type == "cpu" or count < 2 or not layer._was_checked
         layer._was_checked = True
         mean, variance, values = shared.reduce(sums, count, layer.number, check=check)
@@ -277,7 +277,8 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor) -> tuple[list[Tensor], int]:
-    """Return the sums of values and of squares, float64 [channels] each, and the number of values per channel."""
+    """Return the sums of the values and of their squares, float64 [channels] each, and the number of values per
+    channel."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     count = x.numel() // x.shape[1]
     if not count:
@@ -285,8 +286,8 @@ def _sums(x: Tensor) -> tuple[list[Tensor], int]:
     if x.device.type == "cpu" and x.numel() <= _MAX_SMALL_ELEMENTS:  # fewer operations
         wide = x.double()
         return [wide.sum(dims), wide.square().sum(dims)], count
-    # Differences are exact near the mean, so only the sums need float64. For large inputs that is five times faster
-    # than computing everything in float64, and as accurate.
+    # Differences from the mean are exact near the mean, so only the sums need float64. For large inputs this is five
+    # times faster than computing everything in float64, with the same accuracy.
     mean = x.mean(dims, dtype=torch.float64)
     near = mean.to(_computation_dtype(x))
     squares = (x - _broadcastable(near, x)).square_().sum(dims, dtype=torch.float64)
@@ -295,9 +296,9 @@ def _sums(x: Tensor) -> tuple[list[Tensor], int]:
 
 
 def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, values: Tensor | float) -> None:
-    """Update the running statistics by those of the batch, `values` per channel, like BatchNorm."""
+    """Update the running statistics with those of a batch with `values` values per channel, like BatchNorm."""
     layer.num_batches_tracked.add_(1)
-    # In float64, because 1.0 / an integer tensor is float32. Reading the number would wait for the device.
+    # In float64, because 1.0 / integer tensor is float32. Not `item()`, which would synchronize with the device.
     momentum = 1.0 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
     for running, statistic, factor in (
         (layer.running_mean, mean, momentum),
@@ -307,7 +308,7 @@ def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, value
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalize by the statistics of all ranks' samples. The gradient of the statistics is summed over ranks."""
+    """Normalize with the statistics over all ranks. The gradients of the statistics are summed over ranks."""
 
     @staticmethod
     def forward(
@@ -325,7 +326,7 @@ class _Normalize(torch.autograd.Function):
         ctx.eps, ctx.shared, ctx.counts, ctx.values = eps, shared, shared.counts, values
         ctx.dtypes = [None if one is None else one.dtype for one in (weight, bias)]
         weight, bias = (None if one is None else one.to(mean.dtype) for one in (weight, bias))
-        # In eval mode, the kernel normalizes by the given statistics.
+        # In eval mode, the kernel uses the passed statistics.
         return nn.functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -333,7 +334,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        # The gradient of x for constant statistics, and this rank's sums of gradient * normalized x and of gradient.
+        # The gradient of x with constant statistics, and this rank's sums of gradient * normalized x and of gradient.
         if x.numel():
             constant = torch.ops.aten.native_batch_norm_backward
             dx, dweight, dbias = constant(

@@ -1,9 +1,9 @@
-"""The parts of a training step.
+"""The computations of a training step.
 
 step             forward, backward and the optimizer update
-loss_weighting   weights of losses, for the exact mean over the samples or tokens of all ranks
+loss_weighting   loss weights for the exact mean over the samples or tokens of all ranks
 precision        autocast and loss scaling
 learning_rate    scaling of learning rates with the global batch size
-schedulers       schedulers that step per epoch, or need the number of steps
-ema              moving average of the weights
+schedulers       schedulers that step per epoch, or require the total number of steps
+ema              exponential moving average of the weights
 """

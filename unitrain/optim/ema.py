@@ -22,8 +22,8 @@ class WeightAverage:
     """Averages the weights of a model: average = decay * average + (1 - decay) * weight after each step.
 
     After the first step the average is equal to the weights, as in torch's AveragedModel. Buffers are copied. The
-    attribute `model` is a copy of the user's module with the averaged weights. Weights are equal on all ranks, so
-    nothing is communicated.
+    attribute `model` is a copy of the user's module with the averaged weights. The weights are equal on all ranks, so
+    this requires no communication.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -42,7 +42,8 @@ class WeightAverage:
         return None if decay is None else cls(model, decay)
 
     def start(self) -> None:
-        """Start from the weights, unless an average was loaded. Call it after the weights of rank 0 were broadcast."""
+        """Start from the current weights, unless an average was loaded. Call it after rank 0's weights are
+        broadcast."""
         if not self._steps:
             self._copy_weights()
             self._copy_buffers()
@@ -63,7 +64,7 @@ class WeightAverage:
         return {"steps": self._steps, "model": self.model.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the average of a checkpoint; an empty state changes nothing."""
+        """Restore the average from a checkpoint. An empty state has no effect."""
         if state:
             load_state(self.model, state["model"])
             self._steps = state["steps"]

@@ -20,11 +20,10 @@ from unitrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class LearningRateFactor:
-    """Factor by which learning rates are multiplied during the optimizer step only.
+    """Factor by which learning rates are multiplied, only during the optimizer step.
 
-    The optimizer, its schedulers and checkpoints keep the user's rates, which apply to batches of
-    `reference_batch_size`. The factor is therefore never applied twice, even if a run is resumed on another number of
-    ranks.
+    The optimizer, its schedulers and checkpoints keep the user's rates, which are for `reference_batch_size`. The
+    factor is therefore never applied twice, even if a run resumes with another number of ranks.
     """
 
     policy: LrScaling
@@ -34,7 +33,8 @@ class LearningRateFactor:
 
     @classmethod
     def from_config(cls, config: TrainConfig, global_batch_size: int | None) -> Self | None:
-        """Return the factor for `config`, None for "none". Raises ConfigError if the global batch size is unknown."""
+        """Return the factor for `config`; None if `lr_scaling` is "none". Raises ConfigError if the global batch size
+        is unknown."""
         if config.lr_scaling == "none":
             return None
         if global_batch_size is None:

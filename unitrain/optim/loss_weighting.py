@@ -1,5 +1,4 @@
-"""Weights of micro-batch losses, with which the gradient of a step is that of the mean loss over all its samples or
-tokens."""
+"""Weights of micro-batch losses, so that the gradient of a step is that of the mean loss over its samples or tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class Loss(NamedTuple):
 
 
 def read_loss(output: LossOutput) -> Loss:
-    """Return the output of a loss function as a Loss. Raises ModelError unless the loss and the count are single
-    numbers."""
+    """Convert the output of a loss function to a Loss. Raises ModelError unless loss and count are single numbers."""
     value, tokens = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not (isinstance(value, Tensor) and value.dim() == 0):
         found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -44,8 +42,7 @@ def read_loss(output: LossOutput) -> Loss:
     if not value.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")
         raise ModelError(f"The loss must be a floating-point number, got one of dtype {kind}. {_RETURN}")
-    # Counts on a device are checked when the running loss is computed, because reading one here would wait for the
-    # device.
+    # Counts on a GPU are checked when the running loss is computed, to avoid a host-device synchronization here.
     if tokens is not None and not (isinstance(tokens, Tensor) and tokens.device.type != "cpu"):
         count = float(tokens)
         counts_none = count == 0 and value.device.type == "cpu" and bool(value.detach() != 0)
@@ -69,23 +66,23 @@ def read_training_loss(output: LossOutput) -> Loss:
 
 
 class GlobalMean:
-    """Weights the losses of a step's micro-batches on all ranks. All ranks make the same calls.
+    """Weights the micro-batch losses of a step on all ranks. All ranks make the same calls.
 
-    A backend computes, for every gradient, the mean over ranks of the sum over micro-batches. The number of samples in
-    a step is known in advance, so a mean over samples gets its final weight immediately. The number of tokens is known
-    only after all ranks have computed their losses: the ranks add their numbers of tokens while the gradients are
-    reduced, and then divide the gradients by the total. Until then, losses are divided by the approximate number of
-    tokens per sample of the preceding step, because sums over many tokens may overflow in half precision.
+    Backends sum gradients over micro-batches and average them over ranks. The number of samples in a step is known in
+    advance, so means over samples get their final weight immediately. The number of tokens is known only after all
+    ranks have computed their losses: an allreduce sums it while the gradients are reduced, and the gradients are then
+    divided by the total. Until then, losses are divided by the approximate number of tokens per sample in the preceding
+    step, because sums over many tokens may overflow in half precision.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._tokens: Tensor | None = None  # in the current step so far, on this rank
-        self._counted: Tensor | None = None  # in a complete step, on all ranks
+        self._tokens: Tensor | None = None  # number of tokens on this rank in the current step
+        self._counted: Tensor | None = None  # number of tokens on all ranks in a complete step
         self._per_sample: Tensor | None = None
 
     def weighted(self, loss: Loss, part: MicroBatch) -> Tensor:
-        """Return the weighted loss, from which the backward runs. The weight of a dummy batch is 0."""
+        """Return the weighted loss, to call backward on. The weight of a dummy batch is 0."""
         weight = self._communicator.size / part.step_samples
         if loss.tokens is None:
             weight *= part.samples
@@ -103,17 +100,17 @@ class GlobalMean:
         return None if self._per_sample is None else 1 / self._per_sample
 
     def overlapped_work(self) -> tuple[Callable[[], None], ...]:
-        """Return the functions to call while the gradients of a step are reduced: one if losses are sums over tokens,
-        else none."""
+        """Return the functions to call while the gradients of a step are reduced: one for losses over tokens, otherwise
+        none."""
         return () if self._tokens is None else (self._count,)
 
     def finish_step(self, optimizer: Optimizer, part: MicroBatch) -> None:
-        """Divide the reduced gradients of the parameters of `optimizer` by the number of tokens, if losses are sums
-        over tokens."""
+        """If losses are sums over tokens, divide the reduced gradients of `optimizer`'s parameters by the number of
+        tokens."""
         if self._counted is None or self._per_sample is None:
             return
         tokens, self._counted = self._counted, None
-        # A step without a token has no gradient to divide.
+        # A step without tokens has zero gradients: do not divide by 0.
         factor = torch.where(tokens > 0, part.step_samples * self._per_sample / tokens, 1.0)
         self._per_sample = torch.where(tokens > 0, _power_of_two(tokens / part.step_samples), self._per_sample)
         gradients: dict[torch.dtype, list[Tensor]] = {}
@@ -121,7 +118,8 @@ class GlobalMean:
             if parameter.grad is not None:
                 gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         for dtype, same_dtype in gradients.items():
-            # One kernel serves many gradients if the factor has their dtype. Half precision would round the factor.
+            # With a factor of the same dtype, one kernel handles many gradients. In half precision the factor would be
+            # rounded.
             torch._foreach_mul_(same_dtype, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)
 
     def discard_step(self) -> None:
@@ -129,11 +127,11 @@ class GlobalMean:
         self._tokens = self._counted = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, for a checkpoint, the number of tokens per sample by which losses are divided."""
+        """Return the number of tokens per sample by which losses are divided."""
         return {} if self._per_sample is None else {"tokens_per_sample": self._per_sample.item()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the number of tokens per sample, so that half precision rounds as in an uninterrupted run."""
+        """Restore the number of tokens per sample, so that rounding is the same as in an uninterrupted run."""
         if state:
             device = self._communicator.device
             self._per_sample = torch.tensor(state["tokens_per_sample"], dtype=torch.float64, device=device)
@@ -144,5 +142,5 @@ class GlobalMean:
 
 
 def _power_of_two(number: Tensor) -> Tensor:
-    """Return the power of two that is nearest to `number`, 1 for 0. Scaling by a power of two is exact."""
+    """Return the nearest power of two to `number`, and 1 for 0. Scaling by a power of two is exact."""
     return torch.where(number > 0, torch.exp2(torch.log2(number).round()), 1.0)

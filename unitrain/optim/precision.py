@@ -16,11 +16,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Format of the forward pass. Parameters keep their dtype.
+    """Autocast format of the forward pass. Parameters keep their dtype.
 
     With fp16 the loss is scaled dynamically. Gradients are reduced before GradScaler reads them, so an inf on one rank
-    is in the gradients of all ranks. All ranks therefore skip the same step and update the scale in the same way,
-    without communication. Raises ConfigError if `device` does not support the format.
+    is propagated to all ranks. All ranks therefore skip the same steps and update the scale in the same way, without
+    additional communication. Raises ConfigError if `device` does not support the format.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
@@ -40,13 +40,13 @@ class Precision:
         return torch.autocast(self._device_type, self._dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss, from which backward runs."""
+        """Return the scaled loss, to call backward on."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def loss_scale(self, before: Tensor | None = None) -> Tensor | None:
-        """Return the current loss scale, multiplied by another scale `before`; None if there is neither.
+        """Return the current loss scale multiplied by `before`, an earlier scale; None if there is neither.
 
-        It does not wait for the device.
+        It does not synchronize with the device.
         """
         if self._scaler is None:
             return before
@@ -58,9 +58,9 @@ class Precision:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Step `optimizer` unless a gradient is inf or nan in fp16; return whether it stepped.
+        """Step `optimizer`, except in fp16 if a gradient is inf or nan. Return whether it stepped.
 
-        With fp16 this waits for the device.
+        With fp16 this synchronizes with the device.
         """
         if self._scaler is None:
             optimizer.step()
@@ -78,7 +78,7 @@ class Precision:
             handle.remove()
         if getattr(
             optimizer, "_step_supports_amp_scaling", False
-        ):  # GradScaler's attribute of fused optimizers, which decide on the device
+        ):  # set by GradScaler for fused optimizers, which skip the step on the device
             stepped = not any(found.item() for found in self._scaler._found_inf_per_device(optimizer).values())
         self._scaler.update()
         return stepped
@@ -95,7 +95,7 @@ class Precision:
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the loss scale of a checkpoint. An empty state, from a run in another precision, changes nothing."""
+        """Restore the loss scale. An empty state, from a run in another precision, has no effect."""
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
 

@@ -1,4 +1,4 @@
-"""Learning rate schedulers that step per epoch, and schedulers that need the number of steps of the run."""
+"""Learning rate schedulers that step per epoch, and schedulers that require the total number of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EpochScheduler:
     """Steps `scheduler` after each epoch if `scheduler_interval` is "epoch". The results are equal on all ranks.
 
     ReduceLROnPlateau reads the result `config.monitor`, by default val_loss, or train_loss without validation. It does
-    not step after an epoch without this result. Raises ConfigError for settings that contradict each other.
+    not step after an epoch without this result. Raises ConfigError for contradictory settings.
     """
 
     def __init__(self, scheduler: LRScheduler | PlannedScheduler | None, config: TrainConfig) -> None:
@@ -52,7 +52,7 @@ class EpochScheduler:
             )
 
     def step(self, results: Mapping[str, float]) -> None:
-        """Step after an epoch with these results."""
+        """Step the scheduler after an epoch with these results."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             monitored = self._monitor or ("val_loss" if "val_loss" in results else "train_loss")
             if monitored in results:
@@ -65,11 +65,11 @@ BuildScheduler = Callable[[Optimizer, int], LRScheduler]
 
 
 class PlannedScheduler:
-    """Scheduler that `build(optimizer, total_steps)` returns when the number of steps is known.
+    """Scheduler that is created later, by `build(optimizer, total_steps)`, when the number of steps is known.
 
-    `total_steps` is the number of steps of the scheduler in the complete run, also if the run is resumed: optimizer
-    steps, or epochs with TrainConfig.scheduler_interval="epoch". The scheduler is built on the learning rates that
-    `optimizer` has when this object is created, before a checkpoint is restored.
+    `total_steps` is the number of scheduler steps in the complete run, including the part before a resume: optimizer
+    steps, or epochs with TrainConfig.scheduler_interval="epoch". The scheduler starts from the learning rates of
+    `optimizer` at the creation of this object, before a checkpoint is restored.
     """
 
     def __init__(self, build: BuildScheduler, optimizer: Optimizer) -> None:
@@ -82,9 +82,9 @@ class PlannedScheduler:
     def plan(self, total_steps: int | None, communicator: Communicator) -> LRScheduler:
         """Build the scheduler for `total_steps` steps, and restore its state. All ranks call it.
 
-        A second call returns the same scheduler. Raises, on every rank, ConfigError if the length is unknown or if
-        `build` does not return a scheduler of this optimizer, and CheckpointError if the checkpoint was planned for
-        another length.
+        A second call returns the same scheduler. Raises on every rank: ConfigError if the length is unknown, or if
+        `build` does not return a scheduler of this optimizer; CheckpointError if the checkpoint's scheduler was built
+        for another length.
         """
         if self.scheduler is None:
             self.scheduler = call_on_all_ranks(communicator, lambda: self._planned(total_steps))
@@ -96,7 +96,7 @@ class PlannedScheduler:
         self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state and the length that it was built for."""
+        """Return the scheduler's state and the number of steps for which it was built."""
         assert self.scheduler is not None
         return {"total_steps": self._total_steps, "scheduler": self.scheduler.state_dict()}
 

@@ -19,14 +19,14 @@ from unitrain.optim.schedulers import PlannedScheduler
 
 
 def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
-    """Run the backward of `loss`, and call each function of `overlapped` while its gradients are being reduced.
+    """Run the backward pass of `loss`, and call the functions `overlapped` while the gradients are reduced.
 
-    The functions may use collectives if all ranks pass the same ones.
+    The functions may call collectives if all ranks pass the same functions.
     """
 
     def queue_calls(gradient: Tensor) -> None:
-        # The engine runs callbacks in the order in which they were queued. The callback that waits for the gradients is
-        # queued after these.
+        # The autograd engine runs callbacks in the order in which they were queued. The callback that waits for the
+        # gradients is queued after these.
         for call in overlapped:
             Variable._execution_engine.queue_callback(call)
 
@@ -36,10 +36,11 @@ def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
 
 
 def without_gradients(loss: Tensor) -> Tensor:
-    """Return `loss` with a backward that runs through the graph but changes no gradient.
+    """Return `loss` with a backward pass that traverses the graph but changes no gradient.
 
-    A dummy batch with weight 0 would give gradients of zero to parameters that no sample of the step uses. An optimizer
-    with weight decay or momentum changes a parameter whose gradient is zero, but not one without a gradient.
+    The backward pass of a dummy batch with weight 0 would create zero gradients for parameters that no sample of the
+    step uses. Optimizers with weight decay or momentum change parameters with a zero gradient, but skip parameters
+    without a gradient.
     """
     stopped: Tensor = _WithoutGradients.apply(loss)
     return stopped
@@ -60,7 +61,7 @@ ForwardFunction = Callable[[nn.Module, Any], tuple[Any, Any]]
 
 
 class Forward:
-    """Calls a model on a batch, through `function` if the user gave one.
+    """Calls a model on a batch, through `function` if it is not None.
 
     Otherwise a batch is a pair (inputs, targets), and the model is called with the inputs. Raises ConfigError if
     `function` is not callable, DataError if a batch is not a pair, ModelError if `function` does not return a pair.
@@ -87,7 +88,7 @@ class Forward:
         )
 
     def output(self, model: nn.Module, batch: Any) -> Any:
-        """Return the output only. Without a function, the batch may be inputs without targets."""
+        """Return the output only. Without a function, the batch may consist of the inputs only."""
         if self._function is None:
             if isinstance(batch, (list, tuple)) and len(batch) == 1:
                 return model(batch[0])
@@ -129,16 +130,16 @@ def _example(batch: Any) -> str:
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the current parameters of `optimizer`; `add_param_group` may have added some during the run."""
+    """Return the current parameters of `optimizer`, including those added by `add_param_group`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class Update:
     """Updates the parameters: unscale, clip, optimizer step, zero_grad, scheduler, weight average.
 
-    The gradients are equal on all ranks, so nothing is communicated. The norm of the gradients of the parameters in
-    `optimizer` is clipped to `max_grad_norm`. `scheduler` steps after each update. A step that fp16 skips changes
-    neither `scheduler` nor `average`.
+    The gradients are equal on all ranks, so this requires no communication. The gradient norm of the optimizer's
+    parameters is clipped to `max_grad_norm`. `scheduler` steps after each update. If fp16 skips a step, `scheduler` and
+    `average` do not change.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Update:
         average: WeightAverage | None = None,
     ) -> None:
         self._optimizer, self._precision = optimizer, precision
-        # Gradients of parameters that are not in the optimizer must also be cleared.
+        # Gradients of parameters outside the optimizer must also be cleared.
         self._model, self._others = model, list[nn.Parameter]()
         self._held_count = -1
         self._max_grad_norm, self._scheduler, self._average = max_grad_norm, scheduler, average
@@ -177,7 +178,7 @@ class Update:
             self._average.update()
 
     def _parameters_outside_optimizer(self) -> list[nn.Parameter]:
-        """Return the parameters of the model that the optimizer does not hold."""
+        """Return the parameters of the model that are not in the optimizer."""
         held_count = 0
         for group in self._optimizer.param_groups:
             held_count += len(group["params"])
@@ -188,6 +189,6 @@ class Update:
         return self._others
 
     def gradient_norm(self) -> dict[str, float]:
-        """Return the "gradient_norm" of the last step before clipping; empty without clipping. It waits for the
-        device."""
+        """Return {"gradient_norm": norm before clipping in the last step}; empty without clipping. Synchronizes with
+        the device."""
         return {} if self._gradient_norm is None else {"gradient_norm": self._gradient_norm.item()}
