@@ -27,69 +27,71 @@ Uneven = Literal["weight", "drop", "pad"]
 class TrainConfig:
     """Settings of a training run. Every rank passes the same values.
 
-    Only `max_epochs` or `max_steps` is required. A step is one update of the optimizer; a micro-batch is what a rank
-    passes through the model at once. Raises ConfigError for an invalid value or combination.
+    Only `max_epochs` or `max_steps` is required. A step is one optimizer update; a micro-batch is the batch of one
+    forward and backward pass on one rank. Raises ConfigError for an invalid value or combination.
     """
 
     # --- Length -------------------------------------------------------------------------------------------------------
     max_epochs: int | None = None
-    """Epochs to train, counted from the start of the run, also after a resume. Set either this or `max_steps`."""
+    """Total epochs of the run, including those before a resume. Set either this or `max_steps`."""
     max_steps: int | None = None
-    """Optimizer steps to train, counted from the start of the run, also after a resume."""
+    """Total optimizer steps of the run, including those before a resume."""
     max_seconds: float | None = None
-    """Time limit of one call of `fit`, which then stops, saves a checkpoint, and can be resumed."""
+    """Time limit of one call of `fit`. At the limit, it stops and saves a checkpoint, from which it can be resumed."""
     limit_train_steps: int | None = None
     """End each epoch after this many optimizer steps."""
     limit_val_batches: int | None = None
-    """Validate on the samples of at most this many batches, the same samples for any number of ranks."""
+    """Validate on at most this many batches; the samples do not depend on the number of ranks."""
     dry_run: bool = False
-    """Check a script: train one step and validate one batch, without checkpoints and logs."""
+    """Test a script: train one step and validate one batch, without checkpoints and logs."""
     preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
     """Signals that stop the run if it has an `output_dir`. When any rank receives one, all ranks stop at the same step
     within about two seconds, save a checkpoint, and exit with code 75. A second signal more than three seconds later
-    ends its process immediately."""
+    terminates the process immediately."""
 
     # --- Batches ------------------------------------------------------------------------------------------------------
     # global_batch_size = batch_size * gradient_accumulation_steps * ranks. Any two settings define the third.
     batch_size: int | None = None
-    """Samples per rank and micro-batch. A DataLoader has its own batch size. An elastic job keeps the global batch size
-    with which it started when its number of ranks changes."""
+    """Samples per rank and micro-batch. A DataLoader has its own batch size. An elastic job keeps its initial global
+    batch size when its number of ranks changes."""
     gradient_accumulation_steps: int | None = None
-    """Micro-batches per optimizer step. Without it and `global_batch_size`, 1."""
+    """Micro-batches per optimizer step. The default is 1 unless `global_batch_size` is set."""
     global_batch_size: int | None = None
-    """Samples per optimizer step on all ranks. If it is the only setting, it is divided by the number of ranks."""
+    """Samples per optimizer step over all ranks. If it is the only setting, the batch size is this divided by the
+    ranks."""
     eval_batch_size: int | None = None
-    """Samples per rank and batch in evaluation. By default that of the DataLoader, or of the training."""
+    """Samples per rank and batch in evaluation. By default the batch size of the DataLoader, or of training."""
 
     # --- Data ---------------------------------------------------------------------------------------------------------
     seed: int = 0
-    """Seed of the data order and of each rank's random number generators (dropout, augmentation). Generators of
-    DataLoader workers are seeded at the start of each epoch, persistent workers only when they start."""
+    """Seed of the data order and of the random number generators per rank (dropout, augmentation). DataLoader workers
+    are seeded in every epoch, persistent workers only when they start."""
     shuffle: bool = True
     """Shuffle a Dataset in every epoch. The order of a DataLoader depends on its sampler."""
     num_workers: int = 0
     """Worker processes per rank that load a Dataset; 0 loads it in the training process."""
     stream: StreamKind = "shared"
-    """How ranks and workers read an IterableDataset. "shared": the dataset yields the same items everywhere, and each
-    item is used by one of them; it must not shard itself. "own": each rank and worker yields different items, as from
-    random episodes or a dataset that shards itself. `set_epoch` is called on a dataset or sampler that has it."""
+    """How ranks and workers read an IterableDataset. "shared": the dataset yields the same items everywhere and must
+    not shard itself; unitrain shards the items. "own": each rank and worker yields different items, as for random
+    episodes or datasets that shard themselves. If the dataset or sampler has a method `set_epoch`, it is called in
+    every epoch."""
     uneven: Uneven = "weight"
-    """What happens if ranks have different numbers of batches. "weight": train on every sample once; a rank without
-    data computes dummy batches with weight 0. "drop": end the epoch when the first rank lacks a full step. "pad": ranks
-    without data repeat their batches, with full weight, until the last rank is done."""
+    """How to handle unequal numbers of batches per rank. "weight": train on every sample once; ranks without data
+    compute dummy batches with weight 0. "drop": end the epoch when any rank has no full step left. "pad": ranks without
+    data repeat their batches, with full weight, until all ranks have finished."""
 
     # --- Model --------------------------------------------------------------------------------------------------------
     find_unused_parameters: bool = False
-    """Allow parameters that do not take part in the loss of a step, as in DDP."""
+    """Allow parameters that are not used in the loss of a step, as in DDP."""
     sync_batch_norm: bool = False
-    """Let BatchNorm layers normalize over the samples of all ranks in a micro-batch."""
+    """Synchronize BatchNorm layers: normalize over the micro-batch samples of all ranks."""
     channels_last: bool = False
-    """Store images and 4-d parameters in the memory format torch.channels_last."""
+    """Convert images and 4-d parameters to the memory format torch.channels_last."""
     checkpoint_activations: tuple[str, ...] = ()
-    """Names of classes of modules, such as "TransformerEncoderLayer", that repeat their forward in the backward instead
-    of keeping their activations. It needs less memory and more time. Results are the same."""
+    """Class names of modules, such as "TransformerEncoderLayer", whose activations are recomputed in the backward pass
+    instead of stored. This takes less memory and more time. Results are the same."""
     compile: bool | CompileMode = False
-    """Compile the model with torch.compile: True, or one of its modes. Another batch size compiles it once more, with
+    """Compile the model with torch.compile: True, or one of its modes. Another batch size triggers a recompilation with
     dynamic shapes."""
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights, updated after each step: average = ema_decay * average +
@@ -104,11 +106,11 @@ class TrainConfig:
     max_grad_norm: float | None = None
     """Clip the gradient of the global batch to this norm."""
     compression: Compression = "none"
-    """Compress gradients that are communicated: "none", "fp16", "bf16", "powersgd" or a PowerSGD object, whose state is
-    part of checkpoints."""
+    """Gradient compression for communication: "none", "fp16", "bf16", "powersgd" or a PowerSGD object (its state is
+    saved in checkpoints)."""
     shard: Shard = "none"
-    """Divide among the ranks: "none", or the "state" of the optimizer. A rank updates its part of the parameters, and
-    broadcasts it. Results and checkpoints are the same."""
+    """"state" shards the optimizer state over ranks (ZeRO-1): each rank updates its part of the parameters and
+    broadcasts it. Results and checkpoints are the same as with "none"."""
     lr_scaling: LrScaling = "none"
     """Multiply the optimizer's learning rates by k = global batch size / `reference_batch_size` ("linear") or by its
     square root ("sqrt")."""
@@ -119,39 +121,39 @@ class TrainConfig:
     scheduler_interval: SchedulerUnit = "step"
     """Whether the learning rate scheduler steps after each "step" or each "epoch"."""
     monitor: str | None = None
-    """Result that ReduceLROnPlateau reads; by default val_loss, or train_loss without validation."""
+    """The result that ReduceLROnPlateau monitors; by default val_loss, or train_loss without validation."""
 
     # --- Validation and logging ---------------------------------------------------------------------------------------
     validate_every_steps: int | None = None
-    """Validate also within an epoch, every N steps. Schedulers, EarlyStopping and `keep_best` use the validation at the
-    end of the epoch only."""
+    """Also validate every N steps within an epoch. Schedulers, EarlyStopping and `keep_best` use only the validation at
+    the end of the epoch."""
     log_every_n_steps: int | None = None
-    """Steps between sync points, at which the ranks exchange the loss and stop requests, and rank 0 shows and logs the
-    exact mean loss. By default about every two seconds."""
+    """Steps between sync points, at which the ranks synchronize the training loss and any stop request, and rank 0
+    shows and logs the exact mean loss. By default about every two seconds."""
     progress: ProgressStyle = "auto"
-    """How rank 0 shows the progress: a "bar", "lines", "off", or "auto", a bar on a terminal and lines elsewhere."""
+    """Progress display of rank 0: "bar", "lines", "off", or "auto" (a bar on a terminal, otherwise lines)."""
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
     output_dir: str | Path | None = None
-    """Folder of checkpoints, history and logs; nothing is written without it. `fit` locks it against other jobs with
+    """Folder for checkpoints, history and logs; nothing is written without it. `fit` locks it against other jobs with
     `flock` on its file `.lock`."""
     resume: bool | str | Path = False
-    """True or "auto" continues from the newest valid checkpoint in `output_dir`, or starts a new run if there is none.
-    A path continues from that checkpoint or run folder, which must exist."""
+    """True or "auto" resumes from the newest valid checkpoint in `output_dir`, or starts a new run if there is none. A
+    path resumes from that checkpoint or run folder, which must exist."""
     checkpoint_every_epochs: int = 1
     """Save a checkpoint after every N epochs, and at the end."""
     checkpoint_every_steps: int | None = None
-    """Save a checkpoint also every N optimizer steps."""
+    """Also save a checkpoint every N optimizer steps."""
     checkpoint_every_minutes: float | None = None
-    """Save a checkpoint also when this much time has passed since the last one, by the clock of rank 0."""
+    """Also save a checkpoint when this time has elapsed on rank 0 since the last one."""
     async_checkpoints: bool = True
-    """Write checkpoints in a background thread; the training waits only for a copy in host memory."""
+    """Write checkpoints in a background thread; training waits only for the copy to host memory."""
     keep_last: int | None = 3
-    """Newest checkpoints to keep; None keeps all."""
+    """Number of newest checkpoints to keep; None keeps all."""
     keep_every: int | None = None
-    """Keep also the checkpoint of every N-th epoch."""
+    """Also keep the checkpoint of every N-th epoch."""
     keep_best: str | None = None
-    """Keep also the checkpoint with the best value of this result, such as "val_loss"."""
+    """Also keep the checkpoint with the best value of this result, such as "val_loss"."""
     keep_best_mode: BestMode = "min"
     """Whether the best value of `keep_best` is the lowest ("min") or highest ("max")."""
 
@@ -323,7 +325,7 @@ CHECKPOINT_SETTINGS = (
 
 
 def for_dry_run(config: TrainConfig) -> TrainConfig:
-    """Return `config` with one validation batch and without output."""
+    """Return `config` with one training step, one validation batch and without output."""
     return replace(
         config,
         limit_val_batches=1,

@@ -1,12 +1,12 @@
 """All errors that unitrain raises intentionally.
 
-The first sentence of a message states what was asked and what was found; the second one is a fix that can be pasted.
+The first sentence of a message states what was requested and found; the second one is a fix that can be pasted.
 Each class also subclasses a builtin exception, so that `except ValueError` in a user's script catches it.
 
     UnitrainError
     ├── ConfigError                 (ValueError)    invalid setting or argument, or invalid combination
     │   ├── UnknownBackendError     (LookupError)   unknown name of a backend
-    │   ├── EnvironmentVariableError                invalid environment variable of a launcher or of the user
+    │   ├── EnvironmentVariableError                invalid environment variable of the launcher or user
     │   └── LauncherMismatchError                   backend and launcher contradict each other
     ├── BackendUnavailableError     (ImportError)   library of a backend is missing or unusable
     ├── MissingDependencyError      (ImportError)   optional package is missing
@@ -24,7 +24,7 @@ Each class also subclasses a builtin exception, so that `except ValueError` in a
     ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or its result has no numbers
     ├── DataError                   (ValueError)    dataset that cannot be sharded
     ├── CheckpointError             (OSError)       checkpoint that cannot be written or restored
-    ├── ReportError                 (ValueError)    folder without the record of a run, or with a damaged one
+    ├── ReportError                 (ValueError)    folder without the record of a run, or with a corrupt one
     ├── FunctionError               (ValueError)    function or argument that cannot be sent to ranks
     └── RankFailedError             (RuntimeError)  a rank of `unitrain.run` failed
 """
@@ -52,7 +52,7 @@ class EnvironmentVariableError(ConfigError):
 
 
 class LauncherMismatchError(ConfigError):
-    """The requested backend does not fit the launcher that started this process."""
+    """The requested backend does not match the launcher that started this process."""
 
 
 class BackendUnavailableError(UnitrainError, ImportError):
@@ -80,7 +80,7 @@ class CollectiveMismatchError(UnitrainError, RuntimeError):
 
 
 class CollectiveTimeoutError(UnitrainError, TimeoutError):
-    """Some ranks did not join a collective, a backward or the rendezvous within the timeout."""
+    """Some ranks did not join a collective, a backward pass or the rendezvous within the timeout."""
 
 
 class ModelError(UnitrainError, ValueError):
@@ -116,11 +116,11 @@ class DataError(UnitrainError, ValueError):
 
 
 class CheckpointError(UnitrainError, OSError):
-    """A checkpoint cannot be written, or does not fit the objects into which it is loaded."""
+    """A checkpoint cannot be written or read, or does not match the objects into which it is loaded."""
 
 
 class ReportError(UnitrainError, ValueError):
-    """A folder has no record of a run, or the record is damaged."""
+    """A folder has no record of a run, or the record is corrupt."""
 
 
 class FunctionError(UnitrainError, ValueError):
@@ -131,7 +131,7 @@ class RankFailedError(UnitrainError, RuntimeError):
     """A rank of `unitrain.run` failed. `rank` is the rank that failed first, and its exception is the `__cause__` of
     this error.
 
-    `rank` is None if no rank has raised an exception, for example because a process was killed.
+    `rank` is None if no rank raised an exception, for example because a process was killed.
     """
 
     def __init__(self, text: str, rank: int | None = None) -> None:
@@ -140,9 +140,9 @@ class RankFailedError(UnitrainError, RuntimeError):
 
 
 class Preempted(SystemExit):
-    """A run was stopped by a signal after it saved a checkpoint. The exit code is 75 (EX_TEMPFAIL of sysexits.h).
+    """A signal stopped the run, which has saved a checkpoint. The exit code is 75 (EX_TEMPFAIL of sysexits.h).
 
-    It is not a UnitrainError, because nothing has failed.
+    It is not a UnitrainError, because it is not a failure.
     """
 
     def __init__(self, reason: str | None) -> None:
@@ -151,6 +151,6 @@ class Preempted(SystemExit):
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return a question that suggests the choice closest to `name`, with a space at the end, or an empty string."""
+    """Return "Did you mean ...? " with the choice closest to `name`, or an empty string if none is close."""
     close_matches = difflib.get_close_matches(name, list(choices), n=1)
     return f"Did you mean {close_matches[0]!r}? " if close_matches else ""

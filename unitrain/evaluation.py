@@ -28,7 +28,7 @@ LossFunction = Callable[[Any, Any], LossOutput]
 class Evaluation:
     """Evaluates the user's `model` in eval mode, with rank 0's buffers. All ranks make the same calls.
 
-    Ranks have different shards, which may be empty, so an error on one rank is raised on all ranks.
+    Shards differ between ranks and may be empty. An error on one rank is raised on all ranks.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Evaluation:
         modes_before = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            # Evaluation must not change the random numbers of training, also within an epoch.
+            # Evaluation must not change the RNG state of training, also within an epoch.
             with preserve_generators(self._communicator.device), torch.no_grad():
                 yield
         finally:
-            for module, training in modes_before:  # parts of a model may be in eval mode during training
+            for module, training in modes_before:  # some modules may be in eval mode during training
                 module.training = training

@@ -1,4 +1,4 @@
-"""Training functions named on a command line, which return the arguments of `Trainer` and `fit`."""
+"""Loading of training functions, named on a command line, that return the arguments of `Trainer` and `fit`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def call_training_function(target: str) -> Mapping[str, Any]:
 
     The function takes no arguments. It returns a dictionary with "model", "optimizer", "loss_fn", "config",
     "train_data" and optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises ConfigError if
-    there is no such function or its result is of another type.
+    the function does not exist or its result has another type.
     """
     import unitrain
 
@@ -63,7 +63,7 @@ def _function(target: str) -> Any:
         found = vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module exists, but imports a module that does not
+            raise  # the module exists, but one of its imports does not
         raise ConfigError(
             f"There is no module {error.name!r} for {target}. "
             f"Name a file, as in train.py:{name}, or install the package."

@@ -1,4 +1,4 @@
-"""Choose a backend and start it."""
+"""Selection and start of a backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_TIMEOUT_SECONDS = 365 * 24 * 3600  # without a timeout, a hang would never be reported
 
-# The default backend of each launcher: the one for which the launcher was designed.
+# The default backend per launcher: the one for which the launcher was designed.
 _BACKEND_OF_LAUNCHER = {
     "none": "local",
     "torchrun": "ddp",
@@ -47,12 +47,12 @@ def init(
     Args:
         backend: "ddp", "horovod", "local" or the name of an installed backend. The default is UNITRAIN_BACKEND, or else
             the launcher's backend (torchrun: ddp, horovodrun: horovod), or else "local".
-        device: the device of this rank's tensors. The default depends on the machine.
-        transport: such as "gloo" or "nccl". The default is UNITRAIN_TRANSPORT, or else depends on the device.
-        timeout_seconds: the limit of every wait for other ranks, here and in all later collectives.
+        device: the device of this rank's tensors. The default is this rank's GPU if there is one, otherwise the CPU.
+        transport: for example "gloo" or "nccl". The default is UNITRAIN_TRANSPORT, or else depends on the device.
+        timeout_seconds: the timeout of the rendezvous and of every later collective.
 
     All ranks call it, and may call it again after `shutdown`. Raises UnknownBackendError, BackendUnavailableError,
-    LauncherMismatchError, ConfigError if a backend is in use already, or CollectiveTimeoutError, which names the
+    LauncherMismatchError, ConfigError if a backend is already in use, or CollectiveTimeoutError, which names the
     missing ranks.
     """
     is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
@@ -68,7 +68,7 @@ def init(
         "unitrain.init(transport=...)", transport, str, "the name of a transport", fix, optional=True
     )
     rank_info = environment.detect()
-    environment.is_debug_enabled()  # raises for an invalid value, also if the script wraps no model
+    environment.is_debug_enabled()  # raises for an invalid value, even if the script wraps no model
     name = backend or environment.setting("UNITRAIN_BACKEND") or _BACKEND_OF_LAUNCHER[rank_info.launcher]
     backend_class = registry.load(name)
     transport = transport or environment.setting("UNITRAIN_TRANSPORT")
@@ -78,7 +78,7 @@ def init(
     end_workers_with_rank()
     started = backend_class.start(StartOptions(rank_info, device, transport, timedelta(seconds=timeout_seconds)))
     if (started.rank, started.size) != (rank_info.rank, rank_info.size):
-        # Otherwise N processes would each train separately, overwrite each other's results, and exit with code 0.
+        # Otherwise N processes would train separately, overwrite each other's results, and exit with code 0.
         raise LauncherMismatchError(
             f"{rank_info.source} sets rank {rank_info.rank} of {rank_info.size}, but backend {name!r} started as "
             f"rank {started.rank} of {started.size}. "

@@ -1,4 +1,4 @@
-"""Collection of the outputs of all ranks for all samples, in the order of the data."""
+"""Gathering of the model outputs of all ranks, in the order of the data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from unitrain.data.batch import map_parts
 from unitrain.data.order import StrideUnit, strided_order
 from unitrain.errors import DataError, ModelError
 
-# Limits the memory for gathering on the device: an output is gathered in pieces of this size, summed over all ranks.
+# Maximum size of one gathered piece over all ranks. Outputs are gathered in pieces to limit the memory on the device.
 _MAX_GATHERED_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
 class _OutputSpec:
-    """Properties of an output that must be equal in every batch and on every rank: its path, shape per sample and
-    dtype."""
+    """Properties of an output that must be equal in all batches and on all ranks: path, shape per sample and dtype."""
 
     path: str
     shape: tuple[int, ...]
@@ -32,7 +31,7 @@ class _OutputSpec:
 
 
 class Outputs:
-    """Collects the outputs of this rank, batch by batch, on the CPU, and gathers those of all ranks.
+    """Collects this rank's outputs per batch on the CPU, and gathers the outputs of all ranks.
 
     An output is a tensor whose first dimension indexes the samples, None, or any nesting of these in lists, tuples,
     named tuples, mappings and dataclasses.
@@ -45,14 +44,14 @@ class Outputs:
         self._samples: list[int] = []
 
     def add_empty(self) -> None:
-        """Record a batch without a sample, for which the model is not called."""
+        """Record a batch without samples, for which the model is not called."""
         self._samples.append(0)
 
     def add(self, output: Any, samples: int) -> None:
-        """Add the output of a batch of `samples`.
+        """Add the output of a batch of `samples` samples.
 
-        Raises ModelError if it cannot be concatenated: it contains anything but tensors, its first dimension is not
-        `samples`, or it differs from earlier batches.
+        Raises ModelError if it cannot be concatenated: it contains objects other than tensors, its first dimension is
+        not `samples`, or its structure differs from earlier batches.
         """
         tensors: list[Tensor] = []
         specs: list[_OutputSpec] = []
@@ -80,10 +79,10 @@ class Outputs:
         self._samples.append(samples)
 
     def gather(self, communicator: Communicator, stride_unit: StrideUnit | None = None) -> Any:
-        """Return the outputs of all ranks in rank order, with their nesting, on the CPU of every rank.
+        """Return the outputs of all ranks in rank order, with the same nesting, on the CPU of every rank.
 
-        Samples or batches that the ranks took in turn (`stride_unit`) are put back into the order of the data. All
-        ranks call it, also those without a batch. Raises ModelError, on all ranks, if their outputs differ.
+        If the ranks took samples or batches in turn (`stride_unit`), the order of the data is restored. All ranks call
+        it, including those without batches. Raises ModelError on all ranks if the structure of the outputs differs.
         """
         rows = self._samples if self._specs or not self._batches else []
         rows = rows if stride_unit == "batches" else [sum(rows)]
@@ -111,7 +110,7 @@ class Outputs:
         """Return one output for all samples; rank i has counts[i] of them."""
         batches_here = [batch[index] for batch in self._batches]
         for batch in self._batches:
-            batch[index] = torch.empty(0)  # so that the rows are not in memory twice
+            batch[index] = torch.empty(0)  # releases the rows, so that they are not in memory twice
         rows_here = torch.cat(batches_here) if batches_here else torch.empty(0, *spec.shape, dtype=spec.dtype)
         del batches_here
         outputs = torch.empty(sum(counts), *spec.shape, dtype=spec.dtype)
@@ -142,7 +141,7 @@ def _copy_to_cpu(path: str, tensor: Tensor, samples: int) -> Tensor:
             f"predict collects tensors with one row per sample, and {path} has shape {list(tensor.shape)} for a batch "
             f"of {samples}. Do not return it from forward, or make the sample its first dimension."
         )
-    # The rows are copied, even on the CPU, because a view would keep its base tensor in memory.
+    # Copy the rows even on the CPU, because a view would keep its base tensor in memory.
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -158,7 +157,7 @@ def _mismatch_message(between: str, one: list[_OutputSpec], other: list[_OutputS
 
 
 def _fill_layout(layout: Any, tensors: Any) -> Any:
-    """Return `layout` with each output specification replaced by the next of `tensors`."""
+    """Return `layout` with each _OutputSpec replaced by the next of `tensors`."""
     if isinstance(layout, _OutputSpec):
         return next(tensors)
     return map_parts(lambda _, part: _fill_layout(part, tensors), layout)

@@ -1,9 +1,8 @@
-"""Usable CPU cores, and termination of processes: the processes that a command has started, and workers whose parent
-has ended.
+"""Usable CPU cores, and termination of processes: all processes of a command, and workers whose parent has terminated.
 
-Launchers start ranks in other process groups, so the processes of a command are found by a variable in their
-environment. A DataLoader worker detects the end of its rank only between two batches. A worker that hangs would outlive
-a killed rank, and keep the pipes open from which launchers read the output of the rank.
+Launchers start ranks in other process groups, so the processes of a command are found by an environment variable. A
+DataLoader worker detects the termination of its rank only between two batches. A hung worker would outlive a killed
+rank, and keep the pipes open from which launchers read the rank's output.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from typing import Any
 _KILL_TIMEOUT_SECONDS = 5.0
 _PARENT_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
-# The process that forked last, and whether its main thread forked. A forked process inherits its parent's value.
+# Process that called fork last, and whether its main thread called it. A forked process inherits its parent's value.
 _last_fork: tuple[int, bool] | None = None
 # The process in which `end_with_parent` was called last.
 _ends_with_parent_pid: int | None = None
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Return the numbers of the CPU cores in this process's CPU affinity, or of all cores if the system has none."""
+    """Return the CPU cores in this process's CPU affinity, or all cores if the system does not support affinity."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def find_processes(tag: bytes) -> Iterator[int]:
-    """Yield the processes with `tag` (NAME=value) in their environment; none if the system has no /proc."""
+    """Yield the IDs of processes with `tag` (NAME=value) in their environment; none if the system has no /proc."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if tag in (folder / "environ").read_bytes().split(b"\0"):
@@ -48,11 +47,11 @@ def find_processes(tag: bytes) -> Iterator[int]:
 
 
 def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
-    """Kill `process`, which leads its own session, its group, and every process with `tag`; wait for `process`."""
+    """Kill `process` (a session leader), its process group, and all processes with `tag`; wait for `process`."""
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_SECONDS
-    # Repeated, because the processes may have started further processes.
+    # Repeat, because the processes may have started further processes.
     while (found := list(find_processes(tag))) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(OSError):
@@ -62,10 +61,10 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
 
 @functools.cache
 def end_workers_with_rank() -> None:
-    """Let every DataLoader worker that this process forks from now on end with this process.
+    """Terminate DataLoader workers that this process forks from now on when this process terminates.
 
-    This includes workers of DataLoaders in the user's loops. It excludes workers that are spawned instead of forked;
-    spawned workers of the Trainer call `end_with_parent` themselves.
+    This includes workers of the user's DataLoaders, but not spawned workers; the Trainer's spawned workers call
+    `end_with_parent`.
     """
     if not hasattr(os, "register_at_fork"):
         return
@@ -83,10 +82,10 @@ def end_workers_with_rank() -> None:
 
 
 def parent_death_signal(number: signal.Signals) -> Callable[[], bool]:
-    """Return a function that requests signal `number` for the process that calls it when its parent ends.
+    """Return a function that requests signal `number` for its calling process when the parent terminates.
 
-    It returns whether the kernel supports that. It may be called after a fork, in which loading a library is not safe.
-    The signal is sent when the thread that started the process ends.
+    The function returns whether the kernel supports this. It may be called after a fork, where loading a library is not
+    safe. The kernel sends the signal when the thread that started the process terminates.
     """
     if sys.platform != "linux":
         return lambda: False
@@ -95,16 +94,16 @@ def parent_death_signal(number: signal.Signals) -> Callable[[], bool]:
 
 
 def end_with_parent() -> None:
-    """Request that the kernel kills this process when its parent ends for any reason. A second call has no effect."""
+    """Kill this process when its parent terminates for any reason. A second call has no effect."""
     global _ends_with_parent_pid
     if _ends_with_parent_pid == os.getpid():
         return
     _ends_with_parent_pid = os.getpid()
     parents, spawning_rank = {os.getppid()}, multiprocessing.parent_process()
     if _last_fork is not None and _last_fork[0] == os.getppid():
-        # The kernel sends the signal when the thread that forked ends; the main thread ends with the process.
+        # The kernel sends the signal when the forking thread terminates; the main thread terminates with the process.
         if _last_fork[1] and parent_death_signal(signal.SIGKILL)():
-            if os.getppid() != _last_fork[0]:  # the parent ended before the call
+            if os.getppid() != _last_fork[0]:  # the parent terminated before the call
                 os.kill(os.getpid(), signal.SIGKILL)
             return
     elif spawning_rank is not None and spawning_rank.pid is not None:

@@ -1,4 +1,4 @@
-"""Random numbers: seeds derived from the run's seed, and the state of this process's generators."""
+"""Random number generators: seeds derived from the run's seed, and the RNG state of this process."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ def seed_generators(seed: int) -> None:
 
 
 def capture_generators(device: torch.device) -> dict[str, Any]:
-    """Return the state of the generators of torch (CPU and `device`), numpy and Python, in types that load safely."""
+    """Return the RNG state of torch (CPU and `device`), numpy and Python, in types that `torch.load(weights_only=True)`
+    accepts."""
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        # torch.load(weights_only=True) accepts tensors and plain numbers, but not numpy arrays.
+        # As a list, because torch.load(weights_only=True) rejects numpy arrays.
         "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
         "python": random.getstate(),
     }
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the result of `capture_generators`. A state that was captured without a GPU does not change the GPU's
-    generator."""
+    """Restore the result of `capture_generators`. If it was captured without a GPU, the GPU's generator does not
+    change."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -59,8 +60,7 @@ def restore_generators(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def preserve_generators(device: torch.device) -> Iterator[None]:
-    """Context manager that restores the generators of this process at its end, as if no number had been drawn
-    inside."""
+    """Context manager that restores the RNG state of this process at its end."""
     state = capture_generators(device)
     try:
         yield
@@ -69,9 +69,9 @@ def preserve_generators(device: torch.device) -> Iterator[None]:
 
 
 class IsolatedGenerators:
-    """Separate random numbers of torch (CPU), numpy and Python that start with `seed`.
+    """Separate RNG state of torch (CPU), numpy and Python, seeded with `seed`.
 
-    Inside `with`, the global generators produce these numbers. Afterwards they continue as if no number had been drawn.
+    Inside `with`, the global generators use this state. Afterwards their previous state is restored.
     """
 
     def __init__(self, seed: int) -> None:

@@ -47,22 +47,22 @@ from unitrain.validation import check_path, check_result_name, check_text
 
 
 class Trainer:
-    """Trains `model` on all ranks of `backend`, with the same results as one process that has the global batch.
+    """Trains `model` on all ranks of `backend`, with the same results as one process that trains on the global batch.
 
     All ranks create it with the same arguments and call the same methods.
 
-    `optimizer` and `scheduler` are built on the parameters of `model`. `scheduler` may also be a function
-    `scheduler(optimizer, total_steps)`, which `fit` calls when the number of steps is known.
-    `loss_fn(output, target)` returns the mean loss over the batch, or a pair (sum, count) if tokens or pixels are
-    counted. `metrics` maps names to functions that return the mean over the batch or one value per sample, or to
-    torchmetrics objects, which are merged over ranks exactly.
-    A batch is a pair (inputs, targets), and the model is called with the inputs. For other batches or models,
-    `forward(model, batch)` calls the model that it receives, and returns (output, target).
+    `optimizer` contains the parameters of `model`, and `scheduler` belongs to `optimizer`. `scheduler` may also be a
+    function `scheduler(optimizer, total_steps)`, which `fit` calls when the number of steps is known. `loss_fn(output,
+    target)` returns the mean loss over the batch, or a pair (sum, count) if tokens or pixels are counted. `metrics`
+    maps names to functions that return the mean over the batch or one value per sample, or to torchmetrics objects,
+    which are merged over ranks exactly. A batch is a pair (inputs, targets), and the model is called with the inputs.
+    For other batches or models, pass
+    a function `forward(model, batch)` that calls `model` and returns (output, target).
     `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard", "wandb" and "mlflow"; rank 0 logs.
 
-    With `config.resume` the state is restored in the constructor. With `config.ema_decay`, `averaged_model` has the
-    averaged weights, with which all evaluation is done. For callbacks, `progress` is the position of the run,
-    `result_names` are the results that `fit` returns, and `last_loss` is the last loss on this rank.
+    With `config.resume` the constructor restores the state. With `config.ema_decay`, `averaged_model` has the averaged
+    weights and is used for all evaluation. For callbacks, `progress` counts epochs, steps and samples, `result_names`
+    are the names of the results of `fit`, and `last_loss` is the last loss on this rank.
 
     Raises ConfigError, ModelError, CheckpointError or MissingDependencyError (for a logger) on every rank.
     """
@@ -117,7 +117,7 @@ class Trainer:
 
         allow_tf32(config.tf32)
         model.to(backend.device)
-        if optimizer.state:  # moves state that was loaded before the model was moved
+        if optimizer.state:  # moves state that was loaded before the model was moved to the device
             optimizer.load_state_dict(optimizer.state_dict())
         if config.channels_last:
             use_channels_last(model)
@@ -170,7 +170,7 @@ class Trainer:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler. None without a scheduler, and before `fit` if it is built from the number of steps."""
+        """The scheduler; None without one, and before `fit` if it is a function of the number of steps."""
         return self._scheduler.scheduler if isinstance(self._scheduler, PlannedScheduler) else self._scheduler
 
     @property
@@ -180,18 +180,19 @@ class Trainer:
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason why the last `fit` stopped before the end, or None. It is the same on every rank."""
+        """The reason why the last `fit` stopped early, or None. It is the same on every rank."""
         return self._stopping.reason
 
     def fit(self, train_data: Data, val_data: Data | Mapping[str, Data] | None = None) -> dict[str, float]:
         """Train until `config.max_epochs` or `config.max_steps` is reached, and return the results of the last epoch.
 
         The results are train_loss and, with `val_data`, val_loss and the metrics with the prefix val_: exact means over
-        the samples of all ranks. For several datasets pass a mapping, {"clean": ..., "noisy": ...}, with results such
-        as val_clean_loss. If the run is already complete, `val_data` is evaluated and there is no train_loss.
+        the samples of all ranks. For several datasets pass a mapping such as {"clean": ..., "noisy": ...}; the results
+        are then named val_clean_loss and so on. If the run is already complete, `val_data` is evaluated and there is no
+        train_loss.
 
-        Raises DataError, ConfigError, CheckpointError or NonFiniteLossError on every rank. If any rank received one of
-        `config.preemption_signals`, it saves a checkpoint and raises Preempted, which exits with code 75.
+        Raises DataError, ConfigError, CheckpointError or NonFiniteLossError on every rank. If any rank receives one of
+        `config.preemption_signals`, `fit` saves a checkpoint and raises Preempted, which exits with code 75.
         """
         config = self.config
         self._check_data("fit", train_data=train_data, **_by_argument(val_data))
@@ -246,22 +247,23 @@ class Trainer:
     def predict(self, data: Data) -> Any:
         """Return the outputs of the model in eval mode for all samples of `data`, in the order of `data`, on the CPU.
 
-        All ranks call it, and each returns all outputs, so the host memory must hold them once for each rank on the
-        host. The structure is that of the output of the model or `forward`: lists, tuples, mappings and dataclasses of
-        tensors whose first dimension is the sample. Targets are ignored, and without `forward` may be missing. Every
-        rank computes its shard with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank. Raises
-        DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
+        All ranks call it and return all outputs, so the host memory must be sufficient for one copy per rank on the
+        host. The result has the structure of the model's (or `forward`'s) output: lists, tuples, mappings and
+        dataclasses of tensors whose first dimension indexes the samples. Targets are ignored; without `forward` they
+        may be missing. Every rank evaluates its shard with the buffers of rank 0. With `stream="own"`, the outputs are
+        ordered by rank. Raises DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every
+        rank.
         """
         self._check_data("predict", data=data)
         return self._evaluation.predict(self._evaluation_shard(data))
 
     def load_weights(self, checkpoint: str | Path) -> None:
-        """Load the weights of a checkpoint, of the newest checkpoint in a run folder, or of the "best" by `keep_best`.
+        """Load the weights of a checkpoint, of the newest one in a run folder, or ("best") of the best by `keep_best`.
 
-        It replaces the weights of the model and, with `config.ema_decay`, their average on every rank, but not the
-        optimizer, the scheduler and the progress. All ranks call it. For a final evaluation, call
-        `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`.
-        Raises CheckpointError on every rank, or ConfigError if the run does not keep its best checkpoint.
+        It replaces the weights of the model and, with `config.ema_decay`, their average on every rank. The optimizer,
+        the scheduler and the progress do not change. All ranks call it. For a final evaluation, call
+        `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`. Raises CheckpointError on every rank, or
+        ConfigError if the run does not keep its best checkpoint.
         """
         self.backend.check_running("Trainer.load_weights")
         call_on_all_ranks(self.backend, lambda: _check_checkpoint(checkpoint))
@@ -275,10 +277,10 @@ class Trainer:
         load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
 
     def stop(self, reason: str) -> None:
-        """Request the end of `fit` for a `reason`, which is shown. Any rank may call it at any time.
+        """Request that `fit` stops. The `reason` is displayed. Any rank may call it at any time.
 
-        All ranks stop at the next sync point: about every two seconds, and at the end of an epoch. `fit` then validates
-        and saves a checkpoint, also within an epoch. The run can be resumed from there.
+        All ranks stop at the next sync point (about every two seconds, and at the end of an epoch). `fit` then
+        validates and saves a checkpoint, also within an epoch. The run can be resumed from it.
         """
         check_text("Trainer.stop(reason)", reason, 'Use trainer.stop("the loss is low enough")')
         self._stopping.request(reason)
@@ -320,15 +322,15 @@ class Trainer:
         epoch, first_sample = progress.epoch + 1, progress.sample
         self._timer.start()
         self._stopping.start_timing(progress.step)
-        # No variable refers to the iterator: when an exception leaves the loop, its workers end immediately.
+        # Do not assign the iterator to a variable, so that its workers terminate immediately after an exception.
         for batch, micro_batch in self._timer.iterate(self._prefetched_batches(shard)):
             self._forward_backward(batch, micro_batch)
             if not micro_batch.ends_step:
                 continue
-            self._mean.finish_step(self.optimizer, micro_batch)  # divide by the number of tokens, if they are counted
+            self._mean.finish_step(self.optimizer, micro_batch)  # divide by the number of tokens, if tokens are counted
             self._callbacks.call("on_before_optimizer_step", self)
             self._update(progress.step, self._rates)  # unscale, clip, optimizer step, average, step scheduler
-            self._loss.finish_step()  # after the update: a step that an exception interrupts is trained again
+            self._loss.finish_step()  # after the update: an interrupted step is trained again
             self._timer.end_step(micro_batch.step_samples)
             progress.advance(micro_batch.step_samples, micro_batch.step_end)
             self._reporter.count_step(epoch, micro_batch.step_samples)
@@ -348,14 +350,14 @@ class Trainer:
                 with self._timer.measure("validation"):
                     self._reporter.report_validation(epoch, progress.step, self._validate(validation))
         samples = progress.sample - first_sample
-        # A converted checkpoint contains no sums of losses, so a run that resumes from it at the end of an epoch has no
-        # mean.
+        # A converted checkpoint does not contain the loss sums, so a run resumed from it at the end of an epoch has no
+        # train_loss.
         losses = {"train_loss": self._loss.epoch_mean(epoch, progress.step)} if self._loss.steps else {}
         seconds = self._timer.stop()
         self._end_epoch_if_complete(shard)
         speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": samples / seconds}
 
-        # Little time remains after a preemption signal, so there is no validation within an epoch.
+        # Little time remains after a preemption signal, so do not validate within an epoch.
         skip_validation = self._stopping.preempted and progress.sample > 0
         with self._timer.measure("validation"):
             results = {**losses, **({} if skip_validation else self._validate(validation))}
@@ -403,7 +405,7 @@ class Trainer:
                 loss = read_training_loss(self.loss_fn(*self._forward(self.model, batch)))
             weighted = self._mean.weighted(loss, micro_batch)
             if self.config.find_unused_parameters and is_dummy:
-                weighted = without_gradients(weighted)  # otherwise a dummy batch would mark its parameters as used
+                weighted = without_gradients(weighted)  # otherwise a dummy batch would create zero gradients
             scaled = self._timer.measure_backward(self._precision.scale(weighted))
             backward(scaled, *(self._mean.overlapped_work() + self._prefetch.overlapped_work() if ends_step else ()))
         self.last_loss = loss.value
@@ -439,7 +441,7 @@ class Trainer:
         )
 
     def _build_planned_scheduler(self, shard: TrainingData) -> None:
-        """Build a scheduler that was given as a function of the number of steps."""
+        """Build the scheduler if it is a function of the number of steps."""
         if isinstance(self._scheduler, PlannedScheduler):
             steps = self._run.remaining_steps(shard)
             total = None if steps is None else self.progress.step + steps
@@ -448,15 +450,14 @@ class Trainer:
             self._scheduler.plan(total, self.backend)
 
     def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Exchange stop requests, and whether a checkpoint is due, between ranks. Return the `numbers` of every
-        rank."""
+        """Synchronize stop requests, and whether a checkpoint is due. Return the `numbers` of every rank."""
         ranks = self._sync_point.exchange(self.progress.step, [self.checkpointer.is_due, *numbers])
         if ranks[0][0]:  # by the clock of rank 0
             self._save({}, None)
         return [row[1:] for row in ranks]
 
     def _report_loss(self, epoch: int) -> None:
-        """Synchronize the ranks, and show, log and record the mean loss since the last time."""
+        """Synchronize the ranks, and show, log and record the mean loss since the last sync point."""
         step = self.progress.step
         sums = self._synchronize(self._loss.local_sums())
         values = {"loss": self._loss.mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
@@ -474,7 +475,8 @@ class Trainer:
         return rate if self._rates is None else rate * self._rates.at(self.progress.step)
 
     def _discard_partial_step(self) -> None:
-        """Discard the gradients of a step that an exception interrupted in an earlier `fit`. It is trained again."""
+        """Discard the gradients of a step that an exception interrupted in an earlier `fit`. The step is trained
+        again."""
         self.backend.unwrap(self.model).zero_grad(set_to_none=True)
         self._loss.discard_step()
         self._mean.discard_step()
@@ -490,7 +492,7 @@ def _check_checkpoint(checkpoint: Any) -> None:
 
 
 def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
-    """Return the validation datasets by the prefix of their results: "val_", or "val_NAME_" for a mapping.
+    """Return the validation datasets by result prefix: "val_", or "val_NAME_" for a mapping.
 
     Raises ConfigError for an empty mapping or names that are not strings.
     """
@@ -507,7 +509,7 @@ def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
 
 
 def _by_argument(val_data: Data | Mapping[str, Data] | None) -> dict[str, Any]:
-    """Return the validation datasets by their name in error messages."""
+    """Return the validation datasets by name for error messages."""
     if isinstance(val_data, Mapping):
         return {f"val_data[{name!r}]": data for name, data in val_data.items()}
     return {} if val_data is None else {"val_data": val_data}

@@ -1,4 +1,4 @@
-"""Checks of the arguments of the Trainer, before anything is communicated."""
+"""Checks of the arguments of the Trainer, before any communication."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     if scheduler is None:
         return
     fix = "Use one that was built on the optimizer, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
-    if not (callable(scheduler) and not isinstance(scheduler, type)):  # or a function that builds one
+    if not (callable(scheduler) and not isinstance(scheduler, type)):  # otherwise it must be a function that builds one
         validation.check_instance("Trainer(scheduler=...)", scheduler, LRScheduler, "a learning rate scheduler", fix)
     scheduled_optimizer = getattr(scheduler, "optimizer", optimizer)
     if scheduled_optimizer is not optimizer:

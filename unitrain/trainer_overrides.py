@@ -1,8 +1,8 @@
-"""Changes that a tool makes to the training runs that it starts, without changes to the user's script.
+"""Overrides of Trainer arguments by tools, without changes to the user's script.
 
-`unitrain verify` and `unitrain tune` run a script with the environment variable UNITRAIN_OVERRIDES. It names a function
-of the tool and its argument. The Trainer calls the function, which returns a TrainerOverrides, and trains with the
-arguments that this object returns. The Trainer therefore imports no tool.
+`unitrain verify` and `unitrain tune` run a script with the environment variable UNITRAIN_OVERRIDES, which names a
+function of the tool and its argument. The Trainer calls this function to create a TrainerOverrides object, and trains
+with the arguments that the object returns. The Trainer therefore does not import the tools.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OVERRIDES_VARIABLE = "UNITRAIN_OVERRIDES"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
-    """The arguments of the Trainer that a tool may replace. It may also change `model` in place."""
+    """The arguments of the Trainer that a tool may replace. A tool may also change `model` in place."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]
@@ -36,10 +36,10 @@ class TrainerArguments:
 
 
 class TrainerOverrides(Protocol):
-    """The changes that a tool makes to a run. Loggers are always disabled."""
+    """The overrides of a tool. With overrides, loggers are always disabled."""
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
-        """Return the arguments to train with. Called on every rank, after the user's arguments were checked."""
+        """Return the arguments for training. Called on every rank, after the user's arguments are validated."""
         ...
 
 
@@ -49,7 +49,7 @@ def overrides_setting(factory: str, argument: str) -> str:
 
 
 def load_overrides() -> TrainerOverrides | None:
-    """Return the overrides of the tool that started this process, None if no tool did."""
+    """Return the overrides of the tool that started this process; None without a tool."""
     setting = environment.setting(OVERRIDES_VARIABLE)
     if setting is None:
         return None

@@ -1,4 +1,4 @@
-"""The state of a training run other than model and optimizer, and its history on disk."""
+"""State of a training run except model and optimizer, and its history on disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PACKAGES = ("unitrain", "horovod", "numpy")
 
 
 class Stateful(Protocol):
-    """A part of the run with a state that checkpoints store, in types that `torch.load(weights_only=True)` loads.
+    """A part of the run whose state is saved in checkpoints, in types that `torch.load(weights_only=True)` accepts.
 
     All ranks call both methods, so they may communicate. The state of rank 0 is stored.
     """
@@ -47,12 +47,12 @@ class Stateful(Protocol):
 
 
 class TrainingRun:
-    """State of a training run other than model and optimizer. All ranks call every method.
+    """State of a training run except model and optimizer. All ranks call every method.
 
-    It stores and restores `progress`, the random number generators and `parts` (other objects with a state) through the
-    Checkpointer, and writes the history. `description` holds facts about the run for its history and loggers.
-    `is_elastic` is whether the job may be restarted with another number of ranks.
-    Raises CheckpointError on every rank if the folder is not writable, or holds a run that cannot be continued.
+    It saves and restores `progress`, the RNG state and `parts` (other stateful objects) with the Checkpointer, and
+    writes the history. `description` describes the run in its history and loggers. `is_elastic` is whether the job may
+    be restarted with another number of ranks. Raises CheckpointError on every rank if the folder is not writable, or
+    contains a run that cannot be resumed.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class TrainingRun:
     def restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         """Prepare the output folder, and restore the run from a checkpoint if the configuration requests it.
 
-        Call it before the model is wrapped: wrapping broadcasts the parameters of rank 0. If the job is another attempt
-        of a failed job, the checkpoints of that attempt take precedence over `TrainConfig.resume`.
+        Call it before the model is wrapped: wrapping broadcasts the parameters of rank 0. If the job was restarted
+        after a failure, the checkpoints of its earlier attempts take precedence over `TrainConfig.resume`.
         """
         resume, parts = self._config.resume, (model, optimizer, scheduler)
         own_folder = self._checkpointer.prepare()
@@ -87,10 +87,10 @@ class TrainingRun:
         self.description = _describe_parts(model, optimizer, scheduler)
 
     def track_compression_state(self, model: nn.Module, loss_scale: Callable[[], Tensor | None]) -> None:
-        """Store the state of PowerSGD of the wrapped `model` in checkpoints too, and restore it.
+        """Also save the PowerSGD state of the wrapped `model` in checkpoints, and restore it.
 
         `loss_scale` returns the scale of the gradients, see CompressionState. Raises UnsupportedError if the backend
-        has no such state, CheckpointError if the state does not fit.
+        does not have such a state, CheckpointError if the state does not match.
         """
         if not isinstance(read_compression(self._config.compression), PowerSGD):
             return
@@ -103,7 +103,7 @@ class TrainingRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all epochs or steps of the configuration are done."""
+        """Whether the configured number of epochs or steps is completed."""
         epochs, steps, progress = self._config.max_epochs, self._config.max_steps, self.progress
         return (epochs is not None and progress.epoch >= epochs) or (steps is not None and progress.step >= steps)
 
@@ -114,7 +114,7 @@ class TrainingRun:
         return limit is not None and self.progress.step_in_epoch >= limit
 
     def remaining_steps(self, data: TrainingData) -> int | None:
-        """Return the number of optimizer steps to the end of the run, None if the length of the data is unknown."""
+        """Return the number of remaining optimizer steps; None if the length of the data is unknown."""
         if self._config.max_steps is not None:
             return max(0, self._config.max_steps - self.progress.step)
         epochs = (self._config.max_epochs or 0) - self.progress.epoch
@@ -128,16 +128,17 @@ class TrainingRun:
 
     @property
     def stored_batch_size(self) -> ElasticBatchSize | None:
-        """The batch size with which an elastic job started this call of `fit`; None in the first attempt."""
+        """The batch size of this call of `fit` in the first attempt of an elastic job; None in the first attempt
+        itself."""
         stored = self._checkpointer.stored_batch_sizes
         return stored[self._fit_count] if self._fit_count < len(stored) else None
 
     def start(self, data: TrainingData) -> None:
-        """Lock the folder, and continue in `data` with the random numbers of the checkpoint or of the seed.
+        """Lock the folder, and start or resume training on `data`, with the RNG state of the checkpoint or the seed.
 
-        The folder stays locked until `Checkpointer.release_folder_at_end`. The data may change between two epochs.
-        Raises CheckpointError on every rank if another job holds the lock, or within an epoch if `data` has another
-        order.
+        The folder stays locked until `Checkpointer.release_folder_at_end`. The data may change between epochs. Raises
+        CheckpointError on every rank if another job holds the lock, or if the run resumes within an epoch and the order
+        of `data` differs.
         """
         order = self._data_order or data.order_settings
         for name in {**data.order_settings, **order} if self.progress.sample else ():
@@ -165,8 +166,8 @@ class TrainingRun:
     ) -> None:
         """Save a checkpoint of the run. `model` is the user's module. `results` are the results of the epoch so far.
 
-        At the end of an epoch `row` is its row of the history, which is written after the checkpoint. A run that is
-        killed between the two writes takes the row from the checkpoint.
+        At the end of an epoch, `row` is its row in the history, which is written after the checkpoint. If the run is
+        killed between the two writes, the resumed run takes the row from the checkpoint.
         """
         if not self._checkpointer.is_enabled:
             return
@@ -197,7 +198,8 @@ class TrainingRun:
         self._append(EPOCHS, row)
 
     def record_sync_point(self, row: dict[str, Any]) -> None:
-        """Append the `row` of a sync point to the history. It does not communicate: `record_epoch` raises its error."""
+        """Append the `row` of a sync point to the history. It does not communicate; `record_epoch` raises its
+        errors."""
         folder = self._checkpointer.folder
         if folder is not None and self._backend.rank == 0 and self._history_error is None:
             try:
@@ -207,8 +209,8 @@ class TrainingRun:
 
     def _start(self, data: TrainingData) -> None:
         if not self._is_history_rewound:
-            # This includes a run that was not restored, because an attempt that ended before its first checkpoint also
-            # wrote rows.
+            # Also if no checkpoint was restored, because an attempt that failed before its first checkpoint wrote rows
+            # as well.
             self._change_history("", self._rewind)
             self._is_history_rewound = True
         self._data_order = data.order_settings
@@ -275,7 +277,7 @@ class TrainingRun:
         self._change_history(name, append)
 
     def _add_epochs(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return `row` with the number of epochs trained so far, a fraction within an epoch."""
+        """Return `row` with the number of epochs trained so far, which is fractional within an epoch."""
         assert self._data is not None
         epochs: float | None = self.progress.epoch
         if self.progress.sample:
@@ -301,7 +303,7 @@ def _describe_parts(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> d
 
 
 def _describe_start(config: TrainConfig, backend: Backend, data: TrainingData) -> dict[str, Any]:
-    """Return when, where and with which data, settings and versions a run starts."""
+    """Describe the start of a run: time, host, data, settings and versions."""
     on_gpu = backend.device.type == "cuda"
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -324,6 +326,6 @@ def _package_versions() -> dict[str, str]:
     for package in _PACKAGES:
         try:
             found[package] = version(package)
-        except PackageNotFoundError:  # a checkout that is not installed, or a machine without Horovod
+        except PackageNotFoundError:  # unitrain is not installed, or Horovod is missing
             continue
     return found

@@ -1,8 +1,8 @@
 """Checks of arguments and settings.
 
-Each function returns the value, or raises ConfigError (or the given `error`). The first sentence of the message names
-the argument and the value found, the second one is the fix. `name` is the argument as the user writes it, such as
-"TrainConfig.max_epochs" or "unitrain.init(timeout_seconds=...)"; `fix` is a sentence without its full stop. With
+Each function returns the value, or raises ConfigError (or `error`). The first sentence of the message names the
+argument and the invalid value, the second one is the fix. `name` is the argument as the user writes it, such as
+"TrainConfig.max_epochs" or "unitrain.init(timeout_seconds=...)"; `fix` is a sentence without a full stop. With
 `optional`, None is valid.
 """
 
@@ -19,7 +19,7 @@ _MAX_SHOWN_CHARACTERS = 60
 
 
 def describe_value(value: object) -> str:
-    """Return a text for `value` in a message: its repr if that is short and equal on every rank, otherwise its type."""
+    """Format `value` for a message: its repr if that is short and equal on every rank, otherwise its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, str | int | float | bool | Path):
@@ -101,7 +101,7 @@ def check_instance(
     optional: bool = False,
     error: type[Exception] = ConfigError,
 ) -> Any:
-    """Check that `value` is an instance of one of `kinds`, which the message calls `description`."""
+    """Check that `value` is an instance of one of `kinds`, described as `description` in the message."""
     if not (optional and value is None) and not isinstance(value, kinds):
         raise error(f"{name} must be {description}, got {describe_value(value)}. {fix}.")
     return value
