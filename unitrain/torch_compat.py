@@ -1,8 +1,7 @@
 """Private torch APIs that unitrain uses, and public APIs that torch renamed.
 
-Each entry names the torch versions with which it was checked. No module of
-unitrain/backends or unitrain/modules uses a private name of torch directly, except `ddp.py`, which imports
-torch._dynamo early.
+Each entry names the torch versions with which it was checked. No module of unitrain/backends or unitrain/modules uses
+private torch APIs directly, except that `ddp.py` imports torch._dynamo early.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Contract, identical on every backend; `unitrain.testing` tests each rule:
    gradient history, so a tensor that requires grad is an error, except under torch.no_grad().
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks, so clipping, loss scaling, logging
    and `optimizer.step()` are plain torch code. An optimizer step on gradients that are not reduced over ranks raises
-   ModelError. A `.grad` may share memory with a bucket, as with DDP's gradient_as_bucket_view: clone it to keep it past
+   ModelError. A `.grad` may be a view of a bucket, as with DDP's gradient_as_bucket_view; clone it to keep it after
    `zero_grad`.
 3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither
    steps the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads and writes,

@@ -48,9 +48,9 @@ class DDPBackend(ProcessGroupBackend):
             world_size=rank_info.size,
             timeout=options.timeout,
         )
-        # In a separate group, consistency checks do not wait for gradients that are being reduced, and their messages
-        # cannot be matched with those of another collective. With NCCL this group is not needed, because its
-        # collectives are separate from Gloo's.
+        # With a separate group, consistency checks do not wait for gradients that are being reduced, and their messages
+        # cannot be matched with those of other collectives. NCCL does not need it, because its collectives are separate
+        # from Gloo's.
         control = dist.new_group(backend="gloo", timeout=options.timeout) if transport != "nccl" else None
         started = cls(rendezvous, device, transport, control)  # type: ignore[arg-type]
         if transport == "nccl":

@@ -52,7 +52,7 @@ def verify(content: bytes | memoryview, signature: bytes | memoryview, purpose: 
 
 
 def seal(text: str, purpose: str) -> str:
-    """Return `text` with its signature for `purpose`, or marked as unsigned if there is no key; see `unseal`."""
+    """Return `text` with its signature for `purpose`, or marked as unsigned if there is no key. See `unseal`."""
     return f"{_SIGNED}{sign(text.encode(), purpose).hex()}{text}" if has_key() else _UNSIGNED + text
 
 
@@ -74,7 +74,7 @@ def unseal(sealed: bytes, purpose: str) -> str:
 
 
 def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
-    """Prove to the peer that this process has the job's `key`, and verify that the peer has it.
+    """Authenticate this process and its peer to each other by the job's `key`.
 
     Both peers use the same `role`; `is_server` is true on the side that accepted the connection. Nothing is sent if the
     key is None. Raises AuthenticationError if the peer has a different key.

@@ -114,7 +114,7 @@ _JOB_IDS = (
     ("SLURM_JOB_ID", "Slurm job"), ("LSB_JOBID", "LSF job"), ("PBS_JOBID", "PBS job"), ("FLUX_JOB_ID", "Flux job"),
     (JOB, "unitrain launch"), ("TORCHELASTIC_RUN_ID", "torchrun run"),
 )  # fmt: skip
-# Key with which the processes of a job sign their messages, equal on all ranks of an attempt.
+# Key that signs the messages between processes of a job, equal on all ranks of an attempt.
 JOB_KEY = "UNITRAIN_JOB_KEY"
 # Minimum and maximum number of ranks of an elastic job, as "2:8".
 ELASTIC = "UNITRAIN_ELASTIC"

@@ -27,18 +27,18 @@ def forward_warning_signals(variable: str) -> None:
     ranks, the handler prints a message.
     """
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def forward(signum: int, frame: FrameType | None) -> None:
         ranks = list(_find_descendants_with_variable(os.getpid(), f"{variable}=".encode()))
         if not ranks:  # unbuffered, because the signal may interrupt a write to sys.stderr
             os.write(
-                2, f"unitrain: {signal.Signals(number).name} was not forwarded: no rank runs on this host\n".encode()
+                2, f"unitrain: {signal.Signals(signum).name} was not forwarded: no rank runs on this host\n".encode()
             )
         for rank in ranks:
             with contextlib.suppress(OSError):  # the rank has just exited
-                os.kill(rank, number)
+                os.kill(rank, signum)
 
-    for number in WARNING_SIGNALS:
-        signal.signal(number, forward)
+    for signum in WARNING_SIGNALS:
+        signal.signal(signum, forward)
 
 
 def install_no_op_warning_handlers() -> None:
@@ -47,8 +47,8 @@ def install_no_op_warning_handlers() -> None:
     Slurm sends them to every process of a job step. In contrast to ignored signals, handled signals are reset to their
     default actions in programs that this process starts.
     """
-    for number in WARNING_SIGNALS:
-        signal.signal(number, lambda *_: None)
+    for signum in WARNING_SIGNALS:
+        signal.signal(signum, lambda *_: None)
 
 
 @contextlib.contextmanager
@@ -57,12 +57,12 @@ def ignore_warning_signals() -> Iterator[None]:
 
     Only the main thread may use it.
     """
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in WARNING_SIGNALS}
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in WARNING_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
 def _find_descendants_with_variable(process: int, prefix: bytes) -> Iterator[int]:

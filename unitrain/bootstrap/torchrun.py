@@ -113,8 +113,8 @@ def main() -> None:
     options = run.parse_args(None)
     if options.max_restarts:
         # torchrun would restart ranks that exit after a checkpoint. It also forwards SIGTERM, without a restart.
-        for number in WARNING_SIGNALS:
-            signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        for signum in WARNING_SIGNALS:
+            signal.signal(signum, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     else:
         forward_warning_signals("LOCAL_RANK")
     try:

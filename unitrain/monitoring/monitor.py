@@ -141,7 +141,7 @@ class FailureMonitor:
 
 def _poll(work: dist.Work) -> None:
     """Return when `work` is done, or after a few milliseconds."""
-    # Works that are implemented in Python poll in their `wait`.
+    # Works implemented in Python poll in their own `wait`.
     if type(work) is not dist.Work or work.is_completed():
         return
     deadline = time.monotonic() + _POLL_SECONDS

@@ -210,7 +210,7 @@ class Watchdog:
     def _publish_failure(self, failure: Failure) -> bool:
         """Report `failure` to all ranks unless an earlier one is known. Return whether this call reported it.
 
-        Several ranks may detect the same failure at once. Only the thread that gets True prints the report.
+        Several ranks may detect the same failure at once. Only the thread that receives True prints the report.
         """
         if self._first_failure is not None:
             return False

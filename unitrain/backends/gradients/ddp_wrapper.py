@@ -71,8 +71,7 @@ class _PendingForwards:
 
 
 class DistributedModel(ReducerDDP):
-    """The module that `distributed_model` returns: DDP with corrections that satisfy the contract. `module` is the
-    user's model.
+    """The module that `distributed_model` returns: DDP with corrections. `module` is the user's model.
 
     The reducer communicates in `reducer_group`, which uses `group`, or the default group if that is None. `buffers` are
     shared before the forward passes in which DDP would broadcast them.

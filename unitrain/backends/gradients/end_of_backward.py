@@ -60,7 +60,7 @@ class EndOfBackward:
     """
 
     def __init__(self) -> None:
-        # Autograd holds the only strong reference to a sequence, and drops it if the backward raises an exception.
+        # Autograd holds the only strong reference to a sequence, and drops it if the backward pass raises an exception.
         self._sequences: WeakValueDictionary[int, _Sequence] = WeakValueDictionary()
 
     def add(self, step: Step, function: Callable[[], None]) -> None:

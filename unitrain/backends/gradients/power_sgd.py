@@ -123,7 +123,7 @@ class PowerSGDCompressor(CompressionState):
             self._set_gradient(matrix, bases[number], queries[number].T, finite[number], used[number])
 
     def finish(self) -> None:
-        """Apply the new state of all matrices, unless a gradient of the backward was inf or nan."""
+        """Apply the new state of all matrices, unless a gradient of the backward pass contains inf or nan."""
         finite = torch.stack(self._finite).all() if self._new_states else torch.tensor(True)
         for name, error, query, is_used in self._new_states:
             if self._settings.error_feedback:

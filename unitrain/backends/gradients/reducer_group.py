@@ -86,7 +86,7 @@ class ReducerGroup(dist.ProcessGroup):
             self._check_bucket(bucket)
 
     def add_work(self, work: dist.Work) -> None:
-        """Wait for `work`, which communicates a bucket, at the end of the backward."""
+        """Wait at the end of the backward pass for `work`, the collective of a bucket."""
         self._works.append(work)
 
     def wait_for_ranks(self, work: dist.Work | None) -> None:
@@ -175,7 +175,7 @@ class ReducerGroup(dist.ProcessGroup):
 
 
 class _DeferredWork(Work):
-    """An allreduce of a bucket that begins at the end of the backward. DDP waits for its future afterwards."""
+    """An allreduce of a bucket that starts at the end of the backward pass. DDP waits for its future afterwards."""
 
     def __init__(self, tensors: list[Tensor], opts: Any) -> None:
         super().__init__()

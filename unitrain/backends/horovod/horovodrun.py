@@ -63,7 +63,7 @@ class BoundRendezvousServer(RendezvousServer):  # type: ignore[misc]
 
 
 def _rank_command(run_command: str, variables: Mapping[str, str]) -> Callable[[SlotInfo], str]:
-    """Return a function that creates the command of a rank. The rank inherits this environment and gets `variables`."""
+    """Return a function that creates the command of a rank. The rank inherits this environment plus `variables`."""
     environment.export({**variables, "PYTHONUNBUFFERED": "1"})
 
     def command(slot: SlotInfo) -> str:

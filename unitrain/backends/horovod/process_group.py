@@ -6,7 +6,7 @@ hooks, ZeroRedundancyOptimizer, Join and object collectives. A unitrain backend 
     unitrain.register_process_group()
     torch.distributed.init_process_group("horovod")
 
-Point-to-point calls, groups of a subset of ranks, and reductions that Horovod cannot compute exactly for a dtype raise
+Point-to-point calls, groups with a subset of the ranks, and reductions that Horovod cannot compute exactly raise
 UnsupportedError.
 """
 
@@ -46,9 +46,9 @@ from unitrain.errors import UnsupportedError
 from unitrain.torch_compat import disable_compile
 
 NAME = "horovod"
-# Horovod negotiates an operation with a known name and shape by one bit, and any other operation by a message to rank 0
-# and a response. Names are therefore reused, in the same order on every rank. A name is not reused before its previous
-# operation has completed.
+# Horovod negotiates an operation with a known name and shape with one bit, and other operations with a message to rank
+# 0 and a response. Names are therefore reused, in the same order on every rank. A name is not reused before its
+# previous operation has completed.
 _NAMES_PER_SHAPE = 16
 GroupT = TypeVar("GroupT", bound=dist.ProcessGroup)
 _groups = 0

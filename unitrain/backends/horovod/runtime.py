@@ -41,10 +41,9 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
     rank.
     """
     if not hvd.is_initialized():
-        # Horovod's default cycle of 1 ms is as long as a step of a small model (benchmarks/step_overhead.py). With its
-        # default fusion threshold of 128 MiB, Horovod fuses entire buckets: they wait for each other and are copied
-        # twice, which takes longer than separate transfers. Horovod's autotuning changes only variables that are not
-        # set.
+        # Horovod's default cycle time of 1 ms is as long as a step of a small model (benchmarks/step_overhead.py). With
+        # its default fusion threshold of 128 MiB, Horovod fuses entire buckets, which then wait for each other and are
+        # copied twice. Separate transfers are faster. Horovod's autotuning changes only unset variables.
         chosen = (CYCLE, FUSION) if environment.setting("HOROVOD_AUTOTUNE") in (None, "0") else ()
         environment.export_defaults(
             {

@@ -200,7 +200,7 @@ class Completions:
         self._works: deque[HorovodWork] = deque()
         self._completing = threading.Lock()
         self._completer: int | None = None
-        self._error: Exception | None = None  # of the first work that failed: Horovod does not recover from errors
+        self._error: Exception | None = None  # the first error; Horovod does not recover from errors
         self._last_backward = -1
         self._added = threading.Event()
         self._stopping = False
@@ -208,7 +208,7 @@ class Completions:
         self._thread.start()
 
     def add(self, work: HorovodWork) -> None:
-        """Complete `work` when its operation finishes. A current backward pass also waits for it at its end."""
+        """Complete `work` when its operation finishes. If a backward pass is running, its end also waits for `work`."""
         if self._completer == threading.get_ident():
             # A callback of a completed work has started this one, and may wait for its future, which only this thread
             # can complete.

@@ -230,7 +230,8 @@ class ShardedState:
             self._batches.append(batch)
 
     def _view(self, parameter: nn.Parameter, piece: Piece) -> Tensor:
-        """Return the elements of `piece` as a 1-D view. Views are kept while the parameter has the same memory."""
+        """Return the elements of `piece` as a 1-D view. Views are cached while the memory of the parameter stays the
+        same."""
         key, address = (parameter, piece.start), parameter.data_ptr()
         known = self._views.get(key)
         if known is None or known[0] != address:
