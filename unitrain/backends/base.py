@@ -139,8 +139,8 @@ class Backend(Lifecycle, Communicator):
         frozen and unfrozen later if all ranks do so before the same forward pass; otherwise a ModelError is raised. A
         backend may reject any `compression` but "none" with UnsupportedError.
 
-        Raises ModelError on every rank for a model without trainable parameters, and for an embedding with
-        `max_norm`, whose forward changes the weights of each rank differently.
+        Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
+        because its forward pass changes the weights differently on each rank.
         """
 
     @abstractmethod

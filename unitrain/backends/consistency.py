@@ -32,7 +32,7 @@ _MAX_SUMMED_ELEMENTS = 128
 # An integer is summed as four parts of 16 bits, so sums and sums of squares are exact in float64 for 2**21 ranks.
 _PARTS, _PART_BITS = 4, 16
 _SUM_HEADER = 4 * _PARTS + 1
-_TAG = 0x756E69  # tag of the messages between two ranks; a user is unlikely to choose the same
+_TAG = 0x756E69  # tag of point-to-point messages, unlikely to be used by user code
 
 
 class CheckedArguments(NamedTuple):

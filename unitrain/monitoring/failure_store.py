@@ -36,7 +36,7 @@ class RankProcess(NamedTuple):
 
 
 class FailureStore:
-    """One thread's access to the reports of all ranks. Each thread needs its own object.
+    """Access to the reports of all ranks for one thread. Each thread needs a separate object.
 
     Each object has a separate connection to the store, because a connection that waits for a response blocks its other
     users. Every method raises dist.DistError if rank 0's process, which serves the store, has exited.

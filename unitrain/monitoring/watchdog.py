@@ -356,8 +356,7 @@ class Watchdog:
         os._exit(1)
 
     def _exit_with_launcher(self) -> None:
-        """Send SIGTERM to this process, because the launcher was killed before it did so. It leaves time for a
-        checkpoint."""
+        """Send SIGTERM to this process, which the exited launcher did not do, and leave time for a checkpoint."""
         _print([f"unitrain: stopping rank {self._rank} of {self._size} because {self._launcher} has ended"])
         os.kill(self._pid, signal.SIGTERM)
         if not self._ended.wait(_LAST_CHECKPOINT_SECONDS):

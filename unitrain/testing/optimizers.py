@@ -1,4 +1,4 @@
-"""Contract of `distributed_optimizer`: it returns the user's object, whose state loads on any other backend."""
+"""Contract of `distributed_optimizer`: it returns the user's object, and its state loads on any other backend."""
 
 from __future__ import annotations
 

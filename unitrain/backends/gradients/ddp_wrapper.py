@@ -119,8 +119,8 @@ class DistributedModel(ReducerDDP):
         self._rendezvous, self._key, self._freeze_changes = rendezvous, f"model/{_models_wrapped}", 0
         self._find_sharing_models()
         if not find_unused_parameters:
-            # The exchange uses the store, because on ranks that wait for a gradient, collectives of this backward pass
-            # are in flight.
+            # The exchange uses the store, because collectives of this backward pass are in flight on ranks that wait
+            # for a gradient.
             check_first_backward(
                 self,
                 model,

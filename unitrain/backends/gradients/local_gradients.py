@@ -58,7 +58,7 @@ class LocalGradients:
             ]
 
     def set_reduced_parameters(self, trained: Iterable[Tensor]) -> None:
-        """Restrict `mark_reduced` to the parameters in `trained`, whose gradients the reducer reduces."""
+        """Restrict `mark_reduced` to the parameters in `trained`, which are the parameters of the reducer."""
         self._unreduced_ids = frozenset(self._names.keys() - set(map(id, trained)))
 
     def mark_reduced(self) -> None:

@@ -102,7 +102,7 @@ class ReducerGroup(dist.ProcessGroup):
         finally:
             self._end_deadline(deadline)
 
-    # --- called by the reducer, in C++, also in the middle of code that torch.compile compiles ---
+    # --- called by the reducer in C++, also between regions that torch.compile compiles ---
 
     @torch.compiler.disable
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:

@@ -103,7 +103,7 @@ class HorovodBackend(ProcessGroupBackend):
         """Return whether the arguments of a reduction are valid, and the tensor is too large to be transferred with the
         check.
 
-        All ranks whose arguments match return the same value.
+        Ranks with matching arguments return the same value.
         """
         return (
             isinstance(tensor, Tensor)

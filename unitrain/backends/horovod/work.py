@@ -194,7 +194,7 @@ def join_works(works: list[HorovodWork], result: Any, device: torch.device) -> d
 
 
 class Completions:
-    """Completes works in the order in which they were added, in the thread that waits for one or in the background."""
+    """Completes works in the order in which they were added, in the waiting thread or in the background."""
 
     def __init__(self) -> None:
         self._works: deque[HorovodWork] = deque()
