@@ -57,8 +57,7 @@ class TrainConfig:
     gradient_accumulation_steps: int | None = None
     """Micro-batches per optimizer step. The default is 1 unless `global_batch_size` is set."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all ranks. If it is the only setting, the batch size is this divided by the
-    ranks."""
+    """Samples per optimizer step over all ranks. If it is the only setting, it is divided equally among ranks."""
     eval_batch_size: int | None = None
     """Samples per rank and batch in evaluation. By default the batch size of the DataLoader, or of training."""
 
@@ -325,7 +324,7 @@ CHECKPOINT_SETTINGS = (
 
 
 def for_dry_run(config: TrainConfig) -> TrainConfig:
-    """Return `config` with one training step, one validation batch and without output."""
+    """Return `config` with one validation batch and without output."""
     return replace(
         config,
         limit_val_batches=1,

@@ -227,10 +227,10 @@ class TrainingRun:
             self._append(STARTS, {"step": self.progress.step, **self.description})
 
     def _store_batch_size(self, data: TrainingData) -> None:
-        number, batch_size, global_batch_size = self._fit_count, data.batch_size, data.global_batch_size
+        fit_index, batch_size, global_batch_size = self._fit_count, data.batch_size, data.global_batch_size
         self._fit_count += 1
         if self.is_elastic and batch_size and global_batch_size:
-            self._checkpointer.store_batch_size(number, ElasticBatchSize(batch_size, global_batch_size))
+            self._checkpointer.store_batch_size(fit_index, ElasticBatchSize(batch_size, global_batch_size))
 
     def _restore(self, path: Path, model: nn.Module, optimizer: Optimizer, scheduler: Any, *, required: bool) -> bool:
         """Restore the run from `path`, and return whether there was a checkpoint."""
@@ -303,7 +303,7 @@ def _describe_parts(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> d
 
 
 def _describe_start(config: TrainConfig, backend: Backend, data: TrainingData) -> dict[str, Any]:
-    """Describe the start of a run: time, host, data, settings and versions."""
+    """Describe the start of a run: time, backend, data, settings and versions."""
     on_gpu = backend.device.type == "cuda"
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

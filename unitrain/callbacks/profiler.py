@@ -51,7 +51,7 @@ class Profiler(Callback):
                 self._profile.step()
 
     def on_fit_end(self, trainer: RunningTrainer) -> None:
-        """Write the trace if the run ended before all steps were recorded."""
+        """Write the trace if `fit` finished before all steps were recorded."""
         if self._profile is not None:
             self._stop(trainer)
 

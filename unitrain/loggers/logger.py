@@ -109,7 +109,7 @@ class ServiceRun:
         self.id = run_id
         self._save()
 
-    def select_new(self, names: Iterable[str], step: int) -> list[str]:
+    def filter_unlogged(self, names: Iterable[str], step: int) -> list[str]:
         """Return the names that were not logged for `step` before the run was resumed."""
         return [name for name in names if step > self._previous_steps.get(name, -1)]
 

@@ -62,7 +62,7 @@ class MLflowLogger(Logger):
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log the values that are not yet at the service."""
-        new = self._service_run.select_new(values, step)
+        new = self._service_run.filter_unlogged(values, step)
         if new:
             now = int(time.time() * 1000)
             metrics = [self._package.entities.Metric(_valid_name(name), values[name], now, step) for name in new]
@@ -71,7 +71,7 @@ class MLflowLogger(Logger):
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
         """Log an image. MLflow does not support captions."""
-        if self._service_run.select_new([name], step):
+        if self._service_run.filter_unlogged([name], step):
             self._client.log_image(self._service_run.id, image, key=_valid_name(name), step=step)
             self._service_run.mark_logged([name], step)
 

@@ -83,7 +83,7 @@ class WandbLogger(Logger):
         self._run.finish(exit_code=1 if status == "failed" else 0)
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        new = self._service_run.select_new(values, step)
+        new = self._service_run.filter_unlogged(values, step)
         if new:
             self._run.log({name: values[name] for name in new}, step=step)
             self._service_run.mark_logged(new, step)
