@@ -419,7 +419,7 @@ def test_invalid_trainer_arguments_are_named() -> None:
 def test_unwritable_history_raises(tmp_path: Path) -> None:
     trainer = make(settings(output_dir=tmp_path))
     (tmp_path / "history.jsonl").mkdir()
-    with pytest.raises(CheckpointError, match=r"^Cannot write .*Is a directory: '.*history\.jsonl'"):
+    with pytest.raises(CheckpointError, match=r"^Cannot write .*history\.jsonl' is not a regular file"):
         trainer.fit(samples())
 
 
