@@ -32,9 +32,9 @@ def count_bytes(backend: str, model: str) -> dict[str, dict[int, tuple[float, fl
 
 
 def table(results: Results, memory: dict[str, dict[int, tuple[float, float]]], ranks: int) -> list[str]:
-    quoted = "Adam instead of SGD. Time of a step / time with a replicated state in the same round."
+    quoted = "Time of a step / time with a replicated state in the same round; below 1, it is faster."
     header = ["state", *columns(results)]
-    lines = frame("A sharded optimizer state", quoted, "python benchmarks/sharded_state.py", ranks, header)
+    lines = frame("A sharded optimizer state", quoted, "python benchmarks/sharded_state.py", ranks, header, "Adam")
     lines += rows(results, dict.fromkeys(WAYS, REPLICATED))
     lines += ["", "Bytes per parameter on the rank with the most (formula: 16, or 8 + 8 / ranks):", ""]
     lines += [f"| state | {' | '.join(f'{size} ranks' for size in SIZES)} |", "|---" * (1 + len(SIZES)) + "|"]

@@ -39,13 +39,15 @@ def options(*, rounds: int, models: Sequence[str] = MEASURED) -> Callable[[Calla
     return decorate
 
 
-def frame(title: str, quoted: str, command: str, ranks: int, header: Sequence[str]) -> list[str]:
+def frame(
+    title: str, quoted: str, command: str, ranks: int, header: Sequence[str], optimizer: str = "SGD with momentum"
+) -> list[str]:
     """Return the lines above the rows. `quoted` explains the figures, and `command` reproduces them."""
     return [
         f"# {title}",
         "",
         f"{ranks} ranks on one host, with one core and one thread each and without a GPU; {BATCH} samples per rank and "
-        f"micro-batch, SGD with momentum; torch {torch.__version__}, Python {platform.python_version()}, "
+        f"micro-batch, {optimizer}; torch {torch.__version__}, Python {platform.python_version()}, "
         f"{os.cpu_count()} CPU cores. {quoted} Medians; in brackets the interquartile range of all rounds. "
         f"Command: `{command}`.",
         "",
