@@ -1,11 +1,11 @@
-"""Launchers: functions that convert a launch spec into the command that starts the ranks.
+"""Launchers: functions that convert a launch spec to the command that starts the ranks.
 
     from unitrain.launchers import LaunchSpec, build, parse_hosts
 
     command = build("horovodrun", LaunchSpec(script="train.py", num_processes=4, hosts=parse_hosts("a:2,b:2")))
     print(command.shell())
 
-`build` starts nothing. It only queries this machine, for example for the hosts of a Slurm allocation or a free port.
+`build` starts no ranks. It only queries this machine, for example for the hosts of a Slurm allocation or a free port.
 The package imports neither torch nor the rest of unitrain, so a command can be displayed quickly on any machine.
 Another package adds a launcher through the entry-point group `unitrain.launchers` (name -> build function).
 
@@ -19,7 +19,7 @@ Another package adds a launcher through the entry-point group `unitrain.launcher
 - `slurm`: the hosts and tasks of the current allocation
 - `preflight`, `host_probe`: checks of all hosts before a launch
 - `agents`, `host_agent`: start, monitor and clean up processes on several hosts
-- `translation`: convert the command line of one launcher into that of another
+- `translation`: convert the command line of one launcher to another launcher
 """
 
 from unitrain.launchers.agents import LAUNCH_ID_VARIABLE, add_cleanup

@@ -1,12 +1,11 @@
-"""Start, monitor and end programs on several hosts, over ssh or through Slurm.
+"""Start, monitor and terminate programs on several hosts, over ssh or through Slurm.
 
-`build_command` is for a launcher that must be started on every host (torchrun). `add_cleanup` is for a launcher that
-starts processes on the other hosts itself: it runs on this host only, and an agent on each other host ends the
-processes that remain there after the launcher. (Ranks of horovodrun outlive it, and those of mpirun on its own host if
-it is killed.)
+`build_command` is for launchers that must be started on every host (torchrun). `add_cleanup` is for launchers that run
+on this host and start the remote processes themselves: an agent per host terminates the processes that outlive the
+launcher. (Ranks of horovodrun outlive it, as do the ranks of a killed mpirun on its own host.)
 
-Both return a command that calls `main` in a new process. Its arguments are the plan: JSON with the names of forwarded
-variables, whose values are sent over the connection instead.
+Both return a command that calls `main` in a new process. The arguments are the plan as JSON. The plan contains only the
+names of forwarded variables; their values are sent over the connection.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ _MAX_ARGUMENT_CHARACTERS = 100_000
 LAUNCH_ID_VARIABLE = "UNITRAIN_LAUNCH"
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _HEARTBEAT_SECONDS = 2.0
-# Ranks that lose a peer fail on their own, and their error message is more specific than "terminated".
+# Time for ranks that lose a peer to fail by themselves, with a more specific error message than "terminated".
 _FAILURE_GRACE_SECONDS = 5.0
-_SHUTDOWN_TIMEOUT_SECONDS = 40.0  # torchrun gives its ranks 30 s
-_PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the ranks were warned and have saved
+_SHUTDOWN_TIMEOUT_SECONDS = 40.0  # torchrun allows its ranks 30 s
+_PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the ranks were preempted and saved a checkpoint
 
 
 def build_command(
@@ -64,12 +63,12 @@ def build_command(
 
 
 def add_cleanup(command: Command, spec: LaunchSpec) -> Command:
-    """Return the command that runs `command` on this host and ends its leftover processes on all hosts of the spec.
+    """Return the command that runs `command` on this host and terminates orphaned processes on all hosts of the spec.
 
     The environment of the spec must contain LAUNCH_ID_VARIABLE, which all processes of the launch inherit.
     """
     marker = f"{LAUNCH_ID_VARIABLE}={spec.environment[LAUNCH_ID_VARIABLE]}"
-    # The agents themselves must not have the variable: they would kill each other.
+    # The agents themselves must not inherit the variable: they would kill each other.
     variables = {name: value for name, value in command.environment.items() if name != LAUNCH_ID_VARIABLE}
     used = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
     hosts: list[dict[str, object]] = [
@@ -107,7 +106,7 @@ def _main_command(
 
 
 def _differing_fields(host: dict[str, object], first: dict[str, object]) -> dict[str, object]:
-    """Return the fields of `host` that differ from those of `first`; of lists of equal length, the differing items."""
+    """Return the fields of `host` that differ from `first`; for lists of equal length, only the differing items."""
     differing: dict[str, object] = {}
     for field, value in host.items():
         common = first.get(field)
@@ -120,7 +119,7 @@ def _differing_fields(host: dict[str, object], first: dict[str, object]) -> dict
 
 
 def read_plan(arguments: Iterable[str]) -> dict[str, Any]:
-    """Return the plan in the arguments of `main`, with all fields of every host restored."""
+    """Parse the plan from the arguments of `main`, and restore all fields of every host."""
     plan: dict[str, Any] = json.loads("".join(arguments))
     first, *others = plan["hosts"]
     for number, differing in enumerate(others, 1):
@@ -145,13 +144,13 @@ class Agents:
         for host in plan["hosts"]:
             variables = {**forwarded, **host.get("variables", {})}
             job = {"argv": host["argv"], "folder": plan["folder"], "marker": plan["marker"], "variables": variables}
-            # In a new session: Ctrl-C is forwarded and must not interrupt ssh itself.
+            # A new session, so that Ctrl-C is forwarded to the ranks and does not interrupt ssh.
             process = subprocess.Popen(host["start"], stdin=subprocess.PIPE, start_new_session=True)
             self._running[host["name"]] = process
             self._send(process, f"{len(source)}\n".encode() + source + json.dumps(job).encode() + b"\n")
 
     def run(self) -> int:
-        """Wait until all programs have ended. Return the exit code of the first that failed, or 0.
+        """Wait until all programs have exited. Return the exit code of the first failed program, or 0.
 
         Must be called in the main thread.
         """
@@ -185,7 +184,7 @@ class Agents:
         return exit_code if exit_code >= 0 else 128 - exit_code
 
     def end(self) -> None:
-        """End all programs that are still running, on every host."""
+        """Terminate all running programs on every host."""
         for process in self._running.values():
             self._close(process)
         for process in self._running.values():
@@ -196,7 +195,7 @@ class Agents:
                 process.wait()
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
-        # The signal may interrupt a write to a pipe, and a buffered file does not allow a second write meanwhile.
+        # The signal may interrupt a write to a pipe, and buffered files do not support reentrant writes.
         self._received_signals.append(number)
 
     def _send_all(self, line: bytes) -> None:
@@ -206,7 +205,7 @@ class Agents:
     @staticmethod
     def _send(process: subprocess.Popen[bytes], text: bytes) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # the agent has ended, which `run` detects
+        with contextlib.suppress(OSError, ValueError):  # the agent has exited; `run` detects this
             process.stdin.write(text)
             process.stdin.flush()
 

@@ -20,7 +20,7 @@ _SECRET_SUFFIXES = ("APIKEY", "CREDENTIALS", "PASSPHRASE", "PASSWD", "PASSWORD",
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _FORWARDED_PREFIXES = ("PYTHON", "UNITRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
-# Launchers set these to a different value on each rank. One value for all ranks would give all of them the same rank.
+# Launchers set these per rank. Forwarding a single value would assign the same rank to all processes.
 _RANK_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),
@@ -30,7 +30,7 @@ _RANK_VARIABLES = {
 
 
 def parse_launcher_args(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the words of all `--launcher-args` values, split as by a shell. Raises LaunchError for invalid quoting."""
+    """Split all `--launcher-args` values like a shell. Raises LaunchError for invalid quoting."""
     words: list[str] = []
     for text in texts:
         try:
@@ -41,7 +41,7 @@ def parse_launcher_args(texts: Iterable[str]) -> tuple[str, ...]:
                 '--launcher-args "--bind-to core"'
             ) from error
         if not found or not found[0].startswith("-"):
-            # The launcher would run its first word as the program.
+            # Otherwise the launcher would execute its first word as the program.
             raise LaunchError(
                 f"--launcher-args {text!r} does not begin with an option. Give the option with its values, as in "
                 '--launcher-args "--bind-to core"'
@@ -68,10 +68,10 @@ def merge_options(defaults: Iterable[Sequence[str]], options: Sequence[str]) -> 
 def parse_exports(
     texts: Iterable[str], environ: Mapping[str, str] | None = None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Parse the values of `-x`, each NAME or NAME=VALUE. Return the names to forward and the values to set first.
+    """Parse the values of `-x`, each NAME or NAME=VALUE. Return the names to forward and the values to set.
 
-    Raises LaunchError for an invalid name, a variable that is not set, a variable that the launcher sets on each rank,
-    and a secret's value: every user of the host can read the command line that contains it.
+    Raises LaunchError for invalid names, unset variables, variables that the launcher sets per rank, and secret values,
+    because every user of the host can read the command line.
     """
     environ = os.environ if environ is None else environ
     names: dict[str, None] = {}
@@ -102,9 +102,9 @@ def parse_exports(
 
 
 def is_likely_secret(name: str, value: str = "") -> bool:
-    """Return whether the value of a variable is probably secret, so that other users of the host must not read it.
+    """Return whether the value of a variable is probably secret and must be hidden from other users of the host.
 
-    The criterion is a word in its name, as in WANDB_API_KEY, or a URL with a password in its value.
+    The criterion is a keyword in the name, such as KEY in WANDB_API_KEY, or a URL with a password in the value.
     """
     upper = name.upper()
     has_secret_name = upper.endswith(_SECRET_SUFFIXES) or not _SECRET_WORDS.isdisjoint(upper.split("_"))

@@ -23,7 +23,7 @@ _SSH_TIMEOUT_SECONDS = 5
 
 
 class HostDiscoveryError(LaunchError):
-    """The host discovery script failed or timed out. It may succeed when it runs again."""
+    """The host discovery script failed or timed out. A retry may succeed."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Elastic:
         return f"{self.min_ranks}:{self.max_ranks}"
 
     def select_slots(self, hosts: Iterable[Host]) -> tuple[Host, ...]:
-        """Return the hosts to use, filled in order, with the number of slots used on each.
+        """Return the hosts to use, filled in order, with the number of slots used per host.
 
-        The result is empty if the hosts have fewer than `min_ranks` slots.
+        The result is empty if the hosts have fewer than `min_ranks` slots in total.
         """
         available_hosts = tuple(hosts)
         used = processes_per_host(self.max_ranks, available_hosts)
@@ -83,7 +83,7 @@ def parse_elastic(text: str) -> Elastic:
 
 
 def discover_hosts(script: Path) -> tuple[Host, ...]:
-    """Run a host discovery script and return the hosts that it prints, one "name:slots" per line as for horovodrun.
+    """Run a host discovery script and parse its output: one "name:slots" line per host, as for horovodrun.
 
     The result may be empty. Raises HostDiscoveryError if the script fails or takes longer than 30 s, and LaunchError if
     it cannot be run or its output cannot be parsed.
@@ -117,7 +117,7 @@ def discover_hosts(script: Path) -> tuple[Host, ...]:
 
 
 def find_reachable_hosts(hosts: Iterable[Host]) -> set[str]:
-    """Return the names of the hosts on which ssh starts a program within some seconds. This host is always reachable.
+    """Return the names of the hosts that respond to ssh within a few seconds. This host is always reachable.
 
     Raises LaunchError if no host is reachable because ssh is not installed.
     """

@@ -12,7 +12,7 @@ from unitrain.launchers.spec import Command, LaunchSpec, find_program, launcher_
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the command. It runs on one host and itself starts the ranks on the other hosts."""
+    """Return the command. It runs on one host and starts the ranks on all hosts."""
     if not spec.hosts and (job := slurm.multi_host_allocation()) is not None:
         job.check_slots(spec.num_processes)
         spec = replace(spec, hosts=job.hosts)
@@ -39,7 +39,7 @@ def build(spec: LaunchSpec) -> Command:
     if spec.interface is not None:
         options += ["--network-interfaces", spec.interface]
     if len(spec.hosts) > 1:
-        options.append("--disable-cache")  # horovodrun caches for an hour which hosts are reachable
+        options.append("--disable-cache")  # horovodrun caches host reachability for an hour
     if controller == "mpi" and os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return Command((*start, *options, *spec.launcher_args, spec.python, *spec.program), variables)

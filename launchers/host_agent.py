@@ -1,10 +1,10 @@
-"""Agent that runs one host's part of a launch. Its source is sent to the host and needs only Python there.
+"""Agent that runs the part of a launch on one host. Its source is sent to the host and requires only Python there.
 
-The agent reads its job from standard input, as one line of JSON, so that no command line shows the values of variables.
-Each further line is a heartbeat (empty) or the number of a signal to forward. When the job ends, the connection closes
-or heartbeats stop, the agent kills all descendants of the job, including those that left its process group. A job
-without a command is for a launcher that starts ranks on this host itself: the agent finds their processes by a marker
-variable in their environment.
+The agent reads its job from standard input as one line of JSON, so that variable values do not appear in a command
+line. Each further line is a heartbeat (empty) or the number of a signal to forward. When the job exits, the connection
+closes or heartbeats stop, the agent kills all descendants of the job, including descendants in other process groups. A
+job without a command is for a launcher that starts ranks on this host itself: the agent identifies their processes by a
+marker variable in the environment.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def _end_all(process: subprocess.Popen[bytes] | None, marker: str) -> None:
 
 
 def main() -> int:
-    """Run the job that standard input describes and return its exit code."""
+    """Run the job read from standard input and return its exit code."""
     job = json.loads(sys.stdin.buffer.readline())
-    # Orphaned descendants become children of this process, so that it finds them.
+    # Orphaned descendants are reparented to this process, so that it can find them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):

@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def probe_host(script: str, folder: str, packages: list[str], port: int) -> None:
-    """Print whether the script and its folder exist, versions, interfaces, and whether `port` is free.
+    """Print JSON: whether the script and its folder exist, versions, interfaces, and whether `port` is free.
 
-    With port 0, print a free port.
+    With port 0, find a free port.
     """
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for package in packages:

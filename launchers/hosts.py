@@ -18,7 +18,7 @@ _HOST = re.compile(r"(?P<name>(?!-)[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(?P<slo
 
 @dataclass(frozen=True)
 class Host:
-    """A host, by name or address, and its slots: the number of processes that it may run."""
+    """A host (name or address) and its slots: the maximum number of processes."""
 
     name: str
     slots: int
@@ -76,7 +76,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def check_distinct(hosts: tuple[Host, ...], resolve: Callable[[str], str] = socket.gethostbyname) -> None:
-    """Raise LaunchError if two names are the same machine: two ranks would then have the same local_rank."""
+    """Raise LaunchError if two names refer to the same machine: two ranks would then have the same local_rank."""
     names: dict[str, str] = {}
     for host in hosts:
         try:
@@ -115,8 +115,8 @@ def check_is_this_host(host: Host, launcher: str) -> None:
 
 
 def processes_per_host(processes: int, hosts: tuple[Host, ...]) -> list[int]:
-    """Return the number of processes of each host. Hosts are filled in order, as by horovodrun; the list ends with the
-    last host that has a process."""
+    """Return the number of processes per host. Hosts are filled in order, as by horovodrun; unused hosts are
+    omitted."""
     counts: list[int] = []
     for host in hosts:
         if not processes:

@@ -14,7 +14,7 @@ from unitrain.launchers.rendezvous import DEFAULT_PORT, rendezvous_variables
 from unitrain.launchers.spec import Command, LaunchSpec, find_program
 
 DEFAULT_OPTIONS = (
-    # Open MPI would bind each rank, with all its threads, to one core or socket.
+    # By default Open MPI binds all threads of a rank to one core or socket.
     ("--bind-to", "none"),
     # Fill the first host first, as the other launchers do.
     ("--map-by", "slot"),
@@ -28,7 +28,7 @@ SSH_OPTION = ("-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new")
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the command. It runs on one host and itself starts the ranks on the other hosts.
+    """Return the command. It runs on one host and starts the ranks on all hosts.
 
     Without hosts the ranks run on this host, or on the hosts of the current Slurm allocation. Variables are forwarded
     by name, so that the command line shows no values. The rendezvous uses a free port of this host, or port 29500 of

@@ -13,7 +13,7 @@ from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host, check_is_this_host
 from unitrain.launchers.spec import Command, LaunchSpec
 
-# The launcher of each backend unless the user chooses another.
+# Default launcher per backend.
 DEFAULT_LAUNCHERS = {"ddp": "torchrun", "horovod": "horovodrun", "local": "none"}
 _ENTRY_POINT_GROUP = "unitrain.launchers"
 
@@ -50,12 +50,12 @@ _BUILT_IN: dict[str, Callable[[LaunchSpec], Command]] = {
 
 
 def available() -> list[str]:
-    """Return the names of all launchers, built in and from other packages, sorted."""
+    """Return the sorted names of all launchers: built-in launchers and plug-ins."""
     return sorted({*_BUILT_IN, *(entry.name for entry in entry_points(group=_ENTRY_POINT_GROUP))})
 
 
 def build(launcher: str, spec: LaunchSpec) -> Command:
-    """Return the command with which `launcher` runs `spec`. Raises LaunchError, also for an unknown launcher."""
+    """Return the command to run `spec` under `launcher`. Raises LaunchError, also for an unknown launcher."""
     function = _load(launcher)
     if spec.backend == "local" and spec.num_processes > 1 and launcher != "none":
         raise LaunchError(

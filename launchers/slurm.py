@@ -1,4 +1,4 @@
-"""The Slurm allocation of this process: its hosts and the number of tasks of each."""
+"""The Slurm allocation of this process: its hosts and the number of tasks per host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DESCRIPTION_FIELD = re.compile(r"(NumTasks|CPUs/Task|NtasksPerN:B:S:C)=([0-9]+)
 
 @dataclass(frozen=True)
 class Allocation:
-    """The hosts of a job in Slurm's order. The slots of a host are its number of tasks."""
+    """The hosts of a job in Slurm's order. The slots of a host are its tasks."""
 
     job: str
     hosts: tuple[Host, ...]
@@ -28,7 +28,7 @@ class Allocation:
 
     @property
     def slots(self) -> int:
-        """The number of tasks on all hosts."""
+        """The total number of tasks."""
         return sum(host.slots for host in self.hosts)
 
     @property

@@ -17,7 +17,7 @@ from unitrain.launchers.errors import LaunchError, MissingLauncherError
 from unitrain.launchers.hosts import Host, processes_per_host
 from unitrain.launchers.rendezvous import parse_port
 
-# A typing error such as -np 80000 would otherwise start processes until the host runs out of memory.
+# Prevents a typo such as -np 80000 from starting processes until the host runs out of memory.
 MAX_PROCESSES_PER_HOST = 4096
 
 
@@ -30,7 +30,7 @@ class LaunchSpec:
         backend: Passed to the script as UNITRAIN_BACKEND.
         controller: The controller of horovodrun, "gloo" or "mpi".
         environment: Variables to set on every rank.
-        forwarded: Names of variables of this process that every rank receives.
+        forwarded: Names of variables of this process to forward to every rank.
         launcher_args: Options of the launcher itself. They take precedence over options derived from this spec.
         elastic: The allowed number of ranks, for a launcher that restarts the job itself: torchrun on several hosts.
         max_restarts: The number of restarts, for such a launcher.
@@ -80,7 +80,7 @@ class LaunchSpec:
 
     @property
     def processes_on_fullest_host(self) -> int:
-        """The largest number of processes on one host. Raises LaunchError above MAX_PROCESSES_PER_HOST."""
+        """The maximum number of processes per host. Raises LaunchError above MAX_PROCESSES_PER_HOST."""
         hosts = self.hosts or (Host("localhost", self.num_processes),)
         largest = max(processes_per_host(self.num_processes, hosts))
         if largest > MAX_PROCESSES_PER_HOST:
@@ -99,14 +99,14 @@ class LaunchSpec:
         if self.interface is not None:
             names = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
             variables |= dict.fromkeys(names, self.interface)
-        # torchrun sets one thread per rank and horovodrun all cores. unitrain sets the same number under both.
+        # torchrun defaults to one thread per rank, and horovodrun to all cores. unitrain sets the same number for both.
         threads = max(1, count_usable_cores() // self.processes_on_fullest_host)
         if "OMP_NUM_THREADS" not in os.environ:
             variables.setdefault("OMP_NUM_THREADS", str(threads))
         return variables
 
     def check_no_controller(self, launcher: str) -> None:
-        """Raise LaunchError if a controller was chosen: `launcher` is not horovodrun."""
+        """Raise LaunchError if a controller is set, because `launcher` is not horovodrun."""
         if self.controller is not None:
             raise LaunchError(
                 f"--{self.controller} chooses horovodrun's controller, but the launcher is {launcher}. "
@@ -116,9 +116,9 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class Command:
-    """A program with its arguments, and the variables to add to the environment that it inherits.
+    """A program with its arguments, and variables to add to the inherited environment.
 
-    For a launcher that must be started on each host, `per_host` has the command of each, and `argv` starts all of them.
+    For launchers that must be started on each host, `per_host` contains one command per host, and `argv` starts all.
     """
 
     argv: tuple[str, ...]
@@ -134,7 +134,7 @@ class Command:
 
 
 def count_usable_cores() -> int:
-    """Return the number of cores that this process may use. A scheduler or a container may limit it."""
+    """Return the number of usable cores, which a scheduler or a container may limit."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -15,8 +15,8 @@ from unitrain.launchers.spec import Command, LaunchSpec, find_program
 
 DEFAULT_OPTIONS = (
     ("--export", "ALL"),
-    # A cluster may be configured to kill the other tasks some seconds after the first one has ended, while rank 0 still
-    # writes its last checkpoint. Ranks of unitrain end themselves when a peer does not respond.
+    # A cluster may be configured to kill the other tasks some seconds after the first task exits, while rank 0 still
+    # writes its last checkpoint. Ranks of unitrain exit by themselves when a peer does not respond.
     ("--wait", "0"),
 )
 
@@ -25,7 +25,7 @@ def task_options(counts: Sequence[int]) -> list[str]:
     """Return the options that request the given number of ranks on each host."""
     return [
         *("--nodes", str(len(counts)), "--ntasks", str(sum(counts)), "--ntasks-per-node", str(max(counts))),
-        "--kill-on-bad-exit=1",  # a rank that fails ends the job
+        "--kill-on-bad-exit=1",  # terminate the job if a rank fails
     ]
 
 
@@ -65,7 +65,7 @@ def build(spec: LaunchSpec) -> Command:
         # Since Slurm 22.05 srun does not inherit it from sbatch, and each rank would have one core.
         options += ["--cpus-per-task", str(job.cpus_per_task)]
     if "SLURM_STEP_ID" in os.environ:
-        options.append("--overlap")  # in the shell of `srun --pty`, whose step holds the cores: srun would wait forever
+        options.append("--overlap")  # in a shell of `srun --pty`, the step holds the cores: srun would wait forever
     variables = spec.variables
     if "OMP_NUM_THREADS" not in {**os.environ, **spec.environment}:
         # The cores of the job may be fewer than those of the host.

@@ -1,4 +1,4 @@
-"""torchrun: torch's launcher, which must be started on every host."""
+"""torchrun: the launcher of torch. It must be started on every host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unitrain.launchers.hosts import check_distinct, is_this_host, processes_per
 from unitrain.launchers.rendezvous import DEFAULT_PORT, rendezvous_variables
 from unitrain.launchers.spec import Command, LaunchSpec, launcher_module_command
 
-# Without it, the workers of a restart read the addresses of the workers that ended (pytorch#135712).
+# Without it, restarted workers read the addresses of the previous workers (pytorch#135712).
 RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -45,7 +45,7 @@ def build(spec: LaunchSpec) -> Command:
 
 
 def commands_per_host(spec: LaunchSpec) -> list[Command]:
-    """Return the command of each host that has a process, in the order of the hosts. The rendezvous is on the first.
+    """Return one command per host with processes, in host order. The rendezvous is on the first host.
 
     The commands contain the values of forwarded variables, except those that are probably secret. Raises LaunchError if
     the name of the first of several hosts resolves to a different host elsewhere.
@@ -62,7 +62,7 @@ def commands_per_host(spec: LaunchSpec) -> list[Command]:
 
 
 def static_rendezvous_options(counts: Sequence[int], address: str, port: int = DEFAULT_PORT) -> list[list[str]]:
-    """Return the options of each host for a rendezvous at `address`; `counts` are the processes of each host."""
+    """Return the options per host for a rendezvous at `address`; `counts` are the numbers of processes per host."""
     return [
         [
             *("--nnodes", str(len(counts)), "--node-rank", str(number)),
@@ -116,7 +116,7 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
     Hosts join and leave such a job by starting and stopping their own torchrun.
     """
     lines = "\n".join(
-        # Hosts without a process are the last ones and have no line.
+        # Hosts without a process come last and have no line.
         f"  on {host.name}: {command.shell()}"
         for host, command in zip(spec.hosts, commands_per_host(spec), strict=False)
     )

@@ -1,13 +1,13 @@
-"""Translation of the command line of one launcher into that of another.
+"""Convert the command line of one launcher to another launcher.
 
     job = read("horovodrun -np 16 -H a:8,b:8 python train.py")
     for line in write(job, "torchrun").lines:
         print(line.host, line.shell())
 
 A launcher's module parses its command line into a `Job` and writes a `Job` as its command line. Options that are not
-part of the job are kept in `Job.launcher_options`: the same launcher gets them back, another launcher gets the
-equivalent option, or the user gets a remark that names an alternative. Nothing here queries the machine, except that
-hostfiles named in a command line are read.
+part of the job are stored in `Job.launcher_options`. The same launcher receives them unchanged. For another launcher,
+they are converted to equivalent options, or to a remark with an alternative. The package does not query the machine,
+except to read hostfiles named in a command line.
 
 - `dispatch`: `read`, `write`, and the launchers known to each
 - `job`: `Job` and `LauncherOption`

@@ -36,9 +36,9 @@ _TARGETS_WITH_DISCOVERY = ("horovodrun", "unitrain")
 
 
 def read(line: str) -> Job:
-    """Return the job that the command line `line` starts.
+    """Parse the command line `line` into a job.
 
-    UNITRAIN_BACKEND or the launcher determines its backend. Raises LaunchError for a command that is not a launcher,
+    UNITRAIN_BACKEND or the launcher determines the backend. Raises LaunchError for a command that is not a launcher,
     and for unknown options.
     """
     directory = None
@@ -82,7 +82,7 @@ def write(job: Job, target: str) -> Translation:
 
 
 def _read(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:
-    """Return the launcher and the job of a command. Removes the variables that the launcher itself reads."""
+    """Return the launcher and the job of a command. Removes variables that configure the launcher itself."""
     name, rest = words[0].rpartition("/")[2], words[1:]
     parsers: dict[str, Callable[[Sequence[str]], Job]] = {
         "torchrun": lambda rest: torchrun.read([*_pop_torchrun_options(variables), *rest]),

@@ -110,7 +110,7 @@ def write(job: Job) -> Translation:
     hosts = ["-H", format_hosts(job.slots)] if job.hosts else []
     start = [LAUNCHER, "-np", str(job.size), *hosts, *([] if "--mpi" in words else ["--gloo"]), *words]
     if len(job.hosts) > 1:
-        start.append("--disable-cache")  # horovodrun caches for an hour which hosts are reachable
+        start.append("--disable-cache")  # horovodrun caches host reachability for an hour
     if job.address is not None and job.address not in job.hosts[:1]:
         notes.append(f"The rendezvous address {job.address} is left out: horovodrun chooses one itself.")
     line = Line([*start, *job.program], variables_for(job, LAUNCHER), job.directory)
@@ -118,7 +118,7 @@ def write(job: Job) -> Translation:
 
 
 def _tuning_option(option: ParsedOption) -> LauncherOption:
-    """Return an option that tunes Horovod, with the variable that has the same effect under any launcher."""
+    """Return a Horovod tuning option, with the equivalent variable for all launchers."""
     if option.name == "--fusion-threshold-mb":
         megabytes = number(option.name, option.values[0], minimum=0)
         variables = {"HOROVOD_FUSION_THRESHOLD": str(megabytes * 1024 * 1024)}

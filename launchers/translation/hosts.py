@@ -14,7 +14,7 @@ _RANGE = re.compile(r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<after>[^\[
 
 
 def format_hosts(hosts: Iterable[Host]) -> str:
-    """Return the hosts as text: "a:4,b:4"."""
+    """Format hosts as "a:4,b:4"."""
     return ",".join(map(str, hosts))
 
 
@@ -71,8 +71,8 @@ def place_processes(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...]
 def place_by_node(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
     """Return the number of processes on each host if Open MPI maps `size` processes by node.
 
-    Open MPI distributes them in rounds. In each round all hosts with free slots get the same number, at most their free
-    slots; the remainder goes to the first hosts.
+    Open MPI distributes them in rounds. Each round assigns the same number to all hosts with free slots, limited by the
+    free slots; the first hosts receive the remainder.
     """
     counts = [0] * len(hosts)
     unplaced = min(size, sum(host.slots for host in hosts))
@@ -87,7 +87,7 @@ def place_by_node(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
 
 
 def divide_evenly(size: int, hosts: int) -> tuple[int, ...]:
-    """Return the number of processes on each of several hosts if `size` processes are divided evenly."""
+    """Divide `size` processes evenly among `hosts` hosts, and return the number per host."""
     return tuple(size // hosts + (place < size % hosts) for place in range(min(hosts, size)))
 
 

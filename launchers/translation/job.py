@@ -19,7 +19,7 @@ class LauncherOption:
     """An option of a launcher that is not part of the job.
 
     Attributes:
-        launcher: The launcher that it was given to.
+        launcher: The launcher of the original command line.
         words: The option as it was typed.
         topic: What the option concerns, a key of the advice in `writing`.
         equivalents: The words with the same effect under other launchers.
@@ -38,8 +38,8 @@ class Job:
     """A program that runs on one or several hosts.
 
     Attributes:
-        counts: The number of processes on each host, in the order of their ranks.
-        hosts: The names of the hosts; empty if a scheduler chooses them, or for one host without a name.
+        counts: The number of processes per host, in rank order.
+        hosts: The names of the hosts; empty if a scheduler selects them, or for a single unnamed host.
         environment: Variables to set on every rank.
         forwarded: Names of variables to forward to every rank.
         address: The address of the rendezvous; None for the first host.
@@ -87,7 +87,7 @@ class Job:
         return {"MASTER_ADDR": address.strip("[]"), "MASTER_PORT": str(self.port or DEFAULT_PORT)}
 
     def check_hosts_named(self, launcher: str) -> None:
-        """Raise LaunchError if `launcher` needs the names of several hosts and they are unknown."""
+        """Raise LaunchError if `launcher` requires host names and the names of several hosts are unknown."""
         if len(self.counts) > 1 and not self.hosts:
             known = f"only {self.address!r}" if self.address else "none"
             names = [self.address or "node1", *(f"node{number}" for number in range(2, len(self.counts) + 1))]

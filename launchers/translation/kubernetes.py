@@ -46,7 +46,9 @@ class Pods:
 
 
 def write(job: Job, pods: Pods | None = None) -> Translation:
-    """Return a manifest for `kubectl apply -f` with one pod per host. Pods get SIGTERM two minutes before SIGKILL.
+    """Return a manifest for `kubectl apply -f` with one pod per host.
+
+    The grace period between SIGTERM and SIGKILL is two minutes.
 
     The default is a PyTorchJob for DDP, in which torchrun starts the ranks, and an MPIJob for Horovod, in which mpirun
     does. Raises LaunchError for a job that the kind does not support.
@@ -113,7 +115,7 @@ def _pytorchjob(
         **_common(job, pods, name, notes),
     }  # fmt: skip
     template = _template(container)
-    # A preempted rank ends with 75, and Kubernetes starts its pod again.
+    # A preempted rank exits with 75, and Kubernetes restarts its pod.
     replica = {"restartPolicy": "OnFailure", "template": template}
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **replica}}
     if len(job.counts) > 1:

@@ -1,4 +1,4 @@
-"""An sbatch script, for a job that Slurm may preempt and requeue and that then resumes from its checkpoint."""
+"""Write an sbatch script for a preemptible job that Slurm requeues and that resumes from its checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from unitrain.launchers.translation.words import as_typed, has_expansion, join, 
 from unitrain.launchers.translation.writing import Translation, options_for, variables_for
 
 LAUNCHER = "sbatch"
-# The exit code of ranks that were warned and have saved: EX_TEMPFAIL of sysexits.h.
+# Exit code of preempted ranks after a checkpoint: EX_TEMPFAIL of sysexits.h.
 _PREEMPTED_EXIT_CODE = 75
 _WARNING_SECONDS = 120
-# Ranks that were warned end one after another with a nonzero code. The first must not cause srun to kill the others,
-# which would change their exit code. After a failure, the remaining ranks end themselves or at --wait.
+# Preempted ranks exit one after another with a nonzero code. The first exit must not cause srun to kill the other
+# ranks, which would change their exit code. After a failure, the remaining ranks exit by themselves or at --wait.
 _SRUN_OPTIONS = ("--kill-on-bad-exit=0",)
 _SRUN_DEFAULTS = (("--wait", "300"), ("--export", "ALL"))
 # The key with which ranks authenticate each other. The first host creates it in each attempt and srun forwards it, so
@@ -31,8 +31,8 @@ _PORT = "$((29500 + SLURM_JOB_ID % 1000))"  # so that jobs which share a host ra
 def write(job: Job, directives: Sequence[str] = ()) -> Translation:
     """Return the script. `directives` are options of sbatch, which override the defaults.
 
-    Slurm warns the ranks with SIGUSR1 two minutes before the time limit. They save and end with 75, and the script
-    requeues the job. Raises LaunchError if a value cannot be written into a script.
+    Slurm signals the ranks with SIGUSR1 two minutes before the time limit. They save a checkpoint and exit with 75, and
+    the script requeues the job. Raises LaunchError if a value cannot be written into a script.
     """
     # Options of srun that sbatch does not have are passed to srun.
     srun_only = [

@@ -86,7 +86,7 @@ _ADVICE: dict[str, tuple[dict[str, str], str]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """A command, and the host to run it on if it must run on a particular one."""
+    """A command, and its host if it must run on a specific host."""
 
     words: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ def is_open_mpi_variable(name: str) -> bool:
 
 
 def options_for(job: Job, launcher: str) -> tuple[list[str], list[str]]:
-    """Return the words of the launcher options under `launcher`, and a remark for each without an equivalent."""
+    """Convert the launcher options to arguments of `launcher`, with a remark per option without an equivalent."""
     words: list[str] = []
     notes: list[str] = []
     if launcher not in _OPEN_MPI_LAUNCHERS:

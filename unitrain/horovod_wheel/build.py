@@ -52,10 +52,10 @@ class Reporter(Protocol):
     """Receives the progress of a build."""
 
     def step(self, step: Step, *, skipped: bool) -> None:
-        """A step starts, or is skipped."""
+        """Report that a step starts or is skipped."""
 
     def percent(self, done: int) -> None:
-        """The compilation has reached this percentage."""
+        """Report the compilation progress in percent."""
 
 
 def find_cached(plan: BuildPlan) -> Path | None:
@@ -64,7 +64,7 @@ def find_cached(plan: BuildPlan) -> Path | None:
 
 
 def is_installed(plan: BuildPlan) -> bool:
-    """Return whether this build is installed and usable. Reinstalling it would break running jobs."""
+    """Return whether this build is installed and usable. It is not reinstalled, which would break running jobs."""
     report = check.inspect()
     return report.is_usable and report.key == plan.key
 
@@ -77,7 +77,7 @@ def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, fo
     plan.folder.mkdir(parents=True, exist_ok=True)
     plan.sdist.parent.mkdir(parents=True, exist_ok=True)
     environment = plan.environment(inherited)
-    # A concurrent build of the same wheel waits and then finds the wheel in the cache.
+    # A concurrent build of the same wheel waits here and then uses the cached wheel.
     with contextlib.ExitStack() as locks, plan.log.open("a") as log:
         _lock(plan.folder / "lock", locks)
         if force or find_cached(plan) is None:
@@ -118,7 +118,7 @@ def _fill(
     *,
     force: bool,
 ) -> None:
-    """Run a step that fills a shared folder, unless the folder is complete. Builds with other keys also use the folder.
+    """Run a step that fills a folder shared with other builds, unless the folder is complete.
 
     The folder is emptied first, and `step.unless` is created in it last, so an interrupted step is repeated. Until
     `locks` closes, another build with `force` cannot empty the folder.
@@ -152,7 +152,7 @@ def _run_step(
         return
     write(" ".join(step.argv) + "\n")
     lines: list[str] = []
-    # A working directory without a folder `horovod`, which Python would import.
+    # A working directory without a `horovod` folder, because Python would import it.
     where = plan.work if plan.work.is_dir() else plan.folder
     with _process(step, environment, where) as process:
         assert process.stdout is not None
@@ -167,7 +167,7 @@ def _run_step(
 
 @contextlib.contextmanager
 def _process(step: Step, environment: Mapping[str, str], where: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run the command of a step in a separate session, so that an interrupt also ends its compilers."""
+    """Run the command of a step in a separate session, so that an interrupt also terminates the compilers."""
     with subprocess.Popen(
         step.argv,
         cwd=where,

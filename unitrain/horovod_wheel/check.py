@@ -1,4 +1,4 @@
-"""Report the capabilities of the installed Horovod. A subprocess imports it: one built for another torch may crash."""
+"""Report the capabilities of the installed Horovod. A subprocess imports it, because a mismatched build may crash."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ print("\\n" + json.dumps(found), flush=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A missing or broken part, and the command that fixes it. `fatal` means that Horovod cannot be used."""
+    """A missing or broken component, and the command to fix it. `fatal` problems make Horovod unusable."""
 
     what: str
     fix: str
@@ -110,7 +110,7 @@ def inspect(
 
 
 def create_report(found: Mapping[str, Any], status: int = 0) -> Report:
-    """Convert the output of the probe, which ended with exit `status`, into a report."""
+    """Convert the output of the probe and its exit `status` to a report."""
     built: Mapping[str, int] = found.get("built") or {}
     record: Mapping[str, Any] = found.get("record") or {}
     gpu = ("nccl", "cuda", "rocm", "ddl")
@@ -131,7 +131,7 @@ def create_report(found: Mapping[str, Any], status: int = 0) -> Report:
 
 
 def _torch_of_build(found: Mapping[str, Any]) -> str | None:
-    """Return the torch version in the metadata of Horovod, which every wheel has, or in our record."""
+    """Return the torch version from the metadata in every Horovod wheel, or from the record of unitrain."""
     version = (found.get("metadata") or {}).get("pytorch") or (found.get("record") or {}).get("torch")
     return str(version) if version else None
 
@@ -167,7 +167,7 @@ def _problems(
 
 
 def _limitations(found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]) -> Iterator[Problem]:
-    """Yield the limitations of a Horovod that can be imported."""
+    """Yield the limitations of an importable Horovod."""
     missing = [name for name in patches.runtime_fixes() if name not in record.get("mended", ())]
     if missing:
         what = (

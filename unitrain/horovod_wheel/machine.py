@@ -1,4 +1,4 @@
-"""Detect the compilers and libraries of this machine that a build of Horovod uses."""
+"""Detect the compilers and libraries for a Horovod build on this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Everything that the build plan depends on. None means that the part was not found.
+    """All inputs of the build plan. None means not found.
 
     `flags` are the variables of FLAGS that are set. `cpu` describes the processor if these flags select the native
     architecture.
@@ -131,7 +131,7 @@ def _architectures(flags: str | None) -> Iterator[str]:
 
 
 def _jobs() -> int:
-    """Return the number of compiler processes: one per usable core, or fewer if memory is short."""
+    """Return the number of compiler processes: one per usable core, limited by the available memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     meminfo = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.is_file() else "")
@@ -205,7 +205,7 @@ def _toolkits(environment: Mapping[str, str], search_path: str) -> Iterator[Tool
 
 
 def _nccl(named: str | None) -> Tool | None:
-    """Return the NCCL that torch loads (from pip), so that a process does not load two versions."""
+    """Return the NCCL of torch (from pip), to avoid loading two versions in one process."""
     folders = [named] if named else []
     spec = importlib.util.find_spec("nvidia")
     folders += [f"{entry}/nccl" for entry in (spec.submodule_search_locations or ())] if spec else []

@@ -1,4 +1,4 @@
-"""List the missing requirements of a build, each with the command or option that fixes it."""
+"""List the missing build requirements, each with a command or option as a fix."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_old_cmake(cmake: Tool) -> bool:
 
 
 def missing(machine: Machine, *, mpi: bool, cuda: bool) -> Iterator[str]:
-    """Yield the missing requirements of a build with these parts."""
+    """Yield the missing requirements of a build with these features."""
     if "pip" not in machine.modules:
         yield (
             f"{machine.python} has no pip, which downloads and builds Horovod. "
@@ -91,7 +91,7 @@ def _compiler(machine: Machine) -> Iterator[str]:
 
 
 def missing_for_cuda(machine: Machine) -> Iterator[str]:
-    """Yield the missing requirements of GPU operations, also if they were not requested."""
+    """Yield the missing requirements of GPU operations, regardless of the request."""
     torch = machine.torch
     if torch.cuda is None:
         yield (

@@ -1,4 +1,4 @@
-"""The changes of the sources of Horovod 0.28.1, as data, and a function that applies them.
+"""Patches for the sources of Horovod 0.28.1 as data, and a function that applies them.
 
 Changes of kind `build` are needed to compile with current versions of torch, CMake and Python, and without a CUDA
 toolkit. Changes of kind `fix` correct the behavior at run time. `unitrain horovod check` reports whether the installed
@@ -28,7 +28,7 @@ class Edit:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of the sources: its reason and its edits."""
+    """A patch: its reason and its edits."""
 
     name: str
     kind: Literal["build", "fix"]
@@ -178,7 +178,7 @@ def digest(changes: tuple[Change, ...] = CHANGES) -> str:
 
 
 def apply(source: Path, changes: tuple[Change, ...] = CHANGES) -> tuple[str, ...]:
-    """Change the sources in `source`, and return the names of the changes that were not applied before.
+    """Apply the changes to `source`, and return the names of the newly applied changes.
 
     Files are written only if all edits succeed.
     """

@@ -1,4 +1,4 @@
-"""Convert a request and a machine into a `BuildPlan`: plain data that `--dry-run` prints and `build` executes."""
+"""Convert a request and a machine to a `BuildPlan`: plain data for `--dry-run` and for execution by `build`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildPlan:
-    """All steps and settings of a build. `facts` describe the environment of the wheel and determine its key."""
+    """The steps and settings of a build. `facts` describe the environment of the wheel and determine its cache key."""
 
     key: str
     facts: Mapping[str, Any]
@@ -71,7 +71,7 @@ class BuildPlan:
 
     @property
     def work(self) -> Path:
-        """The working folder of this build, which is removed after a success."""
+        """The working folder of this build. It is removed after a successful build."""
         return self.folder / "work"
 
     @property
@@ -81,7 +81,7 @@ class BuildPlan:
 
     @property
     def log(self) -> Path:
-        """The complete output of the latest build of this wheel."""
+        """The log file of the latest build of this wheel."""
         return self.folder / "build.log"
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -203,7 +203,7 @@ def _settings(machine: Machine, *, mpi: bool, home: str, nccl: str, jobs: int) -
 
 
 def _missing_tools(machine: Machine) -> Iterator[str]:
-    """Yield the build tools that this Python lacks. They are installed into the working folder of the build."""
+    """Yield the build tools missing in this Python. They are installed into the working folder of the build."""
     for module, requirement in TOOLS.items():
         if module not in machine.modules:
             yield requirement
@@ -255,7 +255,7 @@ def _install_steps(machine: Machine, wheel: Path) -> Iterator[Step]:
 
 
 def _notes(machine: Machine, request: Request, *, mpi: bool, cuda: bool, from_pip: bool) -> Iterator[str]:
-    """Yield the decisions that depend on the machine, with the options that change them."""
+    """Yield notes on machine-dependent decisions, with the options to change them."""
     if machine.flags:
         names = " ".join(machine.flags)
         fit = " The wheel only runs on processors of this type." if machine.cpu else ""
