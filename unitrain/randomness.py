@@ -35,8 +35,8 @@ def seed_generators(seed: int) -> None:
 
 
 def capture_generators(device: torch.device) -> dict[str, Any]:
-    """Return the RNG state of torch (CPU and `device`), numpy and Python, in types that `torch.load(weights_only=True)`
-    accepts."""
+    """Return the RNG state of torch (CPU and `device`), numpy and Python, in types that load with
+    `weights_only=True`."""
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     return {
         "torch": torch.get_rng_state(),
@@ -48,8 +48,7 @@ def capture_generators(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the result of `capture_generators`. If it was captured without a GPU, the GPU's generator does not
-    change."""
+    """Restore the result of `capture_generators`. Without a captured GPU state, the GPU's does not change."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

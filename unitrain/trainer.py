@@ -475,8 +475,7 @@ class Trainer:
         return rate if self._rates is None else rate * self._rates.at(self.progress.step)
 
     def _discard_partial_step(self) -> None:
-        """Discard the gradients of a step that an exception interrupted in an earlier `fit`. The step is trained
-        again."""
+        """Discard the gradients of a step that an exception interrupted in an earlier `fit`. The step is repeated."""
         self.backend.unwrap(self.model).zero_grad(set_to_none=True)
         self._loss.discard_step()
         self._mean.discard_step()

@@ -128,8 +128,7 @@ class TrainingRun:
 
     @property
     def stored_batch_size(self) -> ElasticBatchSize | None:
-        """The batch size of this call of `fit` in the first attempt of an elastic job; None in the first attempt
-        itself."""
+        """The stored batch size of this `fit` call in an elastic job; None in the job's first attempt."""
         stored = self._checkpointer.stored_batch_sizes
         return stored[self._fit_count] if self._fit_count < len(stored) else None
 
@@ -198,8 +197,7 @@ class TrainingRun:
         self._append(EPOCHS, row)
 
     def record_sync_point(self, row: dict[str, Any]) -> None:
-        """Append the `row` of a sync point to the history. It does not communicate; `record_epoch` raises its
-        errors."""
+        """Append the `row` of a sync point to the history. No communication; `record_epoch` raises its errors."""
         folder = self._checkpointer.folder
         if folder is not None and self._backend.rank == 0 and self._history_error is None:
             try:

@@ -148,8 +148,7 @@ class Callbacks:
                 callback.load_state_dict(states[name])
 
     def _named(self) -> list[tuple[str, Callback]]:
-        """Return (name, callback) pairs. The name is the class name, numbered from the second callback of a class
-        on."""
+        """Return (name, callback) pairs. Repeated class names are numbered from the second one."""
         counts: dict[str, int] = {}
         named = []
         for callback in self._callbacks:

@@ -139,8 +139,7 @@ class Checkpointer:
             self._lock.release()
 
     def store_batch_size(self, fit_index: int, batch: ElasticBatchSize) -> None:
-        """Store the batch size of `fit` call number `fit_index`, for later attempts with a different number of
-        ranks."""
+        """Store the batch size of `fit` call number `fit_index`, for attempts with another number of ranks."""
         if self.folder is None or fit_index != len(self.stored_batch_sizes):
             return
         folder = self.folder

@@ -77,8 +77,8 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Release this object's hold, and the lock with the last hold of this process. Does nothing if it holds
-        none."""
+        """Release the lock unless another object in this process holds it. Does nothing if this object does not hold
+        it."""
         with _held_locks_mutex:
             # A forked process does not hold the locks of its parent.
             if not self._holds or self._path not in _held_locks:

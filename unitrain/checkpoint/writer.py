@@ -65,8 +65,7 @@ class Retention:
         return next(iter(self._best([path for path in files.candidates(folder) if not files.damage(path)])), None)
 
     def apply(self, newest: Path) -> None:
-        """Remove obsolete checkpoints. A checkpoint is renamed before it is removed, so a partly removed one is never
-        loaded."""
+        """Remove obsolete checkpoints. They are renamed first, so a partly removed one is never loaded."""
         for path in self.obsolete(newest):
             removed = path.with_name(f".{path.name}.unfinished")
             files.remove(removed)

@@ -172,8 +172,7 @@ def _lengths(column: Any) -> list[int]:
 
 
 def _has_layout_of(part: Any, item: Any) -> bool:
-    """Return whether `part` of a batch has the structure of `item`, so that it may be one sample instead of a
-    column."""
+    """Return whether `part` of a batch has the structure of `item`: it may be a sample instead of a column."""
     if isinstance(part, (Tensor, np.ndarray)):
         return isinstance(item, (Tensor, np.ndarray)) and part.ndim == item.ndim
     if type(part) is not type(item):
@@ -196,7 +195,8 @@ def _samples_come_second(columns: list[Any], count: int, item: Any) -> bool:
 def count_batch_samples(batch: Any) -> int:
     """Return the size of the first dimension of the first tensor in `batch`, at any depth.
 
-    Raises DataError if the batch has no tensor."""
+    Raises DataError if the batch has no tensor.
+    """
     tensor = next((leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)), None)
     if tensor is None or tensor.dim() == 0:
         found = "is missing" if tensor is None else "has no dimension"

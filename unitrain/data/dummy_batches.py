@@ -200,8 +200,7 @@ class StepAligner:
         return fetched
 
     def _exchange_counts(self, window: list[CountedBatch | None]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the numbers of items and of samples in every rank's batches, [ranks][window]; NO_BATCH for a missing
-        batch."""
+        """Return the numbers of items and of samples per batch, [ranks][window]; NO_BATCH for a missing batch."""
         state = _HAS_FAILED if self._error is not None else _HAS_NO_DUMMY if self._dummy_batch is None else _HAS_DUMMY
         items = [NO_BATCH if counted is None else counted.items for counted in window]
         samples = [NO_BATCH if counted is None else counted.samples for counted in window]

@@ -87,8 +87,7 @@ class IndexedSource:
         return self._tensors is not None or self._loader.num_workers > 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch` of the dataset, if it has one. The copies of the dataset in persistent workers do not
-        change."""
+        """Call `set_epoch` of the dataset, if it has one. It does not affect copies in persistent workers."""
         if hasattr(self._loader.dataset, "set_epoch"):
             self._loader.dataset.set_epoch(epoch)
 
@@ -227,8 +226,7 @@ def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
 
 
 def _subset_indices(indices: Any, length: int) -> Tensor | None:
-    """Return the indices of a Subset of `length` samples as non-negative integers; None unless they are integers in
-    range."""
+    """Return non-negative indices of a Subset of `length` samples; None unless they are integers in range."""
     try:
         found = torch.as_tensor(indices)
     except (TypeError, ValueError, RuntimeError):

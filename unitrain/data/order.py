@@ -1,5 +1,4 @@
-"""Order of the samples in an epoch and its division into micro-batches, as pure functions of seed, epoch and
-position."""
+"""Order of an epoch's samples and its division into micro-batches, as functions of seed, epoch and position."""
 
 from __future__ import annotations
 

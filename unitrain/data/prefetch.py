@@ -49,8 +49,7 @@ class Prefetcher:
         return prefetch_one(iter(items), self._begin_copy, self._await_copy)
 
     def overlapped_work(self) -> tuple[Callable[[], None], ...]:
-        """Return the functions to call while gradients are reduced: one that loads the next batch, or an empty
-        tuple."""
+        """Return the functions to call while gradients are reduced: one that loads the next batch, or none."""
         return () if self._iterator_reference is None else (self._fetch_next,)
 
     def _fetch_next(self) -> None:
@@ -77,8 +76,7 @@ class Prefetcher:
 
 
 class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
-    """Iterator over `items` that can prefetch the next item. An error of the prefetch is raised when that item is
-    requested."""
+    """Iterator over `items` that can prefetch the next item. Its errors are raised when that item is requested."""
 
     def __init__(self, items: Iterator[ItemT]) -> None:
         self._items = items

@@ -231,8 +231,7 @@ class ShardedLoader:
         self._epoch, self._position, self._is_within_epoch = epoch, position, False
 
     def _check_same_position(self) -> None:
-        """Raise ConfigError on every rank if the positions differ between ranks, because their batches would
-        overlap."""
+        """Raise ConfigError on every rank if the positions differ between ranks: batches would overlap."""
         found = gather_if_different(self._backend, (self._epoch, self._position)) or []
         if found:
             raise ConfigError(

@@ -323,8 +323,7 @@ class EvaluationShard:
 
     @property
     def stride_unit(self) -> StrideUnit | None:
-        """The unit of a shared stream that the ranks take in turn (samples or batches); None if shards are
-        contiguous."""
+        """The unit that the ranks take in turn (samples or batches); None if shards are contiguous."""
         if not isinstance(self._source, StreamSource) or self._source.stream_kind == "own":
             return None
         return "batches" if self._source.batch_size is None else "samples"

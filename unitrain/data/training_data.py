@@ -131,8 +131,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def is_epoch_finished(self, position: int) -> bool:
-        """Return whether `position`, the end of the last yielded micro-batch, is the end of the epoch. All ranks call
-        it."""
+        """Return whether `position`, the end of the last micro-batch, is the end of the epoch. All ranks call it."""
 
     @abstractmethod
     def end_epoch(self) -> None:

@@ -74,8 +74,7 @@ def drop_rows_after(step: int, path: Path) -> None:
 
 
 def _complete_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of the file. Corrupt lines are skipped with a warning, an incomplete last line without a
-    warning."""
+    """Return the rows of the file. Corrupt lines are skipped, with a warning except for an incomplete last line."""
     check_is_regular(path)
     *lines, _ = path.read_text(errors="replace").split("\n")
     rows, damaged = [], 0

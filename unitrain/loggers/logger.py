@@ -60,8 +60,7 @@ class Logger:
         """Log a table. Cells are numbers, strings, booleans or None."""
 
     def finish(self, status: Status) -> None:
-        """Finish the run, with the status whether it is complete, was stopped or failed with an exception. This is the
-        last call."""
+        """Finish the run with `status`: complete, stopped early or failed with an exception. This is the last call."""
 
 
 def import_package(module: str, logger: Logger, extra: str) -> Any:

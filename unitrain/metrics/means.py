@@ -232,8 +232,7 @@ def _to_float64(value: Tensor | float, count: float | None, device: torch.device
 
 
 def _layout(batch: tuple[int, list[Tensor]]) -> tuple[Any, ...]:
-    """Return the properties that must be equal for batches to be summed together. A stack of several dtypes would
-    round."""
+    """Return the properties that batches summed together must share. A stack of several dtypes would round."""
     samples, values = batch
     return samples, *((value.shape, value.dtype, value.device) for value in values)
 

@@ -64,8 +64,7 @@ class RunningLoss:
         return mean
 
     def epoch_mean(self, epoch: int, step: int) -> float:
-        """Return the mean over the epoch so far. All ranks call it. Raises NonFiniteLossError like
-        `mean_since_sync`."""
+        """Return the mean over the epoch so far. All ranks call it. Raises errors like `mean_since_sync`."""
         here = self.local_sums()
         (total,), count = self._means.totals(self._communicator)
         self._totals = (total, count)

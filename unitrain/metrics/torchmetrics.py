@@ -28,8 +28,7 @@ _States = dict[str, _State]
 
 
 class _Reducible(NamedTuple):
-    """A tensor state that an allreduce can merge, identified by metric index, path of the inner metric, and state
-    name."""
+    """A tensor state that an allreduce can merge, identified by metric index, inner metric path, and state name."""
 
     metric: int
     path: str

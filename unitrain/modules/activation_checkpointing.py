@@ -1,5 +1,4 @@
-"""Activation checkpointing: blocks of a model save only their inputs, and recompute activations in the backward
-pass."""
+"""Activation checkpointing: blocks save only their inputs, and recompute activations in the backward pass."""
 
 from __future__ import annotations
 

@@ -70,8 +70,7 @@ class _Allgather(torch.autograd.Function):
 
 
 class _OwnRowsOfSum(torch.autograd.Function):
-    """Sum a tensor with the rows of all ranks over ranks, and return this rank's rows: the transpose of an
-    allgather."""
+    """Allreduce a tensor with the rows of all ranks, and return this rank's rows: the transpose of an allgather."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, communicator: Communicator, counts: list[int]) -> Tensor:

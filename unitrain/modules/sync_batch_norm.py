@@ -168,8 +168,7 @@ class SharedStatistics:
         return cached[1]
 
     def _number_on_device(self, number: int, device: torch.device) -> Tensor:
-        """Return a layer number and its square, float64 [2], cached because a copy to the GPU would wait for all queued
-        kernels."""
+        """Return a layer number and its square, float64 [2], cached because a copy would wait for queued kernels."""
         if (cached := self._constants.get((number, device))) is None:
             cached = torch.tensor([number, number**2], dtype=torch.float64, device=device)
             self._constants[number, device] = cached
@@ -277,8 +276,7 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor) -> tuple[list[Tensor], int]:
-    """Return the sums of the values and of their squares, float64 [channels] each, and the number of values per
-    channel."""
+    """Return the sums of values and squares, float64 [channels] each, and the number of values per channel."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     count = x.numel() // x.shape[1]
     if not count:

@@ -42,8 +42,7 @@ class WeightAverage:
         return None if decay is None else cls(model, decay)
 
     def start(self) -> None:
-        """Start from the current weights, unless an average was loaded. Call it after rank 0's weights are
-        broadcast."""
+        """Start from the weights, unless an average was loaded. Call it after rank 0's weights are broadcast."""
         if not self._steps:
             self._copy_weights()
             self._copy_buffers()

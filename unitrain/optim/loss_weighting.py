@@ -100,13 +100,11 @@ class GlobalMean:
         return None if self._per_sample is None else 1 / self._per_sample
 
     def overlapped_work(self) -> tuple[Callable[[], None], ...]:
-        """Return the functions to call while the gradients of a step are reduced: one for losses over tokens, otherwise
-        none."""
+        """Return the functions to call while gradients are reduced: one for losses over tokens, otherwise none."""
         return () if self._tokens is None else (self._count,)
 
     def finish_step(self, optimizer: Optimizer, part: MicroBatch) -> None:
-        """If losses are sums over tokens, divide the reduced gradients of `optimizer`'s parameters by the number of
-        tokens."""
+        """If losses are sums over tokens, divide the reduced gradients in `optimizer` by the number of tokens."""
         if self._counted is None or self._per_sample is None:
             return
         tokens, self._counted = self._counted, None

@@ -189,6 +189,6 @@ class Update:
         return self._others
 
     def gradient_norm(self) -> dict[str, float]:
-        """Return {"gradient_norm": norm before clipping in the last step}; empty without clipping. Synchronizes with
-        the device."""
+        """Return {"gradient_norm": norm before clipping} of the last step; empty without clipping. Synchronizes the
+        device."""
         return {} if self._gradient_norm is None else {"gradient_norm": self._gradient_norm.item()}

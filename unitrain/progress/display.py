@@ -26,8 +26,7 @@ _MAX_COLUMNS = 80
 
 
 class Progress:
-    """Interface of displays. This base class shows nothing. The training loop calls `step` in every step, so it must be
-    cheap."""
+    """Interface of displays. This base class shows nothing. `step` is called in every step, so it must be cheap."""
 
     def start(self, steps: int | None, epochs: int | None) -> None:
         """Start a run with `steps` remaining steps (None if unknown) and `epochs` epochs (None if not set)."""
@@ -183,8 +182,7 @@ class _Bar(_TimedDisplay):
 
 
 def choose_progress(style: ProgressStyle, rank: int) -> Progress:
-    """Return the display of a rank. "auto" selects a bar on a terminal, otherwise lines. Other ranks than 0 show
-    nothing."""
+    """Return the display of a rank. "auto" is a bar on a terminal, otherwise lines. Only rank 0 shows anything."""
     if rank != 0 or style == "off":
         return Progress()
     console = Console(stderr=True, soft_wrap=True)
@@ -212,8 +210,7 @@ def _open_terminal_of_launch() -> TextIO | None:
 
 
 def _wrap_parts(parts: Sequence[str]) -> list[str]:
-    """Wrap the parts into lines of at most 80 columns, indented after the first. Parts longer than a line are not
-    split."""
+    """Wrap the parts into lines of at most 80 columns, indented after the first. Long parts are not split."""
     lines: list[str] = []
     for part in filter(None, parts):
         if lines and len(lines[-1]) + 2 + len(part) <= _MAX_COLUMNS:

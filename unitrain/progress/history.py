@@ -25,8 +25,7 @@ class History:
         self.folder = folder
 
     def rewind(self, step: int) -> None:
-        """Remove the rows after `step`, and the rows of starts at `step`. The run that resumes at `step` writes them
-        again."""
+        """Remove the rows after `step`, and the starts at `step`. The run that resumes at `step` writes them again."""
         for name, last in ((STARTS, step - 1), (EPOCHS, step), (STEPS, step)):
             drop_rows_after(last, self.folder / name)
 

@@ -44,8 +44,7 @@ class RunReporter:
     def report_run(
         self, step: int, remaining_steps: int | None, description: Mapping[str, Any], *, is_complete: bool
     ) -> Iterator[None]:
-        """Context manager that reports a run, starting after `step` steps. A run without remaining steps is not
-        logged."""
+        """Context manager that reports a run from `step` on. A run without remaining steps is not logged."""
         self._finish("finished")  # finish loggers that the user restarted after an earlier run
         self._description, self._stopped = description, False
         if not is_complete:

@@ -106,8 +106,7 @@ class SyncPoint:
         self._detector = StragglerDetector()
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Synchronize after `step` steps, and return the `numbers` of every rank. Their count is the same on all
-        ranks."""
+        """Synchronize after `step` steps, and return the `numbers` of every rank (equally many per rank)."""
         previous_reason = self._stopping.reason
         seconds, steps = self._timer.take_recent_seconds()
         ranks = self._stopping.exchange(step, [*seconds, *numbers])
