@@ -3,9 +3,8 @@ Horovod.
 
 All calls leave their argument unchanged; torch.distributed reduces in place, so it reduces a copy. Calls through the
 interface include the consistency check. Four concurrent allreduces are issued like the buckets of a backward: in place,
-without a check, followed by one wait for all. The ranks of the two libraries, and those of unitrain on each library,
-take turns; all other ranks are stopped. The table shows the time divided by that of the faster library in the same
-round.
+without a check, followed by one wait for all. The ranks of the two libraries, and of unitrain on each library, take
+turns; all other ranks are suspended. The table shows the time relative to the faster library in the same round.
 
     python benchmarks/allreduce.py            # starts the ranks; writes benchmarks/results/allreduce.*
 """
@@ -34,7 +33,7 @@ DIRECT = {"ddp": "torch.distributed", "horovod": "horovod.torch"}
 
 
 def measure(sizes: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
-    """Return, for each size, the seconds per call of each contestant, round by round."""
+    """Return the seconds per call by size and contestant, round by round."""
     shuffled = random.Random(0)
     with ExitStack() as stack:
         contestants: dict[str, tuple[Contestant, str]] = {}
@@ -88,8 +87,7 @@ def table(results: dict[str, Seconds], ranks: int) -> list[str]:
 @click.option("--size", "sizes", type=click.Choice(list(SIZES)), multiple=True, default=list(SIZES))
 def main(sizes: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and save it."""
-    # SIGTERM ends this process like Ctrl-C: the ranks that are stopped must be resumed, because they cannot end by
-    # themselves.
+    # Handle SIGTERM like Ctrl-C: suspended ranks must be resumed before they can exit.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = measure(sizes, rounds, ranks)
     keep(table(results, ranks), "allreduce", output, ranks=ranks, seconds_per_call=results)

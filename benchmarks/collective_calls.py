@@ -17,7 +17,7 @@ ALLREDUCE = "allreduce"
 
 
 def take_turn(backend: Backend, way: str, size: str) -> float:
-    """Return the seconds of a call of a collective in one of WAYS. All ranks call it."""
+    """Return the seconds per call of a collective in one of WAYS. All ranks must call it."""
     length, calls = SIZES[size]
     tensor = torch.ones(length // 4 // backend.size * backend.size)
     call = WAYS[way]

@@ -1,9 +1,9 @@
 """Time of reducescatter and allgather on unitrain's interface, compared with an allreduce of the same tensor.
 
-The result of the allgather has the size of the tensor that is reduced. For comparison, the collectives of the same name
-of torch.distributed's process group are called directly, without a consistency check: those of Gloo, or of Horovod. In
-each round all calls take turns in a random order, on the same ranks. The table shows the time divided by that of the
-allreduce of the interface in the same round.
+The output of the allgather has the same size as the input of the allreduce. For comparison, the same collectives of
+torch.distributed's process group (Gloo or Horovod) are called directly, without a consistency check. In each round all
+calls take turns in a random order, on the same ranks. The table shows the time relative to the allreduce of unitrain's
+interface in the same round.
 
     python benchmarks/collectives.py          # starts the ranks; writes benchmarks/results/collectives.*
 """
@@ -30,7 +30,7 @@ TRANSPORTS = ("ddp, gloo", "horovod, gloo", "horovod, mpi")
 
 
 def start(transport: str, ranks: int) -> RankGroup:
-    """Return the ranks of a transport."""
+    """Start the ranks of a transport."""
     backend, library = transport.split(", ")
     if library == "gloo":
         return RankGroup(backend, ranks, spawn=True)
@@ -39,7 +39,7 @@ def start(transport: str, ranks: int) -> RankGroup:
 
 
 def measure(group: RankGroup, sizes: Sequence[str], rounds: int) -> dict[str, Seconds]:
-    """Return, for each size, the seconds per call in each way, round by round."""
+    """Return the seconds per call by size and way, round by round."""
     shuffled = random.Random(0)
     results: dict[str, Seconds] = {}
     for size in sizes:
@@ -83,7 +83,7 @@ def table(results: dict[str, dict[str, Seconds]], sizes: Sequence[str]) -> list[
 @click.option("--transport", "transports", type=click.Choice(TRANSPORTS), multiple=True, default=TRANSPORTS)
 def main(transports: Sequence[str], sizes: Sequence[str], rounds: int, ranks: Sequence[int], output: Path) -> None:
     """Measure, print the table and save it."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends the ranks
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also terminates the ranks
     results: dict[str, dict[str, Seconds]] = {}
     for number in ranks:
         for transport in transports:

@@ -31,7 +31,7 @@ _prepared: dict[tuple[str, str], tuple[nn.Module, torch.optim.Optimizer]] = {}
 
 
 def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
-    """Take a few steps and return seconds per step, from barrier to barrier. All ranks call it."""
+    """Train a few steps and return the seconds per step, from barrier to barrier. All ranks must call it."""
     if (way, model) not in _prepared:
         _prepared[way, model] = _prepare(backend, way, model)
     wrapped, optimizer = _prepared[way, model]

@@ -1,4 +1,4 @@
-"""Cost of coordination by the number of ranks: per collective, at the start, and of the check of a model.
+"""Coordination overhead against the number of ranks: per collective, at startup, and of the model check.
 
 One process runs one rank on a simulated process group, in which all other ranks immediately send the same values as
 this rank. The measurement therefore includes the computation of one rank in unitrain's code, and the number of bytes
@@ -39,7 +39,7 @@ from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import all_gather
 
-SIZES = (2, 64, 256, 1024)  # powers of two, so that every rank sends and receives the same number of bytes in a sum
+SIZES = (2, 64, 256, 1024)  # powers of two, so that every rank transfers the same number of bytes in a sum
 MAX_READING_RANKS = 256  # limit for reading every rank's key on every rank, which takes minutes with 1,024 threads
 # The widths of the 53 BatchNorms of a ResNet-50, each of which takes a collective in forward and one in backward.
 _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
@@ -51,7 +51,7 @@ HEADER = 17
 
 
 class _Done(dist._Work):
-    """An operation that has ended."""
+    """A completed operation."""
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         return True
@@ -61,7 +61,7 @@ class _Done(dist._Work):
 
 
 class IdenticalRanks(dist.ProcessGroup):
-    """Rank 0 of `size` ranks that all pass the same tensors; counts the bytes that a rank receives."""
+    """Rank 0 of `size` ranks with identical tensors. Counts the bytes received per rank."""
 
     received = 0
 
@@ -163,7 +163,7 @@ def keys_of_all_ranks(rendezvous: Rendezvous, key: str) -> list[Any]:
 
 
 def cost(function: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Return the median CPU seconds of one call, and the bytes that it receives."""
+    """Return the median CPU seconds and the received bytes per call."""
     function()
     seconds = []
     IdenticalRanks.received = 0

@@ -28,7 +28,7 @@ def describe(backend: Backend) -> dict[str, str]:
 
 
 def collectives(backend: Backend) -> int:
-    """Check every collective on the device against the result for one rank; return the number of checks."""
+    """Check every collective on the device against the expected single-rank result; return the number of checks."""
     checked = 0
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8):
         for shape in ((), (0,), (5,), (1 << 20,)):
@@ -45,7 +45,7 @@ def collectives(backend: Backend) -> int:
 
 
 def prefetched(backend: Backend) -> int:
-    """Check that prefetched batches have the content that the loader gave them; return the number of checks.
+    """Check that prefetched batches have the content produced by the loader; return the number of checks.
 
     The host is far ahead of the device, so each batch is read long after the host has released it. A copy that reuses
     its memory too early, or a batch that is read too early, would be detected.
@@ -75,7 +75,7 @@ def prefetched(backend: Backend) -> int:
 
 
 class OnDemand(Prefetcher):
-    """A prefetcher that loads no batch in advance."""
+    """A prefetcher without prefetching: it loads each batch on demand."""
 
     def __call__(self, items: Any, *, ahead: bool, overlapped: bool = False) -> Iterator[Any]:
         return super().__call__(items, ahead=False)

@@ -15,7 +15,7 @@ from unitrain.backends.base import Backend
 
 
 class Size(NamedTuple):
-    """Bytes of a tensor, number of calls per turn, and number of such tensors that are reduced concurrently."""
+    """Bytes per tensor, number of calls per turn, and number of tensors reduced concurrently."""
 
     bytes: int
     calls: int

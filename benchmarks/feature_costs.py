@@ -1,9 +1,9 @@
-"""Cost per step of each feature of the Trainer, and the time that accumulation without communication saves.
+"""Overhead per step of each Trainer feature, and the time saved by gradient accumulation without communication.
 
 Trainers that differ in one setting take turns on the same ranks, in a new order in every round. The table shows the
-time of a micro-batch with the feature divided by that without it, in the same round: 1.05 is five percent slower.
-`gradient_accumulation_steps=4` is also compared with four micro-batches that each communicate, as in a loop without
-`no_sync`.
+ratio of the micro-batch times with and without the feature in the same round: 1.05 is five percent slower.
+`gradient_accumulation_steps=4` is also compared with four micro-batches that each reduce gradients, as in a loop
+without `no_sync`.
 
     python benchmarks/feature_costs.py            # starts its own ranks; writes benchmarks/results/feature_costs.*
 """

@@ -20,7 +20,7 @@ from unitrain.backends.base import Backend
 ACCUMULATE = 4
 PLAIN, NORMALISED, IMAGES = "baseline", "baseline with BatchNorm", "baseline with convolutions"
 COMMUNICATING = "accumulate, communication after each micro-batch"
-SIDE = 8  # an image has as many pixels as the other inputs have features
+SIDE = 8  # an image has the same number of pixels as the other inputs have features
 
 
 def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -37,7 +37,7 @@ def normalised(hidden: list[int]) -> nn.Sequential:
 
 
 def convolutional(hidden: list[int]) -> nn.Sequential:
-    """Return a network of convolutions that take about as long as the hidden layers."""
+    """Return a convolutional network with about the same step time as the hidden layers."""
     channels = [1, *(width // 16 for width in hidden)]
     layers: list[nn.Module] = [nn.Unflatten(1, (1, SIDE, SIDE))]
     for before, after in itertools.pairwise(channels):
@@ -84,7 +84,7 @@ _prepared: dict[tuple[str, str], Turn] = {}
 
 
 def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
-    """Train one epoch and return seconds per micro-batch, from barrier to barrier. All ranks call it."""
+    """Train one epoch and return the seconds per micro-batch, from barrier to barrier. All ranks must call it."""
     if (way, model) not in _prepared:
         _prepared[way, model] = _prepare(backend, way, model)
     backend.barrier()

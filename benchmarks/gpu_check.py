@@ -1,4 +1,4 @@
-"""Checks that need a GPU: each backend on the device, at size 1, compared with plain torch.
+"""GPU checks: each backend on the device, at size 1, compared with plain torch.
 
 The checks are collectives in every dtype, prefetched batches, a run with and without prefetching, and 20 steps in fp32,
 bf16 and fp16 (GradScaler, clipping). The throughput and peak memory of a torchvision model with the Trainer are
@@ -29,7 +29,7 @@ from device_steps import (
 from unitrain.testing import RankGroup
 
 RESULTS = Path(__file__).parent / "results"
-# Both run the same kernels on the same numbers, so results differ only if a kernel adds in another order.
+# Both run the same kernels on the same inputs, so results differ only by the summation order of a kernel.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 
 

@@ -1,4 +1,4 @@
-"""The same training steps with a library directly, with unitrain's interface and with its Trainer, run in turns."""
+"""The same training steps on a library directly, on unitrain's interface and with its Trainer, run in turns."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: TensorDataset, backend: Backend, mean: Any) -> Turn:
-    """Return a plain loop over this rank's part of the data, which ends with the mean loss over ranks."""
+    """Return a plain loop over this rank's shard of the data, followed by the mean loss over ranks."""
     inputs, targets = data.tensors
 
     def turn(epoch: int) -> float:

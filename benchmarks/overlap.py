@@ -1,4 +1,4 @@
-"""Overlap of gradient reduction with the backward: the time of each bucket's allreduce, and the time saved.
+"""Overlap of gradient reduction with the backward: allreduce time per bucket, and the time saved.
 
 Backward passes of the 25M model that reduce buckets as soon as they are full take turns with passes that reduce the
 same buckets after all gradients are computed. In addition to the table, the timeline of one step on every rank is
@@ -30,7 +30,7 @@ _WARM_UP = 3  # steps: DDP rebuilds its buckets after the first one
 
 
 def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list[list[Step]]]:
-    """Return, for each way, the steps of all ranks, round by round."""
+    """Return the steps of all ranks by way, round by round."""
     shuffled = random.Random(0)
     steps: dict[str, list[list[Step]]] = {OVERLAPPED: [], SEQUENTIAL: []}
     with RankGroup(backend, ranks, spawn=True) as group:
@@ -46,7 +46,7 @@ def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list
 
 
 def table(results: dict[str, dict[str, list[list[Step]]]], model: str, ranks: int) -> list[str]:
-    """Return the table: a line for each backend."""
+    """Return the table, with one line per backend."""
     lines = [
         "# Overlap of communication and backward",
         "",

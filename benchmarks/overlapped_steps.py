@@ -1,4 +1,4 @@
-"""Backward passes with overlapped or sequential gradient reduction, and the times of each bucket's allreduce."""
+"""Backward passes with overlapped or sequential gradient reduction, and the allreduce times per bucket."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ OVERLAPPED, SEQUENTIAL = "overlapped", "sequential"
 
 @dataclass(frozen=True)
 class Step:
-    """Times in seconds since the beginning of one backward on one rank: `computed`, when the local gradients were
-    computed; `whole`, when all gradients were reduced; and for each bucket the begin and end of its allreduce, and its
-    bytes."""
+    """Times in seconds since the start of the backward pass on one rank: `computed` (local gradients computed), `whole`
+    (all gradients reduced), and per bucket the start and end of its allreduce and its bytes."""
 
     computed: float
     whole: float

@@ -61,7 +61,7 @@ def _prepare(backend: Backend, way: str, model: str) -> Turn:
 
 
 class Batches:
-    """This rank's part of the data of an epoch, as in `loops`. It is passed to the libraries as their loader."""
+    """This rank's shard of the data of an epoch, as in `loops`. It is passed to the libraries as a data loader."""
 
     def __init__(self, backend: Backend, data: TensorDataset) -> None:
         self.epoch = 0
@@ -179,7 +179,7 @@ def _ignite(backend: Backend, model: nn.Module, data: TensorDataset) -> Turn:
     from ignite.engine import Engine, Events, create_supervised_trainer
 
     if backend.name == "horovod":
-        # By default it would use the torch.distributed group that unitrain has created over Horovod.
+        # By default it would use the torch.distributed group created by unitrain over Horovod.
         from ignite.distributed.comp_models.horovod import _HorovodDistModel
 
         idist.utils._set_model(_HorovodDistModel.create_from_context())

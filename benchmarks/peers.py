@@ -1,10 +1,10 @@
-"""Time of a training step in unitrain and in comparable libraries.
+"""Step time of unitrain and of comparable libraries.
 
 All libraries train the same model on the same samples, with the same optimizer and number of ranks. Each library runs
-in separate processes, so that it is not affected by the settings of another one. They take turns, in a new order in
-every round; all other processes are stopped. All must reach the same loss, except the Trainer, which has another order
-of samples. The table shows the time of a step divided by that of unitrain's Trainer on the same backend in the same
-round: above 1, the Trainer is faster.
+in separate processes, to isolate its settings. The libraries take turns, in a new order in every round; all other
+processes are suspended. All must reach the same loss, except the Trainer, which uses a different sample order. The
+table shows the step time relative to unitrain's Trainer on the same backend in the same round: above 1, the Trainer is
+faster.
 
     pip install '.[peers]'
     python benchmarks/peers.py            # starts the ranks; writes benchmarks/results/peers.*
@@ -48,7 +48,7 @@ OWNERS: dict[str, dict[str, str]] = {
         TRAINER: "unitrain",
     },
 }
-# Larger than rounding, because the order of additions differs.
+# Larger than rounding errors of a single operation, because the summation order differs.
 _TOLERANCE = 1e-3
 
 
@@ -125,8 +125,7 @@ def table(results: Results, ranks: int) -> list[str]:
 @options(rounds=20)
 def main(backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and save it."""
-    # SIGTERM ends this process like Ctrl-C: the ranks that are stopped must be resumed, because they cannot end by
-    # themselves.
+    # Handle SIGTERM like Ctrl-C: suspended ranks must be resumed before they can exit.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = {backend: measure(backend, models, rounds, ranks) for backend in backends}
     versions = {owner: _version(owner) for ways in OWNERS.values() for owner in ways.values() if owner != "by hand"}

@@ -1,8 +1,8 @@
 """Time and memory of Adam with a sharded state, compared with a replicated state and ZeroRedundancyOptimizer.
 
 Loops that differ in the optimizer take turns on the same ranks, in a new order in every round. The first table shows
-the time of a step divided by that with a replicated state, in the same round; the second one the bytes per parameter
-that weights, gradients and optimizer state occupy on the rank with the most.
+the step time relative to a replicated state in the same round. The second table shows the memory of weights, gradients
+and optimizer state in bytes per parameter, on the rank with the highest value.
 
     python benchmarks/sharded_state.py            # starts its own ranks; writes benchmarks/results/sharded_state.*
 """

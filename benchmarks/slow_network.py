@@ -1,4 +1,4 @@
-"""The settings that `unitrain tune` finds for two hosts with a slow network, as in old clusters.
+"""Settings found by `unitrain tune` for two hosts with a slow network.
 
 The hosts are two sets of namespaces on this machine, each with an sshd (tests/support/hosts.py); the kernel limits the
 rate at which each of them sends. `unitrain tune` runs on the first host, as if a user had entered the command, and its
@@ -29,7 +29,7 @@ from hosts import Host, hosts  # noqa: E402
 
 
 def slow_down(host: Host, rate: str) -> None:
-    """Limit the rate at which a host sends to `rate`, in the notation of tc."""
+    """Limit the send bandwidth of a host to `rate`, in tc notation."""
     shaped = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
     subprocess.run(["nsenter", "-t", str(host.first), "--net", *shaped], check=True, timeout=20)
 
@@ -55,9 +55,9 @@ def tune(first: Host, backend: str, minutes: float, seconds: float) -> list[str]
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
-@click.option("--rate", default="1gbit", show_default=True, help="What a host sends in a second, in the words of tc.")
-@click.option("--minutes", type=float, default=10, show_default=True, help="How long to look on each backend.")
-@click.option("--seconds", type=float, default=2, show_default=True, help="Steps that are timed in each run.")
+@click.option("--rate", default="1gbit", show_default=True, help="Bandwidth limit per host, in tc notation.")
+@click.option("--minutes", type=float, default=10, show_default=True, help="Duration of the search per backend.")
+@click.option("--seconds", type=float, default=2, show_default=True, help="Duration of the timed steps per run.")
 def main(output: Path, backends: list[str], rate: str, minutes: float, seconds: float) -> None:
     """Tune on each backend, and save the output."""
     outputs: dict[str, list[str]] = {}

@@ -1,11 +1,11 @@
-"""Time of a training step with unitrain, compared with a hand-written loop on the same library.
+"""Step time with unitrain, compared with a hand-written loop on the same library.
 
 Three loops take turns, in a new order in every round: a hand-written loop with a library (torch's
 DistributedDataParallel, or Horovod's DistributedOptimizer, both with their defaults), a hand-written loop on unitrain's
-backend, and the Trainer. The loop without unitrain runs in separate processes, so that it is not affected by unitrain's
-settings; all other processes are stopped. All loops index the same tensors in the same way, so they differ only by
-unitrain's overhead and savings. The table shows the time of the loop without unitrain divided by the time with unitrain
-in the same round: above 1, unitrain is faster.
+backend, and the Trainer. The loop without unitrain runs in separate processes, to isolate it from unitrain's settings;
+all other processes are suspended. All loops index the same tensors in the same way, so they differ only by unitrain's
+overhead and savings. The table shows the ratio of the step times without and with unitrain in the same round: above 1,
+unitrain is faster.
 
     python benchmarks/step_overhead.py            # starts its own ranks; writes benchmarks/results/step_overhead.*
 """
@@ -35,8 +35,8 @@ HOROVOD_DEFAULTS = {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": str(1
 
 @dataclass
 class Contestant:
-    """Ranks that run during their turn and are stopped otherwise, because idle ranks of Horovod still use the
-    processor."""
+    """Ranks that run during their turn and are suspended otherwise, because idle ranks of Horovod use CPU
+    time."""
 
     group: RankGroup
 
@@ -58,9 +58,9 @@ class Contestant:
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, signum: signal.Signals) -> None:
         for pid in self._pids:
-            os.kill(pid, number)
+            os.kill(pid, signum)
 
 
 def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]:
@@ -107,8 +107,7 @@ def table(results: Results, ranks: int) -> list[str]:
 @options(rounds=40)
 def main(backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and save it."""
-    # SIGTERM ends this process like Ctrl-C: the ranks that are stopped must be resumed, because they cannot end by
-    # themselves.
+    # Handle SIGTERM like Ctrl-C: suspended ranks must be resumed before they can exit.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = {backend: measure(backend, models, rounds, ranks) for backend in backends}
     keep(table(results, ranks), "step_overhead", output, ranks=ranks, seconds_per_step=results)

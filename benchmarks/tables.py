@@ -65,7 +65,7 @@ def ratio(ones: Sequence[float], others: Sequence[float]) -> str:
 
 
 def columns(results: Results) -> dict[str, Seconds]:
-    """Return the seconds by the name of a column, one for each backend and model."""
+    """Return the seconds by column name, with one column per backend and model."""
     return {f"{backend}, {model}": seconds for backend, models in results.items() for model, seconds in models.items()}
 
 

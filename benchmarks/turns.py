@@ -1,5 +1,4 @@
-"""Ways of training that take turns on the same ranks, so that disturbances of the machine affect all of them
-equally."""
+"""Ways of training that take turns on the same ranks, so that system noise affects all of them equally."""
 
 from __future__ import annotations
 

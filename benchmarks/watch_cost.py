@@ -1,4 +1,4 @@
-"""Cost of failure detection, and of writing checkpoints in the background.
+"""Overhead of failure detection and of asynchronous checkpoints.
 
 Two ranks measure the time of the flight recorder, the failure monitor and the check for signals in a step of 5 ms;
 reductions with and without the watchdog take turns. Then a model of 100 MB is saved in the background, while the

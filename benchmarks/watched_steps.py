@@ -28,7 +28,7 @@ _models: list[nn.Module] = []
 
 
 def microseconds(backend: Backend) -> dict[str, float]:
-    """Return one round's cost of each of PARTS per step of STEP_SECONDS. All ranks call it.
+    """Return the overhead of PARTS per step of STEP_SECONDS in one round. All ranks must call it.
 
     gradients: the median difference between a step that reduces buckets through the monitored group and the adjacent
         step that does not.

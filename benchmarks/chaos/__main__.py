@@ -1,4 +1,4 @@
-"""Fault injection: runs that are killed and resumed on other ranks, and checkpoints that are damaged.
+"""Fault injection: killed runs that resume on other ranks, and corrupt checkpoints.
 
 Small runs are killed with SIGKILL, on one rank or all ranks, at random times or while a checkpoint is written, and are
 resumed with another backend and number of ranks until they are complete. Each epoch must then have used every sample
@@ -110,7 +110,7 @@ def main(runs: int, copies: int, seed: int, output: Path) -> None:
     # most of the time.
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="unitrain-chaos-", dir=memory if os.access(memory, os.W_OK) else None))
-    folder.chmod(0o755)  # so that the user nobody can access its content
+    folder.chmod(0o755)  # to allow access for the user nobody
     click.echo(f"seed {seed}, in {folder}", err=True)
     if runs:
         began = time.monotonic()

@@ -1,7 +1,7 @@
-"""Checkpoints that are damaged as by a defective disk, a full disk or a user, after which the run is resumed.
+"""Resume runs from corrupt checkpoints, as after a disk failure, a full disk or a user error.
 
-It must resume from the newest valid checkpoint, with the weights and the optimizer state of that step, and end with the
-same weights as an undamaged run, or be rejected with a CheckpointError. Any other outcome is wrong.
+A run must resume from the newest valid checkpoint, with the weights and the optimizer state of that step, and finish
+with the same weights as an undamaged run, or raise a CheckpointError. Any other outcome is wrong.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Corruptions:
     """Damages copies of a run in `folder` and resumes them. `outcomes[kind][outcome]` counts the outcomes."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        logging.getLogger("unitrain").setLevel(logging.ERROR)  # skipped checkpoints would be logged hundreds of times
+        logging.getLogger("unitrain").setLevel(logging.ERROR)  # hide messages about skipped checkpoints
         torch.set_num_threads(1)
         self._folder, self._seed = folder, seed
         self._base = folder / "base"

@@ -1,4 +1,4 @@
-"""The small training run that is killed and damaged, and the record of the samples on which each rank trained."""
+"""The small training run for fault injection, and the record of the samples trained on per rank."""
 
 from __future__ import annotations
 
