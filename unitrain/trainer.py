@@ -52,11 +52,11 @@ class Trainer:
     All ranks create it with the same arguments and call the same methods.
 
     `optimizer` contains the parameters of `model`, and `scheduler` belongs to `optimizer`. `scheduler` may also be a
-    function `scheduler(optimizer, total_steps)`, which `fit` calls when the number of steps is known. `loss_fn(output,
-    target)` returns the mean loss over the batch, or a pair (sum, count) if tokens or pixels are counted. `metrics`
-    maps names to functions that return the mean over the batch or one value per sample, or to torchmetrics objects,
-    which are merged over ranks exactly. A batch is a pair (inputs, targets), and the model is called with the inputs.
-    For other batches or models, pass
+    function `scheduler(optimizer, total_steps)`, which `fit` calls when the number of steps is known.
+    `loss_fn(output, target)` returns the mean loss over the batch, or a pair (sum, count) if tokens or pixels are
+    counted. `metrics` maps names to functions that return the mean over the batch or one value per sample, or to
+    torchmetrics objects, which are merged over ranks exactly.
+    A batch is a pair (inputs, targets), and the model is called with the inputs. For other batches or models, pass
     a function `forward(model, batch)` that calls `model` and returns (output, target).
     `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard", "wandb" and "mlflow"; rank 0 logs.
 
