@@ -43,7 +43,7 @@ def tiny() -> dict[str, Any]:
 
 
 def mlp_25m() -> dict[str, Any]:
-    """Return an MLP with 25 million parameters and four hidden layers, with a high communication share."""
+    """Return an MLP with 25 million parameters and four hidden layers, and thus a high communication volume."""
     return _perceptron([2048, 3072, 3072, 2816])
 
 
