@@ -104,7 +104,7 @@ def read(words: Sequence[str]) -> Job:
 
 
 def write(job: Job) -> Translation:
-    """Return the horovodrun command, which runs on one host."""
+    """Return the horovodrun command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
     words, notes = options_for(job, LAUNCHER)
     hosts = ["-H", format_hosts(job.slots)] if job.hosts else []

@@ -103,7 +103,7 @@ def read(words: Sequence[str]) -> Job:
 
 
 def write(job: Job) -> Translation:
-    """Return the mpirun command, which runs on one host."""
+    """Return the mpirun command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
     extra_options, notes = options_for(job, LAUNCHER)
     several = len(job.counts) > 1
@@ -177,7 +177,7 @@ def _read_placement(
 
 
 def _hosts_of_file(file: str) -> tuple[Host, ...]:
-    """Return the hosts of a file. 0 slots stand for the number of cores, if the file has no number of slots.
+    """Return the hosts of a file. `slots` is 0 (meaning one per core) for a host without a slot count.
 
     A host that occurs several times without slots has one slot per occurrence.
     """

@@ -61,7 +61,8 @@ def read(words: Sequence[str]) -> Job:
     if launcher == "srun" and not hosts:
         notes = (
             *notes,
-            "srun uses the hosts of the allocation: the job is written for one host. Name the hosts with --hosts.",
+            "srun uses the hosts of the allocation; the translated command assumes one host. Name the hosts with "
+            "--hosts.",
         )
     options.take_all("--dry-run")
     module = ("-m",) if options.take_flag("--module") else ()
@@ -80,7 +81,8 @@ def read(words: Sequence[str]) -> Job:
 
 
 def write(job: Job) -> Translation:
-    """Return the `unitrain launch` command, with the backend's launcher or one that reaches several hosts."""
+    """Return the `unitrain launch` command. Its launcher is the backend's default, but mpirun replaces torchrun on
+    several hosts."""
     job.check_hosts_named(LAUNCHER)
     start = job.program[1:2]
     if job.python is None or start == () or (start[0].startswith("-") and (start[0] != "-m" or not job.program[2:])):

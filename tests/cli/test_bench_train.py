@@ -224,7 +224,7 @@ def test_the_mann_whitney_test_equals_scipy() -> None:
         ("absent.py:make", "There is no file 'absent.py'. Name the file of the function: file.py:function"),
         ("tiny --setting precison=bf16", "got 'precison=bf16'. Did you mean 'precision'?"),
         ("tiny --setting precision=bf17", "Unknown TrainConfig.precision 'bf17'. Did you mean 'bf16'?"),
-        ("tiny --ranks one", "--ranks takes numbers from 1, as in 1,2,4, got 'one' in 'one'. Use --ranks 1,2"),
+        ("tiny --ranks one", "--ranks takes positive integers, as in 1,2,4, got 'one' in 'one'. Use --ranks 1,2"),
     ],
 )
 def test_invalid_arguments_are_refused_before_ranks_start(arguments: str, message: str) -> None:

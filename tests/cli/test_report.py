@@ -263,9 +263,9 @@ def test_invalid_folders_and_outputs_are_refused(trained: Path, tmp_path: Path) 
         return " ".join(result.output.removeprefix("Error: ").split())
 
     assert error_output(trained.parent / "frist") == (
-        f"Folder '{trained.parent}/frist' does not exist. Did you mean 'first'? Name the output_dir of a run."
+        f"Folder '{trained.parent}/frist' does not exist. Did you mean 'first'? Pass the output_dir of a run."
     )
-    assert f"There is a run in '{trained}'. Name the folder" in error_output(trained.parent)
+    assert f"There is a run in '{trained}'. Pass the folder" in error_output(trained.parent)
     assert "has no run: it contains neither run.jsonl nor history.jsonl" in error_output(tmp_path)
     broken = tmp_path / "broken"
     write(broken, "history.jsonl", rows(trained))

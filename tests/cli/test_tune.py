@@ -204,7 +204,9 @@ def test_an_invalid_bucket_size_is_refused(text: str, monkeypatch: pytest.Monkey
     from unitrain.backends.gradients.ddp_wrapper import read_bucket_settings
 
     monkeypatch.setenv("UNITRAIN_BUCKETS_MB", text)
-    with pytest.raises(EnvironmentVariableError, match=r"MiB of the first bucket .* Use UNITRAIN_BUCKETS_MB=1,25$"):
+    with pytest.raises(
+        EnvironmentVariableError, match=r"MiB of the first gradient bucket .* Use UNITRAIN_BUCKETS_MB=1,25$"
+    ):
         read_bucket_settings()
 
 

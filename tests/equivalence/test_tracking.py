@@ -399,7 +399,7 @@ def test_invalid_logged_values_are_rejected() -> None:
     for value in ("high", None, torch.zeros(2)):
         with pytest.raises(ConfigError, match=r"^trainer\.log takes numbers by name, got accuracy="):
             made.log(accuracy=value)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r'"step" is filled in\.$'):
+    with pytest.raises(ConfigError, match=r'unitrain adds "step" itself\.$'):
         made.log(step=3)
     for image in (torch.zeros(2, 3, 5, 5), torch.zeros(5, 5, dtype=torch.int64), [[1.0]]):
         with pytest.raises(TensorError, match=r"^An image to log is a tensor \[height, width\]"):

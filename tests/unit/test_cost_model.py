@@ -440,7 +440,7 @@ def test_the_command_draws_all_algorithms(tmp_path: Path) -> None:
     [
         ("--parameters 1e6 --step-seconds 1", "The network is described either by a result of bench collectives, or"),
         ("--latency 1 --bandwidth 1", "The model is described either by --train (a result of bench train) or"),
-        ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --ranks 0", "--ranks takes numbers from 1"),
+        ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --ranks 0", "--ranks takes positive integers"),
         ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --algorithms rings", "Did you mean 'ring'?"),
         ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --algorithms hierarchical", "--ranks-per-host 8"),
         ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --ranks-per-host 2", "must be used together"),

@@ -203,7 +203,7 @@ def test_ranges() -> None:
         (["-H", "a:2", "--host-discovery-script", "x"], "-H a:2 and --host-discovery-script 'x' both name the hosts"),
         (
             ["--backend", "local"],
-            "--elastic 2:4 changes the number of ranks, but without a launcher there is always one",
+            "--elastic 2:4 changes the number of ranks, but without a launcher there is always exactly one rank",
         ),
         (["--launcher", "srun"], "but the hosts of a Slurm job are fixed. Leave --elastic out, and let"),
         (["-H", "a:2,b:1"], "torchrun counts hosts, and '2:4' counts ranks: hosts need equal slots, but -H has a:2"),

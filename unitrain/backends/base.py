@@ -13,7 +13,7 @@ Contract, identical on every backend; `unitrain.testing` tests each rule:
    `zero_grad`.
 3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither
    steps the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads and writes,
-   such as a codebook, are broadcast from rank 0 before each forward pass that follows one outside `no_sync`. Running
+   such as a codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. Running
    statistics, which normalization layers read in eval mode only, differ between ranks until their layer changes to eval
    mode or `share_buffers` is called.
 4. The optimizer stays the user's object, and its `state_dict` loads on any other backend.
@@ -134,10 +134,10 @@ class Backend(Lifecycle, Communicator):
         """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
 
         With `find_unused_parameters`, the gradient of a parameter that is unused on a rank counts as zero there; `grad`
-        stays None if the parameter is unused on all ranks. Without it, an unused parameter raises ModelError: in the
-        first backward pass on every rank, and later on the affected ranks, before the optimizer step. Parameters may be
-        frozen and unfrozen later if all ranks do so before the same forward pass; otherwise a ModelError is raised. A
-        backend may reject any `compression` but "none" with UnsupportedError.
+        stays None if the parameter is unused on all ranks. Without it, an unused parameter is an error. In the
+        first backward pass, it raises ModelError on every rank; after that, only on the affected ranks, before the
+        optimizer step. Parameters may be frozen and unfrozen later if all ranks do so before the same forward pass;
+        otherwise a ModelError is raised. A backend may reject any `compression` but "none" with UnsupportedError.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank.

@@ -72,7 +72,7 @@ class SupportsAsyncBroadcasts(ABC):
         """Start to broadcast each piece in place from its root, and return a function that waits for all broadcasts.
 
         Each of `pieces` consists of a contiguous tensor, [elements], and the rank of its root. Sizes and roots are
-        equal on every rank. They must not be read or written before the returned function returns.
+        equal on every rank. The tensors must not be read or written before the returned function returns.
         """
 
 

@@ -36,7 +36,7 @@ def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
             file.write(_TORCH_FORMAT)
     except Exception as error:  # an object's __reduce__ may raise anything
         return EMPTY_PAYLOAD, ConfigError(
-            f"A {type(obj).__name__} was passed to a collective of objects, but it cannot be pickled: {error}. "
+            f"A {type(obj).__name__} was passed to an object collective, but it cannot be pickled: {error}. "
             "Pass plain data: numbers, strings, tensors, and lists and dictionaries of these."
         )
     file.write(sign(file.getvalue(), _SIGNATURE_PURPOSE))
@@ -54,9 +54,9 @@ def unpack(payload: Tensor, device: torch.device) -> Any:
         content, signature = content[:-SIGNATURE_BYTES], content[-SIGNATURE_BYTES:]
         if not verify(content, signature, _SIGNATURE_PURPOSE):
             raise AuthenticationError(
-                "This rank received an object with an invalid signature, which no rank of this job has sent, and does "
-                "not unpickle it. Set the same UNITRAIN_JOB_KEY on all ranks, or find the other program that can reach "
-                "the job's ports: docs/security.md"
+                "This rank rejected an object with an invalid signature: no rank of this job sent it. Set the same "
+                "UNITRAIN_JOB_KEY on all ranks, or find the other program that can reach the job's ports: "
+                "docs/security.md"
             )
     if content.endswith(_PICKLE_FORMAT):
         return pickle.loads(content)

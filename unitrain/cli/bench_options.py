@@ -93,7 +93,9 @@ def parse_numbers(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not part.isdecimal() or int(part) < 1:
-            raise ConfigError(f"{option} takes numbers from 1, as in 1,2,4, got {part!r} in {text!r}. Use {option} 1,2")
+            raise ConfigError(
+                f"{option} takes positive integers, as in 1,2,4, got {part!r} in {text!r}. Use {option} 1,2"
+            )
     return list(dict.fromkeys(map(int, parts)))
 
 

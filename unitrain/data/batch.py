@@ -127,7 +127,7 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
     If the batch is a list of samples, the number is its length. Any other batch consists of columns: the parts of a
     tuple, list, mapping or dataclass, or one tensor. If all columns have the same length (first dimension of a tensor,
     or length of a list), and it differs from the number of items, that length is the number of samples. Otherwise the
-    number of samples is the number of items, also if the samples are in the second dimension.
+    number of samples is the number of items, even if the samples are in the second dimension.
     """
     if batch is None:
         return 0
@@ -199,10 +199,10 @@ def count_batch_samples(batch: Any) -> int:
     """
     tensor = next((leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)), None)
     if tensor is None or tensor.dim() == 0:
-        found = "is missing" if tensor is None else "has no dimension"
+        found = "it contains no tensor" if tensor is None else "its first tensor has no dimension"
         raise DataError(
-            f"The first dimension of the first tensor in a batch counts its samples, but in this "
-            f"{type(batch).__name__} it {found}. Yield batches such as (inputs, targets), of tensors [samples, ...]."
+            f"The number of samples in this {type(batch).__name__} is unknown, because {found}. Yield batches "
+            "such as (inputs, targets), of tensors [samples, ...]."
         )
     return len(tensor)
 

@@ -17,7 +17,7 @@ class WandbLogger(Logger):
 
     `mode="offline"` does not use the network, and `wandb sync` uploads the folder later. A resumed run keeps its id;
     offline, every start creates a separate folder with that id. Values of repeated steps are not logged a second time.
-    `config` is added to the description of the run. Further `options` are arguments of wandb.init. Requires
+    `config` is merged into the config of the W&B run. Further `options` are arguments of wandb.init. Requires
     pip install ".[wandb]".
     """
 
@@ -62,7 +62,7 @@ class WandbLogger(Logger):
         self._service_run.set_id(self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values that are not yet at the service."""
+        """Log the values that have not been logged yet."""
         self._log(dict(values), step)
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
@@ -79,7 +79,7 @@ class WandbLogger(Logger):
         self._log({name: self._package.Table(columns=list(columns), data=data, allow_mixed_types=True)}, step)
 
     def finish(self, status: Status) -> None:
-        """Upload the remaining data, and finish the run, as failed after an exception."""
+        """Upload the remaining data and finish the run. Mark it as failed if an exception ended it."""
         self._run.finish(exit_code=1 if status == "failed" else 0)
 
     def _log(self, values: dict[str, Any], step: int) -> None:

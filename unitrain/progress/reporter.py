@@ -99,7 +99,7 @@ class RunReporter:
             if not number or name == "step":
                 raise ConfigError(
                     f"trainer.log takes numbers by name, got {name}={value!r}. "
-                    'Use trainer.log(temperature=0.7); "step" is filled in.'
+                    'Use trainer.log(temperature=0.7); unitrain adds "step" itself.'
                 )
         if self._start_loggers_if_needed(step):
             self._call("log", {name: _number(value) for name, value in values.items()}, step)
@@ -113,7 +113,7 @@ class RunReporter:
             self._call("image", name, to_pixels(image), step, caption)
 
     def log_histogram(self, name: str, values: Tensor, step: int) -> None:
-        """Log a histogram of the values of a tensor. Raises TensorError on every calling rank."""
+        """Log a histogram of the values of a tensor. Raises TensorError on every calling rank if it is not a tensor."""
         self._check_fit_called("log_histogram")
         counts, edges = to_histogram(values)
         if self._start_loggers_if_needed(step):

@@ -48,7 +48,7 @@ def _read_record(folder: Path, name: str) -> Record:
         siblings = [path.name for path in folder.parent.glob("*/")] if folder.parent.is_dir() else []
         found = "is a file" if folder.exists() else "does not exist"
         raise ReportError(
-            f"Folder '{folder}' {found}. {did_you_mean(folder.name, siblings)}Name the output_dir of a run."
+            f"Folder '{folder}' {found}. {did_you_mean(folder.name, siblings)}Pass the output_dir of a run."
         )
     paths = [folder / file for file in (STARTS, EPOCHS, STEPS)]
     present = [path for path in paths if path.is_file()]
@@ -56,8 +56,8 @@ def _read_record(folder: Path, name: str) -> Record:
         runs = sorted({path.parent for file in (STARTS, EPOCHS) for path in folder.glob(f"*/{file}")})
         near = f"There is a run in '{runs[0]}'. " if runs else ""
         raise ReportError(
-            f"Folder '{folder}' has no run: it contains neither {STARTS} nor {EPOCHS}. {near}Name the folder that was "
-            "passed as TrainConfig.output_dir."
+            f"Folder '{folder}' has no run: it contains neither {STARTS} nor {EPOCHS}. {near}Pass the folder given "
+            "as TrainConfig.output_dir."
         )
     written = max(path.stat().st_mtime for path in present)
     starts, epochs, steps = (_read_rows(path) if path in present else [] for path in paths)

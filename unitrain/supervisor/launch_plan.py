@@ -270,7 +270,7 @@ def _check_elastic(request: LaunchRequest, launcher: str, limits: Elastic) -> No
     """Raise LaunchError for options that are not supported with --elastic."""
     if launcher == "none":
         raise LaunchError(
-            f"--elastic {limits} changes the number of ranks, but without a launcher there is always one. "
+            f"--elastic {limits} changes the number of ranks, but without a launcher there is always exactly one rank. "
             "Use --backend ddp or --backend horovod"
         )
     if launcher == "srun":
@@ -309,7 +309,7 @@ def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dic
     """Return and print the variables that `unitrain tune` stored for this run. Variables set by the user take
     precedence.
 
-    Settings tuned with other arguments, hosts, machines or another torch are ignored, with a message. Raises
+    Settings tuned with different arguments, hosts, machines or torch versions are ignored, with a message. Raises
     ConfigError if the file sets any other variable: the file may be distributed with an untrusted script, and a
     variable such as LD_PRELOAD executes code.
     """

@@ -321,7 +321,7 @@ def unpicklable_object_raises_on_every_rank(backend: Backend) -> None:
     sent = {"callback": lambda: None} if backend.rank == last else {}
     for action in (lambda: backend.allgather_object(sent), lambda: backend.broadcast_object(sent, last)):
         text = raises(ConfigError, "cannot be pickled", action)
-        assert text.startswith("A dict was passed to a collective of objects")
+        assert text.startswith("A dict was passed to an object collective")
         assert_same_on_every_rank(backend, text)
 
 

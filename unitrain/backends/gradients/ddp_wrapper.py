@@ -46,7 +46,7 @@ from unitrain.torch_compat import (
 
 BUCKETS = Tunable(
     "UNITRAIN_BUCKETS_MB",
-    "size of the gradient buckets: MiB of the first, and of the others",
+    "sizes in MiB of the first gradient bucket and of the others",
     "1,25",
     ("25,25", "1,5", "5,5", "1,100", "100,100"),
 )
@@ -67,14 +67,14 @@ class _PendingForwards:
     forwards: int = 0
     prepared: int = 0
     last_backward: int = -1
-    shares_buffers: bool = True  # whether the next forward pass shares buffers first
+    broadcasts_buffers: bool = True  # whether the next forward pass broadcasts buffers first
 
 
 class DistributedModel(ReducerDDP):
     """The module that `distributed_model` returns: DDP with corrections. `module` is the user's model.
 
     The reducer communicates in `reducer_group`, which uses `group`, or the default group if that is None. `buffers` are
-    shared before the forward passes in which DDP would broadcast them.
+    broadcast before the forward passes in which DDP would broadcast them.
     """
 
     _instances: ClassVar[WeakSet[DistributedModel]] = WeakSet()
@@ -117,7 +117,7 @@ class DistributedModel(ReducerDDP):
         global _models_wrapped
         _models_wrapped += 1
         self._rendezvous, self._key, self._freeze_changes = rendezvous, f"model/{_models_wrapped}", 0
-        self._find_sharing_models()
+        self._find_models_with_shared_parameters()
         if not find_unused_parameters:
             # The exchange uses the store, because collectives of this backward pass are in flight on ranks that wait
             # for a gradient.
@@ -146,9 +146,9 @@ class DistributedModel(ReducerDDP):
             if requires_grad != self._requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
                 self._update_trained_parameters(requires_grad)
         if has_gradients and self._forward_buffers is not None:
-            if pending.shares_buffers:  # otherwise an earlier forward pass of the same step has shared them
+            if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
                 self._forward_buffers.share()
-            pending.shares_buffers = reduces
+            pending.broadcasts_buffers = reduces
         try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -195,7 +195,7 @@ class DistributedModel(ReducerDDP):
             "process group. Save the model inside it: torch.save(backend.unwrap(model).state_dict(), path)."
         )
 
-    def _find_sharing_models(self) -> None:
+    def _find_models_with_shared_parameters(self) -> None:
         """Find the distributed models that share trained parameters with this one."""
         own = {id(parameter) for parameter in self._all_parameters}
         self._sharing: WeakSet[DistributedModel] = WeakSet(
@@ -323,8 +323,8 @@ def read_bucket_settings() -> dict[str, Any]:
             raise ValueError
     except ValueError:
         raise EnvironmentVariableError(
-            f"UNITRAIN_BUCKETS_MB must be the MiB of the first bucket of gradients and of the others, got {text!r}. "
-            "Use UNITRAIN_BUCKETS_MB=1,25"
+            f"UNITRAIN_BUCKETS_MB must be the sizes in MiB of the first gradient bucket and of the others, got "
+            f"{text!r}. Use UNITRAIN_BUCKETS_MB=1,25"
         ) from None
     if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
         return {**settings, "bucket_cap_mb_list": [first, others]}
@@ -335,7 +335,7 @@ def _raise_if_unused(error: RuntimeError) -> None:
     """Raise ModelError if `error` is DDP's error after a backward pass that did not complete all buckets."""
     if "Expected to have finished reduction in the prior iteration" in str(error):
         raise ModelError(
-            "In the last backward, parameters that earlier ones used got no gradient on this rank, so its gradients "
-            "differ from those of other ranks. Use all of them in every loss, or allow it: "
+            "In the last backward pass, some parameters that were used earlier got no gradient on this rank, so its "
+            "gradients differ from those of other ranks. Use all parameters in every loss, or allow unused parameters: "
             "backend.distributed_model(model, find_unused_parameters=True)."
         ) from error

@@ -12,7 +12,8 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.torch_compat import BatchNormBase, InstanceNormBase, buffers_by_name, disable_compile, tensor_version
 
-# Maximum interval between searches for written buffers, which occur in forward passes 1, 2, 4, 8 and so on.
+# Searches for written buffers take place in calls 1, 2, 4, 8, ... of `share`, counted from 0. This is their maximum
+# interval.
 _MAX_SEARCH_INTERVAL = 1024
 
 
@@ -23,7 +24,7 @@ class ForwardBuffers:
     their layer is in training mode, and are broadcast from rank 0 when the layer changes to eval mode. All other
     buffers are broadcast at the first `share`. Afterwards, each call broadcasts the buffers that a forward pass on any
     rank has written. The ranks search for written buffers in only a few calls, which are the same on every rank.
-    Buffers that are never written are not communicated in the other calls.
+    After the first call, buffers that were never written are not broadcast.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
