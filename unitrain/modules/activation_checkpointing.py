@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unitrain.errors import ModelError, did_you_mean
+from unitrain.modules.run_time_classes import ReplacedForward, replacing_class
 from unitrain.torch_compat import buffers_by_name, disable_compile, tensor_version
 
 _MAX_LISTED = 8
@@ -39,14 +40,14 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
             changed.append(name)
             if not isinstance(module, CheckpointedForward):
                 kind: Any = type(module)
-                module.__class__ = _checkpointed_class(kind)
+                module.__class__ = replacing_class(CheckpointedForward, kind)
 
 
-class CheckpointedForward:
+class CheckpointedForward(ReplacedForward):
     """The forward with activation checkpointing. `checkpoint_activations` changes the class of a block to a subclass of
     this class and the block's class."""
 
-    plain: type[nn.Module]  # the class without checkpointing
+    prefix = "Checkpointed"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         forward = functools.partial(self.plain.forward, self)
@@ -55,20 +56,6 @@ class CheckpointedForward:
         if any(True for _ in self.buffers()):
             return _checkpoint_with_buffers(self, forward, args, kwargs)
         return _checkpoint(forward, args, kwargs)
-
-    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # pickle cannot import a class created at run time.
-        return _restore, (self.plain,), self.__getstate__()
-
-
-@functools.cache
-def _checkpointed_class(kind: Any) -> Any:
-    return type(f"Checkpointed{kind.__name__}", (CheckpointedForward, kind), {"plain": kind})
-
-
-def _restore(kind: Any) -> Any:
-    checkpointed = _checkpointed_class(kind)
-    return checkpointed.__new__(checkpointed)
 
 
 def _checkpoint(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:

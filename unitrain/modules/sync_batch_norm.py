@@ -6,7 +6,6 @@ Each layer takes one allreduce in forward and one in backward.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from unitrain.backends.base import Communicator
 from unitrain.errors import CollectiveMismatchError, ModelError
 from unitrain.modules.buffers import check_model_and_communicator
+from unitrain.modules.run_time_classes import ReplacedForward, replacing_class
 from unitrain.torch_compat import BatchNormBase, buffers_by_name, disable_compile
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -49,7 +49,7 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     for number, layer in enumerate(layers.values()):
         # Replace torch's SyncBatchNorm, because its forward depends on torch.distributed.
         kind: Any = BatchNorm if isinstance(layer, nn.SyncBatchNorm) else type(layer)
-        layer.__class__ = _synchronized_class(kind)
+        layer.__class__ = replacing_class(SyncedForward, kind)
         layer.shared_statistics, layer.number = statistics, number
     return model
 
@@ -206,13 +206,13 @@ class BatchNorm(BatchNormBase):
             )
 
 
-class SyncedForward:
+class SyncedForward(ReplacedForward):
     """The synchronized forward. `sync_batch_norm` changes the class of a layer to a subclass of this class and the
     layer's class."""
 
+    prefix = "Synced"
     shared_statistics: SharedStatistics
     number: int
-    plain: type[nn.Module]  # the class without synchronization
     keeps_statistics = True  # a forward in training mode does not read its buffers
     _was_checked = False
 
@@ -223,20 +223,6 @@ class SyncedForward:
             return output
         self._check_input_dim(input)
         return _normalize_over_ranks(self, input)
-
-    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # pickle cannot import a class created at run time.
-        return _restore, (self.plain,), self.__getstate__()
-
-
-@functools.cache
-def _synchronized_class(kind: Any) -> Any:
-    return type(f"Synced{kind.__name__}", (SyncedForward, kind), {"plain": kind})
-
-
-def _restore(kind: Any) -> Any:
-    synchronized = _synchronized_class(kind)
-    return synchronized.__new__(synchronized)
 
 
 def _check(name: str, layer: BatchNormBase) -> None:

@@ -1,0 +1,34 @@
+"""Classes created at run time that replace the forward of a module, which stays the same object."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+from torch import nn
+
+
+class ReplacedForward:
+    """Base of classes with another forward. `replacing_class` combines such a class with the class of a module.
+
+    Modules of the combined class can be copied and pickled.
+    """
+
+    prefix: ClassVar[str]  # of the names of the combined classes
+    forward_class: type[ReplacedForward]
+    plain: type[nn.Module]  # the class of the module before the change
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        # pickle cannot import a class created at run time.
+        return _restore, (self.forward_class, self.plain), self.__getstate__()
+
+
+@functools.cache
+def replacing_class(forward: Any, plain: Any) -> Any:
+    """Return the subclass of `forward`, a ReplacedForward, and of `plain`, the class of a module."""
+    return type(f"{forward.prefix}{plain.__name__}", (forward, plain), {"forward_class": forward, "plain": plain})
+
+
+def _restore(forward: Any, plain: Any) -> Any:
+    kind = replacing_class(forward, plain)
+    return kind.__new__(kind)
