@@ -153,7 +153,10 @@ class Trainer:
         self._sync_point = SyncPoint(self._stopping, self._timer, self._reporter)
         self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
         self.model = backend.distributed_model(
-            model, find_unused_parameters=config.find_unused_parameters, compression=config.compression
+            model,
+            shard=config.shard,
+            find_unused_parameters=config.find_unused_parameters,
+            compression=config.compression,
         )
         if self._average is not None:
             self._average.start()

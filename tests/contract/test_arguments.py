@@ -279,6 +279,11 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "distributed_model(find_unused_parameters=...) must be True or False, got 'yes'.",
         "=True",
     ),
+    "distributed_model with an unknown sharding": (
+        lambda p: p.backend.distributed_model(p.model, shard="gradient"),  # type: ignore[arg-type]
+        "Unknown distributed_model(shard=...) 'gradient'.",
+        "Available: ",
+    ),
     "distributed_optimizer of a class": (
         lambda p: p.backend.distributed_optimizer(torch.optim.SGD, p.model),  # type: ignore[arg-type]
         "distributed_optimizer(optimizer) must be a torch.optim.Optimizer, got the class SGD.",

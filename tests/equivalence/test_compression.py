@@ -477,11 +477,11 @@ class RaisingBackend(LocalBackend):
     """As a backend of somebody else's, which compresses nothing."""
 
     def distributed_model(
-        self, model: nn.Module, *, find_unused_parameters: bool = False, compression: Any = "none"
+        self, model: nn.Module, *, shard: Any = "none", find_unused_parameters: bool = False, compression: Any = "none"
     ) -> Any:
         if compression != "none":
             raise UnsupportedError(f"Backend 'mine' does not compress, got compression {compression!r}.")
-        return super().distributed_model(model, find_unused_parameters=find_unused_parameters)
+        return super().distributed_model(model, shard=shard, find_unused_parameters=find_unused_parameters)
 
 
 def test_backend_without_compression_raises_unsupported_error() -> None:

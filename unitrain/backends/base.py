@@ -129,7 +129,12 @@ class Backend(Lifecycle, Communicator):
 
     @abstractmethod
     def distributed_model(
-        self, model: nn.Module, *, find_unused_parameters: bool = False, compression: Compression = "none"
+        self,
+        model: nn.Module,
+        *,
+        shard: Shard = "none",
+        find_unused_parameters: bool = False,
+        compression: Compression = "none",
     ) -> nn.Module:
         """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
 
@@ -138,6 +143,8 @@ class Backend(Lifecycle, Communicator):
         first backward pass, it raises ModelError on every rank; after that, only on the affected ranks, before the
         optimizer step. Parameters may be frozen and unfrozen later if all ranks do so before the same forward pass;
         otherwise a ModelError is raised. A backend may reject any `compression` but "none" with UnsupportedError.
+
+        `shard` is the value that is passed to `distributed_optimizer`. "none" and "state" do not change the model.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank.

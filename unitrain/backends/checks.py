@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unitrain import validation
-from unitrain.backends.base import Communicator, ReduceOp
+from unitrain.backends.base import Communicator, ReduceOp, Shard
 from unitrain.backends.compression_setting import Compression, read_compression
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, ModelError, TensorError, did_you_mean
@@ -142,6 +142,11 @@ def check_is_optimizer(name: str, optimizer: Any) -> None:
         fix = "Pass the model first and the optimizer second"
     kind = torch.optim.Optimizer
     validation.check_instance(name, optimizer, kind, "a torch.optim.Optimizer", fix, error=ModelError)
+
+
+def check_shard(method: str, shard: Shard) -> None:
+    """Raise ConfigError unless `shard`, an argument of `method`, is a known value."""
+    validation.check_choice(f"{method}(shard=...)", shard, get_args(Shard))
 
 
 def check_model(model: nn.Module, compression: Compression, device: torch.device) -> None:

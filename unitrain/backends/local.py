@@ -99,10 +99,16 @@ class LocalBackend(Backend, SupportsPowerSGD):
         self.check_collective_allowed("barrier")
 
     def distributed_model(
-        self, model: nn.Module, *, find_unused_parameters: bool = False, compression: Compression = "none"
+        self,
+        model: nn.Module,
+        *,
+        shard: Shard = "none",
+        find_unused_parameters: bool = False,
+        compression: Compression = "none",
     ) -> nn.Module:
         self.check_running("distributed_model")
         checks.check_model(model, compression, self.device)
+        checks.check_shard("distributed_model", shard)
         validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
         if not find_unused_parameters:
             check_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)

@@ -214,10 +214,16 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         self._check_consistency("barrier")
 
     def distributed_model(
-        self, model: nn.Module, *, find_unused_parameters: bool = False, compression: Compression = "none"
+        self,
+        model: nn.Module,
+        *,
+        shard: Shard = "none",
+        find_unused_parameters: bool = False,
+        compression: Compression = "none",
     ) -> nn.Module:
         def check() -> None:
             checks.check_model(model, compression, self.device)
+            checks.check_shard("distributed_model", shard)
             validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
 
         self.check_running("distributed_model")
@@ -226,6 +232,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         checks.check_same_settings(
             self,
             "distributed_model",
+            shard=shard,
             find_unused_parameters=find_unused_parameters,
             compression=compression,
             **{environment.DEBUG: is_debugging},

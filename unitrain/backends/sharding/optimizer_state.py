@@ -10,14 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, get_args
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.capabilities import SupportsAsyncBroadcasts
@@ -46,7 +45,7 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
     also if the update of one parameter depends on others or a parameter is not stored densely.
     """
     checks.check_optimizer(optimizer, model)
-    validation.check_choice("distributed_optimizer(shard=...)", shard, get_args(Shard))
+    checks.check_shard("distributed_optimizer", shard)
     if shard == "none":
         if optimizer in _sharded:
             raise ModelError(
