@@ -267,6 +267,13 @@ def collate_skip(batch: list[Any]) -> list[Tensor]:
     return collate_pairs([pair for pair in batch if not is_bad(int(pair[0][0]))] or batch[:1])
 
 
+def collate_skip_all(batch: list[Any]) -> list[Tensor]:
+    """Leave out bad samples; the batch is empty if all its samples are bad."""
+    inputs, targets = collate_pairs(batch)
+    kept = [not is_bad(int(number)) for number in inputs[:, 0]]
+    return [inputs[kept], targets[kept]]
+
+
 def collate_noise(batch: list[Any]) -> list[Tensor]:
     inputs, targets = collate_pairs(batch)
     inputs[:, 1:] += torch.randn(len(inputs), 4, dtype=torch.float64)
@@ -349,7 +356,7 @@ def validation_data(case: Case, rank: int, size: int) -> Any:
     inputs, targets = samples(case, offset=1, count=validation_count(case))
     if kind == "tensors":
         return TensorDataset(inputs, targets)
-    collate = collate_skip if kind == "skip" else collate_drawing
+    collate = collate_skip_all if kind == "skip" else collate_drawing
     settings: dict[str, Any] = {"batch_size": 3, "collate_fn": collate, "drop_last": case["validation_drop_last"]}
     if kind in ("shared", "own"):
         settings.pop("collate_fn")
