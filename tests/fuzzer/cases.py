@@ -285,8 +285,8 @@ def _fit_model(case: Case) -> None:
         case["validation"] = case["ema"] = None
     if case["compression"] == "powersgd":
         features -= {"norm", "buffer", "max_norm", "sync_norm"}
-    if case["compression"] in HALF_COMPRESSION:
-        features.discard("sync_norm")
+    if case["compression"] in HALF_COMPRESSION or features & {"max_norm", "buffer"}:
+        features.discard("sync_norm")  # the oracle runs each rank alone
     case["features"] = sorted(features)
 
 

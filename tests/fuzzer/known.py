@@ -179,6 +179,12 @@ _TRAINER: dict[str, Case] = {
         "epochs": 6,
         "segments": [_on("ddp", 2, None, 2)],
     },
+    "Adafactor and a parameter group added in the run": {
+        "features": ["late"],
+        "optimizer": "Adafactor",
+        "change": ["add", 2],
+        "segments": TWO,
+    },
     "CyclicLR after a resume on two ranks": {
         "scheduler": "CyclicLR",
         "epochs": 2,
@@ -193,6 +199,9 @@ CASES: dict[str, Case] = {
     "a step after no_sync": _loop([[["forward", False, True, "all"], ["backward", 0, False, False]]]),
     "forward in no_sync, backward outside": _loop([[["forward", False, True, "all"], BACKWARD]]),
     "backward in no_sync, forward outside": _loop([[FORWARD, ["backward", 0, False, False]]]),
+    "backward in no_sync, forward outside, with a hidden output and unused parameters": _loop(
+        [[FORWARD, ["backward", 0, False, False]]], output="object", unused=True
+    ),
     "the unwrapped model": _loop([[["forward", True, False, "all"], BACKWARD]]),
     "a hidden output and a retained graph": _loop([[FORWARD, ["backward", 0, True, True], BACKWARD]], output="object"),
     "a step after no_sync on horovod": _loop(

@@ -278,7 +278,11 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         checks.check_same_settings(self, "distributed_optimizer", shard=shard)
         state = broadcast_with_tensors(self, optimizer.state_dict())
         if self.rank != 0:
+            defaults = dict(optimizer.defaults)
             optimizer.load_state_dict(state)
+            optimizer.defaults = (
+                defaults  # load_state_dict adds entries, which later groups would have on this rank only
+            )
         distributed = without_compile(model)
         if isinstance(distributed, DistributedModel):
             check_before_step(optimizer, distributed.check_reduced)

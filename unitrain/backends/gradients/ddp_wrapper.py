@@ -59,12 +59,13 @@ _models_wrapped = 0
 class _PendingForwards:
     """Counts of forward passes with gradients since the last backward pass, and the ID of that backward pass.
 
-    `prepared` counts the forward passes in which DDP has prepared its reducer for a backward pass: those outside
-    `no_sync`, except if DDP needs the output tensors and does not find them. This is a separate object, because setting
-    an attribute of a module takes microseconds.
+    `reducing` counts the forward passes outside `no_sync`. `prepared` counts those in which DDP has prepared its
+    reducer correctly for a backward pass: not if DDP needs the output tensors and does not find them. This is a
+    separate object, because setting an attribute of a module takes microseconds.
     """
 
     forwards: int = 0
+    reducing: int = 0
     prepared: int = 0
     last_backward: int = -1
     broadcasts_buffers: bool = True  # whether the next forward pass broadcasts buffers first
@@ -158,6 +159,7 @@ class DistributedModel(ReducerDDP):
             tensors, reducer_group = gradient_tensors(output), self._gradient_group
             pending.forwards += 1
             if reduces:
+                pending.reducing += 1
                 pending.prepared += not self.find_unused_parameters or ddp_finds_all(tensors, output)
                 reducer_group.expect_backward()
             if tensors:
@@ -279,11 +281,12 @@ class DistributedModel(ReducerDDP):
         pending, backward = self._pending, current_backward()
         if backward == pending.last_backward:
             return
-        forwards, prepared = pending.forwards, pending.prepared
-        pending.forwards, pending.prepared, pending.last_backward = 0, 0, backward
+        forwards, reducing, prepared = pending.forwards, pending.reducing, pending.prepared
+        pending.forwards = pending.reducing = pending.prepared = 0
+        pending.last_backward = backward
         if self._is_sharing:
             self._check_no_shared_backward(backward)
-        if not (prepared or self.require_backward_grad_sync):
+        if not (reducing or self.require_backward_grad_sync):
             return
         self._gradient_group.expect_backward()
         if prepared == 0:
