@@ -162,7 +162,7 @@ BatchNormBase = _BatchNorm
 InstanceNormBase = _InstanceNorm
 
 
-def without_compile(model: nn.Module) -> nn.Module:
+def unwrap_compiled(model: nn.Module) -> nn.Module:
     """Return the original module if `model` is a torch.compile wrapper, otherwise `model`. Checked with torch 2.14."""
     inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner

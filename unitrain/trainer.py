@@ -36,8 +36,8 @@ from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.optim.loss_weighting import GlobalMean, read_training_loss
 from unitrain.optim.precision import Precision, allow_tf32
-from unitrain.optim.schedulers import BuildScheduler, EpochScheduler, PlannedScheduler
-from unitrain.optim.step import Forward, ForwardFunction, Update, backward, without_gradients
+from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory
+from unitrain.optim.step import Forward, ForwardFunction, Update, backward, block_gradients
 from unitrain.progress.reporter import RunReporter
 from unitrain.progress.stopping import StopCoordinator, SyncPoint
 from unitrain.progress.timing import LoopTimer
@@ -75,7 +75,7 @@ class Trainer:
         *,
         backend: Backend,
         config: TrainConfig,
-        scheduler: LRScheduler | BuildScheduler | None = None,
+        scheduler: LRScheduler | SchedulerFactory | None = None,
         metrics: Mapping[str, Metric] | nn.Module | None = None,
         forward: ForwardFunction | None = None,
         callbacks: Sequence[Callback] = (),
@@ -408,7 +408,7 @@ class Trainer:
                 loss = read_training_loss(self.loss_fn(*self._forward(self.model, batch)))
             weighted = self._mean.weighted(loss, micro_batch)
             if self.config.find_unused_parameters and is_dummy:
-                weighted = without_gradients(weighted)  # otherwise a dummy batch would create zero gradients
+                weighted = block_gradients(weighted)  # otherwise a dummy batch would create zero gradients
             scaled = self._timer.measure_backward(self._precision.scale(weighted))
             backward(scaled, *(self._mean.overlapped_work() + self._prefetch.overlapped_work() if ends_step else ()))
         self.last_loss = loss.value
@@ -475,7 +475,7 @@ class Trainer:
     def _learning_rate(self) -> float:
         """Return the learning rate of the first parameter group in the next step."""
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return rate if self._rates is None else rate * self._rates.at(self.progress.step)
+        return rate if self._rates is None else rate * self._rates.factor_at(self.progress.step)
 
     def _discard_partial_step(self) -> None:
         """Discard the gradients of a step that an exception interrupted in an earlier `fit`. The step is repeated."""

@@ -49,7 +49,7 @@ _TOPICS = topic_by_option(
     diagnosis="--verbose",
 )
 # The variables that horovodrun sets for these options (horovod.runner.common.util.config_parser).
-_VALUES = {
+_VARIABLE_BY_OPTION = {
     "--cycle-time-ms": "CYCLE_TIME", "--cache-capacity": "CACHE_CAPACITY", "--num-nccl-streams": "NUM_NCCL_STREAMS",
     "--autotune-log-file": "AUTOTUNE_LOG", "--autotune-warmup-samples": "AUTOTUNE_WARMUP_SAMPLES",
     "--autotune-steps-per-sample": "AUTOTUNE_STEPS_PER_SAMPLE",
@@ -86,7 +86,8 @@ def read(words: Sequence[str]) -> Job:
         raise LaunchError("The horovodrun command lacks the number of processes. Add: -np N")
     options.take_all("--gloo", "--disable-cache")  # the defaults of `write`
     tuning_options = [
-        _tuning_option(option) for option in options.take_all("--fusion-threshold-mb", "--tcp", *_VALUES, *_SWITCHES)
+        _tuning_option(option)
+        for option in options.take_all("--fusion-threshold-mb", "--tcp", *_VARIABLE_BY_OPTION, *_SWITCHES)
     ]
     passed_on = [
         _passed_on_option(option) for option in options.take_all("--mpi-args", "--binding-args", "--network-interfaces")
@@ -124,8 +125,8 @@ def _tuning_option(option: ParsedOption) -> LauncherOption:
         variables = {"HOROVOD_FUSION_THRESHOLD": str(megabytes * 1024 * 1024)}
     elif option.name == "--tcp":
         variables = {"NCCL_IB_DISABLE": "1"}
-    elif option.name in _VALUES:
-        variables = {f"HOROVOD_{_VALUES[option.name]}": option.values[0]}
+    elif option.name in _VARIABLE_BY_OPTION:
+        variables = {f"HOROVOD_{_VARIABLE_BY_OPTION[option.name]}": option.values[0]}
     else:
         name, value = _SWITCHES[option.name]
         variables = {f"HOROVOD_{name}": value}

@@ -12,11 +12,11 @@ from unitrain.launchers.srun import DEFAULT_OPTIONS, task_options
 from unitrain.launchers.translation.hosts import divide_evenly, expand_nodelist
 from unitrain.launchers.translation.job import Job, LauncherOption, number
 from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
-from unitrain.launchers.translation.words import expansion, join
+from unitrain.launchers.translation.words import join, mark_expansion
 from unitrain.launchers.translation.writing import Line, Translation, options_for, restart_notes, variables_for
 
 LAUNCHER = "srun"
-FIRST_HOST = expansion('"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"')
+FIRST_HOST = mark_expansion('"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"')
 _SHORT = {
     "-A": "--account", "-b": "--begin", "-c": "--cpus-per-task", "-d": "--dependency", "-D": "--chdir", "-e": "--error",
     "-E": "--preserve-env", "-H": "--hold", "-i": "--input", "-I": "--immediate", "-J": "--job-name", "-k": "--no-kill",

@@ -81,7 +81,7 @@ def quote(word: str) -> str:
     return text
 
 
-def expansion(text: str) -> str:
+def mark_expansion(text: str) -> str:
     """Return text that a shell expands, marked as a word or a part of one."""
     return f"{_OPEN}{text}{_CLOSE}"
 
@@ -133,13 +133,13 @@ def _part(line: str, at: int) -> tuple[str, int]:
         here == "$" and line[at + 1 : at + 2] == '"'
     ):  # locale translation, which leaves the text as it is in the C locale
         return _quoted(line, at + 1)
-    if here == "{" and (end := _braces(line, at)) > at:
-        return expansion(line[at:end]), end
+    if here == "{" and (end := _braces_end(line, at)) > at:
+        return mark_expansion(line[at:end]), end
     if here in "$`":
-        end = _expansion(line, at)
-        return (expansion(line[at:end]), end) if end > at + 1 else (here, at + 1)
+        end = _expansion_end(line, at)
+        return (mark_expansion(line[at:end]), end) if end > at + 1 else (here, at + 1)
     if here in "*?[" or (here == "~" and (at == 0 or line[at - 1] in " \t=:")):
-        return expansion(here), at + 1
+        return mark_expansion(here), at + 1
     return here, at + 1
 
 
@@ -151,16 +151,16 @@ def _quoted(line: str, at: int) -> tuple[str, int]:
             text += "" if line[at + 1] == "\n" else line[at + 1]
             at += 2
             continue
-        end = _expansion(line, at) if line[at] in "$`" else at
+        end = _expansion_end(line, at) if line[at] in "$`" else at
         if end > at + 1:
-            text += expansion(f'"{line[at:end]}"')
+            text += mark_expansion(f'"{line[at:end]}"')
             at = end
         else:
             text += line[at]
             at += 1
     if at >= len(line):
         raise _unclosed_quote_error('"', line[start:])
-    return text or expansion('""'), at + 1
+    return text or mark_expansion('""'), at + 1
 
 
 def _ansi_quoted(line: str, at: int) -> tuple[str, int]:
@@ -177,7 +177,7 @@ def _ansi_quoted(line: str, at: int) -> tuple[str, int]:
     try:
         return os.fsencode(text).decode(), end + 1
     except UnicodeDecodeError:
-        return expansion(line[at : end + 1]), end + 1
+        return mark_expansion(line[at : end + 1]), end + 1
 
 
 def _unescaped(escape: str) -> str:
@@ -194,7 +194,7 @@ def _unescaped(escape: str) -> str:
     return _ESCAPED.get(kind, kind if kind in "\\'\"?" else f"\\{kind}")
 
 
-def _braces(line: str, at: int) -> int:
+def _braces_end(line: str, at: int) -> int:
     """Return the index after the braces at `at` if bash expands them, as in {a,b} and {0..9}; else `at`."""
     depth, comma, here = 0, False, at
     while here < len(line):
@@ -212,7 +212,7 @@ def _braces(line: str, at: int) -> int:
     return at
 
 
-def _expansion(line: str, at: int) -> int:
+def _expansion_end(line: str, at: int) -> int:
     """Return the index after the expansion that begins at `at`; `at` itself for a literal $."""
     if line[at] == "`":
         end = line.find("`", at + 1)

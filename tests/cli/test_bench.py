@@ -17,7 +17,7 @@ from requirements import needs_mpi
 from torch import Tensor
 
 from unitrain.bench import results, tables
-from unitrain.bench.collectives import _collective, round_up_bytes
+from unitrain.bench.collectives import _make_collective, round_up_bytes
 from unitrain.bench.results import OPERATIONS, bus_factor
 from unitrain.cli import unitrain as command
 from unitrain.errors import ReportError
@@ -68,7 +68,7 @@ def test_collectives_are_measured_on_every_backend_and_transport(tmp_path: Path)
         assert heading in output
     # The page has the cells of the table, and two charts per operation.
     text = page.read_text()
-    headings, rows = tables.texts(tables.collectives(result))
+    headings, rows = tables.table_texts(tables.collectives(result))
     assert len(rows) == len(OPERATIONS) * len(SIZES)
     assert all(f"<td>{cell}</td>" in text for row in rows for cell in row)
     assert text.count("<svg") == 2 * len(OPERATIONS)
@@ -116,7 +116,7 @@ def test_the_size_of_an_operation_is_that_of_the_complete_array() -> None:
         size = round_up_bytes(1000, ranks)
         assert size == {2: 1000, 3: 1008}[ranks]
         for operation in OPERATIONS:
-            _collective(ranked, operation, 1000)()  # type: ignore[arg-type]
+            _make_collective(ranked, operation, 1000)()  # type: ignore[arg-type]
         assert {name: tensor.nbytes for name, tensor in given.items()} == {
             "allreduce": size, "allgather": size // ranks, "reducescatter": size, "broadcast": size,
         }  # fmt: skip
@@ -138,7 +138,7 @@ def test_the_table_divides_bytes_by_median_seconds() -> None:
         "ranks": 3, "num_nodes": 1, "device": "cpu", "rows": [{**row, "seconds": [9.0, 0.003, 0.001]}],
         "floors": [{"name": "memory copy", "bytes": 3 << 20, "seconds": [0.0015] * 3}],
     }  # fmt: skip
-    ((operation, size, seconds, algorithm, bus, floor),) = tables.texts(tables.collectives(result))[1]
+    ((operation, size, seconds, algorithm, bus, floor),) = tables.table_texts(tables.collectives(result))[1]
     assert (operation, size, seconds) == ("allreduce", "3 MB", "3 ms")
     assert (algorithm, bus, floor) == ("1.05", "1.4", "2.1")  # 3 * 2^20 B / 3 ms, times 4 / 3, and 3 * 2^20 B / 1.5 ms
 

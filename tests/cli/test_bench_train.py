@@ -145,7 +145,7 @@ def test_training_is_measured_on_every_backend_transport_and_setting(tmp_path: P
     assert results.efficiency(result, single) == 1
     median = {row["ranks"]: results.quartiles(row["seconds"])[1] for row in (single, two)}
     assert results.efficiency(result, two) == pytest.approx(median[1] / median[2])
-    rows = tables.texts(tables.train(result))[1]
+    rows = tables.table_texts(tables.train(result))[1]
     assert len(rows) == 8
     text = page.read_text()
     assert all(f"<td>{cell}</td>" in text for row in rows for cell in row)

@@ -141,8 +141,8 @@ def test_a_learning_rate_scaled_by_one_backend_is_named(script: str, tmp_path: P
     row = found["horovod", "gloo"]
     assert row["status"] == "differs"
     assert row["reasons"] == ["the learning rate of step 1 is 0.2 instead of 0.1"]
-    assert row["difference"]["first_data"] is None
-    assert row["difference"]["first_loss"] == 2, "the first loss is computed before the first update"
+    assert row["difference"]["first_data_step"] is None
+    assert row["difference"]["first_loss_step"] == 2, "the first loss is computed before the first update"
     assert "horovod over gloo, 2 ranks differs:\n  the learning rate of step 1 is 0.2 instead of 0.1.\n" in output
 
 
@@ -161,7 +161,7 @@ def test_an_unseeded_shuffle_and_a_diverging_rank_are_named(script: str, tmp_pat
     code, output, report = verify(tmp_path, "--steps", "5", "--backends", "local,ddp", script, "shuffle and nudge")
     assert code == 1
     row = rows(report)["ddp", "gloo"]
-    assert row["difference"]["first_data"] == 1
+    assert row["difference"]["first_data_step"] == 1
     assert not row["replicas_bit_equal"]
     data, replica = row["reasons"]
     assert data.startswith("step 1 has other samples. Seed everything that shuffles")
@@ -196,7 +196,7 @@ def test_with_dropout_only_the_single_process_differs_by_design(script: str, tmp
     local = found["local", "none"]
     assert local["status"] == "by design"
     assert local["difference"]["parameters"]["delta"] > 1e-3
-    assert local["difference"]["first_data"] is None
+    assert local["difference"]["first_data_step"] is None
     assert "training draws random numbers (torch), for example for dropout" in local["reasons"][0]
     assert output.endswith("Verdict: the same numbers, except for differences by design.\n")
 
@@ -295,13 +295,13 @@ def record(
     data: Dataset[Any] | DataLoader[Any] | None = None,
     loss_fn: Any = None,
     upto: int = 5,
-    as_ranks: int = 1,
+    emulated_ranks: int = 1,
     float64: bool = False,
     **settings: Any,
 ) -> Record:
     """Train on one rank like a verified script, and return the record."""
     folder.mkdir()
-    Request(steps=upto, as_ranks=as_ranks, float64=float64).write(folder)
+    Request(steps=upto, emulated_ranks=emulated_ranks, float64=float64).write(folder)
     model, optimizer = made or make()
     config = unitrain.TrainConfig(**{"max_epochs": 9, "batch_size": 4, "progress": "off", **settings})
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
@@ -320,7 +320,9 @@ def record(
 
 
 def compared(*records: Record) -> Group:
-    outcomes = [Outcome(run=Run(backend="local", as_ranks=1, processes=1), seconds=0.0, record=one) for one in records]
+    outcomes = [
+        Outcome(run=Run(backend="local", emulated_ranks=1, processes=1), seconds=0.0, record=one) for one in records
+    ]
     return compare_outcomes(1, outcomes, 1e-6, float64=False)
 
 
@@ -342,9 +344,9 @@ def test_the_record_equals_a_plain_torch_loop(tmp_path: Path, monkeypatch: pytes
         optimizer.zero_grad()
         losses.append(loss.item())
     assert found.losses() == losses
-    assert found.global_batch() == [4] * 7
+    assert found.global_batch_sizes() == [4] * 7
     assert found.learning_rates() == [[0.1]] * 7
-    data = found.data()
+    data = found.sample_digests()
     assert data[6] == data[0], "the second epoch starts with the same samples as the first"
     assert data[0] == digest_of_samples([inputs[:4], targets[:4]], 4) % 2**64
     from safetensors.torch import load_file
@@ -362,13 +364,13 @@ def test_one_process_trains_with_the_global_batch_of_several_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = record(tmp_path / "a", monkeypatch, batch_size=12)
-    as_three = record(tmp_path / "b", monkeypatch, as_ranks=3)
-    fixed = record(tmp_path / "c", monkeypatch, as_ranks=3, batch_size=4, global_batch_size=12)
+    as_three = record(tmp_path / "b", monkeypatch, emulated_ranks=3)
+    fixed = record(tmp_path / "c", monkeypatch, emulated_ranks=3, batch_size=4, global_batch_size=12)
     loader = DataLoader(samples(), batch_size=4, shuffle=True)
-    loaded = record(tmp_path / "d", monkeypatch, as_ranks=3, data=loader, batch_size=None)
+    loaded = record(tmp_path / "d", monkeypatch, emulated_ranks=3, data=loader, batch_size=None)
     for found in (as_three, fixed, loaded):
-        assert found.global_batch() == own.global_batch() == [12] * 5
-        assert found.data() == own.data()
+        assert found.global_batch_sizes() == own.global_batch_sizes() == [12] * 5
+        assert found.sample_digests() == own.sample_digests()
         assert found.batch_norm_groups() == [[4, 4, 4]] * 5
         assert second(own, found).status == "same numbers"
     assert own.batch_norm_groups() == [[12]] * 5
@@ -386,8 +388,8 @@ def test_one_process_normalizes_over_the_same_groups_as_several_ranks(
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     complete = record(tmp_path / "whole", monkeypatch, made=normalised(), batch_size=12)
-    synced = record(tmp_path / "all", monkeypatch, made=normalised(), as_ranks=3, sync_batch_norm=True)
-    own = record(tmp_path / "own", monkeypatch, made=normalised(), as_ranks=3)
+    synced = record(tmp_path / "all", monkeypatch, made=normalised(), emulated_ranks=3, sync_batch_norm=True)
+    own = record(tmp_path / "own", monkeypatch, made=normalised(), emulated_ranks=3)
     assert [found.first.batch_statistics for found in (complete, synced, own)] == ["rank", "all", "rank"]
     assert synced.batch_norm_groups() == [[12]] * 5
     assert own.batch_norm_groups() == [[4, 4, 4]] * 5
@@ -400,13 +402,13 @@ def test_compressed_gradients_differ_by_design_between_numbers_of_ranks(
 ) -> None:
     one = record(tmp_path / "a", monkeypatch, compression="bf16", batch_size=12)
     exact = record(tmp_path / "b", monkeypatch, batch_size=12)
-    assert (one.first.rounding, exact.first.rounding) == ("bf16", "none")
+    assert (one.first.compression_dtype, exact.first.compression_dtype) == ("bf16", "none")
     assert second(one, exact).status == "differs", "the same number of ranks rounds in the same way"
-    of_two = Record([replace(exact.first, size=2, rounding="bf16")], exact.folder)
+    of_two = Record([replace(exact.first, size=2, compression_dtype="bf16")], exact.folder)
     rows = {row.status: row for row in compared(one, of_two).rows}
     assert rows.keys() == {"reference", "by design"}
     assert "each rank rounds its gradients to bf16 before they are reduced" in rows["by design"].reasons[0]
-    unrounded = Record([replace(one.first, size=2, rounding="none")], one.folder)
+    unrounded = Record([replace(one.first, size=2, compression_dtype="none")], one.folder)
     assert {row.status for row in compared(exact, unrounded).rows} == {"reference", "differs"}
 
 
@@ -416,7 +418,7 @@ def test_losses_are_weighted_by_tokens(tmp_path: Path, monkeypatch: pytest.Monke
         return ((output - target) ** 2 * kept).sum(), kept.sum()
 
     complete = record(tmp_path / "a", monkeypatch, batch_size=12, loss_fn=summed)
-    parts = record(tmp_path / "b", monkeypatch, as_ranks=3, loss_fn=summed)
+    parts = record(tmp_path / "b", monkeypatch, emulated_ranks=3, loss_fn=summed)
     assert complete.losses() == pytest.approx(parts.losses(), rel=1e-6)
     assert second(complete, parts).status == "same numbers"
 
@@ -480,19 +482,19 @@ def test_a_wrong_gradient_is_found_at_any_learning_rate(tmp_path: Path, monkeypa
             # The loss has the same value in all runs, so only gradients differ.
             for one, other, same in ((right, again, True), (right, wrong, False)):
                 found = compare(other, one, 1e-8 if float64 else 1e-6, float64=float64)
-                assert found.parameters.within == same or not found.parameters.resolved, (rate, float64)
+                assert found.parameters.is_within_tolerance == same or not found.parameters.is_resolved, (rate, float64)
                 assert not same or found.parameters.delta == 0
                 if float64:
-                    assert found.parameters.resolved
-                    assert found.parameters.within == same, rate
-                assert found.state.within == same, (rate, float64, "momentum accumulates gradients")
+                    assert found.parameters.is_resolved
+                    assert found.parameters.is_within_tolerance == same, rate
+                assert found.state.is_within_tolerance == same, (rate, float64, "momentum accumulates gradients")
     state = compare(
         record(tmp_path / "wrong", monkeypatch, made=adamw(), loss_fn=scaled(10.0)),
         record(tmp_path / "right", monkeypatch, made=adamw()),
         1e-6,
         float64=False,
     ).state
-    assert not state.within
+    assert not state.is_within_tolerance
 
 
 def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +513,7 @@ def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, mo
             for number in range(2)
         ]
         outcomes = [
-            Outcome(run=Run(backend=name, as_ranks=1, processes=1), seconds=0.0, record=one)
+            Outcome(run=Run(backend=name, emulated_ranks=1, processes=1), seconds=0.0, record=one)
             for name, one in zip(("local", "ddp"), runs, strict=True)
         ]
         return compare_outcomes(1, outcomes, 1e-8 if float64 else 0.0, float64=float64)
@@ -536,7 +538,7 @@ def test_settings_derived_from_the_number_of_ranks_differ_by_design(
     one, two = record(tmp_path / "a", monkeypatch), record(tmp_path / "b", monkeypatch, made=make(lr=0.2))
     of_two = Record([replace(two.first, size=2)], two.folder)
     outcomes = [
-        Outcome(run=Run(backend=name, as_ranks=2, processes=processes), seconds=0.0, record=found)
+        Outcome(run=Run(backend=name, emulated_ranks=2, processes=processes), seconds=0.0, record=found)
         for name, processes, found in (("local", 1, one), ("ddp", 2, of_two), ("horovod", 2, of_two))
     ]
     rows = {row.outcome.run.backend: row for row in compare_outcomes(2, outcomes, 1e-6, float64=False).rows}

@@ -26,7 +26,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
 from unitrain.errors import CallbackError, ConfigError, LoggerError, MissingDependencyError, Preempted, TensorError
 from unitrain.loggers import background
-from unitrain.loggers.logger import Logger, Start, import_package
+from unitrain.loggers.logger import Logger, RunInfo, import_package
 from unitrain.testing import RankGroup
 from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.record import RECORDER, Request
@@ -91,9 +91,9 @@ class Kept(Logger):
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def start(self, start: Start) -> None:
-        self.calls.append(("start", start.step))
-        self.description = start.description
+    def start(self, run_info: RunInfo) -> None:
+        self.calls.append(("start", run_info.step))
+        self.description = run_info.description
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.calls.append(("log", step, dict(values)))
@@ -116,7 +116,7 @@ class NeedsAPackage(Logger):
 
 
 class FailsInStart(Kept):
-    def start(self, start: Start) -> None:
+    def start(self, run_info: RunInfo) -> None:
         raise ConnectionError("no server")
 
 
@@ -133,7 +133,7 @@ class Hangs(Kept):
 
 
 class HangsInStart(Kept):
-    def start(self, start: Start) -> None:
+    def start(self, run_info: RunInfo) -> None:
         threading.Event().wait(60)
 
 
@@ -464,7 +464,7 @@ def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -
 
 
 def test_verified_run_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Request(steps=2, as_ranks=1).write(tmp_path)
+    Request(steps=2, emulated_ranks=1).write(tmp_path)
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, str(tmp_path)))
     monkeypatch.setattr("atexit.register", lambda *_: None)  # of a backend that is shut down then
     kept = Kept()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unitrain.loggers.logger import Start
+from unitrain.loggers.logger import RunInfo
 from unitrain.loggers.mlflow import MLflowLogger
 
 Points = list[tuple[str, int, float]]
@@ -107,7 +107,7 @@ def _empty_mlflow_database() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         logger = MLflowLogger("another experiment")
         logger.prepare(Path(folder))
-        logger.start(Start(0, Path(folder), {}))
+        logger.start(RunInfo(0, Path(folder), {}))
         logger.finish("finished")
         return (Path(folder) / "mlflow.db").read_bytes()
 

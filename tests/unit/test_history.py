@@ -21,7 +21,7 @@ from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
 from unitrain.loggers.json_lines import drop_rows_after
 from unitrain.progress.history import History
-from unitrain.report.figures import counts_epochs
+from unitrain.report.figures import has_epoch_axis
 from unitrain.report.record import read_records
 from unitrain.trainer import Trainer
 
@@ -123,7 +123,7 @@ def test_history_of_a_stream_has_no_fraction_of_an_epoch(tmp_path: Path) -> None
     assert (start["samples_per_epoch"], start["steps_per_epoch"]) == (None, None)
     assert [row["epochs"] for row in rows(tmp_path, "history.jsonl")] == [1, 2]
     assert [row["epochs"] for row in rows(tmp_path, "steps.jsonl")] == [None] * 6
-    assert not counts_epochs(read_records([tmp_path]))  # a report shows it by steps
+    assert not has_epoch_axis(read_records([tmp_path]))  # a report shows it by steps
 
 
 def test_history_continues_after_a_stop_within_an_epoch(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_commands_for_root_have_no_sudo() -> None:
 
 
 def test_all_missing_requirements_are_reported_together() -> None:
-    assert len(list(needs.missing(changed(compiler=None, make=None, mpi=None), mpi=True, cuda=False))) == 3
+    assert len(list(needs.missing_requirements(changed(compiler=None, make=None, mpi=None), mpi=True, cuda=False))) == 3
 
 
 def test_missing_mpi_is_a_note_if_it_was_not_requested() -> None:

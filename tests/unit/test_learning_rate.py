@@ -22,15 +22,15 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 
 def test_learning_rate_factors_follow_the_policy() -> None:
-    assert LearningRateFactor("linear", 256, 1024, 0).at(0) == 4.0
-    assert LearningRateFactor("sqrt", 256, 1024, 0).at(0) == 2.0
-    assert LearningRateFactor("linear", 1024, 256, 0).at(0) == 0.25
-    assert math.isclose(LearningRateFactor("sqrt", 100, 200, 0).at(9), math.sqrt(2))
+    assert LearningRateFactor("linear", 256, 1024, 0).factor_at(0) == 4.0
+    assert LearningRateFactor("sqrt", 256, 1024, 0).factor_at(0) == 2.0
+    assert LearningRateFactor("linear", 1024, 256, 0).factor_at(0) == 0.25
+    assert math.isclose(LearningRateFactor("sqrt", 100, 200, 0).factor_at(9), math.sqrt(2))
 
 
 def test_warmup_grows_linearly_from_1_to_the_full_factor() -> None:
     factor = LearningRateFactor("linear", 256, 1024, 6)
-    assert [factor.at(step) for step in (0, 1, 2, 3, 4, 5, 6, 7, 100)] == [1, 1.5, 2, 2.5, 3, 3.5, 4, 4, 4]
+    assert [factor.factor_at(step) for step in (0, 1, 2, 3, 4, 5, 6, 7, 100)] == [1, 1.5, 2, 2.5, 3, 3.5, 4, 4, 4]
     assert str(factor) == "learning rates x 4: linear from batches of 256 to 1024, reached after 6 steps"
 
 

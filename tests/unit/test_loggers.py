@@ -14,7 +14,7 @@ import pytest
 from unitrain.loggers.background import BackgroundLogger
 from unitrain.loggers.csv import CSVLogger
 from unitrain.loggers.json_lines import JSONLinesLogger
-from unitrain.loggers.logger import Logger, Start
+from unitrain.loggers.logger import Logger, RunInfo
 from unitrain.loggers.mlflow import MLflowLogger
 from unitrain.loggers.tensorboard import TensorBoardLogger
 from unitrain.loggers.wandb import WandbLogger
@@ -39,7 +39,7 @@ def _mlflow_database(tmp_path: Path) -> None:
 def run(logger: Logger, folder: Path, first: int, last: int, *, offset: float) -> None:
     """Log "loss" in the steps after `first`, "even" and "rate" in every second step, and an image after the last."""
     logger.prepare(folder)
-    background = BackgroundLogger(logger, Start(first, folder, DESCRIPTION))
+    background = BackgroundLogger(logger, RunInfo(first, folder, DESCRIPTION))
     for step in range(first + 1, last + 1):
         background.call("log", {"loss": step + offset}, step)
         if step % 2 == 0:
@@ -91,7 +91,7 @@ def test_nan_and_unusual_names_are_logged(kind: str, tmp_path: Path) -> None:
     make, read = LOGGERS[kind]
     logger = make()
     logger.prepare(tmp_path)
-    logger.start(Start(0, tmp_path, DESCRIPTION))
+    logger.start(RunInfo(0, tmp_path, DESCRIPTION))
     logger.log({"loss": math.nan, "rate": math.inf}, 1)
     logger.log({"loss": 0.5, "strange # name": 1.0}, 2)
     logger.finish("failed")
@@ -131,7 +131,7 @@ def test_wandb_and_tensorboard_have_tables_and_histograms(tmp_path: Path) -> Non
     counts, edges = np.array([1, 0, 3]), np.array([0.0, 1.0, 2.0, 3.0])
     for logger in (WandbLogger("things", mode="offline"), TensorBoardLogger()):
         logger.prepare(tmp_path)
-        logger.start(Start(0, tmp_path, DESCRIPTION))
+        logger.start(RunInfo(0, tmp_path, DESCRIPTION))
         logger.histogram("weights", counts, edges, 4)
         logger.table("worst", ["label", "a|b"], [[7, "x"], [None, 1.5]], 4)
         logger.finish("finished")

@@ -15,7 +15,7 @@ import pytest
 
 from unitrain.bootstrap.authentication import authenticate
 from unitrain.monitoring import supervisor_client
-from unitrain.supervisor.ranks import Ranks
+from unitrain.supervisor.ranks import RankConnections
 
 KEY = "0123456789abcdef"
 # A rank without torch, which ends in order, after a checkpoint, or is killed.
@@ -43,7 +43,7 @@ if ending == "is killed":
 class Rank:
     """A process that is a rank of job "mine"."""
 
-    def __init__(self, ranks: Ranks, rank: int, ending: str, job: str = "mine", key: str = KEY) -> None:
+    def __init__(self, ranks: RankConnections, rank: int, ending: str, job: str = "mine", key: str = KEY) -> None:
         variables = {"UNITRAIN_SUPERVISOR": ranks.address, "UNITRAIN_JOB": job, "UNITRAIN_JOB_KEY": key}
         self.process = subprocess.Popen(
             [sys.executable, "-c", RANK, str(rank), ending],
@@ -69,51 +69,56 @@ def wait_until(happens: Callable[[], object]) -> None:
 
 
 def test_the_first_killed_rank_is_known_unless_another_rank_ended_before() -> None:
-    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         dies, leaves = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "ends in order")
         wait_until(lambda: len(ranks._connections) == 2)
         assert dies.end() == -signal.SIGKILL
-        wait_until(lambda: ranks.lost)
+        wait_until(lambda: ranks.crashed_ranks)
         assert leaves.end() == 0
-        ranks.end_all(30)
-        assert (ranks.lost, ranks.first_lost, ranks.unreachable, ranks.is_preempted) == ([1], 1, [], False)
-    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
+        ranks.exit_all_ranks(30)
+        assert (ranks.crashed_ranks, ranks.first_crashed_rank, ranks.unreachable, ranks.is_preempted) == (
+            [1],
+            1,
+            [],
+            False,
+        )
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         dies, leaves = Rank(ranks, 1, "is killed"), Rank(ranks, 0, "ends in order")
         wait_until(lambda: len(ranks._connections) == 2)
         assert leaves.end() == 0
         wait_until(lambda: len(ranks._connections) == 1)
         dies.end()
-        ranks.end_all(30)
-        assert (ranks.lost, ranks.first_lost) == ([1], None)
+        ranks.exit_all_ranks(30)
+        assert (ranks.crashed_ranks, ranks.first_crashed_rank) == ([1], None)
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_rank_0_receives_the_request_to_end_before_or_after_it_connects(early: bool) -> None:
-    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         if early:
-            ranks.request_end()
+            ranks.request_exit()
         request_options = Rank(ranks, 0, "handles SIGTERM")
         if not early:
-            ranks.request_end()
+            ranks.request_exit()
         assert request_options.end() == 0
         wait_until(lambda: ranks.is_preempted)
-        assert ranks.lost == []
+        assert ranks.crashed_ranks == []
 
 
 def test_remaining_ranks_of_an_attempt_exit_immediately() -> None:
-    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         left = Rank(ranks, 1, "handles SIGTERM")
         wait_until(lambda: ranks._connections)
-        ranks.end_all(30)
+        ranks.exit_all_ranks(30)
         late = Rank(ranks, 0, "handles SIGTERM")
         for rank in (left, late):
             assert rank.process.wait(30) == 1
             rank.process.communicate()
-        wait_until(lambda: ranks.lost == [1, 0])
+        wait_until(lambda: ranks.crashed_ranks == [1, 0])
 
 
 def test_ranks_end_after_a_checkpoint_if_the_supervisor_has_ended() -> None:
-    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         handles, plain = Rank(ranks, 0, "handles SIGTERM"), Rank(ranks, 1, "has no handler")
         wait_until(lambda: len(ranks._connections) == 2)
     assert handles.end() == 0
@@ -121,7 +126,7 @@ def test_ranks_end_after_a_checkpoint_if_the_supervisor_has_ended() -> None:
 
 
 def test_connections_without_the_key_or_job_are_ignored() -> None:
-    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
         other = Rank(ranks, 0, "ends in order", job="another")
         without_key = Rank(ranks, 0, "ends in order", key="another")
         host, _, port = ranks.address.rpartition(":")
@@ -130,8 +135,8 @@ def test_connections_without_the_key_or_job_are_ignored() -> None:
                 connection.sendall(text)
         assert (other.end(), without_key.end()) == (0, 0)
         assert "rank 0 cannot reach unitrain launch" in without_key.stderr
-        ranks.end_all(0)
-        assert (ranks.lost, ranks.unreachable, ranks.is_preempted) == ([], [], False)
+        ranks.exit_all_ranks(0)
+        assert (ranks.crashed_ranks, ranks.unreachable, ranks.is_preempted) == ([], [], False)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:x", ":"])
@@ -145,7 +150,11 @@ def test_an_invalid_supervisor_address_is_reported_without_an_error(
 
 def test_rank_is_served_after_connections_could_not_be_accepted() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with Ranks("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks, socket.socket() as first, socket.socket() as second:
+    with (
+        RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks,
+        socket.socket() as first,
+        socket.socket() as second,
+    ):
         raised = resource.getrlimit(resource.RLIMIT_NOFILE)
         address = ("127.0.0.1", int(ranks.address.rpartition(":")[2]))
         next_descriptor = os.dup(first.fileno())

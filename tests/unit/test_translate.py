@@ -904,7 +904,9 @@ def test_syntax_has_every_option_of_horovodrun(monkeypatch: pytest.MonkeyPatch) 
     assert not missing(horovodrun.SYNTAX, known)
 
 
-@pytest.mark.parametrize("tuning", [*horovodrun._VALUES, *horovodrun._SWITCHES, "--fusion-threshold-mb", "--tcp"])
+@pytest.mark.parametrize(
+    "tuning", [*horovodrun._VARIABLE_BY_OPTION, *horovodrun._SWITCHES, "--fusion-threshold-mb", "--tcp"]
+)
 def test_tuning_options_of_horovodrun_become_variables(tuning: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod.runner import launch
     from horovod.runner.common.util import config_parser

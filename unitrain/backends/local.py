@@ -21,7 +21,7 @@ from unitrain.backends.gradients.unused_parameters import check_first_backward
 from unitrain.backends.sharding.optimizer_state import check_sharded_optimizer
 from unitrain.bootstrap.devices import choose_device
 from unitrain.errors import ConfigError, LauncherMismatchError
-from unitrain.torch_compat import without_compile
+from unitrain.torch_compat import unwrap_compiled
 
 
 class LocalBackend(Backend, SupportsPowerSGD):
@@ -136,7 +136,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        is_distributed = isinstance(model, nn.Module) and without_compile(model) in self._gradients
+        is_distributed = isinstance(model, nn.Module) and unwrap_compiled(model) in self._gradients
         checks.check_is_distributed(model, is_distributed)
         return self._accumulate()
 
@@ -154,7 +154,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         checks.check_is_module("unwrap(model)", model)
-        return without_compile(model)
+        return unwrap_compiled(model)
 
     def __exit__(self, *error: Any) -> None:
         self.shutdown()  # also during an exception, because the launcher cannot report another rank as failed

@@ -48,7 +48,7 @@ from unitrain.torch_compat import (
     default_process_group,
     reduce_scatter,
     set_transport_timeout,
-    without_compile,
+    unwrap_compiled,
 )
 
 _TORCH_OPS = {
@@ -283,7 +283,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
             optimizer.defaults = (
                 defaults  # load_state_dict adds entries, which later groups would have on this rank only
             )
-        distributed = without_compile(model)
+        distributed = unwrap_compiled(model)
         if isinstance(distributed, DistributedModel):
             check_before_step(optimizer, distributed.check_reduced)
         if shard == "state":
@@ -291,15 +291,15 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        distributed = without_compile(model)
+        distributed = unwrap_compiled(model)
         checks.check_is_distributed(model, isinstance(distributed, DistributedModel))
         assert isinstance(distributed, DistributedModel)
         return distributed.no_sync()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         checks.check_is_module("unwrap(model)", model)
-        model = without_compile(model)
-        return without_compile(model.module if isinstance(model, DistributedModel) else model)
+        model = unwrap_compiled(model)
+        return unwrap_compiled(model.module if isinstance(model, DistributedModel) else model)
 
     def report_failure(self, error: BaseException) -> None:
         self._monitor.report_failure(error)

@@ -44,15 +44,19 @@ def take_turn(backend: Backend, operation: str, size: int, calls: int) -> Turn:
     """
     began = time.perf_counter()
     if operation == "tcp stream":
-        seconds = _stream(backend, size, calls)
+        seconds = _time_tcp_stream(backend, size, calls)
     else:
-        call = _memory_copy(backend, size) if operation == "memory copy" else _collective(backend, operation, size)
+        call = (
+            _make_memory_copy(backend, size)
+            if operation == "memory copy"
+            else _make_collective(backend, operation, size)
+        )
         call()
-        seconds = _time(backend, call, calls)
+        seconds = _time_calls(backend, call, calls)
     return Turn(seconds, time.perf_counter() - began)
 
 
-def _time(backend: Backend, call: Callable[[], object], calls: int) -> float:
+def _time_calls(backend: Backend, call: Callable[[], object], calls: int) -> float:
     is_cuda = backend.device.type == "cuda"
     backend.barrier()
     if is_cuda:
@@ -65,7 +69,7 @@ def _time(backend: Backend, call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def _collective(backend: Communicator, operation: str, size: int) -> Callable[[], Tensor]:
+def _make_collective(backend: Communicator, operation: str, size: int) -> Callable[[], Tensor]:
     elements = round_up_bytes(size, backend.size) // _ELEMENT_BYTES
     if operation == "allgather":
         elements //= backend.size
@@ -77,13 +81,13 @@ def _collective(backend: Communicator, operation: str, size: int) -> Callable[[]
     return lambda: getattr(backend, operation)(tensor)
 
 
-def _memory_copy(backend: Communicator, size: int) -> Callable[[], Tensor]:
+def _make_memory_copy(backend: Communicator, size: int) -> Callable[[], Tensor]:
     source = torch.ones(round_up_bytes(size, backend.size) // _ELEMENT_BYTES, device=backend.device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
-def _stream(backend: Backend, size: int, calls: int) -> float | None:
+def _time_tcp_stream(backend: Backend, size: int, calls: int) -> float | None:
     """Time a plain TCP stream to rank 0, from a rank on another host if there is one. Return None if it fails."""
     nodes = backend.allgather_object(backend.node_rank)
     sender = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), 1)

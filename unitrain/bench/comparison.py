@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Any, Literal
 
-from unitrain.bench.results import name_of, quartiles
+from unitrain.bench.results import quartiles, row_name
 from unitrain.errors import ReportError
 
 Verdict = Literal["faster", "slower", "the same within noise", "too few rounds"]
@@ -107,5 +107,5 @@ def _name(row: dict[str, Any], result: dict[str, Any]) -> str:
     """Return a unique name for a row of a result."""
     if result["kind"] == "train":
         ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
-        return f"{result['target']}, {name_of(row)}, {ranks}"
-    return f"{row['operation']} of {row['bytes']:,} B, {name_of(row)}, {result['ranks']} ranks"
+        return f"{result['target']}, {row_name(row)}, {ranks}"
+    return f"{row['operation']} of {row['bytes']:,} B, {row_name(row)}, {result['ranks']} ranks"

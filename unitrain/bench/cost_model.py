@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from unitrain.bench.results import name_of, quartiles
+from unitrain.bench.results import quartiles, row_name
 from unitrain.errors import ConfigError, ReportError, did_you_mean
 
 
@@ -186,7 +186,7 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     includes the cost of the reduction, because the measurements do not separate the two. Raises ReportError for fewer
     than two sizes.
     """
-    rows = [row for row in result["rows"] if name_of(row) == name and row["operation"] == "allreduce"]
+    rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce"]
     ranks = result["ranks"]
     sizes = [row["bytes"] for row in rows]
     if len(set(sizes)) < 2:

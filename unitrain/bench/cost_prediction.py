@@ -19,7 +19,7 @@ from unitrain.bench.cost_model import (
     hierarchical_allreduce,
     parameter_server,
 )
-from unitrain.bench.results import name_of, names, quartiles
+from unitrain.bench.results import quartiles, row_name, row_names
 from unitrain.errors import ConfigError, ReportError
 
 # Bucket sizes of DistributedDataParallel in bytes. The first bucket is small, so that communication starts early.
@@ -163,7 +163,7 @@ def fit_networks(
         assert given is not None
         return {("", algorithm): (given, None) for algorithm in wanted}
     found: dict[tuple[str, str], Fit] = {}
-    for name in names(result):
+    for name in row_names(result):
         for algorithm, cost in wanted.items():
             fitted = calibrate(result, name, ALGORITHMS["ring"] if algorithm == HIERARCHICAL else cost)
             found[name, algorithm] = (fitted.network, fitted)
@@ -218,7 +218,7 @@ def _allreduce(cost: Cost, ranks: int, network: Network) -> Callable[[float], fl
     return lambda size: cost(ranks, size, network)
 
 
-def model_of(trained: dict[str, Any], bytes_per_parameter: float) -> Model:
+def model_from_result(trained: dict[str, Any], bytes_per_parameter: float) -> Model:
     """Return the model from the single-rank steps in a result of `bench train`.
 
     Raises ReportError if the result has no measurement on one rank.
@@ -255,13 +255,13 @@ def compare_with_measured(
         if row["setting"] is not None:
             continue
         for (name, algorithm), (network, _) in networks.items():
-            if row["ranks"] == 1 or name not in ("", name_of(row)):
+            if row["ranks"] == 1 or name not in ("", row_name(row)):
                 continue
             step = predict_step(model.work(), _allreduce(wanted[algorithm], row["ranks"], network))
             measured = quartiles(row["seconds"])[1]
             found.append(
                 {
-                    "name": name_of(row),
+                    "name": row_name(row),
                     "algorithm": algorithm,
                     "ranks": row["ranks"],
                     "measured": measured,

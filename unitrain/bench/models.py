@@ -39,22 +39,22 @@ def resolve(target: str) -> tuple[str, int]:
 
 def tiny() -> dict[str, Any]:
     """Return an MLP with two hidden layers of 64. Overhead dominates its step time."""
-    return _perceptron([64, 64])
+    return _mlp_arguments([64, 64])
 
 
 def mlp_25m() -> dict[str, Any]:
     """Return an MLP with 25 million parameters and four hidden layers, and thus a high communication volume."""
-    return _perceptron([2048, 3072, 3072, 2816])
+    return _mlp_arguments([2048, 3072, 3072, 2816])
 
 
 def resnet18() -> dict[str, Any]:
     """Return torchvision's ResNet-18 with 224 x 224 images."""
-    return _resnet("resnet18", batch_size=16)
+    return _resnet_arguments("resnet18", batch_size=16)
 
 
 def resnet50() -> dict[str, Any]:
     """Return torchvision's ResNet-50 with 224 x 224 images."""
-    return _resnet("resnet50", batch_size=16)
+    return _resnet_arguments("resnet50", batch_size=16)
 
 
 def gpt() -> dict[str, Any]:
@@ -63,7 +63,7 @@ def gpt() -> dict[str, Any]:
     text = torch.randint(_CHARACTERS, (_SAMPLES, _LENGTH + 1))
     data = TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return _arguments(model, optimizer, data, batch_size=32, loss_fn=_loss_of_characters)
+    return _trainer_arguments(model, optimizer, data, batch_size=32, loss_fn=_character_loss)
 
 
 class SmallGPT(nn.Module):
@@ -100,17 +100,17 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return self._images[index % 32], torch.tensor(index % 1000)
 
 
-def _perceptron(hidden: Sequence[int]) -> dict[str, Any]:
+def _mlp_arguments(hidden: Sequence[int]) -> dict[str, Any]:
     widths = [_FEATURES, *hidden, _CLASSES]
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     data = TensorDataset(torch.randn(_SAMPLES, _FEATURES), torch.randint(_CLASSES, (_SAMPLES,)))
     model = nn.Sequential(*layers[:-1])
-    return _arguments(model, _momentum(model), data, batch_size=32)
+    return _trainer_arguments(model, _create_sgd(model), data, batch_size=32)
 
 
-def _resnet(name: str, batch_size: int) -> dict[str, Any]:
+def _resnet_arguments(name: str, batch_size: int) -> dict[str, Any]:
     try:
         models = importlib.import_module("torchvision.models")
     except ModuleNotFoundError as error:
@@ -118,18 +118,18 @@ def _resnet(name: str, batch_size: int) -> dict[str, Any]:
             f"Model {name!r} needs torchvision, which is not installed. Install it with: pip install torchvision"
         ) from error
     model = getattr(models, name)()
-    return _arguments(model, _momentum(model), Images(), batch_size=batch_size)
+    return _trainer_arguments(model, _create_sgd(model), Images(), batch_size=batch_size)
 
 
-def _momentum(model: nn.Module) -> torch.optim.Optimizer:
+def _create_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def _loss_of_characters(scores: Tensor, targets: Tensor) -> Tensor:
+def _character_loss(scores: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
-def _arguments(
+def _trainer_arguments(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     data: Dataset[Any],

@@ -95,7 +95,7 @@ class LaunchedRanks(RankSet):
         self._name, self._device = name, device
         self._backend: Backend | None = None
         with self.activate():
-            self.info = _info(self._active_backend)
+            self.info = _describe_rank_set(self._active_backend)
 
     @property
     def _active_backend(self) -> Backend:
@@ -160,10 +160,10 @@ def _pin_to_core(backend: Backend) -> tuple[int, RankSetInfo]:
                 os.sched_setaffinity(int(thread.name), {cores[backend.rank]})
         # A suspended rank cannot detect the death of its parent.
         parent_death_signal(signal.SIGKILL)()
-    return os.getpid(), _info(backend)
+    return os.getpid(), _describe_rank_set(backend)
 
 
-def _info(backend: Backend) -> RankSetInfo:
+def _describe_rank_set(backend: Backend) -> RankSetInfo:
     return RankSetInfo(
         backend=backend.name,
         transport=backend.transport,

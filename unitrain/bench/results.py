@@ -40,15 +40,15 @@ def read(path: Path, kind: str | None = None) -> dict[str, Any]:
     return result
 
 
-def name_of(row: dict[str, Any]) -> str:
+def row_name(row: dict[str, Any]) -> str:
     """Return the backend and transport of a row, such as "horovod mpi", and the setting of a training row."""
     name = row["backend"] if row["transport"] == "none" else f"{row['backend']} {row['transport']}"
     return f"{name}, {row['setting']}" if row.get("setting") else str(name)
 
 
-def names(result: dict[str, Any]) -> list[str]:
+def row_names(result: dict[str, Any]) -> list[str]:
     """Return the distinct names of the rows, in order."""
-    return list(dict.fromkeys(name_of(row) for row in result["rows"]))
+    return list(dict.fromkeys(row_name(row) for row in result["rows"]))
 
 
 def samples_per_second(row: dict[str, Any]) -> float:
@@ -58,8 +58,8 @@ def samples_per_second(row: dict[str, Any]) -> float:
 
 def efficiency(result: dict[str, Any], row: dict[str, Any]) -> float | None:
     """Return the scaling efficiency: throughput per rank relative to one rank (same setting), or None without it."""
-    single = [one for one in result["rows"] if one["ranks"] == 1 and one["setting"] == row["setting"]]
-    return samples_per_second(row) / row["ranks"] / samples_per_second(single[0]) if single else None
+    baseline = [one for one in result["rows"] if one["ranks"] == 1 and one["setting"] == row["setting"]]
+    return samples_per_second(row) / row["ranks"] / samples_per_second(baseline[0]) if baseline else None
 
 
 def bus_factor(operation: str, ranks: int) -> float:

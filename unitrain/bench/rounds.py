@@ -47,7 +47,7 @@ def measure_collectives(
                 for size in sizes:
                     key = (index, operation, size)
                     turns = rank_set.run(collectives.take_turn, operation, size, calls.get(key, 1))
-                    rounds.count(max(turn.turn_seconds for turn in turns))
+                    rounds.subtract_turn(max(turn.turn_seconds for turn in turns))
                     if any(turn.seconds is None for turn in turns):
                         continue
                     slowest = max(turn.seconds for turn in turns)
@@ -105,7 +105,7 @@ def measure_training(
         with rank_sets[index].activate():
             for setting, values in settings.items():
                 ranks = rank_sets[index].run(training.take_turn, target, values, batch_size, steps)
-                rounds.count(max(turn.turn_seconds for turn in ranks))
+                rounds.subtract_turn(max(turn.turn_seconds for turn in ranks))
                 if number:
                     turns.setdefault((index, setting), []).append(ranks)
     rows = []
@@ -150,8 +150,8 @@ def describe_machine() -> dict[str, Any]:
 class _Rounds:
     """Iterates over (round, index of a rank set) for a warm-up round 0 and at least three rounds.
 
-    Further rounds follow until the turns have taken `seconds` in total; `count` adds the duration of a turn. Durations
-    are equal on all ranks and the random order is seeded, so launched ranks make the same decisions.
+    Further rounds follow until the turns have taken `seconds` in total; `subtract_turn` subtracts the duration of a
+    turn. Durations are equal on all ranks and the random order is seeded, so launched ranks make the same decisions.
     """
 
     def __init__(self, count: int, seconds: float, report_progress: Callable[[str], None]) -> None:
@@ -166,6 +166,6 @@ class _Rounds:
                 yield number, index
             number += 1
 
-    def count(self, seconds: float) -> None:
+    def subtract_turn(self, seconds: float) -> None:
         """Subtract the duration of a turn from the remaining time."""
         self._remaining_seconds -= seconds

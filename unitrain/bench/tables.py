@@ -15,9 +15,9 @@ from unitrain.bench.results import (
     efficiency,
     format_bytes,
     format_seconds,
-    name_of,
-    names,
     quartiles,
+    row_name,
+    row_names,
     samples_per_second,
 )
 
@@ -39,7 +39,7 @@ def collectives(result: dict[str, Any]) -> Table:
         f"{ranks} ranks on {nodes}, {result['device']}; medians of {rounds} rounds; "
         "1 GB/s is 10^9 bytes per second; algorithm and bus bandwidth as in nccl-tests"
     )
-    backends = names(result)
+    backends = row_names(result)
     floors = list(dict.fromkeys(floor["name"] for floor in result["floors"]))
     table.add_column("operation")
     table.add_column("size", justify="right")
@@ -49,7 +49,7 @@ def collectives(result: dict[str, Any]) -> Table:
     for floor in floors:
         table.add_column(f"{floor} GB/s", justify="right", style="dim")
     speed = {(one["name"], one["bytes"]): one["bytes"] / quartiles(one["seconds"])[1] / 1e9 for one in result["floors"]}
-    taken = {(name_of(row), row["operation"], row["bytes"]): quartiles(row["seconds"])[1] for row in result["rows"]}
+    taken = {(row_name(row), row["operation"], row["bytes"]): quartiles(row["seconds"])[1] for row in result["rows"]}
     pairs = list(dict.fromkeys((row["operation"], row["bytes"]) for row in result["rows"]))
     for number, (operation, size) in enumerate(pairs):
         cells = [operation, format_bytes(size)]
@@ -82,7 +82,7 @@ def train(result: dict[str, Any]) -> Table:
         share = efficiency(result, row)
         table.add_row(
             str(row["ranks"]),
-            name_of(row),
+            row_name(row),
             f"{samples_per_second(row):,.4g}",
             "" if share is None else f"{share:.1%}",
             format_seconds(quartiles(row["seconds"])[1]),
@@ -93,7 +93,7 @@ def train(result: dict[str, Any]) -> Table:
     return table
 
 
-def differences(found: list[Difference]) -> Table:
+def differences_table(found: list[Difference]) -> Table:
     """Return a row per measurement shared by two results."""
     table = _create_table(
         "ratio: time before / time after (above 1, the second result is faster); in brackets: lower and upper quartile"
@@ -137,7 +137,7 @@ def prediction(result: dict[str, Any]) -> Table:
     return table
 
 
-def notes(result: dict[str, Any]) -> list[str]:
+def table_notes(result: dict[str, Any]) -> list[str]:
     """Return the notes to print below a table. Notes of a prediction are the fitted networks and their errors."""
     notes = []
     processors = result.get("machine", {}).get("processors")
@@ -170,7 +170,7 @@ def _create_table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
 
 
-def texts(table: Table) -> tuple[list[str], list[list[str]]]:
+def table_texts(table: Table) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the cells of a table, for an HTML page."""
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
     return [str(column.header) for column in table.columns], [list(row) for row in zip(*columns, strict=True)]

@@ -31,7 +31,7 @@ def compare(before: Path, after: Path) -> None:
 
         differences, unmatched = comparison.compare(results.read(before), results.read(after))
     console = tables.create_console()
-    console.print(tables.differences(differences))
+    console.print(tables.differences_table(differences))
     for name in unmatched:
         console.print(f"only in one result: {name}", markup=False)
 

@@ -130,7 +130,7 @@ def show_and_save(result: dict[str, Any], json_file: Path | None, output: Path |
     console = tables.create_console()
     table = getattr(tables, result["kind"])(result)
     console.print(table)
-    for note in tables.notes(result):
+    for note in tables.table_notes(result):
         console.print(note, markup=False)
     for name, reason in result.get("skipped", ()):
         console.print(f"[bold]skipped[/bold] {name}: ", end="")
@@ -140,4 +140,4 @@ def show_and_save(result: dict[str, Any], json_file: Path | None, output: Path |
     if output is not None:
         from unitrain.report.bench_charts import draw
 
-        draw(result, output, *tables.texts(table))
+        draw(result, output, *tables.table_texts(table))

@@ -127,7 +127,7 @@ def predict(
         networks = cost_prediction.fit_networks(result, network, cost_functions)
         trained = None if train is None else results.read(train, "train")
         if trained is not None:
-            model = cost_prediction.model_of(trained, bytes_per_parameter)
+            model = cost_prediction.model_from_result(trained, bytes_per_parameter)
         else:
             assert parameters is not None
             assert step_seconds is not None

@@ -9,7 +9,7 @@ from typing import Any
 from unitrain.backends.base import Communicator
 from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
-from unitrain.data.loading import Data, call_of, check_same_data
+from unitrain.data.loading import Data, check_same_data, format_call
 from unitrain.data.order import MicroBatch
 from unitrain.data.training_data import DEFAULT_SHARD_SETTINGS, ShardSettings, TrainingData
 from unitrain.errors import DataError
@@ -177,5 +177,5 @@ class _Steps(Iterator[tuple[Any, MicroBatch]]):
                 "%s does not start with the same item on every rank, but %s.stream 'shared' shards one stream: unless "
                 "only an augmentation differs, samples are lost or repeated. "
                 "Use %s for a dataset that shards itself.",
-                *(self._source.name, self._owner, call_of(self._owner, "stream='own'")),
+                *(self._source.name, self._owner, format_call(self._owner, "stream='own'")),
             )

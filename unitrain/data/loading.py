@@ -266,13 +266,13 @@ def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner:
         return data.batch_size
     if batch_size is None:
         raise ConfigError(
-            f"A {type(data).__name__} was given without a batch size. Use {call_of(owner, f'{setting}=32')}, "
+            f"A {type(data).__name__} was given without a batch size. Use {format_call(owner, f'{setting}=32')}, "
             "or pass a DataLoader."
         )
     return batch_size
 
 
-def call_of(owner: str, arguments: str) -> str:
+def format_call(owner: str, arguments: str) -> str:
     """Format a call of `owner` (TrainConfig or ShardedLoader) with `arguments`, for error messages."""
     return f"{owner}({'' if owner == 'TrainConfig' else 'data, backend, '}{arguments})"
 

@@ -19,7 +19,7 @@ from unitrain.data.batch import CountedBatch
 from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.iterable_training import TrainingStream
-from unitrain.data.loading import Data, IndexedSource, call_of, check_same_data, is_stream
+from unitrain.data.loading import Data, IndexedSource, check_same_data, format_call, is_stream
 from unitrain.data.order import MicroBatch, StrideUnit, epoch_order, micro_batches_of_sampler, micro_batches_of_samples
 from unitrain.data.samplers import DrawnOrder, draw_order
 from unitrain.data.training_data import DEFAULT_SHARD_SETTINGS, ShardSettings, TrainingData
@@ -225,7 +225,7 @@ class TrainingShard(TrainingData):
             self._size * self._gradient_accumulation_steps,
         )
         if count < per_step:
-            weight = call_of(self._owner, "uneven='weight'")
+            weight = format_call(self._owner, "uneven='weight'")
             raise DataError(
                 f"{self._sampler_name} yields {count} batches, fewer than the {per_step} of a step ({self._size} ranks "
                 f"x gradient_accumulation_steps {self._gradient_accumulation_steps}), and {self._owner}.uneven 'drop' "

@@ -107,8 +107,8 @@ def collect_facts(rank_info: RankInfo) -> Facts:
         local_rank=rank_info.local_rank,
         launcher=rank_info.launcher,
         evidence=rank_info.evidence,
-        machine=_boot_id(),
-        name_addresses=_resolve(socket.gethostname()),
+        machine=_read_boot_id(),
+        name_addresses=_resolve_host_name(socket.gethostname()),
         interfaces=interfaces(),
         python=platform.python_version(),
         executable=sys.executable,
@@ -116,12 +116,12 @@ def collect_facts(rank_info: RankInfo) -> Facts:
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
         transports=transports(),
-        gpus=tuple(_gpus()),
+        gpus=tuple(_detect_gpus()),
         nvidia_driver=_DRIVER.exists(),
-        horovod=_horovod() if rank_info.local_rank == 0 else None,
+        horovod=_inspect_horovod() if rank_info.local_rank == 0 else None,
         cores=usable_cores(),
-        memory=_memory(),
-        shared_memory=_size("/dev/shm"),
+        memory=_read_memory_size(),
+        shared_memory=_folder_size("/dev/shm"),
         open_files=soft_files,
         locked_memory=None if soft_locked == resource.RLIM_INFINITY else soft_locked,
         infiniband=Path("/sys/class/infiniband").exists(),
@@ -138,13 +138,13 @@ def collect_facts(rank_info: RankInfo) -> Facts:
     )
 
 
-def _boot_id() -> str | None:
+def _read_boot_id() -> str | None:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return None
 
 
-def _resolve(name: str) -> tuple[str, ...]:
+def _resolve_host_name(name: str) -> tuple[str, ...]:
     try:
         found = socket.getaddrinfo(name, None, socket.AF_INET)
     except OSError:
@@ -152,7 +152,7 @@ def _resolve(name: str) -> tuple[str, ...]:
     return tuple(sorted({str(entry[4][0]) for entry in found}))
 
 
-def _gpus() -> list[Gpu]:
+def _detect_gpus() -> list[Gpu]:
     import torch
 
     if not torch.cuda.is_available():
@@ -161,18 +161,18 @@ def _gpus() -> list[Gpu]:
     return [Gpu(name=one.name, memory=one.total_memory, uuid=str(one.uuid)) for one in properties]
 
 
-def _horovod() -> dict[str, Any] | None:
+def _inspect_horovod() -> dict[str, Any] | None:
     report = check.inspect()
     return None if report.folder is None else report.as_json()
 
 
-def _memory() -> int | None:
+def _read_memory_size() -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
-def _size(path: str) -> int | None:
+def _folder_size(path: str) -> int | None:
     with contextlib.suppress(OSError):
         return shutil.disk_usage(path).total
     return None

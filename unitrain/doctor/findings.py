@@ -48,7 +48,7 @@ def _hosts(ranks: Sequence[RankReport]) -> list[Facts]:
     return [report.facts for report in ranks if report.facts.local_rank == 0]
 
 
-def _groups(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+def _group_by_value(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     """Return {value: [keys]} for (key, value) pairs."""
     groups: dict[Any, list[Any]] = {}
     for key, value in pairs:
@@ -56,11 +56,11 @@ def _groups(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     return groups
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _versions(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_versions(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for name, of, fix in (
         ("unitrain", lambda facts: facts.unitrain, "pip install the same unitrain on every host"),
         ("torch", lambda facts: facts.torch, 'pip install "torch=={}" on every host'),
@@ -70,15 +70,15 @@ def _versions(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             "use one environment on every host: pickled objects and wheels require the same Python version",
         ),
     ):
-        groups = _groups([(report.facts.rank, of(report.facts)) for report in ranks])
+        groups = _group_by_value([(report.facts.rank, of(report.facts)) for report in ranks])
         if len(groups) > 1:
-            listed = "; ".join(f"{value} on {_name_ranks(who)}" for value, who in groups.items())
+            listed = "; ".join(f"{value} on {_format_ranks(who)}" for value, who in groups.items())
             yield Finding(
                 level="error", what=f"{name} differs between ranks: {listed}.", fix=fix.format(next(iter(groups)))
             )
 
 
-def _horovod(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_horovod(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     hosts = _hosts(ranks)
     installed = [facts for facts in hosts if facts.horovod is not None]
     for facts in installed:
@@ -99,7 +99,7 @@ def _horovod(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             what=f"Horovod is installed on some hosts, but not on {lacking}.",
             fix="unitrain horovod build",
         )
-    builds = _groups(
+    builds = _group_by_value(
         [(one.host, (one.horovod["version"], *one.horovod["cpu_operations"])) for one in installed if one.horovod]
     )
     if len(builds) > 1:
@@ -111,7 +111,7 @@ def _horovod(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         )
 
 
-def _gpus(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_gpus(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for facts in _hosts(ranks):
         on_host = [report.facts for report in ranks if report.facts.host == facts.host]
         if facts.nvidia_driver and facts.torch_cuda is None:
@@ -134,16 +134,17 @@ def _gpus(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             for one in on_host
             if one.gpus
         ]
-        for gpu, who in _groups(chosen).items():
+        for gpu, who in _group_by_value(chosen).items():
             if len(who) > 1:
                 yield Finding(
                     level="error",
-                    what=f"{_name_ranks(who).capitalize()} on {facts.host} would use the same GPU, {gpu}.",
-                    fix=f"start {len(_groups(chosen))} ranks on that host, or pass device='cpu' to unitrain.init",
+                    what=f"{_format_ranks(who).capitalize()} on {facts.host} would use the same GPU, {gpu}.",
+                    fix=f"start {len(_group_by_value(chosen))} ranks on that host, or pass device='cpu' to "
+                    "unitrain.init",
                 )
 
 
-def _names(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_host_names(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     several = len({report.facts.host for report in ranks}) > 1
     for report in ranks:
         facts = report.facts
@@ -167,7 +168,7 @@ def _names(ranks: Sequence[RankReport]) -> Iterator[Finding]:
                 "reachable from other hosts.",
                 fix=f"sudo sed -i '/^{loops[0]}.*{facts.host}/d' /etc/hosts; {line}",
             )
-    machines = _groups([(facts.machine, facts.host) for facts in _hosts(ranks) if facts.machine])
+    machines = _group_by_value([(facts.machine, facts.host) for facts in _hosts(ranks) if facts.machine])
     for host, found in machines.items():
         if len(set(found)) > 1:
             yield Finding(
@@ -178,7 +179,7 @@ def _names(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _interfaces(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_interfaces(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for facts in _hosts(ranks):
         for name in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
             asked = facts.variables.get(name, "")
@@ -191,7 +192,7 @@ def _interfaces(ranks: Sequence[RankReport]) -> Iterator[Finding]:
                 )
 
 
-def _reachability(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_reachability(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for report in ranks:
         for host, why in (report.peer_checks.unreachable if report.peer_checks else {}).items():
             yield Finding(
@@ -201,7 +202,7 @@ def _reachability(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _clocks(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_clocks(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for report in ranks:
         if report.facts.local_rank != 0 or report.peer_checks is None:
             continue
@@ -216,7 +217,7 @@ def _clocks(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _folders(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_folders(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     apart = sorted(
         {report.facts.host for report in ranks if report.peer_checks and not report.peer_checks.shares_folder}
     )
@@ -237,7 +238,7 @@ def _folders(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _limits(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_limits(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for facts in _hosts(ranks):
         if facts.shared_memory is not None and facts.shared_memory < _MIN_SHARED_MEMORY_BYTES:
             yield Finding(
@@ -262,8 +263,8 @@ def _limits(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _cores(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    for host, on_host in _groups([(report.facts, report.facts.host) for report in ranks]).items():
+def _check_cores(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+    for host, on_host in _group_by_value([(report.facts, report.facts.host) for report in ranks]).items():
         cores, count = len({core for one in on_host for core in one.cores}), len(on_host)
         threads = on_host[0].variables.get("OMP_NUM_THREADS", "")
         if any(one.gpus for one in on_host):
@@ -277,15 +278,15 @@ def _cores(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             yield Finding(level="warning", what=what, fix=f"export OMP_NUM_THREADS={max(1, cores // count)}")
 
 
-def _variables(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_variables(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     names = sorted(
         {name for report in ranks for name in report.facts.variables if not name.startswith(_PER_RANK_VARIABLES)}
     )
     for name in names:
-        groups = _groups([(report.facts.rank, report.facts.variables.get(name)) for report in ranks])
+        groups = _group_by_value([(report.facts.rank, report.facts.variables.get(name)) for report in ranks])
         if len(groups) > 1:
             listed = "; ".join(
-                f"{'unset' if value is None else repr(value)} on {_name_ranks(who)}" for value, who in groups.items()
+                f"{'unset' if value is None else repr(value)} on {_format_ranks(who)}" for value, who in groups.items()
             )
             yield Finding(
                 level="warning",
@@ -294,18 +295,18 @@ def _variables(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _authentication(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_authentication(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     without = [report.facts.rank for report in ranks if not report.facts.has_job_key]
     if len(ranks) > 1 and without:
         yield Finding(
             level="warning",
-            what=f"{_name_ranks(without)} {'has' if len(without) == 1 else 'have'} no key to sign messages. Any "
+            what=f"{_format_ranks(without)} {'has' if len(without) == 1 else 'have'} no key to sign messages. Any "
             "program that can reach the ports of the job can end the job, or send it objects that execute code.",
             fix="unitrain launch ...  # or see docs/security.md for launches without unitrain launch",
         )
 
 
 _CHECKS: tuple[Callable[[Sequence[RankReport]], Iterator[Finding]], ...] = (
-    _versions, _reachability, _gpus, _horovod, _names, _interfaces, _folders, _limits, _cores, _clocks, _variables,
-    _authentication,
+    _check_versions, _check_reachability, _check_gpus, _check_horovod, _check_host_names, _check_interfaces,
+    _check_folders, _check_limits, _check_cores, _check_clocks, _check_variables, _check_authentication,
 )  # fmt: skip

@@ -39,24 +39,24 @@ class PeerChecks:
 
 def check_peers(rendezvous: Rendezvous) -> PeerChecks:
     """Run all checks. All ranks must call it. Each connection attempt times out after a few seconds."""
-    address = _address(rendezvous)
-    clock_offset_seconds = _clock_offset(rendezvous)
+    address = _own_address(rendezvous)
+    clock_offset_seconds = _measure_clock_offset(rendezvous)
     return PeerChecks(
         address=address,
-        unreachable=_unreachable(rendezvous, address),
+        unreachable=_find_unreachable_hosts(rendezvous, address),
         clock_offset_seconds=clock_offset_seconds,
-        shares_folder=_shares_folder(rendezvous),
+        shares_folder=_check_shared_folder(rendezvous),
     )
 
 
-def _address(rendezvous: Rendezvous) -> str:
+def _own_address(rendezvous: Rendezvous) -> str:
     """Return the address of this host on the route to the other hosts. On the host of rank 0, it may be loopback."""
     own = address_towards(rendezvous.host)
     others = [other for other in rendezvous.allgather("doctor/address", own) if not other.startswith("127.")]
     return address_towards(others[0]) if own.startswith("127.") and others else own
 
 
-def _clock_offset(rendezvous: Rendezvous) -> float:
+def _measure_clock_offset(rendezvous: Rendezvous) -> float:
     store, rank = rendezvous.store, rendezvous.rank_info.rank
     rendezvous.allgather("doctor/ready", None)
     if rank == 0:
@@ -67,7 +67,7 @@ def _clock_offset(rendezvous: Rendezvous) -> float:
     return time.time() - time_of_rank_zero
 
 
-def _unreachable(rendezvous: Rendezvous, address: str) -> dict[str, str]:
+def _find_unreachable_hosts(rendezvous: Rendezvous, address: str) -> dict[str, str]:
     """Connect the first ranks of all hosts to each other, and return the failures."""
     is_first_on_host = rendezvous.rank_info.local_rank == 0
     with contextlib.ExitStack() as stack:
@@ -94,7 +94,7 @@ def _accept_connections(listener: socket.socket) -> None:
             listener.accept()[0].close()
 
 
-def _shares_folder(rendezvous: Rendezvous) -> bool:
+def _check_shared_folder(rendezvous: Rendezvous) -> bool:
     marker = Path.cwd() / f".unitrain-doctor-{secrets.token_hex(8)}"
     is_created = False
     if rendezvous.rank_info.rank == 0:

@@ -162,7 +162,7 @@ def _run_step(
             if found := _PERCENT.match(line.strip()):
                 reporter.percent(int(found.group(1)))
     if process.returncode != 0:
-        raise HorovodBuildError(_failure(step, process.returncode, lines, plan))
+        raise HorovodBuildError(_describe_failure(step, process.returncode, lines, plan))
 
 
 @contextlib.contextmanager
@@ -187,7 +187,7 @@ def _process(step: Step, environment: Mapping[str, str], where: Path) -> Iterato
             raise
 
 
-def _failure(step: Step, returncode: int, lines: list[str], plan: BuildPlan) -> str:
+def _describe_failure(step: Step, returncode: int, lines: list[str], plan: BuildPlan) -> str:
     """Return the failed step, the error in its output, and a fix."""
     error_lines = [line.strip() for line in lines if _ERROR.search(line)] or [line.strip() for line in lines[-1:]]
     text = "".join(lines)

@@ -119,27 +119,27 @@ def create_report(found: Mapping[str, Any], status: int = 0) -> Report:
         version=found.get("version"),
         folder=found.get("folder"),
         torch=found.get("torch"),
-        built_for_torch=_torch_of_build(found),
+        built_for_torch=_read_build_torch_version(found),
         controllers=tuple(name for name in ("gloo", "mpi") if built.get(name)),
         cpu_operations=tuple(name for name in ("gloo", "mpi", "ccl") if built.get(name)),
         gpu_operations=tuple(name for name in gpu if built.get(name)),
         runtime_fixes=tuple(record["mended"]) if "mended" in record else None,
         built_by_unitrain=bool(record),
         key=record.get("key"),
-        problems=tuple(_problems(found, record, built, status)),
+        problems=tuple(_find_problems(found, record, built, status)),
     )
 
 
-def _torch_of_build(found: Mapping[str, Any]) -> str | None:
+def _read_build_torch_version(found: Mapping[str, Any]) -> str | None:
     """Return the torch version from the metadata in every Horovod wheel, or from the record of unitrain."""
     version = (found.get("metadata") or {}).get("pytorch") or (found.get("record") or {}).get("torch")
     return str(version) if version else None
 
 
-def _problems(
+def _find_problems(
     found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int], status: int
 ) -> Iterator[Problem]:
-    python, torch, built_for = found["python"], found.get("torch"), _torch_of_build(found)
+    python, torch, built_for = found["python"], found.get("torch"), _read_build_torch_version(found)
     if "folder" not in found:
         yield Problem(
             what=f"Horovod is not installed in {python}.", fix=f"Build it for this torch with: {BUILD}", fatal=True
@@ -163,10 +163,12 @@ def _problems(
         what = f"`import horovod.torch` fails: {' '.join(found['built_error'].split())}."
         yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD} --force", fatal=True)
     else:
-        yield from _limitations(found, record, built)
+        yield from _find_limitations(found, record, built)
 
 
-def _limitations(found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]) -> Iterator[Problem]:
+def _find_limitations(
+    found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]
+) -> Iterator[Problem]:
     """Yield the limitations of an importable Horovod."""
     missing = [name for name in patches.runtime_fixes() if name not in record.get("mended", ())]
     if missing:

@@ -80,34 +80,34 @@ def detect(environment: Mapping[str, str]) -> Machine:
     search_path = environment.get("PATH", os.defpath)
     flags = {name: value for name in FLAGS if (value := environment.get(name))}
     return Machine(
-        torch=_torch(),
+        torch=_detect_torch(),
         python=sys.executable,
-        python_tag=_python_tag(),
+        python_tag=_read_python_tag(),
         platform=sysconfig.get_platform().replace("-", "_"),
         libc=" ".join(platform.libc_ver()),
-        jobs=_jobs(),
+        jobs=_choose_num_jobs(),
         modules=frozenset(name for name in BUILD_MODULES if importlib.util.find_spec(name) is not None),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").is_file(),
         make=shutil.which("make", path=search_path) or shutil.which("gmake", path=search_path),
-        compiler=_compiler(environment.get("CXX"), search_path),
-        cmake=_cmake(environment.get("HOROVOD_CMAKE"), search_path),
-        mpi=_mpi(search_path),
-        toolkits=tuple(_toolkits(environment, search_path)),
-        nccl=_nccl(environment.get("HOROVOD_NCCL_HOME")),
+        compiler=_detect_compiler(environment.get("CXX"), search_path),
+        cmake=_detect_cmake(environment.get("HOROVOD_CMAKE"), search_path),
+        mpi=_detect_mpi(search_path),
+        toolkits=tuple(_detect_toolkits(environment, search_path)),
+        nccl=_detect_nccl(environment.get("HOROVOD_NCCL_HOME")),
         flags=flags,
-        cpu=_cpu() if any("=native" in value for value in flags.values()) else None,
+        cpu=_detect_cpu() if any("=native" in value for value in flags.values()) else None,
         package_manager=next((name for name in PACKAGE_MANAGERS if shutil.which(name, path=search_path)), None),
         root=os.geteuid() == 0,
     )
 
 
-def _python_tag() -> str:
+def _read_python_tag() -> str:
     """Return the tag in wheel names, such as cp311-cp311. The second half identifies debug and free-threaded builds."""
     abi = str(sysconfig.get_config_var("SOABI")).split("-")[1]
     return f"cp{sys.version_info.major}{sys.version_info.minor}-cp{abi}"
 
 
-def _torch() -> Torch:
+def _detect_torch() -> Torch:
     try:
         import torch
     except ImportError as error:
@@ -119,18 +119,18 @@ def _torch() -> Torch:
         version=str(torch.__version__),
         cuda=torch.version.cuda,
         cxx11_abi=bool(torch.compiled_with_cxx11_abi()),
-        architectures=tuple(_architectures(torch._C._cuda_getArchFlags() if torch.version.cuda else "")),
+        architectures=tuple(_parse_architectures(torch._C._cuda_getArchFlags() if torch.version.cuda else "")),
         visible_gpus=torch.cuda.device_count() if torch.version.cuda else 0,
     )
 
 
-def _architectures(flags: str | None) -> Iterator[str]:
+def _parse_architectures(flags: str | None) -> Iterator[str]:
     """Convert "sm_75 sm_90 compute_120" to 7.5 and 9.0. The public list of torch is empty without a GPU."""
     for digits in re.findall(r"\bsm_(\d+)\b", flags or ""):
         yield f"{digits[:-1]}.{digits[-1]}"
 
 
-def _jobs() -> int:
+def _choose_num_jobs() -> int:
     """Return the number of compiler processes: one per usable core, limited by the available memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     meminfo = Path("/proc/meminfo")
@@ -138,7 +138,7 @@ def _jobs() -> int:
     return max(1, min(cores, int(found.group(1)) * 1024 // BYTES_PER_JOB)) if found else cores
 
 
-def _cpu() -> str:
+def _detect_cpu() -> str:
     """Return the architecture and a digest of the processor features, for wheels that require the same processor."""
     file = Path("/proc/cpuinfo")
     text = file.read_text() if file.is_file() else platform.processor()
@@ -146,7 +146,7 @@ def _cpu() -> str:
     return f"{platform.machine()} {hashlib.sha256(''.join(features).encode()).hexdigest()[:12]}"
 
 
-def _output_of(*command: str) -> str:
+def _run_and_read(*command: str) -> str:
     """Return the output of a command, or '' if it fails."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30)
@@ -155,35 +155,35 @@ def _output_of(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _compiler(named: str | None, search_path: str) -> Tool | None:
+def _detect_compiler(named: str | None, search_path: str) -> Tool | None:
     """Return the compiler of CXX if it is set, else the default of CMake."""
     for name in (named,) if named else ("c++", "g++", "clang++"):
         path = shutil.which(name, path=search_path)
-        first_line = _output_of(path, "--version").partition("\n")[0] if path else ""
+        first_line = _run_and_read(path, "--version").partition("\n")[0] if path else ""
         if path and first_line:
             return Tool(path=path, version=first_line)
     return None
 
 
-def _cmake(named: str | None, search_path: str) -> Tool | None:
+def _detect_cmake(named: str | None, search_path: str) -> Tool | None:
     """Return the cmake next to this Python (from pip), or else that on PATH, which is often older."""
     python_folder = str(Path(sys.executable).parent)
     path = named or shutil.which("cmake", path=python_folder + os.pathsep + search_path)
-    found = re.search(r"cmake version (\S+)", _output_of(path, "--version")) if path else None
+    found = re.search(r"cmake version (\S+)", _run_and_read(path, "--version")) if path else None
     return Tool(path=path, version=found.group(1)) if path and found else None
 
 
-def _mpi(search_path: str) -> Tool | None:
+def _detect_mpi(search_path: str) -> Tool | None:
     path = next((path for name in ("mpicxx", "mpic++") if (path := shutil.which(name, path=search_path))), None)
     if path is None:
         return None
     # The wrapper of Open MPI supports --showme, and MPICH and derived versions (Intel, Cray) support -v.
-    output = _output_of(path, "--showme:version") or _output_of(path, "-v")
+    output = _run_and_read(path, "--showme:version") or _run_and_read(path, "-v")
     found = re.search(r"(Open MPI|MPICH|MVAPICH2?|Intel\S* MPI)\D*?(\d+(?:\.\d+)+)", output)
     return Tool(path=path, version=" ".join(found.groups()) if found else "unknown MPI")
 
 
-def _toolkits(environment: Mapping[str, str], search_path: str) -> Iterator[Tool]:
+def _detect_toolkits(environment: Mapping[str, str], search_path: str) -> Iterator[Tool]:
     """Yield the complete CUDA toolkits, those named by environment variables first.
 
     A toolkit must contain nvcc and headers, because an nvcc on PATH may be a wrapper outside a toolkit.
@@ -199,12 +199,12 @@ def _toolkits(environment: Mapping[str, str], search_path: str) -> Iterator[Tool
         if root in seen or not any((header / "cuda_runtime.h").is_file() for header in headers):
             continue
         seen.add(root)
-        found = re.search(r"release (\d+\.\d+)", _output_of(str(root / "bin" / "nvcc"), "--version"))
+        found = re.search(r"release (\d+\.\d+)", _run_and_read(str(root / "bin" / "nvcc"), "--version"))
         if found:
             yield Tool(path=str(root), version=found.group(1))
 
 
-def _nccl(named: str | None) -> Tool | None:
+def _detect_nccl(named: str | None) -> Tool | None:
     """Return the NCCL of torch (from pip), to avoid loading two versions in one process."""
     folders = [named] if named else []
     spec = importlib.util.find_spec("nvidia")

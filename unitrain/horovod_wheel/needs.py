@@ -51,7 +51,7 @@ def is_old_cmake(cmake: Tool) -> bool:
     return tuple(map(int, re.findall(r"\d+", cmake.version)[:2])) < MIN_CMAKE_VERSION
 
 
-def missing(machine: Machine, *, mpi: bool, cuda: bool) -> Iterator[str]:
+def missing_requirements(machine: Machine, *, mpi: bool, cuda: bool) -> Iterator[str]:
     """Yield the missing requirements of a build with these features."""
     if "pip" not in machine.modules:
         yield (
@@ -63,7 +63,7 @@ def missing(machine: Machine, *, mpi: bool, cuda: bool) -> Iterator[str]:
             f"The C headers of {machine.python} (Python.h) were not found. "
             f"Install them with: {install_command(machine, 'headers')}"
         )
-    yield from _compiler(machine)
+    yield from _missing_compiler(machine)
     if machine.make is None:
         yield f"No make was found on PATH. Install it with: {install_command(machine, 'make')}"
     if mpi and machine.mpi is None:
@@ -73,10 +73,10 @@ def missing(machine: Machine, *, mpi: bool, cuda: bool) -> Iterator[str]:
             "or omit --with-mpi: the Gloo controller does not need MPI."
         )
     if cuda:
-        yield from missing_for_cuda(machine)
+        yield from missing_cuda_requirements(machine)
 
 
-def _compiler(machine: Machine) -> Iterator[str]:
+def _missing_compiler(machine: Machine) -> Iterator[str]:
     line = install_command(machine, "compiler")
     if machine.compiler is None:
         yield f"No C++ compiler was found (CXX, c++, g++ or clang++ on PATH). Install one with: {line}"
@@ -90,7 +90,7 @@ def _compiler(machine: Machine) -> Iterator[str]:
         )
 
 
-def missing_for_cuda(machine: Machine) -> Iterator[str]:
+def missing_cuda_requirements(machine: Machine) -> Iterator[str]:
     """Yield the missing requirements of GPU operations, regardless of the request."""
     torch = machine.torch
     if torch.cuda is None:

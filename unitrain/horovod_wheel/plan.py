@@ -104,12 +104,12 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 def create_plan(machine: Machine, request: Request) -> BuildPlan:
     """Return the plan of a build. Raises HorovodBuildError with all missing requirements."""
     mpi = machine.mpi is not None if request.mpi is None else request.mpi
-    cuda = _cuda_by_default(machine) if request.cuda is None else request.cuda
-    if problems := list(needs.missing(machine, mpi=mpi, cuda=cuda)):
+    cuda = _uses_cuda_by_default(machine) if request.cuda is None else request.cuda
+    if problems := list(needs.missing_requirements(machine, mpi=mpi, cuda=cuda)):
         raise HorovodBuildError("\n".join(problems))
     toolkit = needs.find_toolkit(machine) if cuda else None
-    facts = _facts(machine, mpi=mpi, cuda=cuda, toolkit=toolkit)
-    key = _key(facts)
+    facts = _wheel_facts(machine, mpi=mpi, cuda=cuda, toolkit=toolkit)
+    key = _format_key(facts)
     folder = request.cache / key
     jobs = request.jobs or machine.jobs
     pip_toolkit = request.cache / f"cuda-{machine.torch.cuda}"
@@ -123,7 +123,7 @@ def create_plan(machine: Machine, request: Request) -> BuildPlan:
     return BuildPlan(
         key=key,
         facts=facts,
-        settings=_settings(machine, mpi=mpi, home=home, nccl=str(folder / "work" / "nccl"), jobs=jobs)
+        settings=_build_settings(machine, mpi=mpi, home=home, nccl=str(folder / "work" / "nccl"), jobs=jobs)
         | {"HOROVOD_CMAKE": cmake if CMAKE in tools or machine.cmake is None else machine.cmake.path},
         path_prefix=(f"{home}/bin",) if home else (),
         python_path_prefix=(str(folder / "work" / "tools"),) if tools else (),
@@ -134,17 +134,17 @@ def create_plan(machine: Machine, request: Request) -> BuildPlan:
         nccl=machine.nccl.path if cuda and machine.nccl else None,
         build_steps=tuple(_build_steps(machine, tools, folder, sdist, pip_toolkit if from_pip else None, cuda)),
         install_steps=tuple(_install_steps(machine, wheel)) if request.install else (),
-        notes=tuple(_notes(machine, request, mpi=mpi, cuda=cuda, from_pip=from_pip)),
+        notes=tuple(_decision_notes(machine, request, mpi=mpi, cuda=cuda, from_pip=from_pip)),
         typical_seconds=SERIAL_SECONDS + PARALLEL_SECONDS / jobs,
     )
 
 
-def _cuda_by_default(machine: Machine) -> bool:
+def _uses_cuda_by_default(machine: Machine) -> bool:
     """Return whether a GPU is visible and all requirements of GPU operations are met."""
-    return machine.torch.visible_gpus > 0 and not list(needs.missing_for_cuda(machine))
+    return machine.torch.visible_gpus > 0 and not list(needs.missing_cuda_requirements(machine))
 
 
-def _facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | None) -> dict[str, Any]:
+def _wheel_facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | None) -> dict[str, Any]:
     torch = machine.torch
     return {
         "horovod": HOROVOD,
@@ -166,14 +166,14 @@ def _facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | None) -> 
     }
 
 
-def _key(facts: Mapping[str, Any]) -> str:
+def _format_key(facts: Mapping[str, Any]) -> str:
     """Return a readable name with a digest of all facts."""
     parts = "-".join([*facts["controllers"], *(["nccl"] if facts["nccl"] else [])])
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     return f"torch{facts['torch']}-{facts['python'].split('-')[0]}-{parts}-{digest}"
 
 
-def _settings(machine: Machine, *, mpi: bool, home: str, nccl: str, jobs: int) -> dict[str, str]:
+def _build_settings(machine: Machine, *, mpi: bool, home: str, nccl: str, jobs: int) -> dict[str, str]:
     settings = {
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -254,7 +254,7 @@ def _install_steps(machine: Machine, wheel: Path) -> Iterator[Step]:
     yield Step(name="check", description="Import Horovod and check its capabilities")
 
 
-def _notes(machine: Machine, request: Request, *, mpi: bool, cuda: bool, from_pip: bool) -> Iterator[str]:
+def _decision_notes(machine: Machine, request: Request, *, mpi: bool, cuda: bool, from_pip: bool) -> Iterator[str]:
     """Yield notes on machine-dependent decisions, with the options to change them."""
     if machine.flags:
         names = " ".join(machine.flags)
@@ -268,4 +268,4 @@ def _notes(machine: Machine, request: Request, *, mpi: bool, cuda: bool, from_pi
         if machine.torch.visible_gpus == 0:
             yield "CPU operations only: no GPU is visible on this host. To build for GPU nodes: --with-cuda"
         else:
-            yield from (f"CPU operations only. {reason}" for reason in needs.missing_for_cuda(machine))
+            yield from (f"CPU operations only. {reason}" for reason in needs.missing_cuda_requirements(machine))

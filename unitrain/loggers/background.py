@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from unitrain.loggers.logger import Logger, Start, Status
+from unitrain.loggers.logger import Logger, RunInfo, Status
 
 _MAX_QUEUED_CALLS = 10_000
 _CALL_LIMIT_SECONDS = 120.0
@@ -27,10 +27,10 @@ class BackgroundLogger:
     is not called, the logger is finished at interpreter exit.
     """
 
-    def __init__(self, logger: Logger, start: Start) -> None:
+    def __init__(self, logger: Logger, run_info: RunInfo) -> None:
         self.logger, self.is_disabled, self._is_finishing = logger, False, False
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._calls.put(("start", (start,)))
+        self._calls.put(("start", (run_info,)))
         self._current_call: tuple[str, float] | None = None
         self._started = threading.Event()
         # A daemon thread, so that the process can exit if a service does not respond.

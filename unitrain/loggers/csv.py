@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.loggers.json_lines import check_is_regular
-from unitrain.loggers.logger import Logger, Start, select_folder
+from unitrain.loggers.logger import Logger, RunInfo, select_folder
 
 
 class CSVLogger(Logger):
@@ -28,11 +28,11 @@ class CSVLogger(Logger):
         """Select the folder."""
         self._path = select_folder(self, self.folder, output_dir) / "metrics.csv"
 
-    def start(self, start: Start) -> None:
-        """Remove the rows after `start.step`."""
+    def start(self, run_info: RunInfo) -> None:
+        """Remove the rows after `run_info.step`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns, rows = self._read()
-        self._write(row for row in rows if start.step and int(row["step"]) <= start.step)
+        self._write(row for row in rows if run_info.step and int(row["step"]) <= run_info.step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Append a row."""

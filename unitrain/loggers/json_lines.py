@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unitrain.loggers.logger import Logger, Start, select_folder
+from unitrain.loggers.logger import Logger, RunInfo, select_folder
 
 _log = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ class JSONLinesLogger(Logger):
         """Select the folder."""
         self._path = select_folder(self, self.folder, output_dir) / "metrics.jsonl"
 
-    def start(self, start: Start) -> None:
-        """Remove the rows after `start.step`."""
+    def start(self, run_info: RunInfo) -> None:
+        """Remove the rows after `run_info.step`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        drop_rows_after(start.step or -1, self._path)
+        drop_rows_after(run_info.step or -1, self._path)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Append a row."""

@@ -18,7 +18,7 @@ Status = Literal["finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True)
-class Start:
+class RunInfo:
     """The start of a run, or its continuation after `step` optimizer steps.
 
     `description` contains the configuration and the environment of the run: numbers, strings, and dictionaries of
@@ -41,10 +41,10 @@ class Logger:
     def prepare(self, output_dir: Path | None) -> None:
         """Check the requirements before training. Raises ConfigError or MissingDependencyError."""
 
-    def start(self, start: Start) -> None:
-        """Start a run, or resume one. Values for steps after `start.step` will be logged again.
+    def start(self, run_info: RunInfo) -> None:
+        """Start a run, or resume one. Values for steps after `run_info.step` will be logged again.
 
-        A run is new if `start.step` is 0. A finished run is resumed to log further results.
+        A run is new if `run_info.step` is 0. A finished run is resumed to log further results.
         """
 
     def log(self, values: Mapping[str, float], step: int) -> None:

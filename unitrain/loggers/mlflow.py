@@ -11,7 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from unitrain.errors import ConfigError
-from unitrain.loggers.logger import Logger, ServiceRun, Start, Status, import_package
+from unitrain.loggers.logger import Logger, RunInfo, ServiceRun, Status, import_package
 
 # Limits of MLflow: characters that names cannot contain, parameters per request, and characters per parameter.
 _INVALID_NAME_CHARACTERS = re.compile(r"[^\w./ :-]")
@@ -43,20 +43,20 @@ class MLflowLogger(Logger):
                 'Use MLflowLogger(tracking_uri="sqlite:////tmp/mlflow.db") or TrainConfig(output_dir="runs/first").'
             )
 
-    def start(self, start: Start) -> None:
+    def start(self, run_info: RunInfo) -> None:
         """Create a run, or resume it."""
         uri, artifacts = self.tracking_uri, None
         if uri is None and not self._package.tracking.is_tracking_uri_set():
-            assert start.output_dir is not None
-            folder = start.output_dir.resolve()
+            assert run_info.output_dir is not None
+            folder = run_info.output_dir.resolve()
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "mlflow").as_uri()
         self._client = self._package.MlflowClient(tracking_uri=uri)
-        self._service_run = ServiceRun("mlflow", start.output_dir, start.step)
+        self._service_run = ServiceRun("mlflow", run_info.output_dir, run_info.step)
         if self._service_run.id is None:
             found = self._client.get_experiment_by_name(self.experiment)
             experiment = found.experiment_id if found else self._client.create_experiment(self.experiment, artifacts)
             self._service_run.set_id(self._client.create_run(experiment, run_name=self.run_name).info.run_id)
-            self._log_parameters(start.description)
+            self._log_parameters(run_info.description)
         else:
             self._client.update_run(self._service_run.id, status="RUNNING")
 

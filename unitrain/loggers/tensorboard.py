@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from unitrain.loggers.logger import Logger, Start, Status, import_package, select_folder
+from unitrain.loggers.logger import Logger, RunInfo, Status, import_package, select_folder
 
 
 class TensorBoardLogger(Logger):
@@ -30,12 +30,12 @@ class TensorBoardLogger(Logger):
         self._folder = select_folder(self, self.folder, output_dir, "tensorboard")
         self._package = import_package("torch.utils.tensorboard", self, "tensorboard")
 
-    def start(self, start: Start) -> None:
+    def start(self, run_info: RunInfo) -> None:
         """Open an event file."""
-        purge_step = start.step + 1 if start.step else 0
+        purge_step = run_info.step + 1 if run_info.step else 0
         self._writer = self._package.SummaryWriter(str(self._folder), purge_step=purge_step)
-        text = json.dumps(start.description, indent=2, default=str)
-        self._writer.add_text("run", "\n".join(f"    {line}" for line in text.splitlines()), start.step)
+        text = json.dumps(run_info.description, indent=2, default=str)
+        self._writer.add_text("run", "\n".join(f"    {line}" for line in text.splitlines()), run_info.step)
         self._writer.flush()
 
     def log(self, values: Mapping[str, float], step: int) -> None:

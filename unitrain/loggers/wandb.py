@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from unitrain.loggers.logger import Logger, ServiceRun, Start, Status, import_package, select_folder
+from unitrain.loggers.logger import Logger, RunInfo, ServiceRun, Status, import_package, select_folder
 
 
 class WandbLogger(Logger):
@@ -43,10 +43,10 @@ class WandbLogger(Logger):
         self._folder = select_folder(self, self.folder, output_dir)
         self._package = import_package("wandb", self, "wandb")
 
-    def start(self, start: Start) -> None:
+    def start(self, run_info: RunInfo) -> None:
         """Start a run, or resume it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._service_run = ServiceRun("wandb", self._folder, start.step)
+        self._service_run = ServiceRun("wandb", self._folder, run_info.step)
         resume_options = {} if self._service_run.id is None else {"id": self._service_run.id}
         if resume_options and self.mode != "offline":
             resume_options["resume"] = "allow"
@@ -55,7 +55,7 @@ class WandbLogger(Logger):
             name=self.name,
             mode=self.mode,
             dir=str(self._folder),
-            config={**json.loads(json.dumps(start.description, default=str)), **self.config},
+            config={**json.loads(json.dumps(run_info.description, default=str)), **self.config},
             **resume_options,
             **self.options,
         )

@@ -46,21 +46,25 @@ class LearningRateFactor:
         return cls(config.lr_scaling, config.reference_batch_size, global_batch_size, config.warmup_steps)
 
     @property
-    def full(self) -> float:
+    def full_factor(self) -> float:
         """The factor after the warm-up."""
         if self.policy == "none" or self.reference_batch_size is None:
             return 1.0
         ratio = self.global_batch_size / self.reference_batch_size
         return ratio if self.policy == "linear" else math.sqrt(ratio)
 
-    def at(self, step: int) -> float:
-        """The factor after `step` completed steps. It grows linearly from 1 to `full` during the warm-up."""
-        return 1.0 + (self.full - 1.0) * min(1.0, step / self.warmup_steps) if self.warmup_steps else self.full
+    def factor_at(self, step: int) -> float:
+        """The factor after `step` completed steps. It grows linearly from 1 to `full_factor` during the warm-up."""
+        return (
+            1.0 + (self.full_factor - 1.0) * min(1.0, step / self.warmup_steps)
+            if self.warmup_steps
+            else self.full_factor
+        )
 
     @contextmanager
-    def applied(self, optimizer: Optimizer, step: int) -> Iterator[None]:
+    def scaled_rates(self, optimizer: Optimizer, step: int) -> Iterator[None]:
         """Context manager in which the rates of `optimizer` are multiplied by the factor."""
-        factor = self.at(step)
+        factor = self.factor_at(step)
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor
@@ -73,6 +77,6 @@ class LearningRateFactor:
     def __str__(self) -> str:
         warmup = f", reached after {self.warmup_steps} steps" if self.warmup_steps else ""
         return (
-            f"learning rates x {self.full:g}: {self.policy} from batches of {self.reference_batch_size} to "
+            f"learning rates x {self.full_factor:g}: {self.policy} from batches of {self.reference_batch_size} to "
             f"{self.global_batch_size}{warmup}"
         )

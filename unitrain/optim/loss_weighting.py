@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from unitrain.backends.base import Communicator
 from unitrain.data.order import MicroBatch
 from unitrain.errors import ModelError
-from unitrain.optim.step import parameters_of
+from unitrain.optim.step import optimizer_parameters
 
 Count = Tensor | float
 # A loss function returns the mean over the batch, or a pair (sum, number of tokens in the sum).
@@ -112,7 +112,7 @@ class GlobalMean:
         factor = torch.where(tokens > 0, part.step_samples * self._per_sample / tokens, 1.0)
         self._per_sample = torch.where(tokens > 0, _power_of_two(tokens / part.step_samples), self._per_sample)
         gradients: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters_of(optimizer):
+        for parameter in optimizer_parameters(optimizer):
             if parameter.grad is not None:
                 gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         for dtype, same_dtype in gradients.items():

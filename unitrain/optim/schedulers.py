@@ -61,7 +61,7 @@ class EpochScheduler:
             self._scheduler.step()
 
 
-BuildScheduler = Callable[[Optimizer, int], LRScheduler]
+SchedulerFactory = Callable[[Optimizer, int], LRScheduler]
 
 
 class PlannedScheduler:
@@ -72,7 +72,7 @@ class PlannedScheduler:
     `optimizer` at the creation of this object, before a checkpoint is restored.
     """
 
-    def __init__(self, build: BuildScheduler, optimizer: Optimizer) -> None:
+    def __init__(self, build: SchedulerFactory, optimizer: Optimizer) -> None:
         self._build, self._optimizer = build, optimizer
         self._initial = [_settings(group) for group in optimizer.param_groups]
         self._restored: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class PlannedScheduler:
         for another length.
         """
         if self.scheduler is None:
-            self.scheduler = call_on_all_ranks(communicator, lambda: self._planned(total_steps))
+            self.scheduler = call_on_all_ranks(communicator, lambda: self._build_restored(total_steps))
         return self.scheduler
 
     def step(self) -> None:
@@ -106,7 +106,7 @@ class PlannedScheduler:
             raise ValueError("its scheduler was not built from the number of steps")
         self._restored = state
 
-    def _planned(self, total_steps: int | None) -> LRScheduler:
+    def _build_restored(self, total_steps: int | None) -> LRScheduler:
         if total_steps is None:
             raise ConfigError(
                 "The scheduler is built from the number of steps, which is unknown for data without a length. "

@@ -35,18 +35,18 @@ def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
     torch.autograd.backward(loss)
 
 
-def without_gradients(loss: Tensor) -> Tensor:
+def block_gradients(loss: Tensor) -> Tensor:
     """Return `loss` with a backward pass that traverses the graph but changes no gradient.
 
     The backward pass of a dummy batch with weight 0 would create zero gradients for parameters that no sample of the
     step uses. Optimizers with weight decay or momentum change parameters with a zero gradient, but skip parameters
     without a gradient.
     """
-    stopped: Tensor = _WithoutGradients.apply(loss)
+    stopped: Tensor = _BlockGradients.apply(loss)
     return stopped
 
 
-class _WithoutGradients(torch.autograd.Function):
+class _BlockGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor) -> Tensor:
         return loss.clone()
@@ -84,7 +84,8 @@ class Forward:
         if isinstance(result, tuple) and len(result) == 2:
             return result
         raise ModelError(
-            f"forward must return a pair (output, target), got {_described(result)}. End it with: return output, target"
+            f"forward must return a pair (output, target), got {_describe_object(result)}. End it with: "
+            "return output, target"
         )
 
     def output(self, model: nn.Module, batch: Any) -> Any:
@@ -102,12 +103,12 @@ def input_and_target(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, (list, tuple)) and len(batch) == 2:
         return batch[0], batch[1]
     raise DataError(
-        f"A batch must be a pair (inputs, targets), got {_described(batch)}. For other batches, pass a function: "
-        f"Trainer(..., forward=lambda model, batch: {_example(batch)})."
+        f"A batch must be a pair (inputs, targets), got {_describe_object(batch)}. For other batches, pass a function: "
+        f"Trainer(..., forward=lambda model, batch: {_forward_example(batch)})."
     )
 
 
-def _described(found: Any) -> str:
+def _describe_object(found: Any) -> str:
     kind = type(found).__name__
     if isinstance(found, Tensor):
         return f"a {kind} of shape {list(found.shape)}"
@@ -116,7 +117,7 @@ def _described(found: Any) -> str:
     return f"a {kind} of {len(found)}" if isinstance(found, (list, tuple)) else f"a {kind}"
 
 
-def _example(batch: Any) -> str:
+def _forward_example(batch: Any) -> str:
     """Return an example of `forward` for a batch of this type, for an error message."""
     if isinstance(batch, Mapping) and len(batch) > 1:
         first, *_, last = batch
@@ -129,7 +130,7 @@ def _example(batch: Any) -> str:
     return "(model(batch), batch)" if isinstance(batch, Tensor) else "(model(batch.x), batch.y)"
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the current parameters of `optimizer`, including those added by `add_param_group`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -163,11 +164,11 @@ class Update:
         """Update the parameters after `step` completed steps. `rates` is the factor for the learning rates."""
         if self._max_grad_norm is not None:
             self._precision.unscale(self._optimizer)
-            self._gradient_norm = nn.utils.clip_grad_norm_(parameters_of(self._optimizer), self._max_grad_norm)
+            self._gradient_norm = nn.utils.clip_grad_norm_(optimizer_parameters(self._optimizer), self._max_grad_norm)
         if rates is None:
             stepped = self._precision.step(self._optimizer)
         else:
-            with rates.applied(self._optimizer, step):
+            with rates.scaled_rates(self._optimizer, step):
                 stepped = self._precision.step(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters_outside_optimizer():
@@ -183,7 +184,7 @@ class Update:
         for group in self._optimizer.param_groups:
             held_count += len(group["params"])
         if held_count != self._held_count:  # in the first step, or after add_param_group
-            known = set(map(id, parameters_of(self._optimizer)))
+            known = set(map(id, optimizer_parameters(self._optimizer)))
             self._held_count = held_count
             self._others = [parameter for parameter in self._model.parameters() if id(parameter) not in known]
         return self._others

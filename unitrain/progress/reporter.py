@@ -18,7 +18,7 @@ from unitrain.errors import ConfigError, LoggerError, Preempted, UnitrainError
 from unitrain.loggers import create_loggers
 from unitrain.loggers.background import BackgroundLogger
 from unitrain.loggers.images import check_image, check_table, to_histogram, to_pixels
-from unitrain.loggers.logger import Start, Status
+from unitrain.loggers.logger import RunInfo, Status
 from unitrain.progress.display import Progress, choose_progress
 
 
@@ -147,8 +147,8 @@ class RunReporter:
 
     def _start(self, step: int) -> None:
         if self._communicator.rank == 0:
-            start = Start(step, self._output_dir, self._description or {})
-            self._started = [BackgroundLogger(logger, start) for logger in self._loggers]
+            run_info = RunInfo(step, self._output_dir, self._description or {})
+            self._started = [BackgroundLogger(logger, run_info) for logger in self._loggers]
 
     def _finish(self, status: Status) -> None:
         started, self._started = self._started, []

@@ -11,9 +11,9 @@ from unitrain.bench.results import (
     bus_factor,
     efficiency,
     format_bytes,
-    name_of,
-    names,
     quartiles,
+    row_name,
+    row_names,
     samples_per_second,
 )
 from unitrain.report.charts import COLORS, RUNS, Chart, Line, LineChart, TimeChart, to_png, to_svg
@@ -63,7 +63,7 @@ def legend_names(result: dict[str, Any]) -> list[str]:
     """Return the legend entries: backends and lower bounds, or the networks and algorithms of a prediction."""
     if result["kind"] == "prediction":
         return list(dict.fromkeys(_network(row) for row in result["rows"]))
-    return [*names(result), *dict.fromkeys(floor["name"] for floor in result.get("floors", ()))]
+    return [*row_names(result), *dict.fromkeys(floor["name"] for floor in result.get("floors", ()))]
 
 
 def collective_charts(result: dict[str, Any]) -> list[Chart]:
@@ -85,8 +85,8 @@ def collective_charts(result: dict[str, Any]) -> list[Chart]:
         rows = [row for row in result["rows"] if row["operation"] == operation]
         factor = bus_factor(operation, result["ranks"])
         times, speeds = [], []
-        for name in names(result):
-            own = [row for row in rows if name_of(row) == name]
+        for name in row_names(result):
+            own = [row for row in rows if row_name(row) == name]
             times.append(Line(name, [(row["bytes"], quartiles(row["seconds"])[1]) for row in own], series.index(name)))
             speeds.append(Line(name, [(row["bytes"], factor * _speed(row)) for row in own], series.index(name)))
         options: dict[str, Any] = {"x_label": "size", "legend": False, "logarithmic": True, "ticks": ticks}
@@ -125,7 +125,7 @@ def _network(row: dict[str, Any]) -> str:
 def train_charts(result: dict[str, Any]) -> list[Chart]:
     """Return charts of time per phase, and of throughput and efficiency against the number of ranks."""
     rows = sorted(result["rows"], key=lambda row: (row["setting"] or "", row["ranks"]))
-    labels = [f"{name_of(row)}, {row['ranks']}" for row in rows]
+    labels = [f"{row_name(row)}, {row['ranks']}" for row in rows]
     parts = {part: [1000 * quartiles(row["parts"][part])[1] for row in rows] for part in PARTS}
     charts: list[Chart] = [TimeChart("time per part of a step, mean over ranks", labels, parts, x_label="milliseconds")]
     ranks = sorted({row["ranks"] for row in rows})
@@ -137,7 +137,7 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
             lines = [
                 # Every line starts at the single-rank measurement, which is shared by all backends.
                 Line(name, [(row["ranks"], figure(row)) for row in rows if _is_on_line(row, name)], run)
-                for run, name in enumerate(names(result))
+                for run, name in enumerate(row_names(result))
             ]
             charts.append(LineChart(title, lines, **options))
     return charts
@@ -147,7 +147,7 @@ def _is_on_line(row: dict[str, Any], name: str) -> bool:
     """Return whether a row is on the line of `name`: its name matches, or it was measured on one rank with the same
     setting."""
     setting = name.partition(", ")[2] or None
-    return name_of(row) == name or (row["ranks"] == 1 and row["setting"] == setting and row["backend"] == "local")
+    return row_name(row) == name or (row["ranks"] == 1 and row["setting"] == setting and row["backend"] == "local")
 
 
 def _percent(result: dict[str, Any]) -> Callable[[dict[str, Any]], float | None]:

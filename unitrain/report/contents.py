@@ -24,9 +24,9 @@ def all_charts(records: Sequence[Record]) -> list[Chart]:
 def result_charts(records: Sequence[Record]) -> list[LineChart]:
     """Return the charts of loss, metrics, learning rate and throughput, without empty charts."""
     records = list(records)
-    in_epochs = figures.counts_epochs(records)
-    marks = _resume_marks(records[0], in_epochs) if len(records) == 1 else []
-    charts = [_metric_chart(records, metric, in_epochs) for metric in figures.metrics(records)]
+    in_epochs = figures.has_epoch_axis(records)
+    marks = _resumption_marks(records[0], in_epochs) if len(records) == 1 else []
+    charts = [_metric_chart(records, metric, in_epochs) for metric in figures.metric_names(records)]
     for title, name in (("learning rate", "learning_rate"), ("samples per second", "samples_per_second")):
         lines = []
         for run, record in enumerate(records):
@@ -35,8 +35,8 @@ def result_charts(records: Sequence[Record]) -> list[LineChart]:
                 rows = sorted([*record.epochs, *record.steps], key=lambda row: int(row["step"]))
             elif len(record.steps) > len(record.epochs):
                 style: Style = "faint" if record.epochs else "solid"
-                lines.append(Line("between epochs", figures.points(record.steps, name, in_epochs), run, style))
-            lines.append(Line(record.name, figures.points(rows, name, in_epochs), run))
+                lines.append(Line("between epochs", figures.chart_points(record.steps, name, in_epochs), run, style))
+            lines.append(Line(record.name, figures.chart_points(rows, name, in_epochs), run))
         spans = _slow_rank_spans(records, in_epochs) if name == "samples_per_second" else []
         charts.append(LineChart(title, lines, "", legend=False, from_zero=True, spans=spans))
     x_label = "epoch" if in_epochs else "step"
@@ -89,21 +89,21 @@ def _metric_chart(records: list[Record], metric: str, in_epochs: bool) -> LineCh
     dots = []
     for run, record in enumerate(records):
         names = [name for name in figures.result_names(record) if figures.split_name(name)[1] == metric]
-        between_epochs = figures.points(record.steps, "loss", in_epochs) if metric == "loss" else []
+        between_epochs = figures.chart_points(record.steps, "loss", in_epochs) if metric == "loss" else []
         if len(between_epochs) > 1 or not names:
             lines.append(Line("between epochs", between_epochs, run, "faint" if names else "solid"))
         for name in names:
             part, color = _DATASETS[figures.split_name(name)[0]]
             style: Style = "dashed" if is_comparison and part == "training" and len(names) > 1 else "solid"
             lines.append(
-                Line(part, figures.points(record.epochs, name, in_epochs), run if is_comparison else color, style)
+                Line(part, figures.chart_points(record.epochs, name, in_epochs), run if is_comparison else color, style)
             )
             monitored, mode = figures.monitored_result(record)
             if (
                 name == monitored
                 and not is_comparison
                 and len(record.epochs) > 1
-                and (best := figures.best(record, name, mode))
+                and (best := figures.best_value(record, name, mode))
             ):
                 position = best.position if in_epochs else best.step
                 dots.append((position, best.value, f"best: {best.value:.4g}", color))
@@ -122,7 +122,7 @@ def _slow_rank_spans(records: Sequence[Record], in_epochs: bool) -> list[tuple[f
     return [(begin, end, label) for begin, end, label in spans if end > begin]
 
 
-def _resume_marks(record: Record, in_epochs: bool) -> list[tuple[float, str]]:
+def _resumption_marks(record: Record, in_epochs: bool) -> list[tuple[float, str]]:
     position = "epochs" if in_epochs else "step"
     marks = []
     for before, start in zip(record.starts, record.starts[1:], strict=False):

@@ -61,7 +61,7 @@ def result_names(record: Record) -> list[str]:
     return [name for name in names if name not in _OTHER_COLUMNS and not name.endswith("_seconds")]
 
 
-def metrics(records: list[Record]) -> list[str]:
+def metric_names(records: list[Record]) -> list[str]:
     """Return the names of the charts: "loss" and the metrics, without the prefixes "train" and "val"."""
     names = dict.fromkeys(split_name(name)[1] for record in records for name in result_names(record))
     if any(record.steps for record in records):
@@ -75,7 +75,7 @@ def split_name(name: str) -> tuple[str, str]:
     return (part, metric) if part in ("train", "val") and metric else ("", name)
 
 
-def counts_epochs(records: list[Record]) -> bool:
+def has_epoch_axis(records: list[Record]) -> bool:
     """Return whether the x axis shows epochs instead of steps.
 
     The x axis shows epochs if every run has completed an epoch and its data has a length.
@@ -88,18 +88,18 @@ def counts_epochs(records: list[Record]) -> bool:
     )
 
 
-def points(rows: list[Row], name: str, in_epochs: bool) -> Points:
+def chart_points(rows: list[Row], name: str, in_epochs: bool) -> Points:
     """Return (x, value) per row; x is the epoch or the step. The value is None if it was not a number."""
     position = "epochs" if in_epochs else "step"
     return [(row[position], row.get(name)) for row in rows if row.get(position) is not None]
 
 
-def last(record: Record, name: str) -> float | None:
+def last_value(record: Record, name: str) -> float | None:
     """Return the last value of a result."""
     return record.epochs[-1].get(name) if record.epochs else None
 
 
-def best(record: Record, name: str, mode: str = "min") -> Best | None:
+def best_value(record: Record, name: str, mode: str = "min") -> Best | None:
     """Return the first best value of a result over the epochs, or None if no value was a number."""
     rows = [row for row in record.epochs if row.get(name) is not None]
     if not rows:
@@ -167,7 +167,7 @@ def slow_periods(record: Record, in_epochs: bool) -> list[SlowPeriod]:
     return found
 
 
-def elapsed(record: Record) -> float:
+def total_seconds(record: Record) -> float:
     """Return the total seconds of all epochs, including validation and checkpoints."""
     return sum(
         max(map(sum, zip(*(row[f"{part}_seconds"] for part in PARTS), strict=True)))
@@ -196,7 +196,7 @@ class Progress:
         return self.requested is not None and self.done >= self.requested
 
 
-def progress(record: Record) -> Progress:
+def run_progress(record: Record) -> Progress:
     """Return the progress of a run in the unit of its configured length."""
     config, step = record.start.get("config", {}), last_step(record)
     if config.get("max_steps"):

@@ -20,7 +20,7 @@ _MAX_NAMED_RANKS = 4
 
 
 @dataclass(frozen=True)
-class Figure:
+class HeadlineValue:
     """A headline value with a note."""
 
     name: str
@@ -52,37 +52,45 @@ def render(records: Sequence[Record]) -> str:
     return load_template("page.html").render(
         colors=COLORS,
         title=", ".join(record.name for record in records),
-        runs=[_run(record, number) for number, record in enumerate(records)],
+        runs=[_describe_run(record, number) for number, record in enumerate(records)],
         result_charts=[(chart.title, to_svg(chart)) for chart in result_charts(records)],
         time_charts=[(chart.title, to_svg(chart)) for chart in time_charts(records)],
         settings=_settings(records),
-        compared=_compare([headline(record) for record in records]),
+        compared=_compare([headline_values(record) for record in records]),
     )
 
 
-def headline(record: Record) -> list[Figure]:
+def headline_values(record: Record) -> list[HeadlineValue]:
     """Return the headline values of a run."""
-    progress, steps = figures.progress(record), f"{figures.last_step(record):,} steps"
+    progress, steps = figures.run_progress(record), f"{figures.last_step(record):,} steps"
     requested = "" if progress.requested is None else f" of {progress.requested:,}"
-    found = [Figure(progress.unit, f"{progress.done:,.4g}{requested}", steps if progress.unit != "steps" else "")]
+    found = [
+        HeadlineValue(progress.unit, f"{progress.done:,.4g}{requested}", steps if progress.unit != "steps" else "")
+    ]
     monitored, mode = figures.monitored_result(record)
-    if len(record.epochs) > 1 and (best := figures.best(record, monitored, mode)):
+    if len(record.epochs) > 1 and (best := figures.best_value(record, monitored, mode)):
         kind = "lowest" if mode == "min" else "highest"
-        found.append(Figure(f"best {monitored}", format_number(best.value), f"{kind}, in epoch {best.epoch}"))
+        found.append(HeadlineValue(f"best {monitored}", format_number(best.value), f"{kind}, in epoch {best.epoch}"))
     found += [
-        Figure(name, format_number(figures.last(record, name)), "in the last epoch")
+        HeadlineValue(name, format_number(figures.last_value(record, name)), "in the last epoch")
         for name in figures.result_names(record)
     ]
     if speed := figures.samples_per_second(record):
-        found.append(Figure("samples per second", f"{speed:,.0f}", "over all ranks, during training"))
+        found.append(HeadlineValue("samples per second", f"{speed:,.0f}", "over all ranks, during training"))
     if record.epochs:
-        found.append(Figure("time", duration(figures.elapsed(record)), "training, validation and checkpoints"))
+        found.append(
+            HeadlineValue(
+                "time", format_duration(figures.total_seconds(record)), "training, validation and checkpoints"
+            )
+        )
     if times := figures.rank_times(record):
         if times.size > 1:
             found.append(
-                Figure("waiting", percent(times.share("wait")), "of training time, for gradients of other ranks")
+                HeadlineValue(
+                    "waiting", format_percent(times.share("wait")), "of training time, for gradients of other ranks"
+                )
             )
-        found.append(Figure("data", percent(times.share("data")), "of training time, for the next batch"))
+        found.append(HeadlineValue("data", format_percent(times.share("data")), "of training time, for the next batch"))
     return found
 
 
@@ -93,7 +101,7 @@ def format_number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration in suitable units."""
     if seconds < 60:
         return f"{seconds:.3g} s"
@@ -103,28 +111,28 @@ def duration(seconds: float) -> str:
     return f"{hours:,.0f} h" if hours >= 100 else f"{int(hours)} h {int(minutes % 60)} min"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Format a fraction as a percentage."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
-def _run(record: Record, run: int) -> dict[str, Any]:
+def _describe_run(record: Record, run: int) -> dict[str, Any]:
     start, times = record.start, figures.rank_times(record)
     return {
         "name": record.name,
         "color": f"run-{run % RUNS}",
-        "state": "finished" if figures.progress(record).is_finished else "not finished",
-        "written": f"{record.written:%Y-%m-%d %H:%M} UTC",
+        "state": "finished" if figures.run_progress(record).is_finished else "not finished",
+        "written": f"{record.last_modified:%Y-%m-%d %H:%M} UTC",
         "environment": _describe_environment(start),
-        "starts": [_start(start) for start in record.starts],
-        "headline": headline(record),
+        "starts": [_describe_start(start) for start in record.starts],
+        "headline": headline_values(record),
         "sentences": [] if times is None else _describe_times(record, times),
         "times": None if times is None else _time_rows(times),
         "epochs": _epoch_rows(record),
     }
 
 
-def _compare(headlines: list[list[Figure]]) -> list[tuple[str, str, list[Figure | None]]]:
+def _compare(headlines: list[list[HeadlineValue]]) -> list[tuple[str, str, list[HeadlineValue | None]]]:
     """Return rows of (name, note, figure per run or None). A note shared by all runs is moved to the
     row."""
     rows = []
@@ -145,7 +153,7 @@ def _describe_environment(start: dict[str, Any]) -> str:
     return f"{start['backend']}{transport}, {ranks}{where}, {start['device']}"
 
 
-def _start(start: dict[str, Any]) -> dict[str, str]:
+def _describe_start(start: dict[str, Any]) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
     started = start["started"].replace("T", " ").replace("+00:00", " UTC")
     return {
@@ -170,18 +178,17 @@ def _describe_times(record: Record, times: figures.RankTimes) -> list[str]:
         sentences.append(_sentence(str(period.straggler).replace(" is slow:", f" was slow {when}:")))
     if times.size > 1 and not slow and not periods:
         work = times.work_seconds()
-        sentences.append(
-            f"No rank is much slower: their work differs by at most {percent(1 - min(work) / (max(work) or 1.0))}."
-        )
+        difference = format_percent(1 - min(work) / (max(work) or 1.0))
+        sentences.append(f"No rank is much slower: their work differs by at most {difference}.")
     if times.size > 1 and times.share("wait") > _MAX_WAIT_SHARE and not slow:
         sentences.append(
-            f"{percent(times.share('wait'))} of training time is spent waiting for gradients. Larger batches, gradient "
-            "accumulation or compression reduce communication."
+            f"{format_percent(times.share('wait'))} of training time is spent waiting for gradients. "
+            "Larger batches, gradient accumulation or compression reduce communication."
         )
     if times.share("data") > _MAX_DATA_SHARE:
         sentences.append(
-            f"{percent(times.share('data'))} of training time is spent waiting for data. More num_workers load data in "
-            "parallel with training."
+            f"{format_percent(times.share('data'))} of training time is spent waiting for data. "
+            "More num_workers load data in parallel with training."
         )
     return sentences
 
@@ -194,7 +201,11 @@ def _time_rows(times: figures.RankTimes) -> dict[str, Any]:
     ranks = shown_ranks(times)
     parts = [part for part in figures.PARTS if any(times.seconds[part])]
     rows = [
-        (f"rank {rank}", [duration(times.seconds[part][rank]) for part in parts], duration(times.work_seconds()[rank]))
+        (
+            f"rank {rank}",
+            [format_duration(times.seconds[part][rank]) for part in parts],
+            format_duration(times.work_seconds()[rank]),
+        )
         for rank in ranks
     ]
     return {"parts": parts, "rows": rows, "hidden_ranks": times.size - len(ranks)}
@@ -208,7 +219,7 @@ def _epoch_rows(record: Record) -> dict[str, Any]:
             f"{row['step']:,}",
             *(format_number(row[name]) if name in row else "" for name in names),
             f"{row.get('learning_rate', 0):.3g}",
-            duration(row.get("seconds") or 0.0),
+            format_duration(row.get("seconds") or 0.0),
             f"{row.get('samples_per_second') or 0:,.0f}",
         ]
         for row in record.epochs

@@ -23,7 +23,7 @@ class Record:
     starts: list[Row]
     epochs: list[Row]
     steps: list[Row]
-    written: datetime
+    last_modified: datetime
 
     @property
     def start(self) -> Row:
@@ -59,11 +59,11 @@ def _read_record(folder: Path, name: str) -> Record:
             f"Folder '{folder}' has no run: it contains neither {STARTS} nor {EPOCHS}. {near}Pass the folder given "
             "as TrainConfig.output_dir."
         )
-    written = max(path.stat().st_mtime for path in present)
+    last_modified = max(path.stat().st_mtime for path in present)
     starts, epochs, steps = (_read_rows(path) if path in present else [] for path in paths)
     # Omit a start without steps, because the next start is from the same step.
     starts = [start for start, after in pairwise(starts) if after["step"] > start["step"]] + starts[-1:]
-    return Record(name, starts, epochs, steps, datetime.fromtimestamp(written, UTC))
+    return Record(name, starts, epochs, steps, datetime.fromtimestamp(last_modified, UTC))
 
 
 def _read_rows(path: Path) -> list[Row]:

@@ -76,7 +76,7 @@ class LaunchPlan:
     uses_other_hosts: bool
     log_dir: Path | None
 
-    def missing_program(self) -> str | None:
+    def missing_launcher_error(self) -> str | None:
         """Return an error message if this host lacks the launcher of a dry run, else None."""
         try:
             launchers.build(self.job.launcher, replace(self.job.spec, is_dry_run=False))
@@ -94,7 +94,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     """
     launcher, spec = _build_spec(request)
     if request.log_dir is not None:
-        spec = replace(spec, wrapper=rank_logs.wrapper(request.log_dir))
+        spec = replace(spec, wrapper=rank_logs.wrapper_arguments(request.log_dir))
     uses_other_hosts = launcher in _MULTI_HOST_LAUNCHERS and not all(map(launchers.is_this_host, spec.hosts))
     if not math.isfinite(request.elastic_timeout_seconds):
         raise LaunchError(
@@ -121,7 +121,7 @@ def execute(plan: LaunchPlan) -> NoReturn:
     sys.stdout.flush()
     if not plan.uses_other_hosts:
         environment.export_terminal()
-    if plan.job.needs_launch_command:
+    if plan.job.needs_supervisor:
         sizes_before: dict[str, int] = {}
         log_dir = plan.log_dir
         before_attempt = None if log_dir is None else lambda: sizes_before.update(rank_logs.log_sizes(log_dir))
@@ -129,7 +129,8 @@ def execute(plan: LaunchPlan) -> NoReturn:
         code = supervisor.run()
         if code and log_dir is not None:
             click.echo(
-                "\n".join(rank_logs.last_lines_of_failed_rank(log_dir, supervisor.first_lost, sizes_before)), err=True
+                "\n".join(rank_logs.last_lines_of_failed_rank(log_dir, supervisor.first_crashed_rank, sizes_before)),
+                err=True,
             )
         sys.exit(code)
     command = plan.command

@@ -25,7 +25,7 @@ _MAX_LINES = 20
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def wrapper(folder: Path) -> tuple[str, ...]:
+def wrapper_arguments(folder: Path) -> tuple[str, ...]:
     """Return the command-line arguments to insert before the script."""
     return str(Path(__file__)), str(folder.absolute())
 

@@ -24,15 +24,15 @@ _NUM_DESCRIPTORS = 2**16
 _TEMPORARY_ERRORS = (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_SECONDS = 0.1
 # Maximum delay between the exit of the launcher and the detection of the exits of its ranks.
-_NOTICE_SECONDS = 1.0
+_EXIT_DETECTION_SECONDS = 1.0
 
 
-class Ranks:
+class RankConnections:
     """Server for the connections of the ranks of one attempt of the job `job`. The ranks connect to `address`.
 
-    `lost` lists the killed or crashed ranks in chronological order, and `unreachable` the ranks on unresponsive hosts.
-    `is_preempted` is true if ranks exited after a requested checkpoint. Ranks authenticate with `key`. As a context
-    manager, it closes the connections on exit without waiting for ranks.
+    `crashed_ranks` lists the killed or crashed ranks in chronological order, and `unreachable` the ranks on
+    unresponsive hosts. `is_preempted` is true if ranks exited after a requested checkpoint. Ranks authenticate with
+    `key`. As a context manager, it closes the connections on exit without waiting for ranks.
     """
 
     def __init__(self, job: str, key: str | None, listen_on: str, advertised_host: str) -> None:
@@ -40,15 +40,15 @@ class Ranks:
         _raise_descriptor_limit()
         self._listener = socket.create_server((listen_on, 0), backlog=1024)
         self.address = f"{advertised_host}:{self._listener.getsockname()[1]}"
-        self.lost: list[int] = []
+        self.crashed_ranks: list[int] = []
         self.unreachable: list[int] = []
-        self.is_preempted = self.is_asked_to_end = False
-        self._first_exit_was_orderly = self._has_ended = False
+        self.is_preempted = self.is_exit_requested = False
+        self._first_exit_was_orderly = self._is_exiting = False
         self._connections: dict[int, PeerConnection] = {}
         self._change = threading.Condition()
         threading.Thread(target=self._accept, name="unitrain ranks", daemon=True).start()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankConnections:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -60,23 +60,23 @@ class Ranks:
                 connection.interrupt()
 
     @property
-    def first_lost(self) -> int | None:
+    def first_crashed_rank(self) -> int | None:
         """The rank that was killed or crashed before any other rank exited, or None."""
-        return self.lost[0] if self.lost and not self._first_exit_was_orderly else None
+        return self.crashed_ranks[0] if self.crashed_ranks and not self._first_exit_was_orderly else None
 
-    def request_end(self) -> None:
+    def request_exit(self) -> None:
         """Request a checkpoint and an exit of the job from rank 0, as soon as it is connected."""
         with self._change:
-            self.is_asked_to_end = True
+            self.is_exit_requested = True
             if 0 in self._connections:
                 self._connections[0].send(SAVE_AND_EXIT)
 
-    def end_all(self, timeout_seconds: float) -> None:
+    def exit_all_ranks(self, timeout_seconds: float) -> None:
         """Request an immediate exit of all remaining ranks. Ranks still connected at the timeout count as
         unreachable."""
         with self._change:
-            self._has_ended = True  # also for ranks that connect later
-            self._change.wait_for(self._all_disconnected, _NOTICE_SECONDS)
+            self._is_exiting = True  # also for ranks that connect later
+            self._change.wait_for(self._all_disconnected, _EXIT_DETECTION_SECONDS)
             for connection in self._connections.values():
                 connection.send(EXIT)
             self._change.wait_for(self._all_disconnected, timeout_seconds)
@@ -105,25 +105,25 @@ class Ranks:
             except (OSError, AuthenticationError):
                 return
             connection = PeerConnection(accepted)
-            rank = self._rank_of(connection.receive())
+            rank = self._parse_greeting(connection.receive())
             if rank is None:
                 return
             connection.set_timeout(None)
             connection.enable_keepalive(_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES)
             with self._change:
                 self._connections[rank] = connection
-                if self._has_ended:
+                if self._is_exiting:
                     connection.send(EXIT)
-                elif self.is_asked_to_end and rank == 0:
+                elif self.is_exit_requested and rank == 0:
                     connection.send(SAVE_AND_EXIT)
             message = ""
             while isinstance(received := connection.receive(), str):
                 message = received
             with self._change:
                 if self._connections.get(rank) is connection:
-                    self._remove(rank, received, message)
+                    self._record_disconnect(rank, received, message)
 
-    def _rank_of(self, greeting: str | Disconnect) -> int | None:
+    def _parse_greeting(self, greeting: str | Disconnect) -> int | None:
         """Return the rank from a greeting, or None if the sender is not a rank of this job."""
         try:
             content = json.loads(greeting) if isinstance(greeting, str) else None
@@ -131,15 +131,15 @@ class Ranks:
         except (ValueError, TypeError, KeyError):
             return None
 
-    def _remove(self, rank: int, disconnect: Disconnect, final_message: str) -> None:
+    def _record_disconnect(self, rank: int, disconnect: Disconnect, final_message: str) -> None:
         del self._connections[rank]
         if disconnect is Disconnect.UNREACHABLE:
             self.unreachable.append(rank)
         elif disconnect is Disconnect.ORDERLY:
             self.is_preempted |= final_message == PREEMPTED
-            self._first_exit_was_orderly |= not self.lost
+            self._first_exit_was_orderly |= not self.crashed_ranks
         else:
-            self.lost.append(rank)
+            self.crashed_ranks.append(rank)
         self._change.notify_all()
 
 

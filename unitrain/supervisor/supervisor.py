@@ -23,7 +23,7 @@ from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import Preempted
 from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_this_host
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
-from unitrain.supervisor.ranks import Ranks
+from unitrain.supervisor.ranks import RankConnections
 
 # Termination and preemption signals. They are forwarded to the launcher, and the job is not restarted.
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -54,7 +54,7 @@ class Job:
         return self.spec.max_restarts > 0 or self.spec.elastic is not None
 
     @property
-    def needs_launch_command(self) -> bool:
+    def needs_supervisor(self) -> bool:
         """Whether the `unitrain launch` process must run until the job exits."""
         return self.may_restart or bool(self.spec.wrapper)
 
@@ -65,7 +65,7 @@ class Job:
         are set on every rank. Raises LaunchError.
         """
         added = dict(variables or {})
-        if self.needs_launch_command:
+        if self.needs_supervisor:
             added[environment.JOB] = self.name
         if self.spec.elastic is not None:
             added[environment.ELASTIC] = str(self.spec.elastic)
@@ -88,7 +88,7 @@ class Supervisor:
         self._job, self._membership, self._before_attempt = job, membership, before_attempt
         self._process: subprocess.Popen[bytes] | None = None
         self._stop_event = threading.Event()
-        self.first_lost: int | None = None  # the first rank killed in the latest attempt, if known
+        self.first_crashed_rank: int | None = None  # the first rank killed in the latest attempt, if known
 
     def run(self) -> int:
         """Run the job and return the exit code of the last attempt. Raises LaunchError.
@@ -106,14 +106,14 @@ class Supervisor:
             if self._stop_event.is_set():
                 return _PREEMPTED_CODE
             code, ranks = self._run_attempt(hosts)
-            self.first_lost = ranks.first_lost
+            self.first_crashed_rank = ranks.first_crashed_rank
             if code == 0:
                 return code
             # torchrun and horovodrun exit with code 1 regardless of the exit codes of the ranks.
             code = _PREEMPTED_CODE if ranks.is_preempted else code
-            if self._stop_event.is_set() or (code == _PREEMPTED_CODE and not ranks.is_asked_to_end):
+            if self._stop_event.is_set() or (code == _PREEMPTED_CODE and not ranks.is_exit_requested):
                 return code
-            if ranks.is_asked_to_end:
+            if ranks.is_exit_requested:
                 click.echo("unitrain: restarting the job on the hosts that are available now", err=True)
                 continue
             if num_failures == self._job.spec.max_restarts:
@@ -125,16 +125,16 @@ class Supervisor:
                 err=True,
             )
             if self._membership is not None:
-                self._membership.record_failure(None if ranks.unreachable else ranks.first_lost)
+                self._membership.record_failure(None if ranks.unreachable else ranks.first_crashed_rank)
             self._stop_event.wait(_RESTART_PAUSE_SECONDS)
 
-    def _run_attempt(self, hosts: tuple[Host, ...]) -> tuple[int, Ranks]:
+    def _run_attempt(self, hosts: tuple[Host, ...]) -> tuple[int, RankConnections]:
         """Run one attempt until the job exits or its hosts change. Return the exit code and the states of the ranks."""
         if self._before_attempt is not None:
             self._before_attempt()
         listen_on, advertised_host = _select_addresses(hosts or allocated_hosts(self._job.launcher))
         key = new_key()  # a new key per attempt: messages signed in an earlier attempt are rejected
-        with Ranks(self._job.name, key, listen_on, advertised_host) as ranks:
+        with RankConnections(self._job.name, key, listen_on, advertised_host) as ranks:
             environment.export({environment.JOB_KEY: key})
             command = self._job.command(
                 hosts if self._membership is not None else (), {environment.SUPERVISOR: ranks.address}
@@ -149,16 +149,16 @@ class Supervisor:
             monitor.start()
             code = _wait_for_launcher(process, ranks)
             has_ended.set()
-            ranks.end_all(_RANK_EXIT_TIMEOUT_SECONDS)
+            ranks.exit_all_ranks(_RANK_EXIT_TIMEOUT_SECONDS)
             monitor.join()
         return (code if code >= 0 else 128 - code), ranks
 
-    def _monitor_hosts(self, ranks: Ranks, has_ended: threading.Event) -> None:
+    def _monitor_hosts(self, ranks: RankConnections, has_ended: threading.Event) -> None:
         while self._membership is not None and not has_ended.wait(POLL_SECONDS):
             change = self._membership.find_change()
             if change is not None and not has_ended.is_set():
                 click.echo(f"unitrain: {change}: asking the job to save a checkpoint and exit", err=True)
-                ranks.request_end()
+                ranks.request_exit()
                 return
 
     def _forward_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -182,7 +182,7 @@ def _is_in_foreground() -> bool:
         return False
 
 
-def _wait_for_launcher(process: subprocess.Popen[bytes], ranks: Ranks) -> int:
+def _wait_for_launcher(process: subprocess.Popen[bytes], ranks: RankConnections) -> int:
     """Wait for the launcher and return its exit code. If a host is unreachable, terminate it after a timeout."""
     actions: list[Callable[[], None]] = [process.terminate, process.kill]
     next_action_at: float | None = None

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from unitrain.verify.record import TENSORS, Record
+from unitrain.verify.record import TENSORS_FILE, Record
 
 # Maximum difference relative to the change of a parameter during training or to the largest value of an optimizer
 # state. The key is whether the run used float64. Rounding errors usually stay below it; otherwise `unitrain verify`
@@ -35,14 +35,14 @@ _ROUNDINGS_PER_STEP = 4  # of the gradient, the update and the parameter, in bot
 class LargestDifference:
     """The largest absolute difference between two sets of values.
 
-    `where` is the tensor name or the step. `within` is True if all differences are within the tolerance. `resolved` is
-    False if rounding errors could hide a wrong gradient in one of the tensors.
+    `where` is the tensor name or the step. `is_within_tolerance` is True if all differences are within the tolerance.
+    `is_resolved` is False if rounding errors could hide a wrong gradient in one of the tensors.
     """
 
     delta: float = 0.0
     where: str = ""
-    within: bool = True
-    resolved: bool = True
+    is_within_tolerance: bool = True
+    is_resolved: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ class Difference:
     state: LargestDifference
     loss: LargestDifference
     steps: tuple[int, int]
-    first_loss: int | None
-    first_data: int | None
-    first_learning_rate: int | None
+    first_loss_step: int | None
+    first_data_step: int | None
+    first_learning_rate_step: int | None
     start: str | None
     mismatched: str | None
 
@@ -68,16 +68,16 @@ class Difference:
     def is_within_tolerance(self) -> bool:
         """Whether both runs used the same data and agree numerically within the tolerance."""
         return (
-            all(part.within for part in (self.parameters, self.state, self.loss))
+            all(part.is_within_tolerance for part in (self.parameters, self.state, self.loss))
             and self.mismatched is None
-            and self.first_data is None
+            and self.first_data_step is None
             and self.steps[0] == self.steps[1]
         )
 
     @property
     def is_resolved(self) -> bool:
         """Whether the precision of the runs is sufficient to distinguish a wrong gradient from rounding errors."""
-        return self.parameters.resolved and self.state.resolved
+        return self.parameters.is_resolved and self.state.is_resolved
 
 
 def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) -> Difference:
@@ -89,11 +89,11 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
     RELATIVE_TOLERANCE * d + 1e-6 * D + 4 * eps * steps * m. For losses, the largest loss of the run replaces d.
     """
     relative = RELATIVE_TOLERANCE[float64]
-    loss, first_loss = _compare_losses(run.losses(), reference.losses(), tolerance, relative)
+    loss, first_loss_step = _compare_losses(run.losses(), reference.losses(), tolerance, relative)
     found = {"parameter": LargestDifference(), "state": LargestDifference()}
     with (
-        safe_open(run.folder / TENSORS, framework="pt") as run_tensors,
-        safe_open(reference.folder / TENSORS, framework="pt") as reference_tensors,
+        safe_open(run.folder / TENSORS_FILE, framework="pt") as run_tensors,
+        safe_open(reference.folder / TENSORS_FILE, framework="pt") as reference_tensors,
     ):
         run_names, reference_names = set(run_tensors.keys()), set(reference_tensors.keys())
         mismatched = sorted(run_names ^ reference_names)
@@ -114,9 +114,9 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
         state=found["state"],
         loss=loss,
         steps=(run.steps, reference.steps),
-        first_loss=first_loss,
-        first_data=_first_different_step(run.data(), reference.data()),
-        first_learning_rate=_first_different_step(run.learning_rates(), reference.learning_rates()),
+        first_loss_step=first_loss_step,
+        first_data_step=_first_different_step(run.sample_digests(), reference.sample_digests()),
+        first_learning_rate_step=_first_different_step(run.learning_rates(), reference.learning_rates()),
         start=next(
             (name for name, digest in reference.first.start.items() if run.first.start.get(name) != digest), None
         ),
@@ -130,11 +130,11 @@ def reason_not_comparable(record: Record) -> str | None:
     for step, loss in enumerate(record.losses(), 1):
         if not math.isfinite(loss):
             return f"the loss of step {step} is {loss}, so the run cannot be compared"
-    with safe_open(record.folder / TENSORS, framework="pt") as tensors:
+    with safe_open(record.folder / TENSORS_FILE, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118
             if not tensors.get_tensor(name).isfinite().all():
                 return f"{name} is not finite after {record.steps} steps, so the run cannot be compared"
-    if not any(record.first.moved.values()):
+    if not any(record.first.max_change.values()):
         return (
             f"no parameter changed in {record.steps} steps, so a comparison would prove nothing. Train more steps "
             "(--steps), or check the learning rate and the parameters that the optimizer holds"
@@ -162,12 +162,12 @@ def _compare_losses(
     largest_loss = max((abs(loss) for loss in expected), default=0.0)
     for step, (loss, other) in enumerate(zip(losses, expected, strict=False), 1):
         delta = _distance(loss, other)
-        within = delta == 0 or delta <= min(tolerance * max(1.0, abs(other)), relative * largest_loss)
-        if not within and first_step is None:
+        is_within_tolerance = delta == 0 or delta <= min(tolerance * max(1.0, abs(other)), relative * largest_loss)
+        if not is_within_tolerance and first_step is None:
             first_step = step
         if delta > largest.delta:
-            largest = LargestDifference(delta, f"step {step}", largest.within and within)
-        elif not within:
+            largest = LargestDifference(delta, f"step {step}", largest.is_within_tolerance and is_within_tolerance)
+        elif not is_within_tolerance:
             largest = LargestDifference(largest.delta, largest.where, False)
     return largest, first_step
 
@@ -181,7 +181,7 @@ def _kind(name: str) -> str:
 def _distances(tensors: Any, record: Record) -> dict[str, float]:
     """Return the change of each tensor during training. Optimizer state starts from zero."""
     return {
-        name: record.first.moved[name.partition(" ")[2]]
+        name: record.first.max_change[name.partition(" ")[2]]
         if _kind(name) == "parameter"
         else _largest_value(tensors.get_tensor(name).double())
         for name in tensors.keys()  # noqa: SIM118
@@ -212,8 +212,8 @@ def _include(largest: LargestDifference, left: Tensor, right: Tensor, name: str,
     return LargestDifference(
         max(delta, largest.delta),
         name if delta > largest.delta else largest.where,
-        largest.within and delta <= permitted,
-        largest.resolved and not is_hidden,
+        largest.is_within_tolerance and delta <= permitted,
+        largest.is_resolved and not is_hidden,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 # Called by the ranks of a verified run, see `trainer_overrides`.
 RECORDER = "unitrain.verify.recorder:create_recorder"
-TENSORS = "end.safetensors"
+TENSORS_FILE = "end.safetensors"
 _REQUEST = "request.json"
 # Sample digests are added modulo this number, so the sum does not depend on the assignment of samples to ranks.
 _DIGEST_MODULUS = 2**64
@@ -20,12 +20,12 @@ _DIGEST_MODULUS = 2**64
 class Request:
     """Request to train `steps` steps and exit.
 
-    A run on fewer than `as_ranks` ranks accumulates gradients to match the global batch size of `as_ranks` ranks. With
-    `float64`, model and data are converted to double precision.
+    A run on fewer than `emulated_ranks` ranks accumulates gradients to match the global batch size of `emulated_ranks`
+    ranks. With `float64`, model and data are converted to double precision.
     """
 
     steps: int
-    as_ranks: int
+    emulated_ranks: int
     float64: bool = False
 
     def write(self, folder: Path) -> None:
@@ -57,11 +57,11 @@ class StepRecord:
 class RankRecord:
     """The record of one rank.
 
-    `start` and `end` are digests of the parameters before the first and after the last step, and `moved` is the largest
-    |end - start| per parameter. `random` names the random generators that were used during training. `fixed_batch` is
-    True if the script sets the global batch size itself. `batch_statistics` is the set of samples of a micro-batch that
-    BatchNorm normalizes over: "rank", "all" or "none". `rounding` is the format of compressed gradients: "fp16", "bf16"
-    or "none".
+    `start` and `end` are digests of the parameters before the first and after the last step, and `max_change` is the
+    largest |end - start| per parameter. `used_rngs` names the random generators that were used during training.
+    `fixed_batch` is True if the script sets the global batch size itself. `batch_statistics` is the set of samples of a
+    micro-batch that BatchNorm normalizes over: "rank", "all" or "none". `compression_dtype` is the format of compressed
+    gradients: "fp16", "bf16" or "none".
     """
 
     rank: int
@@ -73,11 +73,11 @@ class RankRecord:
     steps: Sequence[StepRecord]
     start: dict[str, str]
     end: dict[str, str]
-    moved: dict[str, float]
-    random: Sequence[str]
+    max_change: dict[str, float]
+    used_rngs: Sequence[str]
     fixed_batch: bool
     batch_statistics: str
-    rounding: str
+    compression_dtype: str
 
     def write(self, folder: Path) -> None:
         """Write the record to `folder`, atomically."""
@@ -120,16 +120,16 @@ class Record:
         """Return the exact mean loss per step, over the samples or tokens of all ranks."""
         return [
             math.fsum(one.loss for one in parts) / weight if (weight := math.fsum(one.weight for one in parts)) else 0.0
-            for parts in self._by_step()
+            for parts in self._records_by_step()
         ]
 
-    def data(self) -> list[int]:
+    def sample_digests(self) -> list[int]:
         """Return a digest of the samples per step, independent of their assignment to ranks."""
-        return [sum(one.digest for one in parts) % _DIGEST_MODULUS for parts in self._by_step()]
+        return [sum(one.digest for one in parts) % _DIGEST_MODULUS for parts in self._records_by_step()]
 
-    def global_batch(self) -> list[int]:
+    def global_batch_sizes(self) -> list[int]:
         """Return the global batch size per step."""
-        return [sum(sum(one.samples) for one in parts) for parts in self._by_step()]
+        return [sum(sum(one.samples) for one in parts) for parts in self._records_by_step()]
 
     def batch_norm_groups(self) -> list[list[int]]:
         """Return the group sizes of BatchNorm normalization per step, in samples, largest first."""
@@ -141,7 +141,7 @@ class Record:
                 else (count for one in parts for count in one.samples if count),
                 reverse=True,
             )
-            for parts in self._by_step()
+            for parts in self._records_by_step()
         ]
 
     def learning_rates(self) -> list[Sequence[float]]:
@@ -156,5 +156,5 @@ class Record:
                     return record.rank, name
         return None
 
-    def _by_step(self) -> list[tuple[StepRecord, ...]]:
+    def _records_by_step(self) -> list[tuple[StepRecord, ...]]:
         return list(zip(*(record.steps for record in self.ranks), strict=False))

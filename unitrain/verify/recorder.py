@@ -17,10 +17,10 @@ from unitrain import randomness
 from unitrain.callbacks.callback import Callback
 from unitrain.data.batch import map_tensors
 from unitrain.modules.sync_batch_norm import SyncedForward
-from unitrain.optim.step import parameters_of
+from unitrain.optim.step import optimizer_parameters
 from unitrain.trainer_overrides import TrainerArguments
 from unitrain.verify.digests import digest_of_samples, digest_of_tensor
-from unitrain.verify.record import TENSORS, RankRecord, Request, StepRecord
+from unitrain.verify.record import TENSORS_FILE, RankRecord, Request, StepRecord
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend
@@ -58,13 +58,13 @@ class Recorder(Callback):
         if config.output_dir is not None:
             changes["output_dir"] = self._folder / "output"
         self._fixed_batch = config.global_batch_size is not None
-        if not self._fixed_batch and backend.size < self._request.as_ranks:
+        if not self._fixed_batch and backend.size < self._request.emulated_ranks:
             # SyncBatchNorm normalizes over the samples of all ranks, so a single process needs them in one micro-batch.
             in_one_batch = config.batch_size is not None and (
                 config.sync_batch_norm or _batch_statistics(model) == "all"
             )
             name = "batch_size" if in_one_batch else "gradient_accumulation_steps"
-            changes[name] = (getattr(config, name) or 1) * self._request.as_ranks // backend.size
+            changes[name] = (getattr(config, name) or 1) * self._request.emulated_ranks // backend.size
         if self._request.float64:
             changes["precision"] = "fp32"  # disables autocast
             loss_fn, forward = _convert_to_double(model, loss_fn, forward)
@@ -132,17 +132,19 @@ class Recorder(Callback):
             steps=self._steps,
             start=self._start,
             end=_digests(trainer),
-            moved={
+            max_change={
                 name: _largest_difference(_copy_to_cpu(parameter), self._start_values[name])
                 for name, parameter in _parameters(trainer).items()
             },
-            random=[name for name in before if before[name] != after[name]],
+            used_rngs=[name for name in before if before[name] != after[name]],
             fixed_batch=self._fixed_batch,
             batch_statistics=_batch_statistics(backend.unwrap(trainer.model)),
-            rounding=compression if (compression := trainer.config.compression) in ("fp16", "bf16") else "none",
+            compression_dtype=compression
+            if (compression := trainer.config.compression) in ("fp16", "bf16")
+            else "none",
         )
         if backend.rank == 0:
-            save_file(_tensors(trainer), self._folder / TENSORS)
+            save_file(_tensors(trainer), self._folder / TENSORS_FILE)
         record.write(self._folder)
         backend.barrier()
         atexit.register(backend.shutdown)
@@ -180,7 +182,7 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     found = {f"parameter {name}": _copy_to_cpu(parameter) for name, parameter in parameters.items()}
     state = trainer.optimizer.state_dict()["state"]  # the full state, also with a sharded optimizer
     names = {parameter: name for name, parameter in parameters.items()}
-    for index, parameter in enumerate(parameters_of(trainer.optimizer)):
+    for index, parameter in enumerate(optimizer_parameters(trainer.optimizer)):
         name = names[parameter]
         for key, value in state.get(index, {}).items():
             if isinstance(value, Tensor):

@@ -76,13 +76,13 @@ def _cells(row: Row) -> list[str]:
     identity = [str(outcome.run.processes), outcome.run.backend, outcome.transport]
     if outcome.record is None:
         return [*identity, "", "", "", "", "", "", status]
-    identity.append(str(outcome.record.global_batch()[0]))
+    identity.append(str(outcome.record.global_batch_sizes()[0]))
     mismatch = outcome.record.first_replica_mismatch()
     is_single = outcome.record.first.size == 1
     replicas = "" if is_single else "bit-equal" if mismatch is None else f"rank {mismatch[0]} differs"
     if found is None:
         return [*identity, "", "", "", "", replicas, status]
-    data = "same" if found.first_data is None else f"differ in step {found.first_data}"
+    data = "same" if found.first_data_step is None else f"differ in step {found.first_data_step}"
     numbers = [_format_delta(part) for part in (found.parameters, found.state, found.loss)]
     return [*identity, *numbers, data, replicas, status]
 
@@ -104,9 +104,9 @@ def _explain(console: Console, group: Group, row: Row) -> None:
 
 def _describe_location(found: Difference) -> list[str]:
     """Return messages that locate the differences."""
-    sentences = [] if found.first_loss is None else [f"losses differ from step {found.first_loss}"]
+    sentences = [] if found.first_loss_step is None else [f"losses differ from step {found.first_loss_step}"]
     for kind, part in (("parameter", found.parameters), ("optimizer state", found.state)):
-        if not part.within:
+        if not part.is_within_tolerance:
             sentences.append(f"the {kind} with the largest difference is {part.where}")
     return sentences
 
@@ -140,10 +140,10 @@ def _as_data(row: Row) -> dict[str, Any]:
             "optimizer": record.first.optimizer,
             "steps": record.steps,
             "losses": record.losses(),
-            "data": [f"{digest:016x}" for digest in record.data()],
-            "global_batch_sizes": record.global_batch(),
+            "data": [f"{digest:016x}" for digest in record.sample_digests()],
+            "global_batch_sizes": record.global_batch_sizes(),
             "learning_rates": record.learning_rates(),
-            "random_numbers": record.first.random,
+            "random_numbers": record.first.used_rngs,
             "replicas_bit_equal": record.first_replica_mismatch() is None,
         }
     )

@@ -71,7 +71,7 @@ class Verification:
         """Run every backend on `size` ranks. On GPUs, a backend runs once per transport."""
         for backend, choices in controllers.items():
             for controller in choices if backend != "local" else ():
-                run = Run(backend=backend, as_ranks=size, processes=size, controller=controller)
+                run = Run(backend=backend, emulated_ranks=size, processes=size, controller=controller)
                 outcome = self._run(run)
                 yield outcome
                 if outcome.record is not None and outcome.record.first.device.startswith("cuda"):
@@ -86,14 +86,16 @@ class Verification:
         The batch size of the script is multiplied by `size`. If the script divides its batch size by the number of
         ranks, the global batch size would differ, and the run is repeated with the unmodified batch size.
         """
-        outcome = self._run(Run(backend="local", as_ranks=size, processes=1))
+        outcome = self._run(Run(backend="local", emulated_ranks=size, processes=1))
         batches = {
-            one.record.global_batch()[0] for one in (outcome, *others) if one.record is not None and one.record.steps
+            one.record.global_batch_sizes()[0]
+            for one in (outcome, *others)
+            if one.record is not None and one.record.steps
         }
         if size > 1 and len(batches) > 1:
-            unscaled = self._run(Run(backend="local", as_ranks=1, processes=1))
+            unscaled = self._run(Run(backend="local", emulated_ranks=1, processes=1))
             record = unscaled.record
-            if record is not None and record.steps and record.global_batch()[0] in batches:
+            if record is not None and record.steps and record.global_batch_sizes()[0] in batches:
                 return unscaled
         return outcome
 
@@ -112,7 +114,7 @@ class Verification:
 
     def _run(self, run: Run) -> Outcome:
         folder = Path(tempfile.mkdtemp(prefix=f"{run.backend}-", dir=self.folder))
-        Request(steps=self.steps, as_ranks=run.as_ranks, float64=self.float64).write(folder)
+        Request(steps=self.steps, emulated_ranks=run.emulated_ranks, float64=self.float64).write(folder)
         variables = {OVERRIDES_VARIABLE: overrides_setting(RECORDER, str(folder))}
         if run.transport is not None:
             variables["UNITRAIN_TRANSPORT"] = run.transport

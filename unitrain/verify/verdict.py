@@ -17,14 +17,14 @@ Status = Literal["reference", "same numbers", "differs", "by design", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A requested run: `processes` ranks with the global batch size of `as_ranks` ranks.
+    """A requested run: `processes` ranks with the global batch size of `emulated_ranks` ranks.
 
     `controller` is the controller of horovodrun, and `transport` is passed to `unitrain.init`. None selects the
     default.
     """
 
     backend: str
-    as_ranks: int
+    emulated_ranks: int
     processes: int
     controller: str | None = None
     transport: str | None = None
@@ -168,17 +168,17 @@ def expected_difference(record: Record, reference: Record) -> str | None:
     if record.first.size == reference.first.size:
         return None
     ranks = f"{record.first.size} ranks here" if record.first.size > 1 else "1 rank here"
-    if record.global_batch()[:1] != reference.global_batch()[:1]:
-        batches = (record.global_batch() or [0])[0], (reference.global_batch() or [0])[0]
+    if record.global_batch_sizes()[:1] != reference.global_batch_sizes()[:1]:
+        batches = (record.global_batch_sizes() or [0])[0], (reference.global_batch_sizes() or [0])[0]
         return f"its global batch is {batches[0]} samples, the reference's is {batches[1]}"
-    if random := sorted({*record.first.random, *reference.first.random}):
+    if random := sorted({*record.first.used_rngs, *reference.first.used_rngs}):
         return (
             f"training draws random numbers ({', '.join(random)}), for example for dropout, and each rank draws "
             f"different ones ({ranks})"
         )
     if reference.first.batch_statistics != "none" and record.batch_norm_groups() != reference.batch_norm_groups():
         return "BatchNorm normalizes over groups of another size"
-    if (rounding := reference.first.rounding) != "none":
+    if (rounding := reference.first.compression_dtype) != "none":
         return f"each rank rounds its gradients to {rounding} before they are reduced ({ranks})"
     sizes = f"{record.first.size} here, {reference.first.size} in the reference"
     for step, (own, other) in enumerate(zip(record.learning_rates(), reference.learning_rates(), strict=False), 1):
@@ -228,14 +228,14 @@ def _known_causes(found: Difference, run: Record, reference: Record) -> Iterator
             f"{found.start} has other initial values. Call torch.manual_seed(0) before the model is built, and build "
             "it in the same way on every backend"
         )
-    if found.first_data is not None:
-        sizes = [record.global_batch()[found.first_data - 1] for record in (run, reference)]
+    if found.first_data_step is not None:
+        sizes = [record.global_batch_sizes()[found.first_data_step - 1] for record in (run, reference)]
         counts = f" ({sizes[0]} instead of {sizes[1]})" if sizes[0] != sizes[1] else ""
         yield (
-            f"step {found.first_data} has other samples{counts}. Seed everything that shuffles, splits or augments the "
-            "data, with the same seed on every rank"
+            f"step {found.first_data_step} has other samples{counts}. Seed everything that shuffles, splits or "
+            "augments the data, with the same seed on every rank"
         )
-    if (step := found.first_learning_rate) is not None:
+    if (step := found.first_learning_rate_step) is not None:
         rates = [", ".join(f"{rate:.6g}" for rate in one.learning_rates()[step - 1]) for one in (run, reference)]
         yield f"the learning rate of step {step} is {rates[0]} instead of {rates[1]}"
     if found.steps[0] != found.steps[1]:

@@ -41,7 +41,7 @@ from unitrain.torch_compat import (
     gradient_hooks_disabled,
     ignored_by_ddp,
     is_reached_by_backward,
-    without_compile,
+    unwrap_compiled,
 )
 
 BUCKETS = Tunable(
@@ -79,7 +79,7 @@ class DistributedModel(ReducerDDP):
     """
 
     _instances: ClassVar[WeakSet[DistributedModel]] = WeakSet()
-    _is_sharing: bool
+    _has_shared_parameters: bool
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class DistributedModel(ReducerDDP):
         self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._pending = _PendingForwards()
         self._has_left = False
-        self._local = LocalGradients(without_compile(model))
+        self._local = LocalGradients(unwrap_compiled(model))
         self._local.set_reduced_parameters(self._trained_parameters())
         reducer_group.on_reduced = self._local.mark_reduced
         global _models_wrapped
@@ -148,7 +148,7 @@ class DistributedModel(ReducerDDP):
                 self._update_trained_parameters(requires_grad)
         if has_gradients and self._forward_buffers is not None:
             if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
-                self._forward_buffers.share()
+                self._forward_buffers.broadcast()
             pending.broadcasts_buffers = reduces
         try:
             output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -186,29 +186,31 @@ class DistributedModel(ReducerDDP):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ModelError(
-            f"The distributed {type(without_compile(self.module)).__name__} cannot be copied, because its copy would "
+            f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be copied, because its copy would "
             "need a process group. Copy the model inside it: copy.deepcopy(backend.unwrap(model)), or "
             "AveragedModel(backend.unwrap(model))."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ModelError(
-            f"The distributed {type(without_compile(self.module)).__name__} cannot be pickled, because it holds a "
+            f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be pickled, because it holds a "
             "process group. Save the model inside it: torch.save(backend.unwrap(model).state_dict(), path)."
         )
 
     def _find_models_with_shared_parameters(self) -> None:
         """Find the distributed models that share trained parameters with this one."""
         own = {id(parameter) for parameter in self._all_parameters}
-        self._sharing: WeakSet[DistributedModel] = WeakSet(
+        self._models_with_shared_parameters: WeakSet[DistributedModel] = WeakSet(
             other
             for other in DistributedModel._instances
             if not other._has_left and any(id(parameter) in own for parameter in other._all_parameters)
         )
-        for other in self._sharing:
-            other._sharing.add(self)
-            other._is_sharing = True
-        self._is_sharing = len(self._sharing) > 0  # iterating over a WeakSet takes a microsecond
+        for other in self._models_with_shared_parameters:
+            other._models_with_shared_parameters.add(self)
+            other._has_shared_parameters = True
+        self._has_shared_parameters = (
+            len(self._models_with_shared_parameters) > 0
+        )  # iterating over a WeakSet takes a microsecond
         DistributedModel._instances.add(self)
 
     def _check_no_shared_backward(self, backward: int) -> None:
@@ -216,7 +218,7 @@ class DistributedModel(ReducerDDP):
         if not self.require_backward_grad_sync:
             return
         own = {id(parameter): name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        for other in self._sharing:
+        for other in self._models_with_shared_parameters:
             if other._has_left or other._pending.last_backward != backward or not other.require_backward_grad_sync:
                 continue
             shared = [own[id(parameter)] for parameter in other._all_parameters if id(parameter) in own]
@@ -264,7 +266,7 @@ class DistributedModel(ReducerDDP):
         This function therefore runs a backward pass that adds zeros to the local gradients, without calling the user's
         hooks.
         """
-        for parameter in self._local.with_local_gradients():
+        for parameter in self._local.parameters_with_local_gradients():
             if parameter.requires_grad and parameter.grad is not None:
                 with gradient_hooks_disabled(parameter):
                     torch.autograd.backward([parameter], [torch.zeros_like(parameter.grad)])
@@ -284,7 +286,7 @@ class DistributedModel(ReducerDDP):
         forwards, reducing, prepared = pending.forwards, pending.reducing, pending.prepared
         pending.forwards = pending.reducing = pending.prepared = 0
         pending.last_backward = backward
-        if self._is_sharing:
+        if self._has_shared_parameters:
             self._check_no_shared_backward(backward)
         if not (reducing or self.require_backward_grad_sync):
             return

@@ -12,7 +12,7 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.torch_compat import BatchNormBase, InstanceNormBase, buffers_by_name, disable_compile, tensor_version
 
-# Searches for written buffers take place in calls 1, 2, 4, 8, ... of `share`, counted from 0. This is their maximum
+# Searches for written buffers take place in calls 1, 2, 4, 8, ... of `broadcast`, counted from 0. This is their maximum
 # interval.
 _MAX_SEARCH_INTERVAL = 1024
 
@@ -22,8 +22,8 @@ class ForwardBuffers:
 
     Running statistics of torch's normalization layers are not read in training mode. They differ between ranks while
     their layer is in training mode, and are broadcast from rank 0 when the layer changes to eval mode. All other
-    buffers are broadcast at the first `share`. Afterwards, each call broadcasts the buffers that a forward pass on any
-    rank has written. The ranks search for written buffers in only a few calls, which are the same on every rank.
+    buffers are broadcast at the first `broadcast`. Afterwards, each call broadcasts the buffers that a forward pass on
+    any rank has written. The ranks search for written buffers in only a few calls, which are the same on every rank.
     After the first call, buffers that were never written are not broadcast.
     """
 
@@ -49,7 +49,7 @@ class ForwardBuffers:
         return self._communicator.size > 1 and bool(self._statistics_layers or self._slots)
 
     @disable_compile
-    def share(self) -> None:
+    def broadcast(self) -> None:
         """Broadcast, from rank 0, the buffers that the next forward pass reads. All ranks call it in the same steps."""
         shared = self._statistics_of_layers_in_eval()
         if self._slots:
@@ -82,7 +82,7 @@ class ForwardBuffers:
         return [buffer for module in changed for buffer in buffers_by_name(module).values() if buffer is not None]
 
     def _find_written(self) -> None:
-        """Add the buffers that any rank has written to those that `share` broadcasts. All ranks call it."""
+        """Add the buffers that any rank has written to those that `broadcast` broadcasts. All ranks call it."""
         is_written = [
             initial is not buffer or version != initial_version
             for (initial, initial_version), (buffer, version) in zip(self._initial, self._versions(), strict=True)

@@ -35,13 +35,13 @@ class LocalGradients:
         self._local: set[int] = set()
         self._unreduced_ids = frozenset[int]()
         # If two models share a parameter, a reduction by either makes its gradient global for both.
-        self._sharing: WeakSet[LocalGradients] = WeakSet(
+        self._trackers_with_shared_parameters: WeakSet[LocalGradients] = WeakSet(
             other for other in LocalGradients._instances if not self._names.keys().isdisjoint(other._names)
         )
-        for other in self._sharing:
-            other._sharing.add(self)
-            other._is_sharing = True
-        self._is_sharing: bool = len(self._sharing) > 0
+        for other in self._trackers_with_shared_parameters:
+            other._trackers_with_shared_parameters.add(self)
+            other._has_shared_parameters = True
+        self._has_shared_parameters: bool = len(self._trackers_with_shared_parameters) > 0
         LocalGradients._instances.add(self)
         self._accumulates = accumulates
         self._handles: list[Any] = []
@@ -68,12 +68,12 @@ class LocalGradients:
             local &= self._unreduced_ids
         else:
             local.clear()
-        if not self._is_sharing:  # iterating over a WeakSet takes a microsecond
+        if not self._has_shared_parameters:  # iterating over a WeakSet takes a microsecond
             return
-        for other in self._sharing:
+        for other in self._trackers_with_shared_parameters:
             other._local -= self._names.keys() - self._unreduced_ids
 
-    def with_local_gradients(self) -> list[Tensor]:
+    def parameters_with_local_gradients(self) -> list[Tensor]:
         """Return the parameters with local values in `.grad`. `.grad` may have been set to None in the meantime."""
         return [parameter for parameter in self._parameters if id(parameter) in self._local]
 
