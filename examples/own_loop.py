@@ -39,7 +39,7 @@ def main(backend_name: str | None, device: str | None, epochs: int, batch_size: 
                 optimizer.step()  # the gradients are already the mean over all ranks
                 optimizer.zero_grad()
 
-        unitrain.share_buffers(model, backend)  # running statistics of BatchNorm, if the model had any
+        unitrain.broadcast_buffers(model, backend)  # running statistics of BatchNorm, if the model had any
         network = backend.unwrap(model).eval()
         accuracy, mean_loss = unitrain.MeanMetric(backend), unitrain.MeanMetric(backend)
         with torch.no_grad():

@@ -45,7 +45,7 @@ def _find_job_processes(marker: str) -> list[int]:
     return found
 
 
-def _end_all(process: subprocess.Popen[bytes] | None, marker: str) -> None:
+def _terminate_all(process: subprocess.Popen[bytes] | None, marker: str) -> None:
     if process is not None and process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -98,7 +98,7 @@ def main() -> int:
             if line.strip() and process is not None:
                 process.send_signal(int(line))
     finally:
-        _end_all(process, job["marker"])
+        _terminate_all(process, job["marker"])
     code = 0 if process is None else process.wait()
     return code if code >= 0 else 128 - code
 

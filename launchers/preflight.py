@@ -44,7 +44,7 @@ def check_hosts(spec: LaunchSpec) -> int:
         results = list(pool.map(lambda host: _probe(host, spec, packages, port if host is hosts[0] else 0), hosts))
     first = results[0]
     for result in results:
-        _check(result, first, spec)
+        _check_probe_result(result, first, spec)
     if first.facts["port"] is None:
         raise LaunchError(
             f"MASTER_PORT is {port}, but on {first.host.name} another program listens there. Clear it, and a free "
@@ -115,7 +115,7 @@ def _describe_failure(name: str, code: int, errors: list[str], python: str) -> s
     )
 
 
-def _check(result: _ProbeResult, first: _ProbeResult, spec: LaunchSpec) -> None:
+def _check_probe_result(result: _ProbeResult, first: _ProbeResult, spec: LaunchSpec) -> None:
     name, facts = result.host.name, result.facts
     folder, file = Path.cwd(), _required_file(spec)
     if not facts["folder"] and not Path(file).is_absolute():

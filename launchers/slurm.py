@@ -55,8 +55,8 @@ def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
     job = environ.get("SLURM_JOB_ID")
     if not job:
         return None
-    names = _expand_host_names(_require("SLURM_JOB_NODELIST", job, environ))
-    tasks_text = _require("SLURM_TASKS_PER_NODE", job, environ)
+    names = _expand_host_names(_require_variable("SLURM_JOB_NODELIST", job, environ))
+    tasks_text = _require_variable("SLURM_TASKS_PER_NODE", job, environ)
     tasks = _numbers_per_host("SLURM_TASKS_PER_NODE", tasks_text)
     if tasks_text == environ.get("SLURM_STEP_TASKS_PER_NODE"):
         # In a step, such as the shell of `srun --pty`, the variable counts the tasks of the step.
@@ -136,7 +136,7 @@ def mpirun_variables(hosts: tuple[Host, ...], job: Allocation | None = None) -> 
     return {}
 
 
-def _require(name: str, job: str, environ: Mapping[str, str]) -> str:
+def _require_variable(name: str, job: str, environ: Mapping[str, str]) -> str:
     value = environ.get(name)
     if not value:
         raise LaunchError(

@@ -65,13 +65,13 @@ _EXPORTS = {
     "UnsupportedError": "unitrain.errors",
     "WandbLogger": "unitrain.loggers.wandb",
     "available_backends": "unitrain.backends.registry",
+    "broadcast_buffers": "unitrain.modules.buffers",
     "checkpoint_activations": "unitrain.modules.activation_checkpointing",
     "differentiable_allgather": "unitrain.modules.differentiable_allgather",
     "init": "unitrain.initialize",
     "register_process_group": "unitrain.backends.horovod",
     "require": "unitrain.backends.capabilities",
     "run": "unitrain.functions.run",
-    "share_buffers": "unitrain.modules.buffers",
     "shard_optimizer_state": "unitrain.backends.sharding.optimizer_state",
     "sync_batch_norm": "unitrain.modules.sync_batch_norm",
 }
@@ -125,6 +125,7 @@ __all__ = [
     "WandbLogger",
     "__version__",
     "available_backends",
+    "broadcast_buffers",
     "checkpoint_activations",
     "differentiable_allgather",
     "init",
@@ -132,7 +133,6 @@ __all__ = [
     "require",
     "run",
     "shard_optimizer_state",
-    "share_buffers",
     "sync_batch_norm",
 ]
 
@@ -188,7 +188,7 @@ if TYPE_CHECKING:
     from unitrain.loggers.wandb import WandbLogger
     from unitrain.metrics.means import MeanMetric
     from unitrain.modules.activation_checkpointing import checkpoint_activations
-    from unitrain.modules.buffers import share_buffers
+    from unitrain.modules.buffers import broadcast_buffers
     from unitrain.modules.differentiable_allgather import differentiable_allgather
     from unitrain.modules.sync_batch_norm import sync_batch_norm
     from unitrain.progress.training_progress import TrainingProgress

@@ -15,7 +15,7 @@ from unitrain.data.prefetch import Prefetcher
 from unitrain.data.sharding import EvaluationShard
 from unitrain.metrics.means import Means
 from unitrain.metrics.user_metrics import Metric, UserMetrics
-from unitrain.modules.buffers import share_buffers
+from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.loss_weighting import LossOutput, read_loss
 from unitrain.optim.precision import Precision
 from unitrain.optim.step import Forward
@@ -91,7 +91,7 @@ class Evaluation:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        share_buffers(self._model, self._communicator)
+        broadcast_buffers(self._model, self._communicator)
         modes_before = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:

@@ -10,7 +10,7 @@ from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError, LauncherMismatchError
 from unitrain.monitoring import supervisor_client
-from unitrain.processes import end_workers_with_rank
+from unitrain.processes import terminate_workers_with_rank
 
 if TYPE_CHECKING:
     import torch
@@ -69,13 +69,13 @@ def init(
     )
     rank_info = environment.detect()
     environment.is_debug_enabled()  # raises for an invalid value, even if the script wraps no model
-    name = backend or environment.setting("UNITRAIN_BACKEND") or _BACKEND_OF_LAUNCHER[rank_info.launcher]
+    name = backend or environment.get_variable("UNITRAIN_BACKEND") or _BACKEND_OF_LAUNCHER[rank_info.launcher]
     backend_class = registry.load(name)
-    transport = transport or environment.setting("UNITRAIN_TRANSPORT")
+    transport = transport or environment.get_variable("UNITRAIN_TRANSPORT")
 
     from unitrain.backends.base import StartOptions
 
-    end_workers_with_rank()
+    terminate_workers_with_rank()
     started = backend_class.start(StartOptions(rank_info, device, transport, timedelta(seconds=timeout_seconds)))
     if (started.rank, started.size) != (rank_info.rank, rank_info.size):
         # Otherwise N processes would train separately, overwrite each other's results, and exit with code 0.

@@ -27,8 +27,8 @@ _PARENT_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 # Process that called fork last, and whether its main thread called it. A forked process inherits its parent's value.
 _last_fork: tuple[int, bool] | None = None
-# The process in which `end_with_parent` was called last.
-_ends_with_parent_pid: int | None = None
+# The process in which `terminate_with_parent` was called last.
+_terminates_with_parent_pid: int | None = None
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -60,11 +60,11 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
 
 
 @functools.cache
-def end_workers_with_rank() -> None:
+def terminate_workers_with_rank() -> None:
     """Terminate DataLoader workers that this process forks from now on when this process terminates.
 
     This includes workers of the user's DataLoaders, but not spawned workers; the Trainer's spawned workers call
-    `end_with_parent`.
+    `terminate_with_parent`.
     """
     if not hasattr(os, "register_at_fork"):
         return
@@ -76,7 +76,7 @@ def end_workers_with_rank() -> None:
 
     def after_fork_in_child() -> None:
         if _is_called_by_dataloader(sys._getframe()):
-            end_with_parent()
+            terminate_with_parent()
 
     os.register_at_fork(before=before_fork, after_in_child=after_fork_in_child)
 
@@ -93,12 +93,12 @@ def parent_death_signal(number: signal.Signals) -> Callable[[], bool]:
     return lambda: bool(prctl(_PR_SET_PDEATHSIG, number) == 0)
 
 
-def end_with_parent() -> None:
+def terminate_with_parent() -> None:
     """Kill this process when its parent terminates for any reason. A second call has no effect."""
-    global _ends_with_parent_pid
-    if _ends_with_parent_pid == os.getpid():
+    global _terminates_with_parent_pid
+    if _terminates_with_parent_pid == os.getpid():
         return
-    _ends_with_parent_pid = os.getpid()
+    _terminates_with_parent_pid = os.getpid()
     parents, spawning_rank = {os.getppid()}, multiprocessing.parent_process()
     if _last_fork is not None and _last_fork[0] == os.getppid():
         # The kernel sends the signal when the forking thread terminates; the main thread terminates with the process.

@@ -188,7 +188,7 @@ def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 @contextmanager
-def ignored_by_ddp(module: nn.Module, names: list[str]) -> Iterator[None]:
+def exclude_from_ddp(module: nn.Module, names: list[str]) -> Iterator[None]:
     """Exclude the buffers `names` of `module` from a DistributedDataParallel that is constructed in this context.
     Checked with torch 2.14."""
     attribute = "_ddp_params_and_buffers_to_ignore"

@@ -198,7 +198,7 @@ class Trainer:
         `config.preemption_signals`, `fit` saves a checkpoint and raises Preempted, which exits with code 75.
         """
         config = self.config
-        self._check_data("fit", train_data=train_data, **_by_argument(val_data))
+        self._check_data("fit", train_data=train_data, **_name_by_argument(val_data))
         settings = ShardSettings.from_config(
             config, elastic=self._run.is_elastic, elastic_batch_size=self._run.stored_batch_size
         )
@@ -510,7 +510,7 @@ def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
     return {f"val_{name}_": one for name, one in data.items()}
 
 
-def _by_argument(val_data: Data | Mapping[str, Data] | None) -> dict[str, Any]:
+def _name_by_argument(val_data: Data | Mapping[str, Data] | None) -> dict[str, Any]:
     """Return the validation datasets by name for error messages."""
     if isinstance(val_data, Mapping):
         return {f"val_data[{name!r}]": data for name, data in val_data.items()}

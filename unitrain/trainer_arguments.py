@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unitrain import validation
 from unitrain.backends.base import Backend
-from unitrain.backends.checks import check_is_model, check_is_optimizer, check_one_optimizer
+from unitrain.backends.checks import check_is_model, check_is_optimizer, check_single_optimizer
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, UnsupportedError
 
@@ -36,7 +36,7 @@ def check_trainer(
 ) -> None:
     """Raise ConfigError, ModelError or UnsupportedError for an invalid argument of the Trainer."""
     check_is_model("Trainer(model)", model)
-    check_one_optimizer(optimizer)
+    check_single_optimizer(optimizer)
     check_is_optimizer("Trainer(optimizer)", optimizer)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -50,7 +50,7 @@ def overrides_setting(factory: str, argument: str) -> str:
 
 def load_overrides() -> TrainerOverrides | None:
     """Return the overrides of the tool that started this process; None without a tool."""
-    setting = environment.setting(OVERRIDES_VARIABLE)
+    setting = environment.get_variable(OVERRIDES_VARIABLE)
     if setting is None:
         return None
     factory, _, argument = setting.partition(" ")

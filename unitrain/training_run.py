@@ -27,7 +27,7 @@ from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError
-from unitrain.modules.buffers import share_buffers
+from unitrain.modules.buffers import broadcast_buffers
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
 from unitrain.progress.training_progress import TrainingProgress
 
@@ -170,7 +170,7 @@ class TrainingRun:
         """
         if not self._checkpointer.is_enabled:
             return
-        share_buffers(model, self._backend)
+        broadcast_buffers(model, self._backend)
         training = {
             **{name: part.state_dict() for name, part in self._parts.items()},
             "optimizer": optimizer.state_dict(),

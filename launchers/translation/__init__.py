@@ -1,26 +1,26 @@
 """Convert the command line of one launcher to another launcher.
 
-    job = read("horovodrun -np 16 -H a:8,b:8 python train.py")
-    for line in write(job, "torchrun").lines:
+    job = parse("horovodrun -np 16 -H a:8,b:8 python train.py")
+    for line in build(job, "torchrun").lines:
         print(line.host, line.shell())
 
-A launcher's module parses its command line into a `Job` and writes a `Job` as its command line. Options that are not
+A launcher's module parses its command line into a `Job` and builds its command line from a `Job`. Options that are not
 part of the job are stored in `Job.launcher_options`. The same launcher receives them unchanged. For another launcher,
 they are converted to equivalent options, or to a remark with an alternative. The package does not query the machine,
 except to read hostfiles named in a command line.
 
-- `dispatch`: `read`, `write`, and the launchers known to each
+- `dispatch`: `parse`, `build`, and the launchers known to each
 - `job`: `Job` and `LauncherOption`
 - `torchrun`, `horovodrun`, `openmpi`, `mpich`, `srun`, `unitrain`: the syntax of one launcher each
-- `sbatch`, `kubernetes`: batch scripts and manifests (written only)
+- `sbatch`, `kubernetes`: batch scripts and manifests (not parsed)
 - `options`: parser of launcher options, driven by a table
 - `hosts`: hosts in command lines and hostfiles, placement of processes
 - `words`: splitting and quoting of command lines
 - `writing`: command lines, remarks, and advice about options without an equivalent
 """
 
-from unitrain.launchers.translation.dispatch import TARGETS, read, write
+from unitrain.launchers.translation.dispatch import TARGETS, build, parse
 from unitrain.launchers.translation.job import Job
 from unitrain.launchers.translation.writing import Line, Translation
 
-__all__ = ["TARGETS", "Job", "Line", "Translation", "read", "write"]
+__all__ = ["TARGETS", "Job", "Line", "Translation", "build", "parse"]

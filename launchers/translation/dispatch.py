@@ -1,4 +1,4 @@
-"""Read the command line of any known launcher, and write a job for any target."""
+"""Parse the command line of any known launcher, and build the command line of a job for any target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.torchrun import RESTART_VARIABLES
 from unitrain.launchers.translation import horovodrun, kubernetes, mpich, openmpi, sbatch, srun, torchrun, unitrain
 from unitrain.launchers.translation.job import Job, number
-from unitrain.launchers.translation.words import as_typed, assignments, has_expansion, split
+from unitrain.launchers.translation.words import as_typed, has_expansion, split, split_assignments
 from unitrain.launchers.translation.writing import DEFAULT_BACKENDS, Translation
 
 _DIRECTORY = re.compile(r"\s*cd\s+((?:[^&|;<>()'\"\s]|'[^']*'|\"[^\"]*\")+)\s*&&")
@@ -20,22 +20,22 @@ _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "unitrain.bootstrap.torchrun")
 _HOROVODRUN_MODULES = ("horovod.runner.launch", "unitrain.backends.horovod.horovodrun")
 _LOCAL = ("localhost", "127.0.0.1")
-_READABLE = "torchrun, horovodrun, mpirun, mpiexec, srun, python and unitrain launch"
+_PARSED_LAUNCHERS = "torchrun, horovodrun, mpirun, mpiexec, srun, python and unitrain launch"
 TARGETS: dict[str, Callable[[Job], Translation]] = {
-    "torchrun": torchrun.write,
-    "horovodrun": horovodrun.write,
-    "mpirun": openmpi.write,
-    "mpiexec": mpich.write,
-    "srun": srun.write,
-    "sbatch": sbatch.write,
-    "kubernetes": kubernetes.write,
-    "unitrain": unitrain.write,
+    "torchrun": torchrun.build,
+    "horovodrun": horovodrun.build,
+    "mpirun": openmpi.build,
+    "mpiexec": mpich.build,
+    "srun": srun.build,
+    "sbatch": sbatch.build,
+    "kubernetes": kubernetes.build,
+    "unitrain": unitrain.build,
 }
 
 _TARGETS_WITH_DISCOVERY = ("horovodrun", "unitrain")
 
 
-def read(line: str) -> Job:
+def parse(line: str) -> Job:
     """Parse the command line `line` into a job.
 
     UNITRAIN_BACKEND or the launcher determines the backend. Raises LaunchError for a command that is not a launcher,
@@ -44,13 +44,13 @@ def read(line: str) -> Job:
     directory = None
     if (match := _DIRECTORY.match(line)) is not None:
         directory, line = split(match[1])[0], line[match.end() :]
-    variables, words = assignments(split(line))
+    variables, words = split_assignments(split(line))
     if not words:
         raise LaunchError(
             f"{line.strip()!r} does not contain a command. Give the command that starts the job, as in: "
             "'torchrun train.py'"
         )
-    launcher, job = _read(words, variables)
+    launcher, job = _parse_command(words, variables)
     variables = {**variables, **job.environment}
     if RESTART_VARIABLES.items() <= variables.items():
         variables = {name: value for name, value in variables.items() if name not in RESTART_VARIABLES}
@@ -67,7 +67,7 @@ def read(line: str) -> Job:
     return _without_defaults(job)
 
 
-def write(job: Job, target: str) -> Translation:
+def build(job: Job, target: str) -> Translation:
     """Write a job for `target`. Raises LaunchError for an unknown target and for a job that it cannot run."""
     if target not in TARGETS:
         near = difflib.get_close_matches(target, TARGETS, n=1)
@@ -81,36 +81,38 @@ def write(job: Job, target: str) -> Translation:
     return TARGETS[target](job)
 
 
-def _read(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:
+def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:
     """Return the launcher and the job of a command. Removes variables that configure the launcher itself."""
     name, rest = words[0].rpartition("/")[2], words[1:]
     parsers: dict[str, Callable[[Sequence[str]], Job]] = {
-        "torchrun": lambda rest: torchrun.read([*_pop_torchrun_options(variables), *rest]),
-        "horovodrun": horovodrun.read, "srun": srun.read, "orterun": openmpi.read,
-        "mpirun.openmpi": openmpi.read, "mpiexec.openmpi": openmpi.read, "mpiexec.hydra": mpich.read,
-        "mpiexec.mpich": mpich.read, "mpirun.mpich": mpich.read, "mpirun": _read_mpi, "mpiexec": _read_mpi,
+        "torchrun": lambda rest: torchrun.parse([*_pop_torchrun_options(variables), *rest]),
+        "horovodrun": horovodrun.parse, "srun": srun.parse, "orterun": openmpi.parse,
+        "mpirun.openmpi": openmpi.parse, "mpiexec.openmpi": openmpi.parse, "mpiexec.hydra": mpich.parse,
+        "mpiexec.mpich": mpich.parse, "mpirun.mpich": mpich.parse,
+        "mpirun": _parse_mpi_command, "mpiexec": _parse_mpi_command,
     }  # fmt: skip
     if name in parsers:
         return {"orterun": "mpirun"}.get(name, name.partition(".")[0]), parsers[name](rest)
     if name == "unitrain" and rest[:1] == ["launch"]:
-        return "unitrain", unitrain.read(rest[1:])
+        return "unitrain", unitrain.parse(rest[1:])
     if _PYTHON.fullmatch(words[0]):
         rest = rest[1:] if rest[:2] == ["-P", "-m"] else rest
         if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _HOROVODRUN_MODULES:
-            return "horovodrun", horovodrun.read(rest[2:])
+            return "horovodrun", horovodrun.parse(rest[2:])
         if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _TORCHRUN_MODULES:
-            job = torchrun.read([*_pop_torchrun_options(variables), *rest[2:]], python=words[0])
+            job = torchrun.parse([*_pop_torchrun_options(variables), *rest[2:]], python=words[0])
             if rest[1].endswith("launch") and not {"--use_env", "--use-env"} & set(rest):
                 remark = "torch.distributed.launch passes --local-rank=N to the script: let it read LOCAL_RANK instead."
                 job = replace(job, remarks=(*job.remarks, remark))
             return "torchrun", job
         if rest[:2] == ["-m", "unitrain"] and rest[2:3] == ["launch"]:
-            return "unitrain", unitrain.read(rest[3:])
+            return "unitrain", unitrain.parse(rest[3:])
         if not rest:
             raise LaunchError(f"{as_typed(words[0])} needs a script. End the command as in: python train.py")
         return "none", Job(program=tuple(words))
     raise LaunchError(
-        f"{as_typed(words[0])!r} is not a launcher that can be translated. Give a command of one of these: {_READABLE}."
+        f"{as_typed(words[0])!r} is not a launcher that can be translated. Give a command of one of "
+        f"these: {_PARSED_LAUNCHERS}."
     )
 
 
@@ -122,16 +124,16 @@ def _pop_torchrun_options(variables: dict[str, str]) -> list[str]:
     return flags + [f"{option}={value}" for option, value in options.items() if torchrun.SYNTAX.arity.get(option) == 1]
 
 
-def _read_mpi(words: Sequence[str]) -> Job:
+def _parse_mpi_command(words: Sequence[str]) -> Job:
     """Read the mpirun or mpiexec of Open MPI or MPICH. Their options distinguish them."""
     try:
         openmpi.SYNTAX.parse(words)
     except LaunchError as error:
         try:
-            return mpich.read(words)
+            return mpich.parse(words)
         except LaunchError:
             raise error from None
-    return openmpi.read(words)
+    return openmpi.parse(words)
 
 
 def _pop_rendezvous(variables: dict[str, str]) -> tuple[str | None, int | None]:

@@ -74,25 +74,25 @@ _SWITCHES = {
 }  # fmt: skip
 
 
-def read(words: Sequence[str]) -> Job:
+def parse(words: Sequence[str]) -> Job:
     """Parse the words after `horovodrun` into a job."""
     options = Options(SYNTAX, words)
     hosts = read_hosts(options.take_last("--hosts"), options.take_last("--hostfile"), "--hostfile")
     size = options.take_number("--num-proc") or sum(host.slots for host in hosts)
-    elastic, discovery = _elastic(options, size)
+    elastic, discovery = _parse_elastic_options(options, size)
     if discovery is not None:
         hosts = ()  # horovodrun ignores -H with a discovery script
     if not size:
         raise LaunchError("The horovodrun command lacks the number of processes. Add: -np N")
-    options.take_all("--gloo", "--disable-cache")  # the defaults of `write`
+    options.take_all("--gloo", "--disable-cache")  # the defaults of `build`
     tuning_options = [
         _tuning_option(option)
         for option in options.take_all("--fusion-threshold-mb", "--tcp", *_VARIABLE_BY_OPTION, *_SWITCHES)
     ]
     passed_on = [
-        _passed_on_option(option) for option in options.take_all("--mpi-args", "--binding-args", "--network-interfaces")
+        _forwarded_option(option) for option in options.take_all("--mpi-args", "--binding-args", "--network-interfaces")
     ]
-    passed_on += _ssh(options.take_all("--ssh-port", "--ssh-identity-file"))
+    passed_on += _merge_ssh_options(options.take_all("--ssh-port", "--ssh-identity-file"))
     counts, names, notes = place_processes(size, hosts)
     return Job(
         program=options.program,
@@ -104,7 +104,7 @@ def read(words: Sequence[str]) -> Job:
     )
 
 
-def write(job: Job) -> Translation:
+def build(job: Job) -> Translation:
     """Return the horovodrun command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
     words, notes = options_for(job, LAUNCHER)
@@ -133,7 +133,7 @@ def _tuning_option(option: ParsedOption) -> LauncherOption:
     return LauncherOption(LAUNCHER, option.words, "own", variables=variables)
 
 
-def _passed_on_option(option: ParsedOption) -> LauncherOption:
+def _forwarded_option(option: ParsedOption) -> LauncherOption:
     """Return an option that horovodrun passes to mpirun or to libraries, with its equivalent for them."""
     other = LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "own"))
     value = option.values[0]
@@ -142,7 +142,7 @@ def _passed_on_option(option: ParsedOption) -> LauncherOption:
     return replace(other, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
 
 
-def _elastic(options: Options, size: int) -> tuple[list[LauncherOption], str | None]:
+def _parse_elastic_options(options: Options, size: int) -> tuple[list[LauncherOption], str | None]:
     """Return the elastic options with their equivalents for `unitrain launch`, and the host discovery script."""
     if not options.has("--min-np", "--host-discovery-script"):
         return [], None
@@ -162,7 +162,7 @@ def _elastic(options: Options, size: int) -> tuple[list[LauncherOption], str | N
     return launcher_options, script
 
 
-def _ssh(parsed: list[ParsedOption]) -> list[LauncherOption]:
+def _merge_ssh_options(parsed: list[ParsedOption]) -> list[LauncherOption]:
     """Return the ssh options as one launcher option, because mpirun has one setting for all of them."""
     if not parsed:
         return []

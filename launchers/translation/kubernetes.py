@@ -45,7 +45,7 @@ class Pods:
     timeout_seconds: int | None = None
 
 
-def write(job: Job, pods: Pods | None = None) -> Translation:
+def build(job: Job, pods: Pods | None = None) -> Translation:
     """Return a manifest for `kubectl apply -f` with one pod per host.
 
     The grace period between SIGTERM and SIGKILL is two minutes.
@@ -81,7 +81,7 @@ def write(job: Job, pods: Pods | None = None) -> Translation:
     metadata: dict[str, Any] = {"name": name}
     if pods.namespace is not None:
         metadata["namespace"] = pods.namespace
-    build = {"PyTorchJob": _pytorchjob, "TrainJob": _trainjob, "MPIJob": _mpijob}[kind]
+    build = {"PyTorchJob": _build_pytorchjob, "TrainJob": _build_trainjob, "MPIJob": _build_mpijob}[kind]
     version, spec = build(job, pods, name, launcher_words, notes)
     manifest = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
     return Translation(text=dump_manifest(manifest), remarks=notes)
@@ -106,15 +106,15 @@ def _name(job: Job, given: str | None, kind: str) -> str:
     return given or fitting
 
 
-def _pytorchjob(
+def _build_pytorchjob(
     job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
 ) -> tuple[str, dict[str, Any]]:
     container = {
         # The operator requires this name.
-        "name": "pytorch", "image": pods.image, "command": _torchrun(job, launcher_words),
-        **_common(job, pods, name, notes),
+        "name": "pytorch", "image": pods.image, "command": _torchrun_words(job, launcher_words),
+        **_container_fields(job, pods, name, notes),
     }  # fmt: skip
-    template = _template(container)
+    template = _pod_template(container)
     # A preempted rank exits with 75, and Kubernetes restarts its pod.
     replica = {"restartPolicy": "OnFailure", "template": template}
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **replica}}
@@ -127,10 +127,10 @@ def _pytorchjob(
     return "kubeflow.org/v1", spec
 
 
-def _trainjob(
+def _build_trainjob(
     job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    common = _common(job, pods, name, notes)
+    common = _container_fields(job, pods, name, notes)
     if "workingDir" in common:
         raise LaunchError(
             f"A TrainJob has no working directory, but the job runs in {job.directory}. Set it in the image, "
@@ -138,7 +138,7 @@ def _trainjob(
         )
     trainer: dict[str, Any] = {
         "image": pods.image,
-        "command": _torchrun(job, launcher_words),
+        "command": _torchrun_words(job, launcher_words),
         "numNodes": len(job.counts),
         "numProcPerNode": job.counts[0],
     }
@@ -155,7 +155,9 @@ def _trainjob(
     return "trainer.kubeflow.org/v1alpha1", spec
 
 
-def _mpijob(job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]) -> tuple[str, dict[str, Any]]:
+def _build_mpijob(
+    job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
+) -> tuple[str, dict[str, Any]]:
     variables = variables_for(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # Images set the last two, but sshd in the workers does not pass them to the ranks. mpirun warns if one is unset.
     names = [*variables_for(job, "mpirun"), *job.forwarded, "PATH", "LD_LIBRARY_PATH"]
@@ -165,7 +167,7 @@ def _mpijob(job: Job, pods: Pods, name: str, launcher_words: list[str], notes: l
     command = ["mpirun", "-np", str(job.size)]  # the operator sets the hosts and their slots
     command += [word for one in dict.fromkeys(names) for word in ("-x", one)]
     command += merge_options(mpirun.DEFAULT_OPTIONS, launcher_words)
-    common = _common(
+    common = _container_fields(
         replace(job, environment=variables, backend=None, launcher_options=()), pods, name, notes, "mpirun"
     )
     resources = {"resources": common.pop("resources")} if "resources" in common else {}
@@ -189,19 +191,19 @@ def _mpijob(job: Job, pods: Pods, name: str, launcher_words: list[str], notes: l
             "Launcher": {
                 "replicas": 1,
                 "restartPolicy": "OnFailure",
-                "template": _template(launcher),
+                "template": _pod_template(launcher),
             },
             "Worker": {
                 "replicas": len(job.counts),
                 "restartPolicy": "OnFailure",
-                "template": _template(worker),
+                "template": _pod_template(worker),
             },
         },
     }
     return "kubeflow.org/v2beta1", spec
 
 
-def _template(container: dict[str, Any]) -> dict[str, Any]:
+def _pod_template(container: dict[str, Any]) -> dict[str, Any]:
     """Return a pod template with one container. DataLoader workers need more shared memory than the default 64 MB."""
     shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
     return {
@@ -213,13 +215,13 @@ def _template(container: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _torchrun(job: Job, launcher_words: list[str]) -> list[str]:
+def _torchrun_words(job: Job, launcher_words: list[str]) -> list[str]:
     """Return the torchrun command. torchrun reads its other settings from the variables of the pod."""
     launcher, program = torchrun.torchrun_and_program(job)
     return [*launcher, *launcher_words, *program]
 
 
-def _common(job: Job, pods: Pods, name: str, notes: list[str], launcher: str = LAUNCHER) -> dict[str, Any]:
+def _container_fields(job: Job, pods: Pods, name: str, notes: list[str], launcher: str = LAUNCHER) -> dict[str, Any]:
     """Return the fields of a container that depend on the job: working directory, variables and resources."""
     found: dict[str, Any] = {}
     if job.directory is not None:

@@ -39,7 +39,7 @@ _TOPICS = topic_by_option(
 )
 
 
-def read(words: Sequence[str]) -> Job:
+def parse(words: Sequence[str]) -> Job:
     """Parse the words after `mpiexec` into a job."""
     options = Options(SYNTAX, words)
     if ":" in options.program:
@@ -62,7 +62,7 @@ def read(words: Sequence[str]) -> Job:
     )
 
 
-def write(job: Job) -> Translation:
+def build(job: Job) -> Translation:
     """Return the mpiexec command, which runs on one host."""
     job.check_hosts_named(LAUNCHER)
     extra_options, notes = options_for(job, LAUNCHER)

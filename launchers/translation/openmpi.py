@@ -68,7 +68,7 @@ _TOPICS = topic_by_option(
 )
 
 
-def read(words: Sequence[str]) -> Job:
+def parse(words: Sequence[str]) -> Job:
     """Parse the words after `mpirun` into a job."""
     options = Options(SYNTAX, words)
     if ":" in options.program:
@@ -80,7 +80,7 @@ def read(words: Sequence[str]) -> Job:
     file = options.take_last("--hostfile", "--machinefile", "--default-hostfile")
     # With both, --host selects hosts of the file and the number of their slots.
     hosts = (
-        _hosts_of_file(file)
+        _read_hostfile(file)
         if file is not None and not texts
         else read_hosts(",".join(texts) if texts else None, None, "")
     )
@@ -102,7 +102,7 @@ def read(words: Sequence[str]) -> Job:
     )
 
 
-def write(job: Job) -> Translation:
+def build(job: Job) -> Translation:
     """Return the mpirun command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
     extra_options, notes = options_for(job, LAUNCHER)
@@ -164,7 +164,7 @@ def _read_placement(
     notes: tuple[str, ...] = ()
     if by_node and len(hosts) > 1:
         notes = ("mpirun assigns ranks to the hosts in turn; other launchers number them host by host.",)
-    hosts, more = _with_slots(hosts, size, by_node)
+    hosts, more = _resolve_slots(hosts, size, by_node)
     size = size or sum(host.slots for host in hosts)
     if not size:
         raise LaunchError("The mpirun command lacks the number of processes. Add: -np N")
@@ -176,7 +176,7 @@ def _read_placement(
     return counts, names, (*notes, *more, *left)
 
 
-def _hosts_of_file(file: str) -> tuple[Host, ...]:
+def _read_hostfile(file: str) -> tuple[Host, ...]:
     """Return the hosts of a file. `slots` is 0 (meaning one per core) for a host without a slot count.
 
     A host that occurs several times without slots has one slot per occurrence.
@@ -190,7 +190,9 @@ def _hosts_of_file(file: str) -> tuple[Host, ...]:
     )
 
 
-def _with_slots(hosts: tuple[Host, ...], size: int | None, by_node: bool) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+def _resolve_slots(
+    hosts: tuple[Host, ...], size: int | None, by_node: bool
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return the hosts with an upper bound for unknown slots (the number of cores), and remarks.
 
     Raises LaunchError if the placement of processes depends on the unknown slots.
@@ -218,7 +220,7 @@ def _with_slots(hosts: tuple[Host, ...], size: int | None, by_node: bool) -> tup
 
 
 def _settings_with_equivalents(options: Options) -> list[LauncherOption]:
-    """Return the settings that have equivalents, without those that `write` always sets."""
+    """Return the settings that have equivalents, without those that `build` always sets."""
     bound = [option for option in options.take_all("--bind-to") if option.values[0] != "none"]
     found = [LauncherOption(LAUNCHER, option.words, "binding") for option in bound]
     for option in options.take_all("--mca", "--gmca"):

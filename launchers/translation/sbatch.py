@@ -28,7 +28,7 @@ _KEY = "${UNITRAIN_JOB_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}"
 _PORT = "$((29500 + SLURM_JOB_ID % 1000))"  # so that jobs which share a host rarely collide
 
 
-def write(job: Job, directives: Sequence[str] = ()) -> Translation:
+def build(job: Job, directives: Sequence[str] = ()) -> Translation:
     """Return the script. `directives` are options of sbatch, which override the defaults.
 
     Slurm signals the ranks with SIGUSR1 two minutes before the time limit. They save a checkpoint and exit with 75, and
@@ -77,7 +77,7 @@ def write(job: Job, directives: Sequence[str] = ()) -> Translation:
     )
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {_directive(option)}" for option in directives),
+        *(f"#SBATCH {_format_directive(option)}" for option in directives),
         "",
         *start_in,
         *exports,
@@ -109,7 +109,7 @@ def job_name(job: Job) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", names[0].rpartition("/")[2].removesuffix(".py")).strip("-") or "job"
 
 
-def _directive(option: str) -> str:
+def _format_directive(option: str) -> str:
     """Return an option as text for a #SBATCH line. Raises LaunchError for a value that it cannot contain."""
     name, equals, value = option.partition("=")
     if has_expansion(option):

@@ -68,7 +68,7 @@ _TOPICS = topic_by_option(
 )
 
 
-def read(words: Sequence[str]) -> Job:
+def parse(words: Sequence[str]) -> Job:
     """Parse the words after `srun` into a job."""
     options = Options(SYNTAX, words)
     if ":" in options.program or options.take_flag("--multi-prog"):
@@ -88,7 +88,7 @@ def read(words: Sequence[str]) -> Job:
         )
     nodes = number("--nodes", max_nodes or min_nodes) if min_nodes else len(names) or None
     if per_gpu is not None and tasks is None:
-        tasks = per_gpu * _gpus(options, nodes)
+        tasks = per_gpu * _parse_gpus(options, nodes)
     if per_gpu is not None:
         notes.append(
             f"--ntasks-per-gpu {per_gpu} of srun is left out. It also restricts each task to one GPU; under other "
@@ -116,7 +116,7 @@ def read(words: Sequence[str]) -> Job:
         raise LaunchError(
             f"--nodelist {text} names {len(names)} hosts, but the job has {len(counts)}. Name all hosts, or none"
         )
-    variables, forwarded = _exported(options, notes)
+    variables, forwarded = _parse_export(options, notes)
     return Job(
         program=options.program,
         counts=counts,
@@ -124,12 +124,12 @@ def read(words: Sequence[str]) -> Job:
         environment=variables,
         forwarded=forwarded,
         directory=options.take_last("--chdir"),
-        launcher_options=(*_settings(options), *options.remaining(_TOPICS)),
+        launcher_options=(*_sbatch_options(options), *options.remaining(_TOPICS)),
         remarks=tuple(notes),
     )
 
 
-def write(job: Job) -> Translation:
+def build(job: Job) -> Translation:
     """Return the srun command, which runs in an allocation."""
     extra_options, notes = options_for(job, LAUNCHER)
     placement = [*task_options(job.counts)]
@@ -160,7 +160,7 @@ def rendezvous(job: Job, notes: list[str]) -> dict[str, str]:
     return {"MASTER_ADDR": FIRST_HOST, "MASTER_PORT": str(job.port or DEFAULT_PORT)}
 
 
-def _gpus(options: Options, nodes: int | None) -> int:
+def _parse_gpus(options: Options, nodes: int | None) -> int:
     """Return the number of GPUs that the command requests, and keep its options.
 
     Raises LaunchError if it requests none, and for GPUs per host on several hosts: Slurm's manual
@@ -204,7 +204,7 @@ def _uneven_placement_remark(job: Job) -> list[str]:
     ]
 
 
-def _exported(options: Options, notes: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _parse_export(options: Options, notes: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the variables that --export sets, and the names of those that it forwards."""
     variables: dict[str, str] = {}
     names: list[str] = []
@@ -222,8 +222,8 @@ def _exported(options: Options, notes: list[str]) -> tuple[dict[str, str], tuple
     return variables, tuple(names)
 
 
-def _settings(options: Options) -> list[LauncherOption]:
-    """Return the options that sbatch has too. Drops the options that `write` always sets."""
+def _sbatch_options(options: Options) -> list[LauncherOption]:
+    """Return the options that sbatch has too. Drops the options that `build` always sets."""
     found: list[LauncherOption] = []
     for option in options.take_all("--kill-on-bad-exit", "--wait"):
         if option.values not in ((), ("1",)) if option.name == "--kill-on-bad-exit" else option.values != ("0",):

@@ -35,11 +35,11 @@ _TOPICS = topic_by_option(
 )
 
 
-def read(words: Sequence[str], python: str = "python") -> Job:
+def parse(words: Sequence[str], python: str = "python") -> Job:
     """Parse the words after `torchrun` into a job. `python` is the interpreter of the ranks."""
     options = Options(SYNTAX, words)
     notes: list[str] = []
-    nodes = _nodes(options.take_last("--nnodes") or "1", notes)
+    nodes = _parse_nodes(options.take_last("--nnodes") or "1", notes)
     processes = options.take_last("--nproc-per-node") or "1"
     if processes in ("gpu", "cpu", "xpu", "auto"):
         raise LaunchError(
@@ -79,7 +79,7 @@ def read(words: Sequence[str], python: str = "python") -> Job:
     )
 
 
-def write(job: Job) -> Translation:
+def build(job: Job) -> Translation:
     """Return the torchrun command of each host."""
     if job.address is None:
         job.check_hosts_named(LAUNCHER)
@@ -149,7 +149,7 @@ def _parse_own_option(option: LauncherOption) -> ParsedOption | None:
     return SYNTAX.parse([*option.words, "program"])[0][0] if option.launcher == LAUNCHER else None
 
 
-def _nodes(text: str, notes: list[str]) -> int:
+def _parse_nodes(text: str, notes: list[str]) -> int:
     min_nodes, colon, max_nodes = text.partition(":")
     if colon and min_nodes != max_nodes:
         notes.append(

@@ -29,7 +29,7 @@ _TARGET = "unitrain"
 _DEFAULT_LAUNCHERS = {"ddp": "torchrun", "horovod": "horovodrun"}
 
 
-def read(words: Sequence[str]) -> Job:
+def parse(words: Sequence[str]) -> Job:
     """Parse the words after `unitrain launch` into a job."""
     options = Options(SYNTAX, words)
     hosts = read_hosts(options.take_last("--hosts"), options.take_last("--hostfile"), "--hostfile")
@@ -80,7 +80,7 @@ def read(words: Sequence[str]) -> Job:
     )
 
 
-def write(job: Job) -> Translation:
+def build(job: Job) -> Translation:
     """Return the `unitrain launch` command. Its launcher is the backend's default, but mpirun replaces torchrun on
     several hosts."""
     job.check_hosts_named(LAUNCHER)

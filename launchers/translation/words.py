@@ -53,7 +53,7 @@ def split(line: str) -> list[str]:
                 words.append(word)
             raise _several_commands_error(line[at:].strip())
         else:
-            part, at = _part(line, at)
+            part, at = _parse_part(line, at)
             word = (word or "") + part
     if word is not None:
         words.append(word)
@@ -101,7 +101,7 @@ def without_glob_marks(word: str) -> str:
     return re.sub(f"{_OPEN}([*?\\[]){_CLOSE}", r"\1", word)
 
 
-def assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def split_assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables set before a command, as in `A=1 env B=2 program`, and the words from the program on."""
     variables: dict[str, str] = {}
     rest = list(words)
@@ -115,7 +115,7 @@ def assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return variables, rest
 
 
-def _part(line: str, at: int) -> tuple[str, int]:
+def _parse_part(line: str, at: int) -> tuple[str, int]:
     """Return the piece of a word that begins at index `at`, and the index after it."""
     here = line[at]
     if here == "\\":
@@ -126,13 +126,13 @@ def _part(line: str, at: int) -> tuple[str, int]:
             raise _unclosed_quote_error("'", line[at:])
         return line[at + 1 : end], end + 1
     if here == '"':
-        return _quoted(line, at)
+        return _parse_quoted(line, at)
     if here == "$" and line[at + 1 : at + 2] == "'":
-        return _ansi_quoted(line, at)
+        return _parse_ansi_quoted(line, at)
     if (
         here == "$" and line[at + 1 : at + 2] == '"'
     ):  # locale translation, which leaves the text as it is in the C locale
-        return _quoted(line, at + 1)
+        return _parse_quoted(line, at + 1)
     if here == "{" and (end := _braces_end(line, at)) > at:
         return mark_expansion(line[at:end]), end
     if here in "$`":
@@ -143,7 +143,7 @@ def _part(line: str, at: int) -> tuple[str, int]:
     return here, at + 1
 
 
-def _quoted(line: str, at: int) -> tuple[str, int]:
+def _parse_quoted(line: str, at: int) -> tuple[str, int]:
     text, start = "", at
     at += 1
     while at < len(line) and line[at] != '"':
@@ -163,7 +163,7 @@ def _quoted(line: str, at: int) -> tuple[str, int]:
     return text or mark_expansion('""'), at + 1
 
 
-def _ansi_quoted(line: str, at: int) -> tuple[str, int]:
+def _parse_ansi_quoted(line: str, at: int) -> tuple[str, int]:
     """Return the text of $'...' at index `at` with its escapes replaced, and the index after it.
 
     If the bytes are not valid UTF-8, return the text as typed, marked for expansion.
@@ -173,14 +173,14 @@ def _ansi_quoted(line: str, at: int) -> tuple[str, int]:
         end += 2 if line[end] == "\\" else 1
     if end >= len(line):
         raise _unclosed_quote_error("$'", line[at:])
-    text = _ESCAPE.sub(lambda match: _unescaped(match[1]), line[at + 2 : end]).partition("\0")[0]
+    text = _ESCAPE.sub(lambda match: _unescape(match[1]), line[at + 2 : end]).partition("\0")[0]
     try:
         return os.fsencode(text).decode(), end + 1
     except UnicodeDecodeError:
         return mark_expansion(line[at : end + 1]), end + 1
 
 
-def _unescaped(escape: str) -> str:
+def _unescape(escape: str) -> str:
     """Return the character of an escape (given without its backslash), or a surrogate for a byte above 127."""
     kind, digits = escape[0], escape[1:]
     if kind in "uU" and digits:
@@ -202,7 +202,7 @@ def _braces_end(line: str, at: int) -> int:
         if char in " \t\r\n|;&<>()":
             return at
         if char in "\\'\"$`":  # quoted and expanded text cannot end the braces
-            here = _part(line, here)[1]
+            here = _parse_part(line, here)[1]
             continue
         comma = comma or (char == "," and depth == 1)
         depth += (char == "{") - (char == "}")

@@ -157,7 +157,7 @@ def test_only_tunables_of_the_backend_are_searched() -> None:
 
 
 def horovod_settings(backend: unitrain.Backend) -> tuple[str | None, ...]:
-    return tuple(environment.setting(name) for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"))
+    return tuple(environment.get_variable(name) for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"))
 
 
 @pytest.mark.parametrize(

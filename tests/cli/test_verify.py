@@ -27,7 +27,7 @@ from unitrain.cli.available import find_available
 from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines
 from unitrain.verify.difference import compare
-from unitrain.verify.digests import digest_of_samples
+from unitrain.verify.digests import digest_samples
 from unitrain.verify.record import RECORDER, Record, Request
 from unitrain.verify.verdict import Group, Outcome, Row, Run, compare_outcomes, resolve_with_float64
 
@@ -348,7 +348,7 @@ def test_the_record_equals_a_plain_torch_loop(tmp_path: Path, monkeypatch: pytes
     assert found.learning_rates() == [[0.1]] * 7
     data = found.sample_digests()
     assert data[6] == data[0], "the second epoch starts with the same samples as the first"
-    assert data[0] == digest_of_samples([inputs[:4], targets[:4]], 4) % 2**64
+    assert data[0] == digest_samples([inputs[:4], targets[:4]], 4) % 2**64
     from safetensors.torch import load_file
 
     ends = load_file(tmp_path / "a" / "end.safetensors")
@@ -590,18 +590,18 @@ def test_the_digest_of_samples_does_not_depend_on_batches_or_order() -> None:
             "a": targets.to(torch.bfloat16)[of],
             "names": [str(n) for n in indices.tolist()],
         }
-        return digest_of_samples(cut, len(indices))
+        return digest_samples(cut, len(indices))
 
-    complete = digest_of_samples(batch, 24)
+    complete = digest_samples(batch, 24)
     assert complete == part(torch.randperm(24)) == part(slice(0, 7)) + part(slice(7, 24))
     assert complete != part(slice(0, 23)) + part(slice(0, 1))
     changed = {**batch, "names": [*batch["names"][:23], "x"]}  # type: ignore[misc]
-    assert digest_of_samples(changed, 24) != complete
-    swapped = digest_of_samples([inputs, targets.flip(0)], 24)
-    assert swapped != digest_of_samples([inputs, targets], 24), "the pairing of inputs and targets matters"
+    assert digest_samples(changed, 24) != complete
+    swapped = digest_samples([inputs, targets.flip(0)], 24)
+    assert swapped != digest_samples([inputs, targets], 24), "the pairing of inputs and targets matters"
     # A batch without recognizable samples is digested as one value.
     graph = [inputs, torch.tensor([[0, 1], [1, 2]])]
-    assert digest_of_samples(graph, 3) == digest_of_samples(graph, 3) != digest_of_samples([inputs, inputs], 3)
+    assert digest_samples(graph, 3) == digest_samples(graph, 3) != digest_samples([inputs, inputs], 3)
 
 
 def test_last_lines_exclude_the_report_of_the_launcher() -> None:

@@ -304,10 +304,10 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "Root '0' is not one of the",
         "Use a root from 0 to",
     ),
-    "share_buffers swapped": (
-        lambda p: unitrain.share_buffers(p.backend, p.model),  # type: ignore[arg-type]
-        "share_buffers(model) must be a torch.nn.Module, got an object of class",
-        "Use share_buffers(model, backend).",
+    "broadcast_buffers swapped": (
+        lambda p: unitrain.broadcast_buffers(p.backend, p.model),  # type: ignore[arg-type]
+        "broadcast_buffers(model) must be a torch.nn.Module, got an object of class",
+        "Use broadcast_buffers(model, backend).",
     ),
     "sync_batch_norm without a backend": (
         lambda p: unitrain.sync_batch_norm(p.model, "ddp"),  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 from launches import started, started_ranks
 
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
-from unitrain.monitoring.rank_status import Activity, RankStatus, format_statuses, name_ranks
+from unitrain.monitoring.rank_status import Activity, RankStatus, format_ranks, format_statuses
 from unitrain.monitoring.stack_inspection import call_site
 
 PROGRAM = """\
@@ -218,7 +218,7 @@ def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "named"), [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([1, 3], "ranks 1, 3")])
 def test_consecutive_ranks_are_shown_as_ranges(ranks: list[int], named: str) -> None:
-    assert name_ranks(ranks) == named
+    assert format_ranks(ranks) == named
 
 
 def test_the_status_shows_the_position_of_the_main_thread() -> None:

@@ -106,7 +106,7 @@ def test_wait_orders_the_callers_stream_after_the_result(monkeypatch: pytest.Mon
     monkeypatch.setattr(horovod_work.hvd, "poll", lambda handle: True)
     monkeypatch.setattr(horovod_work.hvd, "synchronize", lambda handle: torch.ones(2))
 
-    completions = horovod_work.Completions()
+    completions = horovod_work.CompletionQueue()
     try:
         work = horovod_work.HorovodWork(
             "allgather", 1, [], torch.device("cpu"),

@@ -1,4 +1,4 @@
-"""The steps at the end of a backward run in the order of `Step`, independent of the order of the hooks."""
+"""The steps at the end of a backward run in the order of `Stage`, independent of the order of the hooks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unitrain.backends.gradients.end_of_backward import EndOfBackward, Step
+from unitrain.backends.gradients.end_of_backward import EndOfBackward, Stage
 from unitrain.torch_compat import queue_backward_callback
 
 ORDER = [
@@ -24,8 +24,8 @@ def run_backward(on_gradient: object) -> None:
         output.backward()
 
 
-@pytest.mark.parametrize("order", [list(Step), list(reversed(Step))], ids=["in order", "reversed"])
-def test_steps_run_in_a_fixed_order_around_the_callback_of_ddp(order: list[Step]) -> None:
+@pytest.mark.parametrize("order", [list(Stage), list(reversed(Stage))], ids=["in order", "reversed"])
+def test_steps_run_in_a_fixed_order_around_the_callback_of_ddp(order: list[Stage]) -> None:
     end_of_backward, ran = EndOfBackward(), list[str]()
 
     def add_all(_: Tensor) -> None:
@@ -40,17 +40,17 @@ def test_steps_run_in_a_fixed_order_around_the_callback_of_ddp(order: list[Step]
 def test_step_may_add_steps_to_the_same_backward() -> None:
     end_of_backward, ran = EndOfBackward(), list[str]()
 
-    def add(step: Step, name: str) -> None:
+    def add(step: Stage, name: str) -> None:
         end_of_backward.add(step, lambda: ran.append(name))
 
     def find_unused() -> None:
         ran.append("find")
-        add(Step.RAISE_ERRORS, "raise")
-        add(Step.COMPRESS, "compress")
+        add(Stage.RAISE_ERRORS, "raise")
+        add(Stage.COMPRESS, "compress")
 
     def add_first(_: Tensor) -> None:
-        add(Step.MARK_REDUCED, "mark")
-        end_of_backward.add(Step.FIND_UNUSED_PARAMETERS, find_unused)
+        add(Stage.MARK_REDUCED, "mark")
+        end_of_backward.add(Stage.FIND_UNUSED_PARAMETERS, find_unused)
 
     run_backward(add_first)
     assert ran == ["find", "compress", "mark", "raise"]
@@ -60,12 +60,12 @@ def test_nested_backward_has_separate_steps() -> None:
     end_of_backward, ran = EndOfBackward(), list[str]()
 
     def run_inner() -> None:
-        run_backward(lambda _: end_of_backward.add(Step.MARK_REDUCED, lambda: ran.append("inner")))
+        run_backward(lambda _: end_of_backward.add(Stage.MARK_REDUCED, lambda: ran.append("inner")))
         ran.append("outer")
 
     def add_outer(_: Tensor) -> None:
-        end_of_backward.add(Step.MARK_REDUCED, lambda: ran.append("outer, last"))
-        end_of_backward.add(Step.FIND_UNUSED_PARAMETERS, run_inner)
+        end_of_backward.add(Stage.MARK_REDUCED, lambda: ran.append("outer, last"))
+        end_of_backward.add(Stage.FIND_UNUSED_PARAMETERS, run_inner)
 
     run_backward(add_outer)
     assert ran == ["inner", "outer", "outer, last"]
@@ -75,7 +75,7 @@ def test_backward_that_raises_discards_its_steps() -> None:
     end_of_backward, ran = EndOfBackward(), list[str]()
 
     def add_and_raise(_: Tensor) -> None:
-        end_of_backward.add(Step.MARK_REDUCED, lambda: ran.append("marked"))
+        end_of_backward.add(Stage.MARK_REDUCED, lambda: ran.append("marked"))
         raise ValueError("in a hook")
 
     with pytest.raises(ValueError, match="in a hook"):

@@ -274,9 +274,9 @@ def test_a_job_started_inside_other_jobs_has_its_own_ranks(monkeypatch: pytest.M
 def test_pods_use_the_rendezvous_address_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("PET_MASTER_ADDR", TRAINJOB["PET_MASTER_ADDR"])
-    assert environment.setting("MASTER_ADDR") == TRAINJOB["PET_MASTER_ADDR"]
+    assert environment.get_variable("MASTER_ADDR") == TRAINJOB["PET_MASTER_ADDR"]
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    assert environment.setting("MASTER_ADDR") == "10.0.0.1"
+    assert environment.get_variable("MASTER_ADDR") == "10.0.0.1"
 
 
 def test_a_launch_in_a_pod_ignores_the_variables_of_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_variables_are_read_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNITRAIN_C", "")
     environment.export_defaults({"UNITRAIN_A": "ours"})
     environment.export({"UNITRAIN_B": "ours"})
-    assert [environment.setting(f"UNITRAIN_{letter}") for letter in "ABCD"] == ["of the user", "ours", None, None]
+    assert [environment.get_variable(f"UNITRAIN_{letter}") for letter in "ABCD"] == ["of the user", "ours", None, None]
     assert environment.copy()["UNITRAIN_B"] == "ours"
 
 

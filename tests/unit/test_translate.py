@@ -26,27 +26,27 @@ from unitrain.launchers import LaunchError
 from unitrain.launchers.translation import (
     TARGETS,
     Job,
+    build,
     horovodrun,
     mpich,
     openmpi,
-    read,
+    parse,
     srun,
     torchrun,
     unitrain,
-    write,
 )
 from unitrain.launchers.translation.options import Syntax
-from unitrain.launchers.translation.words import assignments, join, split
+from unitrain.launchers.translation.words import join, split, split_assignments
 
 LINES = sorted(set(TARGETS) - {"sbatch", "kubernetes"})
 
 
 def lines(line: str, target: str) -> list[str]:
-    return [one.shell() for one in write(read(line), target).lines]
+    return [one.shell() for one in build(parse(line), target).lines]
 
 
 def remarks(line: str, target: str) -> str:
-    return "\n".join(write(read(line), target).remarks)
+    return "\n".join(build(parse(line), target).remarks)
 
 
 def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: object) -> Job:
@@ -137,18 +137,18 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
     ids=str,
 )
 def test_read_returns_the_job_of_a_command_line(line: str, expected: Job) -> None:
-    assert read(line) == expected
+    assert parse(line) == expected
 
 
 def test_read_accepts_hostfiles(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# ours\na slots=2\n\nb slots = 2 max_slots=4\n")
     for line in (f"mpirun -np 4 --hostfile {file} python t.py", f"horovodrun -np 4 -hostfile {file} python t.py"):
-        assert (read(line).hosts, read(line).counts) == (("a", "b"), (2, 2))
+        assert (parse(line).hosts, parse(line).counts) == (("a", "b"), (2, 2))
     file.write_text("a:2\nb:2\n")
-    assert read(f"mpiexec -n 4 -f {file} python t.py").counts == (2, 2)
+    assert parse(f"mpiexec -n 4 -f {file} python t.py").counts == (2, 2)
     with pytest.raises(LaunchError) as caught:
-        read(f"horovodrun -np 4 --hostfile {file}s python t.py")
+        parse(f"horovodrun -np 4 --hostfile {file}s python t.py")
     assert str(caught.value) == (
         f"--hostfile {file}s cannot be read: No such file or directory. Change to its folder, or name the hosts: "
         "--hosts node1:4,node2:4"
@@ -173,7 +173,7 @@ def test_read_accepts_hostfiles(tmp_path: Path) -> None:
     ids=str,
 )
 def test_tasks_of_srun_are_derived_from_its_gpus(options: str, counts: tuple[int, ...]) -> None:
-    found = read(f"srun {options} python t.py")
+    found = parse(f"srun {options} python t.py")
     assert found.counts == counts
     request_options = [option for option in options.split() if option.startswith(("--gpus", "--gres"))]
     assert set(request_options) <= {
@@ -182,7 +182,7 @@ def test_tasks_of_srun_are_derived_from_its_gpus(options: str, counts: tuple[int
 
 
 def test_unspecified_tasks_of_srun_are_remarked() -> None:
-    assert read("srun -N 2 python t.py").counts == (1, 1)
+    assert parse("srun -N 2 python t.py").counts == (1, 1)
     assert "The srun command lacks the number of tasks" in remarks("srun -N 2 python t.py", "sbatch")
     assert "does not say" not in remarks("srun -N 2 --ntasks-per-node 2 python t.py", "sbatch")
     assert "the number of hosts for 8 tasks" in remarks("srun --gpus=8 --ntasks-per-gpu=1 python t.py", "sbatch")
@@ -209,7 +209,7 @@ def test_unspecified_tasks_of_srun_are_remarked() -> None:
 )
 def test_open_mpi_hostfile(text: str, options: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
-    found = read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
+    found = parse(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
     assert list(zip(found.hosts, found.counts, strict=True)) == expected
 
 
@@ -217,7 +217,7 @@ def test_open_mpi_hostfile(text: str, options: str, expected: list[tuple[str, in
 def test_unknown_slots_that_determine_placement_are_rejected(options: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a\nb\n")
     with pytest.raises(LaunchError) as caught:
-        read(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
+        parse(f"mpirun --hostfile {tmp_path}/hosts {options} python t.py")
     assert str(caught.value) == (
         "The hostfile has no slots for 'a': mpirun starts one process per core there, and the number of cores "
         "is unknown here. Write the number of slots into the file, as in: a slots=8"
@@ -241,11 +241,11 @@ def test_placement_equals_that_of_open_mpi() -> None:
         size = generator.randint(1, sum(slots))
         hosts = ",".join(f"{name}:{count}" for name, count in zip("abcde", slots, strict=False))
         options = f"-H {hosts} -np {size} --map-by {'slot' if number == 0 else 'node'}"
-        found = read(f"mpirun {options} python t.py")
+        found = parse(f"mpirun {options} python t.py")
         assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
     for options in ("-H a:1,b:4 -np 5 --bynode", "-H a:1,b:2 -np 6 --map-by node:oversubscribe",
                     "-H a:1,b:4,c:2 -np 9 --bynode --oversubscribe"):  # fmt: skip
-        found = read(f"mpirun {options} python t.py")
+        found = parse(f"mpirun {options} python t.py")
         assert list(zip(found.hosts, found.counts, strict=True)) == mapped(options), options
 
 
@@ -278,7 +278,7 @@ def test_host_discovery_is_translated_or_rejected() -> None:
     assert again == "unitrain launch --backend ddp --elastic 1:3 --host-discovery-script ./hosts.sh t.py"
     for target in sorted(set(TARGETS) - {"horovodrun", "unitrain"}):
         with pytest.raises(LaunchError) as caught:
-            write(read(DISCOVERED), target)
+            build(parse(DISCOVERED), target)
         assert str(caught.value) == (
             f"The script './hosts.sh' lists the hosts while the job runs, but {target} needs them at the start. "
             "Name them, as in: --hosts node1:4,node2:4"
@@ -307,8 +307,8 @@ def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
         line = f"unitrain launch {option} t.py"
         assert f" {option} " in lines(line, "unitrain")[0]
         assert f"{option} of unitrain launch is left out: " in remarks(line, "torchrun")
-    assert read("unitrain launch --elastic 2:8 -H a:4,b:2 t.py").counts == (4, 2)
-    assert read("unitrain launch --elastic 2:4 t.py").counts == (4,)
+    assert parse("unitrain launch --elastic 2:8 -H a:4,b:2 t.py").counts == (4, 2)
+    assert parse("unitrain launch --elastic 2:4 t.py").counts == (4,)
     assert lines("torchrun --nproc-per-node 2 -m pkg.t -v", "unitrain") == [
         "unitrain launch --backend ddp -np 2 -m pkg.t -v"
     ]
@@ -319,7 +319,7 @@ def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
 
 
 def test_torchrun_translation_has_one_line_per_host() -> None:
-    translated = write(read("horovodrun -np 12 -H a:8,b:8 python train.py --lr 0.1"), "torchrun")
+    translated = build(parse("horovodrun -np 12 -H a:8,b:8 python train.py --lr 0.1"), "torchrun")
     common = "--master-addr a --master-port 29500 train.py --lr 0.1"
     assert [(line.host, line.shell()) for line in translated.lines] == [
         ("a", f"UNITRAIN_BACKEND=horovod torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 {common}"),
@@ -336,8 +336,8 @@ def test_torchrun_with_restarts_on_several_hosts_uses_c10d() -> None:
         (f"torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 3 {given} --tee 3 t.py --lr 1", "7"),
         ("unitrain launch --hosts a:4,b:4 --max-restarts 3 -x MASTER_PORT=29400 t.py --lr 1", "unitrain"),
     ):
-        job = replace(read(line), hosts=("a", "b"))
-        translated = write(job, "torchrun")
+        job = replace(parse(line), hosts=("a", "b"))
+        translated = build(job, "torchrun")
         for place, (host, one) in enumerate(zip("ab", translated.lines, strict=True)):
             words = split(one.shell())
             assert words[:2] == ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun"]
@@ -360,7 +360,7 @@ def test_local_addr_is_left_out_for_several_hosts() -> None:
     assert all("--local-addr" not in one and "--rdzv-conf timeout=9" in one for one in lines(line, "torchrun"))
     assert "--local-addr b is left out: each host needs its own address." in remarks(line, "torchrun")
     line = "torchrun --nnodes 2 --master-addr a --rdzv-backend etcd-v2 --rdzv-endpoint e:2379 t.py"
-    assert read(line).address == "a", "etcd runs on another host"
+    assert parse(line).address == "a", "etcd runs on another host"
     assert all("e:2379" not in one for one in lines(line, "torchrun"))
     assert "--rdzv-backend etcd-v2 is left out" in remarks(line, "torchrun")
 
@@ -522,10 +522,10 @@ def test_braces_and_quoted_escapes_mean_the_same_to_bash() -> None:
     with pytest.raises(
         LaunchError, match=r"'shard-\{0..9\}' needs a shell to expand it, but containers run their command without one"
     ):
-        write(read("torchrun t.py shard-{0..9}"), "kubernetes")
-    assert "{}" in (write(read("torchrun t.py {}"), "kubernetes").text or "")
+        build(parse("torchrun t.py shard-{0..9}"), "kubernetes")
+    assert "{}" in (build(parse("torchrun t.py {}"), "kubernetes").text or "")
     with pytest.raises(LaunchError, match=r"is not closed"):
-        read("torchrun t.py $'a")
+        parse("torchrun t.py $'a")
 
 
 # --- remarks ---
@@ -554,9 +554,9 @@ def commands(manifest: object) -> Iterator[list[str]]:
 @pytest.mark.parametrize("launcher", sorted(UNLIKE))
 def test_every_option_is_translated_or_remarked(launcher: str, target: str) -> None:
     line = UNLIKE[launcher]
-    job = read(line)
+    job = parse(line)
     assert len(job.launcher_options) >= 4
-    translated = write(job, target)
+    translated = build(job, target)
     result = (translated.text or "") + "\n".join(one.shell() for one in translated.lines)
     if target == "kubernetes":
         result = "\n".join(join(words) for words in commands(yaml.safe_load(result)))
@@ -645,8 +645,8 @@ def test_read_inverts_write(job: Job, target: str) -> None:
         job = replace(job, port=None)
     if target == "unitrain" and (job.backend == "horovod" or job.port is None):
         job = replace(job, port=None)
-    for line in write(job, target).lines:
-        found = read(line.shell())
+    for line in build(job, target).lines:
+        found = parse(line.shell())
         # torchrun's lines name the first host alone.
         expected = replace(job, hosts=(), address=job.hosts[0]) if target == "torchrun" and job.hosts else job
         if target == "torchrun" and len(set(job.counts)) > 1:
@@ -659,7 +659,7 @@ def test_read_inverts_write(job: Job, target: str) -> None:
 def test_split_inverts_join(words: list[str]) -> None:
     assert split(join(words)) == words
     assert split(shlex.join(words)) == words
-    assert assignments([f"A={word}" for word in words]) == ({"A": words[-1]} if words else {}, [])
+    assert split_assignments([f"A={word}" for word in words]) == ({"A": words[-1]} if words else {}, [])
 
 
 # --- errors ---
@@ -765,7 +765,7 @@ def test_split_inverts_join(words: list[str]) -> None:
 )
 def test_invalid_command_lines_are_rejected(line: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        read(line)
+        parse(line)
     assert str(caught.value) == message
 
 
@@ -855,7 +855,7 @@ def test_invalid_command_lines_are_rejected(line: str, message: str) -> None:
 )
 def test_unsupported_jobs_are_rejected(line: str, target: str, message: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        write(read(line), target)
+        build(parse(line), target)
     assert str(caught.value) == message
 
 
@@ -917,7 +917,7 @@ def test_tuning_options_of_horovodrun_become_variables(tuning: str, monkeypatch:
     monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "1", *overlapping, tuning, *value, "python", "t.py"])
     request_options: dict[str, str] = {}
     config_parser.set_env_from_args(request_options, launch.parse_args())
-    job = read(f"horovodrun -np 1 {join([*overlapping, tuning, *value])} python t.py")
+    job = parse(f"horovodrun -np 1 {join([*overlapping, tuning, *value])} python t.py")
     rank_results = {name: value for other in job.launcher_options for name, value in other.variables.items()}
     assert rank_results
     assert {name: as_number(value) for name, value in rank_results.items()} == {
@@ -1012,13 +1012,13 @@ def test_translate_command_reports_invalid_arguments() -> None:
 
 def test_batch_script_quotes_values_and_contains_no_expansion_marks() -> None:
     """Slurm expands nothing in a #SBATCH line and splits values at spaces."""
-    text = write(read("cd $HOME/runs && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
+    text = build(parse("cd $HOME/runs && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
     assert "cd $HOME/runs || exit\n" in text
     assert "--chdir" not in text
     assert text.isascii()
-    text = write(read("cd '/data/my runs' && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
+    text = build(parse("cd '/data/my runs' && torchrun --nproc-per-node 2 t.py"), "sbatch").text or ""
     assert "#SBATCH --chdir='/data/my runs'\n" in text
-    injected = read("torchrun t.py")
+    injected = parse("torchrun t.py")
     for value in ("/data\n#SBATCH --uid=0", "/data\r"):
         with pytest.raises(LaunchError, match="contains a line break or control character"):
-            write(replace(injected, directory=value), "sbatch")
+            build(replace(injected, directory=value), "sbatch")

@@ -15,7 +15,7 @@ Contract, identical on every backend; `unitrain.testing` tests each rule:
    steps the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads and writes,
    such as a codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. Running
    statistics, which normalization layers read in eval mode only, differ between ranks until their layer changes to eval
-   mode or `share_buffers` is called.
+   mode or `broadcast_buffers` is called.
 4. The optimizer stays the user's object, and its `state_dict` loads on any other backend.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
 6. The same run produces the same parameters on every backend.

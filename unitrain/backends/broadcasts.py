@@ -16,7 +16,7 @@ from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
 
 # Pieces up to this size are packed into one buffer per root, because starting a broadcast takes longer than copying.
-SMALL_BYTES = 2**16
+MAX_PACKED_BYTES = 2**16
 BUFFER_BYTES = 2**20
 
 
@@ -30,7 +30,7 @@ class Broadcasts:
 
     def __init__(self, monitor: FailureMonitor, rank: int, *, on_stream: bool) -> None:
         self._monitor, self._rank, self._on_stream = monitor, rank, on_stream
-        self._numbers = count()
+        self._counter = count()
 
     def start(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
         """Start to broadcast each piece in place from its root, and return a function that waits for all broadcasts.
@@ -41,29 +41,29 @@ class Broadcasts:
         that function makes the current stream wait for the broadcasts. It raises CollectiveTimeoutError, which names
         the missing ranks.
         """
-        phase = GradientPhase("parameter broadcast", next(self._numbers))
+        phase = GradientPhase("parameter broadcast", next(self._counter))
         self._monitor.record(phase)
         works: list[dist.Work | None] = []
         buffers: list[tuple[Tensor, list[Tensor]]] = []
         small: dict[int, list[Tensor]] = {}
         small_bytes: dict[int, int] = {}
 
-        def begin(tensor: Tensor, root: int) -> None:
+        def start_broadcast(tensor: Tensor, root: int) -> None:
             try:
                 works.append(dist.broadcast(tensor, root, async_op=True))
             except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
                 self._monitor.raise_cause_of(error)
                 raise
 
-        def begin_small(root: int) -> None:
+        def start_packed_broadcast(root: int) -> None:
             parts = small.pop(root)
             if len(parts) == 1:
-                begin(parts[0], root)
+                start_broadcast(parts[0], root)
                 return
             # The buffers of all ranks have the same size, but only the root's is filled.
             is_root = root == self._rank
             buffer = torch.cat(parts) if is_root else parts[0].new_empty(small_bytes[root])
-            begin(buffer, root)
+            start_broadcast(buffer, root)
             if not is_root:
                 buffers.append((buffer, parts))
 
@@ -71,17 +71,17 @@ class Broadcasts:
             content = _bytes_in_place(piece)
             if not content.numel():
                 continue
-            if content.numel() > SMALL_BYTES:
-                begin(content, root)
+            if content.numel() > MAX_PACKED_BYTES:
+                start_broadcast(content, root)
                 continue
             if root in small and small_bytes[root] + content.numel() > BUFFER_BYTES:
-                begin_small(root)
+                start_packed_broadcast(root)
             if root not in small:
                 small[root], small_bytes[root] = [], 0
             small[root].append(content)
             small_bytes[root] += content.numel()
         for root in list(small):
-            begin_small(root)
+            start_packed_broadcast(root)
         if self._on_stream and works:
             started = list(works)
             self._monitor.set_deadline(lambda: all(work is None or work.is_completed() for work in started), phase)

@@ -21,7 +21,7 @@ DTYPES = (
 )  # fmt: skip
 
 
-def check_no_group() -> None:
+def check_no_default_group() -> None:
     """Raise ConfigError if this process already has a default process group of torch.distributed."""
     if dist.is_initialized():
         raise ConfigError(
@@ -70,7 +70,7 @@ def check_tensor(tensor: Tensor) -> None:
         )
 
 
-def check_reduce(tensor: Tensor, op: str) -> None:
+def check_reduction(tensor: Tensor, op: str) -> None:
     """Raise ConfigError for an unknown `op`, and TensorError for an `op` that is not exact in the tensor's dtype."""
     check_tensor(tensor)
     if op not in REDUCE_OPS:
@@ -185,7 +185,7 @@ def check_model(model: nn.Module, compression: Compression, device: torch.device
             )
 
 
-def check_one_optimizer(optimizer: Any) -> None:
+def check_single_optimizer(optimizer: Any) -> None:
     """Raise ModelError for several optimizers, and for an optimizer whose state is sharded over ranks."""
     if isinstance(optimizer, list | tuple | dict):
         raise ModelError(
@@ -202,7 +202,7 @@ def check_one_optimizer(optimizer: Any) -> None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise ModelError unless `optimizer` is a single optimizer whose parameters all belong to `model`."""
-    check_one_optimizer(optimizer)
+    check_single_optimizer(optimizer)
     check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
     validation.check_instance(
         "distributed_optimizer(model)", model, nn.Module, "a torch.nn.Module", "Pass the model second"

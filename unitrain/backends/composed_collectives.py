@@ -28,12 +28,12 @@ MAX_BROADCASTING_RANKS = 64
 MIN_BROADCAST_BYTES = 2**16
 # Size of a reducescatter buffer in bytes. Two buffers alternate: one is filled while the other is reduced.
 PIECE_BYTES = 12 * 2**20
-_BUFFERS = 2
+_NUM_BUFFERS = 2
 
 Wait = Callable[["dist.Work | None"], None]
 
 
-def is_gathered_by_broadcasts(own: Tensor, rows: Sequence[int]) -> bool:
+def is_broadcast_gather_faster(own: Tensor, rows: Sequence[int]) -> bool:
     """Return whether `gather_by_broadcasts` is faster than the transport's allgather. Every rank returns the same."""
     row_bytes = math.prod(own.shape[1:]) * own.element_size()
     return (
@@ -83,25 +83,25 @@ class PiecewiseReduceScatter:
         self._result = self._slices.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
         self._uses_keys = needs_keys(tensor.dtype, op)
         self._started = 0  # columns of the slices
-        self._running: deque[tuple[Any, Tensor, slice]] = deque()
-        self._free: Tensor | None = None
+        self._in_flight: deque[tuple[Any, Tensor, slice]] = deque()
+        self._free_buffers: Tensor | None = None
 
     def start(self) -> None:
         """Start to reduce the first pieces."""
-        while self._started < self._slices.shape[1] and len(self._running) < _BUFFERS:
+        while self._started < self._slices.shape[1] and len(self._in_flight) < _NUM_BUFFERS:
             max_columns = max(1, PIECE_BYTES // (self._dtype.itemsize * self._size))
             place = slice(self._started, min(self._started + max_columns, self._slices.shape[1]))
             buffer = self._fill_buffer(self._slices[:, place])
             work = dist.all_reduce(buffer, self._torch_op, async_op=True)
-            self._running.append((work, buffer, place))
+            self._in_flight.append((work, buffer, place))
             self._started = place.stop
 
     def finish(self, wait: Wait) -> Tensor:
         """Reduce the remaining pieces, and return this rank's slice of the result. `wait` waits for a work."""
         elements = self._result.view(-1)
         self.start()
-        while self._running:
-            work, buffer, place = self._running.popleft()
+        while self._in_flight:
+            work, buffer, place = self._in_flight.popleft()
             wait(work)
             own = buffer[self._rank]
             if self._uses_keys:
@@ -109,21 +109,21 @@ class PiecewiseReduceScatter:
             elif self._op == "mean":
                 own /= self._size
             elements[place] = own
-            self._free = None if self._uses_keys else buffer
+            self._free_buffers = None if self._uses_keys else buffer
             self.start()
         return self._result
 
     def discard(self) -> None:
         """Stop waiting for the pieces of a Horovod reducescatter that some ranks do not start."""
-        for work, _, _ in self._running:
+        for work, _, _ in self._in_flight:
             work.discard()
-        self._running.clear()
+        self._in_flight.clear()
 
     def _fill_buffer(self, source: Tensor) -> Tensor:
         """Return a contiguous copy of `source`, [ranks, columns], which a collective may overwrite."""
         if self._uses_keys:
             return ordered_keys(source, self._op)  # type: ignore[arg-type]
-        buffer, self._free = self._free, None
+        buffer, self._free_buffers = self._free_buffers, None
         if buffer is None or buffer.shape != source.shape:
             return source.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
         return buffer.copy_(source)

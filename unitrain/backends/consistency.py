@@ -137,7 +137,7 @@ class ConsistencyCheck:
         # Other ranks pass 0 for the number of bytes of the root's object, so the sum over ranks is that number.
         has_count = call.operation != "broadcast_object" or rank == call.root
         local_header = [*_split_bits(call.fingerprint), *_split_bits(call.count if has_count else 0)]
-        values = None if tensor is None or dtype is None else _small_summands(tensor, dtype, call.op)
+        values = None if tensor is None or dtype is None else _exact_float64_summands(tensor, dtype, call.op)
         vector = torch.zeros(_SUM_HEADER + _MAX_SUMMED_ELEMENTS, dtype=torch.float64)
         header = [*local_header, *(part * part for part in local_header), values is not None]
         vector[:_SUM_HEADER] = torch.tensor(header, dtype=torch.float64)
@@ -245,7 +245,7 @@ def _write_content(row: bytearray, tensor: Tensor, dtype: torch.dtype, max_bytes
     return length
 
 
-def _small_summands(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:
+def _exact_float64_summands(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:
     """Return a small floating-point `tensor` as float64 [elements] if a float64 sum can reduce it, otherwise None."""
     if tensor.device.type != "cpu" or tensor.numel() > _MAX_SUMMED_ELEMENTS or not dtype.is_floating_point:
         return None

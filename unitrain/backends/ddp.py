@@ -13,7 +13,7 @@ from unitrain.backends.base import StartOptions
 from unitrain.backends.process_group import NCCL_TIMEOUT_MARGIN, ProcessGroupBackend
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.devices import check_gpus, choose_device
-from unitrain.bootstrap.network import interface_of
+from unitrain.bootstrap.network import interface_with_address
 from unitrain.bootstrap.rendezvous import connect_ranks
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.torch_compat import default_process_group, set_transport_timeout
@@ -31,14 +31,14 @@ class DDPBackend(ProcessGroupBackend):
     def start(cls, options: StartOptions) -> Self:
         """Connect the ranks. Raises ConfigError if the transport is unknown, missing in this build of torch, or not
         supported on the device, and if two ranks use the same GPU."""
-        checks.check_no_group()
+        checks.check_no_default_group()
         rank_info = options.rank_info
         device = choose_device(options.device, rank_info.local_rank)
         transport = options.transport or ("nccl" if device.type == "cuda" else "gloo")
         _check_transport(transport, device)
         rendezvous = connect_ranks(rank_info, options.timeout)
         check_gpus(rendezvous, device, options.device)
-        if (own := rendezvous.own_address) and (interface := interface_of(own)):
+        if (own := rendezvous.own_address) and (interface := interface_with_address(own)):
             environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(
             # Consistency checks exchange CPU tensors, always over Gloo.

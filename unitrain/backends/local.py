@@ -66,7 +66,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         self.check_collective_allowed("allreduce")
-        checks.check_reduce(tensor, op)
+        checks.check_reduction(tensor, op)
         return tensor.detach().clone()
 
     def allgather(self, tensor: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         self.check_collective_allowed("reducescatter")
-        checks.check_reduce(tensor, op)
+        checks.check_reduction(tensor, op)
         checks.check_divisible(tensor, self.size)
         return tensor.detach().clone()
 
@@ -124,7 +124,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
         return model
 
     def compression_state(self, model: nn.Module) -> CompressionState:
-        return self._compression_states.of(self.unwrap(model))
+        return self._compression_states.get(self.unwrap(model))
 
     def distributed_optimizer(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: Shard = "none"

@@ -25,7 +25,7 @@ from unitrain.backends.capabilities import CompressionState, SupportsAsyncBroadc
 from unitrain.backends.composed_collectives import (
     PiecewiseReduceScatter,
     gather_by_broadcasts,
-    is_gathered_by_broadcasts,
+    is_broadcast_gather_faster,
 )
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.consistency import ConsistencyCheck
@@ -102,7 +102,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         dtype = _reduction_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check rejects other objects
         checked = self._check_consistency(
-            "allreduce", tensor, op=op, check=lambda: checks.check_reduce(tensor, op), dtype=dtype
+            "allreduce", tensor, op=op, check=lambda: checks.check_reduction(tensor, op), dtype=dtype
         )
         if checked.contents is not None:
             result = _reduce_rows(checked.contents.view(dtype), op).view(tensor.shape)
@@ -125,7 +125,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         max_rows = max(rows)
         if checked.contents is not None:
             gathered = checked.contents.view(tensor.dtype).reshape(self.size * max_rows, *row_shape)
-        elif is_gathered_by_broadcasts(own, rows):
+        elif is_broadcast_gather_faster(own, rows):
             return gather_by_broadcasts(own, rows, self.rank, self._monitor.wait_for_ranks)
         else:
             # All transports gather tensors of equal size only, so shorter ones are padded.
@@ -142,7 +142,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         def check() -> None:
-            checks.check_reduce(tensor, op)
+            checks.check_reduction(tensor, op)
             checks.check_divisible(tensor, self.size)
 
         self._check_consistency("reducescatter", tensor, op=op, check=check)
@@ -267,7 +267,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         return distributed
 
     def compression_state(self, model: nn.Module) -> CompressionState:
-        return self._compression_states.of(self.unwrap(model))
+        return self._compression_states.get(self.unwrap(model))
 
     def distributed_optimizer(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: Shard = "none"

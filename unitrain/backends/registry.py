@@ -33,7 +33,7 @@ def load(name: str) -> type[Backend]:
 
     Raises UnknownBackendError for an unregistered name and BackendUnavailableError if a library is missing.
     """
-    entry = _entry(name)
+    entry = _find_entry_point(name)
     try:
         loaded: type[Backend] = entry.load()
     except BackendUnavailableError:
@@ -46,10 +46,10 @@ def load(name: str) -> type[Backend]:
 
 def check_backend_name(name: str) -> None:
     """Raise UnknownBackendError for an unregistered name. Imports nothing."""
-    _entry(name)
+    _find_entry_point(name)
 
 
-def _entry(name: str) -> EntryPoint:
+def _find_entry_point(name: str) -> EntryPoint:
     if name in BUILT_IN:
         return EntryPoint(name, BUILT_IN[name], _GROUP)
     found = entry_points(group=_GROUP, name=name)

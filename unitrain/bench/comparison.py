@@ -49,7 +49,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Differe
             f"The first result is of bench {before['kind']} and the second of bench {after['kind']}. They cannot be "
             f"compared. Create the second with: unitrain bench {before['kind']} --json FILE"
         )
-    first, second = ({_name(row, result): row for row in result["rows"]} for result in (before, after))
+    first, second = ({_measurement_name(row, result): row for row in result["rows"]} for result in (before, after))
     shared = [name for name in first if name in second]
     if not shared:
         raise ReportError(
@@ -64,27 +64,27 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Differe
     return differences, [name for name in (*first, *second) if (name in first) != (name in second)]
 
 
-def mann_whitney_p_value(ones: Sequence[float], others: Sequence[float]) -> float:
+def mann_whitney_p_value(first_values: Sequence[float], second_values: Sequence[float]) -> float:
     """Return the two-sided p-value of the exact Mann-Whitney test.
 
     The p-value is the probability of a difference at least as large if both samples have the same distribution.
     """
-    values = Counter([*ones, *others])
+    values = Counter([*first_values, *second_values])
     doubled: dict[float, int] = {}  # twice the mid-rank, which is an integer
     below = 0
     for value in sorted(values):
         doubled[value] = 2 * below + values[value] + 1
         below += values[value]
     # ways[count][total]: the number of ways to choose `count` values with a sum of doubled ranks of `total`.
-    ways: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in ones)]
+    ways: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in first_values)]
     for rank in (doubled[value] for value in values.elements()):
-        for count in range(len(ones), 0, -1):
+        for count in range(len(first_values), 0, -1):
             for total, number in ways[count - 1].items():
                 ways[count][total + rank] += number
-    mean = len(ones) * (len(ones) + len(others) + 1)
-    distance = abs(sum(doubled[value] for value in ones) - mean)
+    mean = len(first_values) * (len(first_values) + len(second_values) + 1)
+    distance = abs(sum(doubled[value] for value in first_values) - mean)
     num_extreme = sum(number for total, number in ways[-1].items() if abs(total - mean) >= distance)
-    return num_extreme / comb(len(ones) + len(others), len(ones))
+    return num_extreme / comb(len(first_values) + len(second_values), len(first_values))
 
 
 def _verdicts(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Verdict]:
@@ -103,7 +103,7 @@ def _verdicts(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[
     return verdicts
 
 
-def _name(row: dict[str, Any], result: dict[str, Any]) -> str:
+def _measurement_name(row: dict[str, Any], result: dict[str, Any]) -> str:
     """Return a unique name for a row of a result."""
     if result["kind"] == "train":
         ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"

@@ -34,59 +34,63 @@ class Network:
 Cost = Callable[[int, float, Network], float]
 
 
-def ring_reducescatter(ranks: int, size: float, network: Network) -> float:
+def ring_reducescatter(num_ranks: int, size: float, network: Network) -> float:
     """(p-1) alpha + (p-1)/p n beta + (p-1)/p n gamma: each of p-1 steps sends n/p bytes. [P], [T]."""
-    part = size / ranks
-    return (ranks - 1) * (network.alpha + part * (network.beta + network.gamma))
+    part = size / num_ranks
+    return (num_ranks - 1) * (network.alpha + part * (network.beta + network.gamma))
 
 
-def ring_allgather(ranks: int, size: float, network: Network) -> float:
+def ring_allgather(num_ranks: int, size: float, network: Network) -> float:
     """(p-1) alpha + (p-1)/p n beta. [T], section on allgather."""
-    return (ranks - 1) * (network.alpha + size / ranks * network.beta)
+    return (num_ranks - 1) * (network.alpha + size / num_ranks * network.beta)
 
 
-def ring_allreduce(ranks: int, size: float, network: Network) -> float:
+def ring_allreduce(num_ranks: int, size: float, network: Network) -> float:
     """2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma: a reducescatter and an allgather.
 
     No algorithm sends fewer bytes [P]. Horovod uses it [S].
     """
-    return ring_reducescatter(ranks, size, network) + ring_allgather(ranks, size, network)
+    return ring_reducescatter(num_ranks, size, network) + ring_allgather(num_ranks, size, network)
 
 
-def recursive_doubling_allreduce(ranks: int, size: float, network: Network) -> float:
+def recursive_doubling_allreduce(num_ranks: int, size: float, network: Network) -> float:
     """lg p (alpha + n beta + n gamma): ranks exchange the complete tensor at distance 1, 2, 4, ... [T].
 
     If p is not a power of two, the surplus ranks first send their tensor to a partner and receive the result at the
     end. This adds 2 alpha + 2n beta + n gamma.
     """
     exchange = network.alpha + size * (network.beta + network.gamma)
-    return (ranks.bit_length() - 1) * exchange + _surplus_cost(ranks, size, network)
+    return (num_ranks.bit_length() - 1) * exchange + _surplus_cost(num_ranks, size, network)
 
 
-def halving_doubling_allreduce(ranks: int, size: float, network: Network) -> float:
+def halving_doubling_allreduce(num_ranks: int, size: float, network: Network) -> float:
     """2 lg p alpha + 2(p-1)/p n beta + (p-1)/p n gamma: Rabenseifner's algorithm [T].
 
     Halves, quarters, ... of the tensor are reduced and then gathered. Surplus ranks are handled as in
     `recursive_doubling_allreduce`.
     """
-    steps = ranks.bit_length() - 1
-    moved = size - size / (1 << steps)
-    return 2 * steps * network.alpha + moved * (2 * network.beta + network.gamma) + _surplus_cost(ranks, size, network)
+    steps = num_ranks.bit_length() - 1
+    sent_bytes = size - size / (1 << steps)
+    return (
+        2 * steps * network.alpha
+        + sent_bytes * (2 * network.beta + network.gamma)
+        + _surplus_cost(num_ranks, size, network)
+    )
 
 
-def tree_allreduce(ranks: int, size: float, network: Network) -> float:
+def tree_allreduce(num_ranks: int, size: float, network: Network) -> float:
     """2 ceil(lg p) (alpha + n beta) + ceil(lg p) n gamma: a reduce and a broadcast along a binomial tree [T]."""
-    return tree_broadcast(ranks, size, network) + _tree_levels(ranks) * (
+    return tree_broadcast(num_ranks, size, network) + _tree_levels(num_ranks) * (
         network.alpha + size * (network.beta + network.gamma)
     )
 
 
-def tree_broadcast(ranks: int, size: float, network: Network) -> float:
+def tree_broadcast(num_ranks: int, size: float, network: Network) -> float:
     """ceil(lg p) (alpha + n beta): in each step, the number of ranks with the tensor doubles [T]."""
-    return _tree_levels(ranks) * (network.alpha + size * network.beta)
+    return _tree_levels(num_ranks) * (network.alpha + size * network.beta)
 
 
-def parameter_server(ranks: int, size: float, network: Network, servers: int = 1) -> float:
+def parameter_server(num_ranks: int, size: float, network: Network, servers: int = 1) -> float:
     """2p (alpha + n/s beta) + p n/s gamma for s <= p servers.
 
     Every rank sends n/s bytes to each server and receives the result. The link of a server serializes the messages of
@@ -94,10 +98,10 @@ def parameter_server(ranks: int, size: float, network: Network, servers: int = 1
     beta + n gamma, with nearly the same number of bytes as a ring.
     """
     part = size / servers
-    return ranks * (2 * network.alpha + part * (2 * network.beta + network.gamma)) if ranks > 1 else 0.0
+    return num_ranks * (2 * network.alpha + part * (2 * network.beta + network.gamma)) if num_ranks > 1 else 0.0
 
 
-def hierarchical_allreduce(ranks: int, size: float, network: Network, per_host: int, host: Network) -> float:
+def hierarchical_allreduce(num_ranks: int, size: float, network: Network, per_host: int, host: Network) -> float:
     """Return the cost of Horovod's hierarchical allreduce (HOROVOD_HIERARCHICAL_ALLREDUCE).
 
     The algorithm is a ring reducescatter within each host, ring allreduces between hosts, and a ring allgather within
@@ -105,17 +109,17 @@ def hierarchical_allreduce(ranks: int, size: float, network: Network, per_host: 
     each of the g ranks reduces n/g bytes with the corresponding ranks of the other hosts, and the g ranks share the
     link of their host.
     """
-    if ranks <= per_host:
-        return ring_allreduce(ranks, size, host)
-    if ranks % per_host:
+    if num_ranks <= per_host:
+        return ring_allreduce(num_ranks, size, host)
+    if num_ranks % per_host:
         raise ConfigError(
-            f"{ranks} ranks are not a multiple of {per_host} ranks per host. "
+            f"{num_ranks} ranks are not a multiple of {per_host} ranks per host. "
             "Use multiples of --ranks-per-host for --ranks."
         )
     shared = Network(alpha=network.alpha, beta=per_host * network.beta, gamma=network.gamma)
     return (
         ring_reducescatter(per_host, size, host)
-        + ring_allreduce(ranks // per_host, size / per_host, shared)
+        + ring_allreduce(num_ranks // per_host, size / per_host, shared)
         + ring_allgather(per_host, size, host)
     )
 
@@ -137,12 +141,12 @@ def check_algorithms(names: list[str]) -> None:
             raise ConfigError(f"Unknown algorithm {name!r}. {did_you_mean(name, known)}Available: {', '.join(known)}.")
 
 
-def _tree_levels(ranks: int) -> int:
-    return (ranks - 1).bit_length()
+def _tree_levels(num_ranks: int) -> int:
+    return (num_ranks - 1).bit_length()
 
 
-def _surplus_cost(ranks: int, size: float, network: Network) -> float:
-    if ranks & (ranks - 1) == 0:
+def _surplus_cost(num_ranks: int, size: float, network: Network) -> float:
+    if num_ranks & (num_ranks - 1) == 0:
         return 0.0
     return 2 * network.alpha + size * (2 * network.beta + network.gamma)
 
@@ -187,7 +191,7 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     than two sizes.
     """
     rows = [row for row in result["rows"] if row_name(row) == name and row["operation"] == "allreduce"]
-    ranks = result["ranks"]
+    num_ranks = result["ranks"]
     sizes = [row["bytes"] for row in rows]
     if len(set(sizes)) < 2:
         raise ReportError(
@@ -197,11 +201,12 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     measured = np.array([quartiles(row["seconds"])[1] for row in rows])
     # Costs are linear in alpha and beta, so the costs for unit values are the coefficients.
     units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1)]
-    coefficients = np.array([[cost(ranks, size, one) for one in units] for size in sizes])
+    coefficients = np.array([[cost(num_ranks, size, one) for one in units] for size in sizes])
     alpha, beta = _positive_least_squares(coefficients / measured[:, None])
     network = Network(alpha=alpha, beta=beta)
     points = [
-        Point(size, float(seconds), cost(ranks, size, network)) for size, seconds in zip(sizes, measured, strict=True)
+        Point(size, float(seconds), cost(num_ranks, size, network))
+        for size, seconds in zip(sizes, measured, strict=True)
     ]
     return Calibration(network, points)
 

@@ -25,7 +25,7 @@ from unitrain.errors import ConfigError, ReportError
 # Bucket sizes of DistributedDataParallel in bytes. The first bucket is small, so that communication starts early.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 
-Fit = tuple[Network, Calibration | None]
+FittedNetwork = tuple[Network, Calibration | None]
 _MAX_BUCKETS = 1_000_000
 
 
@@ -153,18 +153,18 @@ def cost_functions(algorithms: Sequence[str], hosts: HostLayout | None, servers:
 
 
 def fit_networks(
-    result: dict[str, Any] | None, given: Network | None, wanted: Mapping[str, Cost]
-) -> dict[tuple[str, str], Fit]:
-    """Return the network per (name, algorithm): `given`, or a network fitted to the allreduces in `result`.
+    result: dict[str, Any] | None, known_networks: Network | None, requested: Mapping[str, Cost]
+) -> dict[tuple[str, str], FittedNetwork]:
+    """Return the network per (name, algorithm): `known_networks`, or a network fitted to the allreduces in `result`.
 
     The hierarchical algorithm is fitted as a ring, because it uses a ring between hosts.
     """
     if result is None:
-        assert given is not None
-        return {("", algorithm): (given, None) for algorithm in wanted}
-    found: dict[tuple[str, str], Fit] = {}
+        assert known_networks is not None
+        return {("", algorithm): (known_networks, None) for algorithm in requested}
+    found: dict[tuple[str, str], FittedNetwork] = {}
     for name in row_names(result):
-        for algorithm, cost in wanted.items():
+        for algorithm, cost in requested.items():
             fitted = calibrate(result, name, ALGORITHMS["ring"] if algorithm == HIERARCHICAL else cost)
             found[name, algorithm] = (fitted.network, fitted)
     return found
@@ -172,8 +172,8 @@ def fit_networks(
 
 def predict(
     model: Model,
-    networks: Mapping[tuple[str, str], Fit],
-    wanted: Mapping[str, Cost],
+    networks: Mapping[tuple[str, str], FittedNetwork],
+    requested: Mapping[str, Cost],
     ranks: Sequence[int],
     bucket: float = BUCKET_BYTES,
 ) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def predict(
         for size in ranks:
             step = predict_step(
                 work,
-                _allreduce(wanted[algorithm], size, network),
+                _allreduce(requested[algorithm], size, network),
                 bucket=bucket,
                 first_bucket=min(bucket, FIRST_BUCKET_BYTES),
             )
@@ -243,8 +243,8 @@ def model_from_result(trained: dict[str, Any], bytes_per_parameter: float) -> Mo
 def compare_with_measured(
     model: Model,
     trained: dict[str, Any],
-    networks: Mapping[tuple[str, str], Fit],
-    wanted: Mapping[str, Cost],
+    networks: Mapping[tuple[str, str], FittedNetwork],
+    requested: Mapping[str, Cost],
 ) -> list[dict[str, Any]]:
     """Return the measured and the predicted step time per measured backend on several ranks.
 
@@ -257,7 +257,7 @@ def compare_with_measured(
         for (name, algorithm), (network, _) in networks.items():
             if row["ranks"] == 1 or name not in ("", row_name(row)):
                 continue
-            step = predict_step(model.work(), _allreduce(wanted[algorithm], row["ranks"], network))
+            step = predict_step(model.work(), _allreduce(requested[algorithm], row["ranks"], network))
             measured = quartiles(row["seconds"])[1]
             found.append(
                 {

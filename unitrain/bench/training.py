@@ -104,13 +104,13 @@ class StepProfiler(Callback):
         return time.perf_counter()
 
 
-class _Prepared(NamedTuple):
+class _PreparedTraining(NamedTuple):
     trainer: Any
     data: Any
     profiler: StepProfiler
 
 
-_prepared: dict[str, _Prepared] = {}
+_prepared: dict[str, _PreparedTraining] = {}
 
 
 def take_turn(
@@ -140,7 +140,7 @@ def take_turn(
 
 def _prepare(
     backend: Backend, target: str, settings: Mapping[str, Any], batch_size: int | None, steps: int
-) -> _Prepared:
+) -> _PreparedTraining:
     randomness.seed_generators(0)
     made = factories.call_training_function(target)
     config: TrainConfig = made["config"]
@@ -173,7 +173,7 @@ def _prepare(
         forward=profiler.forward,
         callbacks=[profiler],
     )
-    return _Prepared(trainer, made["train_data"], profiler)
+    return _PreparedTraining(trainer, made["train_data"], profiler)
 
 
 def _fit(backend: Backend, trainer: Any, data: Any, profiler: StepProfiler, *, done: int, is_active: bool) -> float:

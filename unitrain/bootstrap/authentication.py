@@ -30,7 +30,7 @@ def new_key() -> str:
 
 def job_key() -> str | None:
     """Return the key of this job, or None if this process has no key."""
-    return environment.setting(environment.JOB_KEY)
+    return environment.get_variable(environment.JOB_KEY)
 
 
 def has_key() -> bool:

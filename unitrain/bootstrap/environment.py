@@ -165,20 +165,20 @@ def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
     return RankInfo("none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1)
 
 
-def setting(name: str) -> str | None:
+def get_variable(name: str) -> str | None:
     """Return an environment variable, or None if it is unset or empty."""
     return os.environ.get(name) or os.environ.get(_ALTERNATIVE_NAMES.get(name, "")) or None
 
 
 def job_id() -> str | None:
     """Return the identifier of this job if `unitrain launch` supervises it; it is equal in all attempts."""
-    return setting(JOB)
+    return get_variable(JOB)
 
 
 def job_description() -> str | None:
     """Return a readable name of this job, equal in all attempts, such as "Slurm job 12"; None if it has none."""
     for variable, kind in _JOB_IDS:
-        value = setting(variable)
+        value = get_variable(variable)
         if value is not None and value != "none":  # torchrun's default run id
             return f"{kind} {value}"
     return None
@@ -186,12 +186,12 @@ def job_description() -> str | None:
 
 def is_elastic() -> bool:
     """Return whether the number of ranks may change when this job is restarted."""
-    return setting(ELASTIC) is not None
+    return get_variable(ELASTIC) is not None
 
 
 def is_debug_enabled() -> bool:
     """Return whether UNITRAIN_DEBUG is 1. Raises EnvironmentVariableError unless it is 0, 1 or unset."""
-    value = setting(DEBUG) or "0"
+    value = get_variable(DEBUG) or "0"
     if value not in ("0", "1"):
         raise EnvironmentVariableError(
             f"{DEBUG} must be 0 or 1, got {value!r}. Use: export {DEBUG}=1, or clear it with: unset {DEBUG}"

@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
-def address_towards(host: str) -> str:
+def local_address_for(host: str) -> str:
     """Return this host's address on the route to `host`. No packet is sent. Raises OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # any port: connecting a datagram socket only selects the route
@@ -38,7 +38,7 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def interface_of(address: str) -> str | None:
+def interface_with_address(address: str) -> str | None:
     """Return the name of the interface with `address`, or None if there is none."""
     for name, own in interfaces().items():
         if own == address or (is_loopback(own) and is_loopback(address)):
@@ -51,7 +51,7 @@ def own_addresses() -> list[str]:
     last."""
     found = list(interfaces().values())
     with contextlib.suppress(OSError):  # there is no default route
-        found.insert(0, address_towards("10.255.255.255"))
+        found.insert(0, local_address_for("10.255.255.255"))
     return sorted(dict.fromkeys(found), key=is_loopback) or ["127.0.0.1"]
 
 

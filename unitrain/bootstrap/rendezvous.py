@@ -23,7 +23,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.messages import MessageStore
-from unitrain.bootstrap.network import address_towards, is_loopback, listen
+from unitrain.bootstrap.network import is_loopback, listen, local_address_for
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
 
 _POLL_SECONDS = 0.02
@@ -112,7 +112,7 @@ class Rendezvous:
         It is derived from the values of all ranks, because the launcher's node rank is not sufficient: Horovod's value
         is wrong if hosts have different numbers of ranks, and Open MPI does not provide one.
         """
-        host_name = environment.setting("HOROVOD_HOSTNAME") or socket.gethostname()
+        host_name = environment.get_variable("HOROVOD_HOSTNAME") or socket.gethostname()
         values = self.allgather("positions", [host_name, self.rank_info.node_rank, self.rank_info.local_rank])
         hosts = [(host, node_rank) for host, node_rank, _ in values]
         local_sizes = Counter(hosts)
@@ -126,7 +126,7 @@ class Rendezvous:
     def own_address(self) -> str | None:
         """Address of this host for the other hosts, or None if it is unknown. All ranks read it at the same time."""
         try:
-            own = address_towards(self.host)
+            own = local_address_for(self.host)
         except OSError:
             own = None
         addresses = self.allgather("address", own)
@@ -134,7 +134,7 @@ class Rendezvous:
             return own
         # Debian's installer maps the name of the first host to 127.0.1.1 on that host.
         remote = [address for address in addresses if address is not None and not is_loopback(address)]
-        return address_towards(remote[0]) if remote else own
+        return local_address_for(remote[0]) if remote else own
 
 
 def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
@@ -148,8 +148,8 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     # A restarted job, or a second rendezvous of the same processes, must not read the keys of the previous one.
     # torchrun counts restarts per host, so hosts that joined later have different counts, but such jobs do not share
     # torchrun's store.
-    is_shared = environment.setting("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = (environment.setting("TORCHELASTIC_RESTART_COUNT") if is_shared else None) or "0"
+    is_shared = environment.get_variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = (environment.get_variable("TORCHELASTIC_RESTART_COUNT") if is_shared else None) or "0"
     name = f"unitrain/{attempt}/{next(_rendezvous_numbers)}"
     store, host = _open_shared_store(rank_info, timeout, name)
     rendezvous = Rendezvous(rank_info, PrefixStore(name, store), host, timeout)
@@ -159,18 +159,18 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
 
 def _open_shared_store(rank_info: RankInfo, timeout: timedelta, name: str) -> tuple[Store, str]:
     """Return the store that all ranks share, and an address of rank 0's host."""
-    if rank_info.launcher == "none" or (rank_info.size == 1 and environment.setting("MASTER_ADDR") is None):
+    if rank_info.launcher == "none" or (rank_info.size == 1 and environment.get_variable("MASTER_ADDR") is None):
         return HashStore(), "127.0.0.1"
-    if (host := environment.setting("MASTER_ADDR")) and (port := environment.setting("MASTER_PORT")):
+    if (host := environment.get_variable("MASTER_ADDR")) and (port := environment.get_variable("MASTER_PORT")):
         # torchrun may serve the store itself; otherwise rank 0 does.
-        is_server = rank_info.rank == 0 and environment.setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        is_server = rank_info.rank == 0 and environment.get_variable("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
             raise EnvironmentVariableError(
                 f"MASTER_PORT must be a port from 1 to 65535, got {port!r}. Use: export MASTER_PORT=29500"
             )
         _check_is_resolvable(host)
         return open_tcp_store(host, int(port), rank_info, timeout, is_server=is_server), host
-    if environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
+    if environment.get_variable("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         return _open_store_through_horovodrun(rank_info, timeout, name)
     fix = {
         "mpirun": "Use --backend horovod, which needs none, or set one: "
@@ -192,7 +192,7 @@ def _check_is_resolvable(host: str) -> None:
 
     In Kubernetes, the name of a pod may become resolvable after other pods have started, so ranks wait for it.
     """
-    if environment.setting("KUBERNETES_SERVICE_HOST") is not None:
+    if environment.get_variable("KUBERNETES_SERVICE_HOST") is not None:
         return
     try:
         socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
@@ -317,11 +317,11 @@ def _connect_to_store(host: str, port: int, rank_info: RankInfo, timeout: timede
 
 def _open_store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name: str) -> tuple[Store, str]:
     """Return the store that all ranks share. Rank 0 publishes its address in horovodrun's key-value store (HTTP)."""
-    server = environment.setting("HOROVOD_GLOO_RENDEZVOUS_ADDR") or ""
+    server = environment.get_variable("HOROVOD_GLOO_RENDEZVOUS_ADDR") or ""
     key = name.replace("/", ".")  # a path has exactly two parts, a scope and a key
-    url = f"http://{server}:{environment.setting('HOROVOD_GLOO_RENDEZVOUS_PORT')}/unitrain/{key}"
+    url = f"http://{server}:{environment.get_variable('HOROVOD_GLOO_RENDEZVOUS_PORT')}/unitrain/{key}"
     if rank_info.rank == 0:
-        host = address_towards(server)
+        host = local_address_for(server)
         store = open_tcp_store(host, 0, rank_info, timeout, is_server=True)
         address = json.dumps([host, store.port]).encode()
         _request_horovodrun(urllib.request.Request(url, data=address, method="PUT"), "publish its address", timeout)

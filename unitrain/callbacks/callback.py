@@ -111,7 +111,7 @@ class Callbacks:
                     "Subclass unitrain.Callback, and pass an instance."
                 )
         self._callbacks = tuple(callbacks)
-        self._overriding = {
+        self._callbacks_by_hook = {
             hook: tuple(
                 callback for callback in callbacks if getattr(type(callback), hook) is not getattr(Callback, hook)
             )
@@ -123,7 +123,7 @@ class Callbacks:
 
         An exception other than UnitrainError is raised as a CallbackError.
         """
-        for callback in self._overriding[hook]:
+        for callback in self._callbacks_by_hook[hook]:
             method: Callable[..., None] = getattr(callback, hook)
             try:
                 method(trainer, *arguments)
@@ -138,16 +138,16 @@ class Callbacks:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the non-empty states by callback name."""
-        states = {name: callback.state_dict() for name, callback in self._named()}
+        states = {name: callback.state_dict() for name, callback in self._named_callbacks()}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
         """Restore the callbacks that have a state in `states`. States of other callbacks are ignored."""
-        for name, callback in self._named():
+        for name, callback in self._named_callbacks():
             if name in states:
                 callback.load_state_dict(states[name])
 
-    def _named(self) -> list[tuple[str, Callback]]:
+    def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Return (name, callback) pairs. Repeated class names are numbered from the second one."""
         counts: dict[str, int] = {}
         named = []

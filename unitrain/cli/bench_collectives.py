@@ -103,7 +103,9 @@ def _start_rank_sets(
             )
         from unitrain.bench.rank_sets import LaunchedRanks
 
-        names = [one for one in parse_backends(backends or environment.setting("UNITRAIN_BACKEND")) if one != "local"]
+        names = [
+            one for one in parse_backends(backends or environment.get_variable("UNITRAIN_BACKEND")) if one != "local"
+        ]
         found, skipped = find_available(names)
         launched: list[RankSet] = [LaunchedRanks(name, device) for name in found]
         yield launched, skipped, rank_info.rank == 0

@@ -60,9 +60,9 @@ def build(
         request = plan.Request(cache=cache, mpi=mpi, cuda=cuda, jobs=jobs, install=not no_install)
         build_plan = plan.create_plan(machine.detect(inherited), request)
         is_cached = builder.find_cached(build_plan) is not None and not force
-        _announce(build_plan, is_cached)
+        _print_plan(build_plan, is_cached)
         if dry_run:
-            _show(build_plan, inherited, is_cached)
+            _print_build_steps(build_plan, inherited, is_cached)
             return
         if is_cached and not no_install and builder.is_installed(build_plan):
             click.echo("This Horovod is installed already. To build it again: unitrain horovod build --force")
@@ -72,7 +72,9 @@ def build(
             wheel = builder.run(build_plan, inherited, progress, force=force)
     except UnitrainError as error:
         raise click.ClickException(str(error)) from error
-    click.echo(f"{'Installed' if not no_install else 'Built'} {wheel} in {_duration(time.monotonic() - started)}")
+    click.echo(
+        f"{'Installed' if not no_install else 'Built'} {wheel} in {_format_duration(time.monotonic() - started)}"
+    )
     if not no_install:
         click.echo("Check it with: unitrain horovod check")
 
@@ -92,7 +94,7 @@ def check(as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _announce(plan: BuildPlan, is_cached: bool) -> None:
+def _print_plan(plan: BuildPlan, is_cached: bool) -> None:
     facts = plan.facts
     parts = [*facts["controllers"], *([f"nccl {facts['nccl']} (CUDA {facts['cuda']})"] if facts["nccl"] else [])]
     click.echo(f"Horovod {facts['horovod']} for torch {facts['torch']}, {facts['python']}, with {', '.join(parts)}")
@@ -102,10 +104,10 @@ def _announce(plan: BuildPlan, is_cached: bool) -> None:
         click.echo(f"  From the cache: {plan.wheel}")
     else:
         jobs = plan.settings["MAKEFLAGS"].removeprefix("-j")
-        click.echo(f"  Usually takes about {_duration(plan.typical_seconds)} with {jobs} jobs. Log: {plan.log}")
+        click.echo(f"  Usually takes about {_format_duration(plan.typical_seconds)} with {jobs} jobs. Log: {plan.log}")
 
 
-def _show(plan: BuildPlan, inherited: Mapping[str, str], is_cached: bool) -> None:
+def _print_build_steps(plan: BuildPlan, inherited: Mapping[str, str], is_cached: bool) -> None:
     """Print the build steps as shell commands."""
     import shlex
 
@@ -134,7 +136,7 @@ def _show(plan: BuildPlan, inherited: Mapping[str, str], is_cached: bool) -> Non
     click.echo("\nDry run: nothing was built or installed.")
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
@@ -148,7 +150,7 @@ class _Progress:
         columns = (TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
         self._terminal = Console().is_terminal
         self._bar: Any = Progress(*columns, TimeElapsedColumn(), TextColumn("of usually {task.fields[usual]}"))
-        self._typical_duration = _duration(plan.typical_seconds)
+        self._typical_duration = _format_duration(plan.typical_seconds)
         self._task: Any = None
         self._reported_tenths = 0
         self._started = time.monotonic()
@@ -180,7 +182,8 @@ class _Progress:
         elif done // 10 > self._reported_tenths:
             self._reported_tenths = done // 10
             click.echo(
-                f"  {done:>3} % after {_duration(time.monotonic() - self._started)}, usually {self._typical_duration}"
+                f"  {done:>3} % after {_format_duration(time.monotonic() - self._started)}, "
+                f"usually {self._typical_duration}"
             )
 
 

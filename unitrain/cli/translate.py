@@ -33,11 +33,11 @@ def translate(target: str, hosts: str | None, backend: str | None, line: tuple[s
     try:
         if backend is not None:
             registry.check_backend_name(backend)
-        job = translation.read(line[0] if len(line) == 1 else join(line))
+        job = translation.parse(line[0] if len(line) == 1 else join(line))
         if hosts is not None:
             counts, names, notes = place_processes(job.size, parse_hosts(hosts))
             job = replace(job, counts=counts, hosts=names, address=None, discovery=None, remarks=(*job.remarks, *notes))
-        translated = translation.write(replace(job, backend=backend or job.backend), target)
+        translated = translation.build(replace(job, backend=backend or job.backend), target)
     except (LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
     print_translation(translated)

@@ -161,7 +161,7 @@ def _build_command(
 ) -> launchers.Command:
     """Return the launch command of a run on this host. Raises ConfigError if the launcher is not available."""
     added = dict(variables)
-    if environment.setting("OMP_NUM_THREADS") is None:
+    if environment.get_variable("OMP_NUM_THREADS") is None:
         # The number of threads per rank affects the rounding of sums, so all runs use the same number.
         added["OMP_NUM_THREADS"] = str(max(1, launchers.count_usable_cores() // max_ranks))
     if cpu:

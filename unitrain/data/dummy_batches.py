@@ -63,7 +63,7 @@ class StepAligner:
         )
         self._steps = max(1, ahead // gradient_accumulation_steps)
         self._copies_batches = copies_batches and self._steps * gradient_accumulation_steps > 1
-        self.ended = False
+        self.has_ended = False
         # A batch on which this rank or another rank has trained.
         self._dummy_batch: CountedBatch | None = None
         self._error: DataError | None = None
@@ -79,7 +79,7 @@ class StepAligner:
         """
         # Without `closing`, the traceback of an error would keep the iterators and their workers alive until a garbage
         # collection.
-        with closing(batches()) as batches_here, closing(_repeat(batches)) as repeated:
+        with closing(batches()) as batches_here, closing(_repeat_endlessly(batches)) as repeated:
             self._error = None
             self._skip_batches(batches_here, repeated, skipped)
             window_length, per_step = (
@@ -106,17 +106,17 @@ class StepAligner:
                     yield from self._step(window, step, micro_batches, samples)
                     start = end
 
-    def align_planned(
+    def align_planned_micro_batches(
         self, batches: Callable[[], Generator[CountedBatch]], micro_batches: Iterator[MicroBatch], *, has_started: bool
     ) -> Generator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of `micro_batches`, whose sizes are planned in items.
 
         The yielded micro-batches have the actual numbers of samples. Micro-batches without a sample on any rank are
-        skipped; `ended` becomes True at the end. Raises DataError on every rank if any rank cannot load its batches, or
-        if an epoch has no sample and `has_started` is False.
+        skipped; `has_ended` becomes True at the end. Raises DataError on every rank if any rank cannot load its
+        batches, or if an epoch has no sample and `has_started` is False.
         """
         with closing(batches()) as batches_here:
-            self._error, self.ended = None, False
+            self._error, self.has_ended = None, False
             while indices := list(_take_steps(micro_batches, self._steps)):
                 window: list[CountedBatch | None] = [None] * len(indices)
                 self._fetch(window, range(len(indices)), batches_here)
@@ -136,7 +136,7 @@ class StepAligner:
                 "The training data has no sample in an entire epoch: collate_fn returned only empty batches. "
                 "Let it keep at least one sample."
             )
-        self.ended = True
+        self.has_ended = True
 
     def _step(
         self,
@@ -252,7 +252,7 @@ def plan_steps(
     return steps, False
 
 
-def _repeat(batches: Callable[[], Generator[CountedBatch]]) -> Generator[CountedBatch]:
+def _repeat_endlessly(batches: Callable[[], Generator[CountedBatch]]) -> Generator[CountedBatch]:
     """Yield batches, and start the iteration again at its end, until an iteration is empty."""
     found = True
     while found:

@@ -19,7 +19,7 @@ from unitrain.data.loading import (
     Data,
     check_same_data,
     count_prefetched_batches,
-    fetch,
+    iterate_loader,
     per_rank_batch_size,
     worker_settings,
 )
@@ -87,7 +87,7 @@ class StreamSource:
             seed=seed,
             max_items=max_items,
         )
-        self._loader = _loader(data, self._batches, num_workers, pin_memory, self._generator)
+        self._loader = _create_loader(data, self._batches, num_workers, pin_memory, self._generator)
         # Fingerprint of the first item of a shared stream in the worker that loaded the last batch.
         self.first_item: int | None = None
         # Number of positions per micro-batch: items of all ranks for a shared stream, otherwise 1.
@@ -119,9 +119,9 @@ class StreamSource:
 
     def batches(self, epoch: int, start: int = 0) -> Generator[CountedBatch]:
         """Yield each batch of an epoch. For a shared stream, skip the first `start` items."""
-        self._batches.begin(epoch, start)
+        self._batches.set_start(epoch, start)
         self._generator.manual_seed(derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank))
-        with closing(fetch(self._loader)) as batches_of_workers:
+        with closing(iterate_loader(self._loader)) as batches_of_workers:
             for batch, first_item in islice(batches_of_workers, self._limit_batches):
                 self.first_item = first_item
                 yield batch
@@ -203,7 +203,7 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         # In shared memory, because persistent workers have a copy of this object.
         self._epoch_and_start = torch.zeros(2, dtype=torch.int64).share_memory_()
 
-    def begin(self, epoch: int, start: int) -> None:
+    def set_start(self, epoch: int, start: int) -> None:
         """Set the epoch and start of the next iteration."""
         self._epoch_and_start.copy_(torch.tensor([epoch, start]))
 
@@ -213,10 +213,10 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if self._kind == "shared":
             seed = derive_seed(self._seed, SeedPurpose.SHARED, epoch)
-            batches = self._strided_batches(start, worker, workers)
+            batches = self._batches_of_shared_stream(start, worker, workers)
         else:
             seed = derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank, worker)
-            batches = self._own_batches()
+            batches = self._batches_of_own_stream()
         generators = IsolatedGenerators(seed)
         with generators:
             seed_epoch(self._items, seed=seed, epoch=epoch)
@@ -240,7 +240,7 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
             return CountedBatch(len(items), len(items), self.collate(items))
         return CountingCollate(self.collate)(items)
 
-    def _strided_batches(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
+    def _batches_of_shared_stream(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
         """Yield the items of each batch of this rank and worker, from a shared stream."""
         stream: Iterator[Any] = _iterate_outside_worker(self._items)
         _skip_items(stream, start)
@@ -261,7 +261,7 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
             yield items
             _skip_items(stream, self._size - 1 - self._rank)
 
-    def _own_batches(self) -> Iterator[list[Any]]:
+    def _batches_of_own_stream(self) -> Iterator[list[Any]]:
         """Yield the items of each batch, from a stream that differs per rank and worker."""
         stream, length = iter(self._items), self._batch_size or 1
         while items := list(islice(stream, length)):
@@ -300,7 +300,7 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _loader(
+def _create_loader(
     data: Data, batches: _Batches, num_workers: int, pin_memory: bool, generator: torch.Generator
 ) -> DataLoader[Any]:
     settings = (

@@ -63,14 +63,14 @@ class IndexedSource:
             shuffle = self.sampler is None and isinstance(data.sampler, RandomSampler)
         self.shuffle = shuffle
         self.drop_last: bool = data.drop_last if isinstance(data, DataLoader) else drop_last
-        self.length = _length(data)
+        self.length = _data_length(data)
         # Seeds new workers, so that augmentations are reproducible and the global generator does not advance.
         self._generator = torch.Generator()
         self._indices = _Indices()
         # A custom collate_fn may drop samples.
         self.may_drop_samples = isinstance(data, DataLoader) and data.collate_fn is not default_collate
-        self._loader = _loader(data, self._indices, num_workers, pin_memory, self._generator)
-        self._tensors = _tensors(dataset) if self._uses_default_collate() else None
+        self._loader = _create_loader(data, self._indices, num_workers, pin_memory, self._generator)
+        self._tensors = _find_tensors(dataset) if self._uses_default_collate() else None
 
     @property
     def prefetched_batches(self) -> int:
@@ -110,7 +110,7 @@ class IndexedSource:
         """Yield the same batches as `batches`, as `CountedBatch`. Closing the generator terminates the workers."""
         if self.may_drop_samples:
             self._set_order(order, positions, worker_seed)
-            with closing(fetch(self._loader)) as made:
+            with closing(iterate_loader(self._loader)) as made:
                 yield from made
         else:
             positions, ahead = tee(positions)
@@ -154,7 +154,7 @@ class _Indices(Sampler[list[int]]):
         return self.batches
 
 
-def _loader(
+def _create_loader(
     data: Data, indices: _Indices, num_workers: int, pin_memory: bool, generator: torch.Generator
 ) -> DataLoader[Any]:
     if not isinstance(data, DataLoader):
@@ -176,7 +176,7 @@ def _loader(
     )
 
 
-def fetch(loader: DataLoader[Any]) -> Generator[Any]:
+def iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
     """Yield the batches of `loader`. Closing the generator terminates its workers, unless they are persistent."""
     fetched = iter(loader)
     try:
@@ -206,14 +206,14 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     }
 
 
-def _tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+def _find_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
     """Return (tensors, None) for a TensorDataset, (tensors, indices) for a Subset of one; None for any other dataset.
 
     Also return None if the indices of a Subset are out of range or not integers; the Subset then handles or rejects
     them.
     """
     if type(dataset) is Subset:
-        inner = _tensors(dataset.dataset)
+        inner = _find_tensors(dataset.dataset)
         if inner is None:
             return None
         tensors, subset = inner
@@ -287,7 +287,7 @@ def is_stream(data: Any) -> bool:
     return isinstance(data, IterableDataset) or is_iterable
 
 
-def _length(data: Data) -> int:
+def _data_length(data: Data) -> int:
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
     if is_stream(data) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(

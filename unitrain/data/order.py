@@ -92,7 +92,7 @@ def micro_batches_of_sampler(
             return
         micro_steps = -(-(after - first) // size)
         padding = range(count, first + micro_steps * size) if uneven == "pad" else range(0)
-        total = bounds[after] - bounds[first] + sum(_length_of(bounds, batch % count) for batch in padding)
+        total = bounds[after] - bounds[first] + sum(_batch_length(bounds, batch % count) for batch in padding)
         for micro_step in range(micro_steps):
             batch = first + micro_step * size + rank
             if batch < count or uneven == "pad":
@@ -103,7 +103,7 @@ def micro_batches_of_sampler(
             yield MicroBatch(positions, samples, total, bounds[after], micro_step == micro_steps - 1)
 
 
-def _length_of(bounds: Sequence[int], batch: int) -> int:
+def _batch_length(bounds: Sequence[int], batch: int) -> int:
     return bounds[batch + 1] - bounds[batch]
 
 

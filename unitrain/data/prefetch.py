@@ -87,7 +87,7 @@ class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
         """Load the next item, unless it is already loaded."""
         if not self._fetched and self._error is None:
             try:
-                self._fetched = _first(self._items)
+                self._fetched = _take_next(self._items)
             except Exception as error:
                 self._error = error
 
@@ -108,12 +108,12 @@ def prefetch_one(
     of `items` or `begin_copy` is raised after the preceding item was yielded.
     """
     error_to_raise: Exception | None = None
-    prefetched = [begin_copy(item) for item in _first(items)]
+    prefetched = [begin_copy(item) for item in _take_next(items)]
     while prefetched:
         wait_for_copies()
         current, prefetched = prefetched, []
         try:
-            prefetched = [begin_copy(item) for item in _first(items)]
+            prefetched = [begin_copy(item) for item in _take_next(items)]
         except Exception as error:
             error_to_raise = error
         yield current.pop()  # keep no reference while the batch is in use
@@ -121,7 +121,7 @@ def prefetch_one(
         raise error_to_raise
 
 
-def _first(items: Iterator[ItemT]) -> list[ItemT]:
+def _take_next(items: Iterator[ItemT]) -> list[ItemT]:
     """Return the next of `items` in a list, which is empty at the end."""
     for item in items:
         return [item]

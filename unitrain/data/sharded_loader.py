@@ -89,7 +89,7 @@ class ShardedLoader:
             "stream": stream,
             "uneven": uneven,
         }
-        call_on_all_ranks(backend, lambda: _check(data, batch_size, num_workers, settings))
+        call_on_all_ranks(backend, lambda: _check_arguments(data, batch_size, num_workers, settings))
         _check_same_on_all_ranks(backend, settings)
         self._backend = backend
         self._prefetcher = Prefetcher(backend.device)
@@ -203,7 +203,7 @@ class ShardedLoader:
         Call it after `optimizer.step()`, on any rank; the state is the same on all ranks.
         """
         self._check_is_for_training("state_dict()")
-        return {"epoch": self._epoch, "position": self._position, "order": self._order()}
+        return {"epoch": self._epoch, "position": self._position, "order": self._order_settings()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`: the next iteration yields the rest of that epoch. All ranks call it.
@@ -219,7 +219,7 @@ class ShardedLoader:
                 'Use loader.load_state_dict(checkpoint["loader"]) with the state saved by loader.state_dict().'
             )
         epoch, position, saved = state["epoch"], state["position"], state["order"]
-        order = self._order()
+        order = self._order_settings()
         for name in {**saved, **order} if position else ():
             if saved.get(name) != order.get(name):
                 raise CheckpointError(
@@ -240,7 +240,7 @@ class ShardedLoader:
                 "loader.load_state_dict(state) or set loader.epoch on every rank, and iterate on every rank."
             )
 
-    def _order(self) -> dict[str, Any]:
+    def _order_settings(self) -> dict[str, Any]:
         assert isinstance(self._shard, TrainingData)
         return {"seed": self._seed, **self._shard.order_settings}
 
@@ -264,7 +264,7 @@ def _describe_invalid_state(state: Any) -> str | None:
     return None if isinstance(state.get("order"), Mapping) else f"order={validation.describe_value(state.get('order'))}"
 
 
-def _check(data: Any, batch_size: Any, num_workers: Any, settings: Mapping[str, Any]) -> None:
+def _check_arguments(data: Any, batch_size: Any, num_workers: Any, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for an invalid argument, and DataError for data that is not a dataset."""
     check_is_dataset(f"{_OWNER}(data)", data)
     fix = "Use batch_size=32 to start with"

@@ -160,14 +160,14 @@ class TrainingShard(TrainingData):
         positions = map(itemgetter(0), unread)
         if self._aligner is not None:
             source = self._source
-            return self._aligner.align_planned(
+            return self._aligner.align_planned_micro_batches(
                 lambda: source.counted_batches(order, positions, worker_seed), micro_batches, has_started=start > 0
             )
         return zip(self._source.batches(order, positions, worker_seed), micro_batches, strict=True)
 
     def is_epoch_finished(self, position: int) -> bool:
         """Return whether `position` is the end of the epoch."""
-        return position >= self._end or (self._aligner is not None and self._aligner.ended)
+        return position >= self._end or (self._aligner is not None and self._aligner.has_ended)
 
     def end_epoch(self) -> None:
         pass  # the workers terminate with the iterator, which is not referenced here

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unitrain.monitoring.stack_inspection import call_site
-from unitrain.processes import end_with_parent
+from unitrain.processes import terminate_with_parent
 
 # Signals that schedulers send to every process of a job before preemption.
 _PREEMPTION_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -46,10 +46,10 @@ class WorkerInit:
     def __post_init__(self) -> None:
         reports = torch.zeros(self.workers, _REPORT_BYTES, dtype=torch.uint8)
         object.__setattr__(self, "_reports", reports.share_memory_() if self.workers else reports)
-        _end_workers_at_exit()
+        _terminate_workers_at_exit()
 
     def __call__(self, worker: int) -> None:
-        end_with_parent()
+        terminate_with_parent()
         for notice in _PREEMPTION_SIGNALS:
             if signal.getsignal(notice) == signal.SIG_DFL:
                 signal.signal(notice, signal.SIG_IGN)
@@ -57,7 +57,7 @@ class WorkerInit:
         if worker < self.workers:
             report = self._reports[worker]
             report.zero_()
-            threading.Thread(target=_report, args=(report,), name="unitrain worker report", daemon=True).start()
+            threading.Thread(target=_write_reports, args=(report,), name="unitrain worker report", daemon=True).start()
         if self.user_init is not None:
             self.user_init(worker)
 
@@ -69,7 +69,7 @@ class WorkerInit:
         return bytes(self._reports[worker].tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-def _report(report: Tensor) -> None:
+def _write_reports(report: Tensor) -> None:
     """Write this worker's activity into `report` once per second."""
     previous: tuple[int, str, float] | None = None
     while True:
@@ -117,11 +117,11 @@ def _ignore_first_signal(number: int, frame: FrameType | None) -> None:
 
 
 @functools.cache
-def _end_workers_at_exit() -> None:
-    atexit.register(_end_workers)
+def _terminate_workers_at_exit() -> None:
+    atexit.register(_terminate_workers)
 
 
-def _end_workers() -> None:
+def _terminate_workers() -> None:
     """Send SIGTERM to the daemon child processes until they have terminated, and SIGKILL after five seconds.
 
     multiprocessing sends SIGTERM once at exit and then waits without a timeout. The first SIGTERM does not terminate a

@@ -67,7 +67,7 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
         program, "doctor", "--for-launch", "--timeout-seconds", f"{timeout_seconds:g}",
     ]  # fmt: skip
     # With backend horovod, the launcher would not provide a rendezvous address.
-    variables = {"UNITRAIN_BACKEND": environment.setting("UNITRAIN_BACKEND") or "ddp"}
+    variables = {"UNITRAIN_BACKEND": environment.get_variable("UNITRAIN_BACKEND") or "ddp"}
     limit_seconds = timeout_seconds + _LAUNCH_SECONDS
     try:
         done = subprocess.run(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unitrain.bootstrap.network import address_towards
+from unitrain.bootstrap.network import local_address_for
 from unitrain.bootstrap.rendezvous import Rendezvous
 
 _CONNECT_TIMEOUT_SECONDS = 5.0
@@ -51,9 +51,9 @@ def check_peers(rendezvous: Rendezvous) -> PeerChecks:
 
 def _own_address(rendezvous: Rendezvous) -> str:
     """Return the address of this host on the route to the other hosts. On the host of rank 0, it may be loopback."""
-    own = address_towards(rendezvous.host)
+    own = local_address_for(rendezvous.host)
     others = [other for other in rendezvous.allgather("doctor/address", own) if not other.startswith("127.")]
-    return address_towards(others[0]) if own.startswith("127.") and others else own
+    return local_address_for(others[0]) if own.startswith("127.") and others else own
 
 
 def _measure_clock_offset(rendezvous: Rendezvous) -> float:

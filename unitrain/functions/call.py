@@ -66,7 +66,7 @@ class Outcome:
     time: float = field(default_factory=time.time)
 
     @classmethod
-    def of(cls, error: BaseException) -> Outcome:
+    def from_error(cls, error: BaseException) -> Outcome:
         """Create the outcome of a call that raised `error`. The traceback omits the frames of this package."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parent)):

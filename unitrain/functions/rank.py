@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
         call = Call.load(folder)
         Outcome(call.function(*call.args, **call.kwargs)).write(folder, rank)
     except BaseException as error:
-        Outcome.of(error).write(folder, rank)
+        Outcome.from_error(error).write(folder, rank)
         raise
 
 

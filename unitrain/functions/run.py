@@ -74,7 +74,7 @@ def run(
     )
     fix = "Use None to wait without a limit"
     validation.check_positive("unitrain.run(timeout_seconds=...)", timeout_seconds, fix, optional=True)
-    backend = backend or environment.setting("UNITRAIN_BACKEND") or ("ddp" if np > 1 else "local")
+    backend = backend or environment.get_variable("UNITRAIN_BACKEND") or ("ddp" if np > 1 else "local")
     registry.check_backend_name(backend)
     with tempfile.TemporaryDirectory(prefix="unitrain-run-") as name:
         folder = Path(name)

@@ -21,14 +21,14 @@ def check_model_and_communicator(function: str, model: Any, communicator: Any) -
     validation.check_instance(f"{function}(communicator)", communicator, Communicator, "a backend", fix)
 
 
-def share_buffers(model: nn.Module, communicator: Communicator) -> None:
+def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
     """Broadcast all buffers of `model` from rank 0, in one collective. All ranks call it.
 
     Call it before `model.eval()` and before saving, because during training each rank computes running statistics from
     its own samples. Training results do not change: training mode does not read the running statistics, and the buffers
     that it reads are already equal. `model` is the module that `distributed_model` returned, or the user's module.
     """
-    check_model_and_communicator("share_buffers", model, communicator)
+    check_model_and_communicator("broadcast_buffers", model, communicator)
     # Through `data`, because the distributed model detects writes to buffers as writes of the forward.
     broadcast_tensors(communicator, [buffer.data for buffer in model.buffers()])
 

@@ -20,7 +20,7 @@ class ReplacedForward:
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         # pickle cannot import a class created at run time.
-        return _restore, (self.forward_class, self.plain), self.__getstate__()
+        return _restore_module, (self.forward_class, self.plain), self.__getstate__()
 
 
 @functools.cache
@@ -29,6 +29,6 @@ def replacing_class(forward: Any, plain: Any) -> Any:
     return type(f"{forward.prefix}{plain.__name__}", (forward, plain), {"forward_class": forward, "plain": plain})
 
 
-def _restore(forward: Any, plain: Any) -> Any:
+def _restore_module(forward: Any, plain: Any) -> Any:
     kind = replacing_class(forward, plain)
     return kind.__new__(kind)

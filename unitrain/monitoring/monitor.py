@@ -22,7 +22,7 @@ from unitrain.monitoring.flight_recorder import (
     ranks_without,
 )
 from unitrain.monitoring.loop_counters import LoopCounters
-from unitrain.monitoring.rank_status import Activity, RankStatus, name_ranks
+from unitrain.monitoring.rank_status import Activity, RankStatus, format_ranks
 from unitrain.monitoring.watchdog import Watchdog
 
 # Ranks reach the timeout at slightly different times, so each rank waits this long for the reports of the others.
@@ -130,7 +130,7 @@ class FailureMonitor:
         missing = ranks_without(phase, missing, records)
         names = ", ".join(map(str, missing)) or "none (all ranks arrived after the timeout)"
         loading = [other for other, status in statuses.items() if status.activity is Activity.WAITING_FOR_DATA]
-        check = f"Check the data loading of {name_ranks(loading)}" if loading else "Check what those ranks do"
+        check = f"Check the data loading of {format_ranks(loading)}" if loading else "Check what those ranks do"
         lines = [
             f"{headline}. Missing ranks: {names}. {check}, or raise the limit with unitrain.init(timeout_seconds=...).",
             *(f"  rank {other}: {status}" for other, status in statuses.items()),

@@ -151,11 +151,11 @@ def format_statuses(
         groups.setdefault((str(status), *stack), []).append(rank)
     lines = []
     for (text, *stack), ranks in groups.items():
-        lines += [f"  {name_ranks(ranks)}: {text}", *(f"    {line}" for line in stack)]
+        lines += [f"  {format_ranks(ranks)}: {text}", *(f"    {line}" for line in stack)]
     return lines + [f"  {line}" for line in describe_differences(records_by_rank)]
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return text such as "rank 3" or "ranks 0-2, 5" for `ranks` in ascending order."""
     ranges: list[list[int]] = []
     for rank in ranks:

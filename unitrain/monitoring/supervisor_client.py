@@ -62,7 +62,7 @@ _client: _SupervisorClient | None = None
 def connect(rank: int) -> None:
     """Connect this rank to the supervisor of its job, if there is one. Only the first call in a process connects."""
     global _client
-    address = environment.setting(environment.SUPERVISOR)
+    address = environment.get_variable(environment.SUPERVISOR)
     if address is None or _client is not None:
         return
     host, _, port = address.rpartition(":")

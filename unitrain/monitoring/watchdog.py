@@ -110,7 +110,7 @@ class Watchdog:
         """Return the current status of each of `ranks`."""
         statuses: dict[int, RankStatus] = {}
         with contextlib.suppress(dist.DistError):
-            statuses = self._store.request_statuses(ranks, self._answer_while_waiting())
+            statuses = self._store.request_statuses(ranks, self._status_responder())
         self._missing = self._complete_statuses(statuses, ranks)
         return self._missing
 
@@ -230,9 +230,9 @@ class Watchdog:
 
     def _collect_statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
         """Return the statuses that `ranks` publish after a failure."""
-        return self._store.statuses_after_failure(ranks, self._answer_while_waiting())
+        return self._store.statuses_after_failure(ranks, self._status_responder())
 
-    def _answer_while_waiting(self) -> Callable[[], None] | None:
+    def _status_responder(self) -> Callable[[], None] | None:
         """Return a function that answers requests of other ranks while the watchdog thread itself waits for these
         ranks."""
         if threading.current_thread() is not self._thread:
@@ -280,7 +280,7 @@ class Watchdog:
             try:
                 if store_is_reachable and self._poll_store():
                     self._publish_status(self._thread_store)
-                    self._end_process()
+                    self._terminate_process()
                     return
             except dist.DistError:
                 # Rank 0's process has exited. Operations that require this process fail by themselves; others continue.
@@ -293,7 +293,7 @@ class Watchdog:
             if (deadline := self._deadlines.expired()) is not None:
                 self._handle_expired(deadline)
             if self._data_deadline.expired(awaited_batch(), self._flight_recorder.num_recorded):
-                self._end_without_data()
+                self._terminate_without_data()
 
     def _poll_store(self) -> bool:
         """Answer status requests, and return whether a rank has failed."""
@@ -329,7 +329,7 @@ class Watchdog:
             ranks = [rank for rank in range(self._size) if rank != failure.rank]
             statuses = self._collect_statuses([rank for rank in ranks if rank != self._rank])
             _print(self._format_report(self._complete_statuses({**statuses, self._rank: self._status()}, ranks)))
-        self._end_process()
+        self._terminate_process()
 
     def _handle_expired(self, deadline: Deadline) -> None:
         """Terminate the process if the work is still not done, because the main thread's wait cannot be interrupted."""
@@ -341,7 +341,7 @@ class Watchdog:
         _print([f"unitrain: {error}", *stack, *self._report])
         os._exit(1)
 
-    def _end_without_data(self) -> None:
+    def _terminate_without_data(self) -> None:
         """Terminate the process, because its main thread waits for a DataLoader worker and cannot be interrupted."""
         status = self._status()
         if status.activity is not Activity.WAITING_FOR_DATA:  # the batch has arrived in the meantime
@@ -362,7 +362,7 @@ class Watchdog:
         if not self._ended.wait(_LAST_CHECKPOINT_SECONDS):
             os._exit(1)
 
-    def _end_process(self) -> None:
+    def _terminate_process(self) -> None:
         """Wait a few seconds for the main thread to fail by itself, then terminate the process."""
         self._failure_is_known.set()
         if not self._ended.wait(_GRACE_SECONDS):
@@ -405,7 +405,7 @@ def _write_torchrun_error(text: str, *, follows: bool) -> None:
     torchrun names the rank with the earliest time, in whole seconds, as the root cause. An error that was caused by
     another rank's failure must therefore have a later time.
     """
-    file = environment.setting("TORCHELASTIC_ERROR_FILE")
+    file = environment.get_variable("TORCHELASTIC_ERROR_FILE")
     if file is not None:
         details = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
         with contextlib.suppress(OSError):

@@ -196,7 +196,7 @@ def choose_progress(style: ProgressStyle, rank: int) -> Progress:
 
 def _open_terminal_of_launch() -> TextIO | None:
     """Return the terminal of `unitrain launch` if this process can open it, otherwise None."""
-    path = environment.setting(environment.TERMINAL)
+    path = environment.get_variable(environment.TERMINAL)
     if path is None:
         return None
     try:

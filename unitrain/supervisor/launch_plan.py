@@ -148,7 +148,7 @@ def export_job_key() -> None:
 def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
     """Return the launcher and a spec. The number of ranks and the fields that depend on it are not set yet."""
     hosts = _parse_hosts(request.hosts, request.hostfile)
-    backend = request.backend or environment.setting("UNITRAIN_BACKEND")
+    backend = request.backend or environment.get_variable("UNITRAIN_BACKEND")
     if backend is not None:
         registry.check_backend_name(backend)
     launcher = request.launcher
@@ -340,7 +340,7 @@ def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dic
     used = {
         name: value
         for name, value in tuned.variables.items()
-        if environment.setting(name) is None and name not in spec.environment
+        if environment.get_variable(name) is None and name not in spec.environment
     }
     if used:
         click.echo(

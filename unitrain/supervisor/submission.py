@@ -81,7 +81,7 @@ def write_submission(request: SubmitRequest) -> Translation:
         forwarded=forwarded,
     )
     if scheduler == "slurm":
-        return sbatch.write(job, [*_directives(request), *scheduler_options])
+        return sbatch.build(job, [*_directives(request), *scheduler_options])
     return _write_manifest(request, job, timeout_seconds)
 
 
@@ -137,7 +137,7 @@ def _write_manifest(request: SubmitRequest, job: Job, timeout_seconds: int | Non
         memory=None if request.memory is None else "{}{}i".format(*_parse_memory(request.memory)),
         timeout_seconds=timeout_seconds,
     )
-    manifest = kubernetes.write(job, pods)
+    manifest = kubernetes.build(job, pods)
     if request.image is None and not request.is_dry_run:
         raise LaunchError("A Kubernetes job needs an image that contains the script. Add --image NAME")
     return manifest

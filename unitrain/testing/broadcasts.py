@@ -6,13 +6,23 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import Backend
-from unitrain.backends.broadcasts import BUFFER_BYTES, SMALL_BYTES
+from unitrain.backends.broadcasts import BUFFER_BYTES, MAX_PACKED_BYTES
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.errors import CollectiveMismatchError
 from unitrain.testing.cases import contract, raises
 
 # Numbers of float32 elements: empty, small, around the size limit of small pieces, and large.
-_LENGTHS = (0, 1, 5, 1000, SMALL_BYTES // 4 - 1, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, SMALL_BYTES, SMALL_BYTES * 4)
+_LENGTHS = (
+    0,
+    1,
+    5,
+    1000,
+    MAX_PACKED_BYTES // 4 - 1,
+    MAX_PACKED_BYTES // 4,
+    MAX_PACKED_BYTES // 4 + 1,
+    MAX_PACKED_BYTES,
+    MAX_PACKED_BYTES * 4,
+)
 
 
 def _pieces(rank: int, size: int, lengths: tuple[int, ...] | list[int]) -> list[tuple[Tensor, int]]:
@@ -45,17 +55,17 @@ def start_broadcasts_overlaps_with_collectives_and_other_broadcasts(backend: Bac
     if not isinstance(backend, ProcessGroupBackend):
         return
     last = backend.size - 1
-    parameter = torch.nn.Parameter(torch.full((SMALL_BYTES,), float(backend.rank)))
+    parameter = torch.nn.Parameter(torch.full((MAX_PACKED_BYTES,), float(backend.rank)))
     column = torch.full((1, 3), float(backend.rank))[:, 0]  # one element with stride 3
     assert column.stride() == (3,)
     wait_for_first = backend.start_broadcasts([(parameter, last), (column, 0)])
     second = torch.full((10,), backend.rank)
     wait_for_second = backend.start_broadcasts([(second[:5], 0), (second[5:], last)])
-    total = backend.allreduce(torch.ones(SMALL_BYTES), "sum")
+    total = backend.allreduce(torch.ones(MAX_PACKED_BYTES), "sum")
     wait_for_second()
     wait_for_first()
-    assert torch.equal(total, torch.full((SMALL_BYTES,), float(backend.size)))
-    assert torch.equal(parameter.detach(), torch.full((SMALL_BYTES,), float(last)))
+    assert torch.equal(total, torch.full((MAX_PACKED_BYTES,), float(backend.size)))
+    assert torch.equal(parameter.detach(), torch.full((MAX_PACKED_BYTES,), float(last)))
     assert column.item() == 0
     assert second.tolist() == [0] * 5 + [last] * 5
 

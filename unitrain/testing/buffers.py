@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from unitrain import share_buffers
+from unitrain import broadcast_buffers
 from unitrain.backends.base import Backend
 from unitrain.testing.cases import contract
 from unitrain.testing.models import FEATURES, batch, loss_of
@@ -88,7 +88,7 @@ def trained(backend: Backend, accumulate: int, shared_after: Iterable[int]) -> n
         optimizer.step()
         optimizer.zero_grad()
         if step in shared_after:
-            share_buffers(wrapped, backend)
+            broadcast_buffers(wrapped, backend)
     return model
 
 
@@ -100,7 +100,7 @@ def buffers_read_in_training_forward_equal_rank_0(backend: Backend) -> None:
             model = trained(backend, accumulate, shared_after)
             for name, parameter in expected.named_parameters():
                 torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-9)
-            share_buffers(model, backend)
+            broadcast_buffers(model, backend)
             for name, buffer in expected.named_buffers():
                 torch.testing.assert_close(model.get_buffer(name), buffer, rtol=0, atol=1e-9)
 
@@ -127,7 +127,7 @@ def buffer_written_late_is_shared_afterwards(backend: Backend) -> None:
         # At first, only the last rank writes the buffer.
         writes = step > 20 or (step == 10 and backend.rank == backend.size - 1)
         loss_of(wrapped(batch(backend.rank, step), writes)).backward()
-    share_buffers(wrapped, backend)
+    broadcast_buffers(wrapped, backend)
     expected = sum(batch(0, step).mean() for step in range(21, 40)) + (
         batch(0, 10).mean() if backend.size == 1 else 0.0
     )
@@ -165,7 +165,7 @@ def constant_buffers_and_running_statistics_need_no_collective(backend: Backend)
     try:
         for step in range(70):
             loss_of(wrapped(batch(backend.rank, step))).backward()
-            share_buffers(wrapped, backend)
+            broadcast_buffers(wrapped, backend)
     finally:
         for name in names:
             delattr(backend, name)

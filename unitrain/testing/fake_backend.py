@@ -71,7 +71,7 @@ class FakeBackend(LocalBackend):
 def _reduce(tensors: list[Tensor], op: ReduceOp) -> Tensor:
     """Return the reduction in the dtype of the inputs; sums of half-precision numbers are computed in float32."""
     dtype = tensors[0].dtype
-    checks.check_reduce(tensors[0], op)
+    checks.check_reduction(tensors[0], op)
     stacked = torch.stack(tensors)
     if dtype == torch.bool:
         return stacked.any(0) if op == "max" else stacked.all(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from unitrain import share_buffers
+from unitrain import broadcast_buffers
 from unitrain.backends.base import Backend
 from unitrain.backends.checks import check_model
 from unitrain.errors import ModelError
@@ -296,7 +296,7 @@ def running_statistics_are_local_until_shared(backend: Backend) -> None:
             wrapped(batch(backend.rank, step))
     for name, buffer in trained(backend.rank).named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
-    share_buffers(wrapped, backend)
+    broadcast_buffers(wrapped, backend)
     for name, buffer in trained(0).named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
 

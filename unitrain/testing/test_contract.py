@@ -43,8 +43,8 @@ __all__ = [
     "synchronization",
 ]  # importing them fills CASES
 
-BACKENDS = (environment.setting("UNITRAIN_CONTRACT_BACKENDS") or "local,ddp,horovod").split(",")
-SIZES = [int(size) for size in (environment.setting("UNITRAIN_CONTRACT_SIZES") or "1,2,3").split(",")]
+BACKENDS = (environment.get_variable("UNITRAIN_CONTRACT_BACKENDS") or "local,ddp,horovod").split(",")
+SIZES = [int(size) for size in (environment.get_variable("UNITRAIN_CONTRACT_SIZES") or "1,2,3").split(",")]
 GROUPS = [(backend, size) for backend in BACKENDS for size in SIZES if size == 1 or backend != "local"]
 
 

@@ -119,7 +119,7 @@ def search(
     def has_time_for(pairs: int) -> bool:
         return clock() - began + (pairs + PAIRS) * pair_seconds <= limit_seconds
 
-    def ratios_of(settings: Settings) -> list[float]:
+    def measure_ratios(settings: Settings) -> list[float]:
         name = " ".join(f"{name}={value}" for name, value in sorted(settings.items()))
         return result.ratios.setdefault(name, [])
 
@@ -130,26 +130,30 @@ def search(
             pairs = result.skipped + _REPETITIONS * _TYPICAL_PROMISING + PAIRS
             result.seconds_needed = clock() - began + pairs * pair_seconds
             break
-        ratios_of(settings).append(measure_pair(settings))
+        measure_ratios(settings).append(measure_pair(settings))
     promising = sorted(
-        (one for one in candidates[: len(candidates) - result.skipped] if ratios_of(one)[0] > _PROMISING_RATIO),
-        key=lambda one: -ratios_of(one)[0],
+        (one for one in candidates[: len(candidates) - result.skipped] if measure_ratios(one)[0] > _PROMISING_RATIO),
+        key=lambda one: -measure_ratios(one)[0],
     )
     for settings in promising:
         for _ in range(_REPETITIONS):
             if has_time_for(1):
-                ratios_of(settings).append(measure_pair(settings))
+                measure_ratios(settings).append(measure_pair(settings))
     combinable = sorted(
-        (one for one in promising if len(ratios_of(one)) > 1 and statistics.median(ratios_of(one)) > _COMBINED_RATIO),
-        key=lambda one: -statistics.median(ratios_of(one)),
+        (
+            one
+            for one in promising
+            if len(measure_ratios(one)) > 1 and statistics.median(measure_ratios(one)) > _COMBINED_RATIO
+        ),
+        key=lambda one: -statistics.median(measure_ratios(one)),
     )
     best: Settings = (combinable or promising or [{}])[0]
     for settings in combinable[1:]:
         combined = {**settings, **best}
         if combined == best or not has_time_for(_REPETITIONS):  # equal if it is another value of the same tunable
             continue
-        ratios_of(combined).extend(measure_pair(combined) for _ in range(_REPETITIONS))
-        if statistics.median(ratios_of(combined)) > statistics.median(ratios_of(best)):
+        measure_ratios(combined).extend(measure_pair(combined) for _ in range(_REPETITIONS))
+        if statistics.median(measure_ratios(combined)) > statistics.median(measure_ratios(best)):
             best = combined
     if best:
         result.gain = Gain([measure_pair(best) for _ in range(PAIRS)])

@@ -97,18 +97,18 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
     ):
         run_names, reference_names = set(run_tensors.keys()), set(reference_tensors.keys())
         mismatched = sorted(run_names ^ reference_names)
-        distances = _distances(reference_tensors, reference)
+        distances = _changes_in_training(reference_tensors, reference)
         largest: dict[str, float] = {}
         for name, distance in distances.items():
-            largest[_kind(name)] = max(largest.get(_kind(name), 0.0), distance)
+            largest[_tensor_kind(name)] = max(largest.get(_tensor_kind(name), 0.0), distance)
         for name in sorted(run_names & reference_names):
             kind, _, rest = name.partition(" ")
             left, right = run_tensors.get_tensor(name), reference_tensors.get_tensor(name)
             if left.shape != right.shape:
                 mismatched.append(name)
                 continue
-            scales = _Scales(tolerance, relative, reference.steps, distances[name], largest[_kind(name)])
-            found[kind] = _include(found[kind], left, right, rest, scales)
+            scales = _Scales(tolerance, relative, reference.steps, distances[name], largest[_tensor_kind(name)])
+            found[kind] = _update_largest(found[kind], left, right, rest, scales)
     return Difference(
         parameters=found["parameter"],
         state=found["state"],
@@ -172,17 +172,17 @@ def _compare_losses(
     return largest, first_step
 
 
-def _kind(name: str) -> str:
+def _tensor_kind(name: str) -> str:
     """Return "parameter", or the key of optimizer state such as "exp_avg"."""
     kind, _, rest = name.partition(" ")
     return kind if kind == "parameter" else rest.rpartition(" ")[2]
 
 
-def _distances(tensors: Any, record: Record) -> dict[str, float]:
+def _changes_in_training(tensors: Any, record: Record) -> dict[str, float]:
     """Return the change of each tensor during training. Optimizer state starts from zero."""
     return {
         name: record.first.max_change[name.partition(" ")[2]]
-        if _kind(name) == "parameter"
+        if _tensor_kind(name) == "parameter"
         else _largest_value(tensors.get_tensor(name).double())
         for name in tensors.keys()  # noqa: SIM118
     }
@@ -192,7 +192,9 @@ def _largest_value(tensor: Tensor) -> float:
     return tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max().item() if tensor.numel() else 0.0
 
 
-def _include(largest: LargestDifference, left: Tensor, right: Tensor, name: str, scales: _Scales) -> LargestDifference:
+def _update_largest(
+    largest: LargestDifference, left: Tensor, right: Tensor, name: str, scales: _Scales
+) -> LargestDifference:
     """Update `largest` with the difference between the tensors `left` and `right` named `name`."""
     if not left.numel():
         return largest

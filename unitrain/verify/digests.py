@@ -15,22 +15,22 @@ from torch import Tensor
 from unitrain.backends.tensors import as_bytes
 
 
-def digest_of_samples(batch: Any, count: int) -> int:
+def digest_samples(batch: Any, count: int) -> int:
     """Return the sum of the 64-bit digests of the `count` samples in `batch`, which must be on the CPU.
 
     The sum does not depend on the division of samples into batches. If the samples cannot be separated, the batch is
     digested as one value.
     """
-    rows = _rows(batch, count)
+    rows = _split_rows(batch, count)
     return sum(_digest(row) for row in ([_serialize(batch)] if rows is None else rows))
 
 
-def digest_of_tensor(tensor: Tensor) -> str:
+def digest_tensor(tensor: Tensor) -> str:
     """Return a hexadecimal digest of the tensor's bits."""
-    return hashlib.blake2b(bits(tensor.detach().cpu()), digest_size=16).hexdigest()
+    return hashlib.blake2b(tensor_bytes(tensor.detach().cpu()), digest_size=16).hexdigest()
 
 
-def bits(tensor: Tensor) -> bytes:
+def tensor_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of the values of a dense CPU tensor."""
     return as_bytes(tensor).numpy().tobytes()
 
@@ -39,7 +39,7 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
-def _rows(part: Any, count: int) -> list[bytes] | None:
+def _split_rows(part: Any, count: int) -> list[bytes] | None:
     """Return the serialized content of each of the `count` samples in `part`, or None if they cannot be separated."""
     if isinstance(part, Tensor):
         if part.layout is not torch.strided or part.dim() == 0 or len(part) != count:
@@ -51,7 +51,7 @@ def _rows(part: Any, count: int) -> list[bytes] | None:
         part = [getattr(part, field.name) for field in fields(part)]
     if not isinstance(part, list | tuple):
         return None
-    inner = [_rows(one, count) for one in part]
+    inner = [_split_rows(one, count) for one in part]
     known = [rows for rows in inner if rows is not None]
     if len(known) == len(inner):
         return [b"|".join(rows) for rows in zip(*known, strict=True)]
@@ -61,7 +61,7 @@ def _rows(part: Any, count: int) -> list[bytes] | None:
 def _serialize(part: Any) -> bytes:
     if isinstance(part, Tensor):
         dense = (part if part.layout is torch.strided else part.to_dense()).cpu()
-        return f"{dense.dtype} {list(dense.shape)} ".encode() + bits(dense)
+        return f"{dense.dtype} {list(dense.shape)} ".encode() + tensor_bytes(dense)
     if isinstance(part, Mapping):
         items = (str(key).encode() + b":" + _serialize(part[key]) for key in sorted(part, key=str))
         return b"{" + b",".join(items) + b"}"

@@ -19,7 +19,7 @@ from unitrain.data.batch import map_tensors
 from unitrain.modules.sync_batch_norm import SyncedForward
 from unitrain.optim.step import optimizer_parameters
 from unitrain.trainer_overrides import TrainerArguments
-from unitrain.verify.digests import digest_of_samples, digest_of_tensor
+from unitrain.verify.digests import digest_samples, digest_tensor
 from unitrain.verify.record import TENSORS_FILE, RankRecord, Request, StepRecord
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Recorder(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder, self._request = folder, Request.read(folder)
         self._steps: list[StepRecord] = []
-        self._fixed_batch = self._written = False
+        self._fixed_batch = self._is_written = False
         self._reset_step()
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
@@ -77,9 +77,9 @@ class Recorder(Callback):
         )
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._start = _digests(trainer)
+        self._start = _parameter_digests(trainer)
         self._start_values = {name: _copy_to_cpu(parameter) for name, parameter in _parameters(trainer).items()}
-        self._generators = _generators(trainer.backend.device)
+        self._generators = _rng_digests(trainer.backend.device)
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
         self._samples.append(part.samples)
@@ -88,7 +88,7 @@ class Recorder(Callback):
         value = float(loss.value.detach())
         self._losses.append(value * part.samples if loss.tokens is None else value)
         self._weights.append(float(part.samples if loss.tokens is None else loss.tokens))
-        self._digest += digest_of_samples(map_tensors(Tensor.cpu, batch), part.samples)
+        self._digest += digest_samples(map_tensors(Tensor.cpu, batch), part.samples)
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
         self._rates[:] = [float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group]
@@ -108,7 +108,7 @@ class Recorder(Callback):
             self._finish(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if trainer.is_finished and not self._written:  # otherwise an exception or `_finish` ended the run
+        if trainer.is_finished and not self._is_written:  # otherwise an exception or `_finish` ended the run
             self._finish(trainer)
 
     def _reset_step(self) -> None:
@@ -119,9 +119,9 @@ class Recorder(Callback):
         self._digest = 0
 
     def _finish(self, trainer: Trainer) -> NoReturn:
-        self._written = True
+        self._is_written = True
         backend = trainer.backend
-        before, after = self._generators, _generators(backend.device)
+        before, after = self._generators, _rng_digests(backend.device)
         record = RankRecord(
             rank=backend.rank,
             size=backend.size,
@@ -131,7 +131,7 @@ class Recorder(Callback):
             optimizer=type(trainer.optimizer).__name__,
             steps=self._steps,
             start=self._start,
-            end=_digests(trainer),
+            end=_parameter_digests(trainer),
             max_change={
                 name: _largest_difference(_copy_to_cpu(parameter), self._start_values[name])
                 for name, parameter in _parameters(trainer).items()
@@ -144,7 +144,7 @@ class Recorder(Callback):
             else "none",
         )
         if backend.rank == 0:
-            save_file(_tensors(trainer), self._folder / TENSORS_FILE)
+            save_file(_copy_tensors(trainer), self._folder / TENSORS_FILE)
         record.write(self._folder)
         backend.barrier()
         atexit.register(backend.shutdown)
@@ -163,20 +163,20 @@ def _batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
     return "all" if all(isinstance(layer, SyncedForward | nn.SyncBatchNorm) for layer in layers) else "rank"
 
 
-def _digests(trainer: Trainer) -> dict[str, str]:
-    return {name: digest_of_tensor(parameter) for name, parameter in _parameters(trainer).items()}
+def _parameter_digests(trainer: Trainer) -> dict[str, str]:
+    return {name: digest_tensor(parameter) for name, parameter in _parameters(trainer).items()}
 
 
-def _generators(device: torch.device) -> dict[str, str]:
+def _rng_digests(device: torch.device) -> dict[str, str]:
     """Return a digest of the RNG state per random generator of this process."""
     states = randomness.capture_generators(device)
     return {
-        name: digest_of_tensor(state) if isinstance(state, Tensor) else hashlib.sha256(repr(state).encode()).hexdigest()
+        name: digest_tensor(state) if isinstance(state, Tensor) else hashlib.sha256(repr(state).encode()).hexdigest()
         for name, state in states.items()
     }
 
 
-def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+def _copy_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return copies of the parameters ("parameter NAME") and of the optimizer state ("state NAME KEY")."""
     parameters = _parameters(trainer)
     found = {f"parameter {name}": _copy_to_cpu(parameter) for name, parameter in parameters.items()}
@@ -208,15 +208,15 @@ def _convert_to_double(
     """Convert `model` to double precision. Return wrapped loss and forward functions that convert their inputs."""
     model.double()
     model.register_forward_pre_hook(
-        lambda _, args, kwargs: (map_tensors(_double, args), map_tensors(_double, kwargs)), with_kwargs=True
+        lambda _, args, kwargs: (map_tensors(_to_double, args), map_tensors(_to_double, kwargs)), with_kwargs=True
     )
     if isinstance(loss_fn, nn.Module):
         loss_fn.double()
     return (
-        lambda output, target: loss_fn(output, map_tensors(_double, target)),
-        None if forward is None else lambda model, batch: forward(model, map_tensors(_double, batch)),
+        lambda output, target: loss_fn(output, map_tensors(_to_double, target)),
+        None if forward is None else lambda model, batch: forward(model, map_tensors(_to_double, batch)),
     )
 
 
-def _double(tensor: Tensor) -> Tensor:
+def _to_double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor

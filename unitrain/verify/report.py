@@ -47,11 +47,11 @@ def show(verdict: Verdict, title: str) -> None:
         table.add_column(heading)
     for group in verdict.groups:
         for row in group.rows:
-            table.add_row(*_cells(row), end_section=row is group.rows[-1])
+            table.add_row(*_format_cells(row), end_section=row is group.rows[-1])
     console.print(table)
     for group in verdict.groups:
         for row in group.rows:
-            _explain(console, group, row)
+            _print_reasons(console, group, row)
     for name, reason in verdict.skipped:
         console.print(f"[bold]skipped[/bold] {name}: ", end="")
         console.print(reason, markup=False)
@@ -69,7 +69,7 @@ def write_json(verdict: Verdict, settings: Mapping[str, Any], path: Path) -> Non
     path.write_text(json.dumps(_finite(report), indent=2) + "\n")
 
 
-def _cells(row: Row) -> list[str]:
+def _format_cells(row: Row) -> list[str]:
     outcome, found = row.outcome, row.difference
     style = _STYLES.get(row.status)
     status = f"[{style}]{row.status}[/{style}]" if style else row.status
@@ -87,7 +87,7 @@ def _cells(row: Row) -> list[str]:
     return [*identity, *numbers, data, replicas, status]
 
 
-def _explain(console: Console, group: Group, row: Row) -> None:
+def _print_reasons(console: Console, group: Group, row: Row) -> None:
     """Print the reasons for the status of a row below the table."""
     if row.status == "reference" or not (row.reasons or row.status in _VERBS):
         return

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
-from unitrain.backends.gradients.end_of_backward import Step, end_of_backward, gradient_tensors
+from unitrain.backends.gradients.end_of_backward import Stage, end_of_backward, gradient_tensors
 from unitrain.backends.gradients.power_sgd import PowerSGDCompressor, Wait
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.errors import ModelError
@@ -46,7 +46,7 @@ class CompressionStates:
         self._compressors[model] = compressor = PowerSGDCompressor(setting, model, communicator)
         return compressor
 
-    def of(self, model: nn.Module) -> PowerSGDCompressor:
+    def get(self, model: nn.Module) -> PowerSGDCompressor:
         """Return the PowerSGD compressor of `model`, the user's module. Raises ModelError if it has none."""
         if model not in self._compressors:
             raise ModelError(
@@ -69,7 +69,7 @@ def compress_buckets(model: DistributedDataParallel, compressor: Compressor, red
     """Reduce the gradients of `model` with `compressor`. All ranks call it before the first backward pass."""
     compression = _BucketCompression(compressor, model, reducer_group)
     # A lambda, because DDP checks the annotations of other functions, which are strings in this module.
-    model.register_comm_hook(None, lambda state, bucket: compression.begin(bucket))
+    model.register_comm_hook(None, lambda state, bucket: compression.start_bucket(bucket))
 
 
 class _BucketCompression:
@@ -83,7 +83,7 @@ class _BucketCompression:
         self._scratch: dict[int, Tensor] = {}
 
     @torch.no_grad()  # also in a backward pass with create_graph=True
-    def begin(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def start_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start to reduce `bucket`. The returned future completes at the end of the backward pass."""
         if bucket.index() == 0:  # an exception may have interrupted the previous backward pass
             self._in_flight.clear()
@@ -99,7 +99,7 @@ class _BucketCompression:
         in_flight = _BucketInFlight(buffer, stages, future)
         self._in_flight.append((in_flight, next(in_flight.stages)))
         if bucket.is_last():
-            end_of_backward.add(Step.COMPRESS, self._finish)
+            end_of_backward.add(Stage.COMPRESS, self._finish)
         return in_flight.future
 
     @torch.no_grad()
@@ -216,7 +216,7 @@ def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gra
         nonlocal backward
         if (current := current_backward()) != backward and reduces_gradients():
             backward = current
-            end_of_backward.add(Step.COMPRESS, compress)
+            end_of_backward.add(Stage.COMPRESS, compress)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -243,12 +243,12 @@ def _compress_gradients(parameters: list[nn.Parameter], compressor: Compressor) 
             for _ in compressor.reduce([parameter], [gradient], lambda total: _do_not_wait):
                 pass
         else:
-            gradient.copy_(_round(gradient, HALF_DTYPES[compressor]))
+            gradient.copy_(_round_to_dtype(gradient, HALF_DTYPES[compressor]))
     if isinstance(compressor, PowerSGDCompressor):
         compressor.finish()
 
 
-def _round(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_to_dtype(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     if not gradient.is_complex():
         return gradient.to(dtype)
     parts = torch.view_as_real(gradient.resolve_conj())  # converting a complex number drops its imaginary part

@@ -38,8 +38,8 @@ from unitrain.torch_compat import (
     current_backward,
     ddp_finds_all,
     disable_compile,
+    exclude_from_ddp,
     gradient_hooks_disabled,
-    ignored_by_ddp,
     is_reached_by_backward,
     unwrap_compiled,
 )
@@ -52,7 +52,7 @@ BUCKETS = Tunable(
 )
 BUCKET_VIEW = Tunable("UNITRAIN_BUCKET_VIEW", "gradients are views of the buckets (1), or copies (0)", "1", ("0",))
 
-_models_wrapped = 0
+_num_models_wrapped = 0
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class DistributedModel(ReducerDDP):
     ) -> None:
         # DDP broadcasts parameters and buffers, but cannot write to an expanded view, so the backend broadcasts these.
         expanded = [name for name, buffer in model.named_buffers() if is_expanded(buffer)]
-        with ignored_by_ddp(model, expanded):
+        with exclude_from_ddp(model, expanded):
             super().__init__(
                 model,
                 reducer_group,
@@ -111,13 +111,13 @@ class DistributedModel(ReducerDDP):
         self._all_parameters = list(model.parameters())
         self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._pending = _PendingForwards()
-        self._has_left = False
-        self._local = LocalGradients(unwrap_compiled(model))
-        self._local.set_reduced_parameters(self._trained_parameters())
-        reducer_group.on_reduced = self._local.mark_reduced
-        global _models_wrapped
-        _models_wrapped += 1
-        self._rendezvous, self._key, self._freeze_changes = rendezvous, f"model/{_models_wrapped}", 0
+        self._has_left_group = False
+        self._local_gradients = LocalGradients(unwrap_compiled(model))
+        self._local_gradients.set_reduced_parameters(self._trained_parameters())
+        reducer_group.on_reduced = self._local_gradients.mark_reduced
+        global _num_models_wrapped
+        _num_models_wrapped += 1
+        self._rendezvous, self._key, self._freeze_changes = rendezvous, f"model/{_num_models_wrapped}", 0
         self._find_models_with_shared_parameters()
         if not find_unused_parameters:
             # The exchange uses the store, because collectives of this backward pass are in flight on ranks that wait
@@ -132,14 +132,14 @@ class DistributedModel(ReducerDDP):
     def leave_group(self) -> None:
         """Release the process group. From then on, calling this module calls the user's model, and gradients are not
         reduced."""
-        if not self._has_left:
-            self._has_left = True
-            self._local.stop()
+        if not self._has_left_group:
+            self._has_left_group = True
+            self._local_gradients.stop()
             self.release_groups()
             del self._gradient_group, self._forward_buffers
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._has_left:
+        if self._has_left_group:
             return self.module(*inputs, **kwargs)
         has_gradients, reduces, pending = torch.is_grad_enabled(), self.require_backward_grad_sync, self._pending
         if has_gradients and reduces:
@@ -174,7 +174,7 @@ class DistributedModel(ReducerDDP):
         Also re-raise the ModelError of another rank, for example from this check, so that no rank updates parameters.
         The check does not communicate.
         """
-        if not self._has_left:
+        if not self._has_left_group:
             self._gradient_group.check_other_ranks()
             self._gradient_group.loop_counters.count_step()
             try:
@@ -182,7 +182,7 @@ class DistributedModel(ReducerDDP):
             except RuntimeError as error:
                 _raise_if_unused(error)
                 raise
-            self._local.check(optimizer)
+            self._local_gradients.check(optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ModelError(
@@ -203,7 +203,7 @@ class DistributedModel(ReducerDDP):
         self._models_with_shared_parameters: WeakSet[DistributedModel] = WeakSet(
             other
             for other in DistributedModel._instances
-            if not other._has_left and any(id(parameter) in own for parameter in other._all_parameters)
+            if not other._has_left_group and any(id(parameter) in own for parameter in other._all_parameters)
         )
         for other in self._models_with_shared_parameters:
             other._models_with_shared_parameters.add(self)
@@ -219,7 +219,11 @@ class DistributedModel(ReducerDDP):
             return
         own = {id(parameter): name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         for other in self._models_with_shared_parameters:
-            if other._has_left or other._pending.last_backward != backward or not other.require_backward_grad_sync:
+            if (
+                other._has_left_group
+                or other._pending.last_backward != backward
+                or not other.require_backward_grad_sync
+            ):
                 continue
             shared = [own[id(parameter)] for parameter in other._all_parameters if id(parameter) in own]
             if shared:
@@ -253,7 +257,7 @@ class DistributedModel(ReducerDDP):
                     "Freeze and unfreeze the same parameters on every rank: parameter.requires_grad_(...)."
                 )
         self._requires_grad = requires_grad
-        self._local.set_reduced_parameters(self._trained_parameters())
+        self._local_gradients.set_reduced_parameters(self._trained_parameters())
         self.rebuild_reducer()
         if self.find_unused_parameters:
             self._mark_used()
@@ -266,7 +270,7 @@ class DistributedModel(ReducerDDP):
         This function therefore runs a backward pass that adds zeros to the local gradients, without calling the user's
         hooks.
         """
-        for parameter in self._local.parameters_with_local_gradients():
+        for parameter in self._local_gradients.parameters_with_local_gradients():
             if parameter.requires_grad and parameter.grad is not None:
                 with gradient_hooks_disabled(parameter):
                     torch.autograd.backward([parameter], [torch.zeros_like(parameter.grad)])
@@ -318,8 +322,8 @@ class DistributedModel(ReducerDDP):
 
 def read_bucket_settings() -> dict[str, Any]:
     """Return DDP's bucket settings from the environment. They affect the speed, and results only by rounding."""
-    settings: dict[str, Any] = {"gradient_as_bucket_view": environment.setting(BUCKET_VIEW.variable) != "0"}
-    text = environment.setting(BUCKETS.variable)
+    settings: dict[str, Any] = {"gradient_as_bucket_view": environment.get_variable(BUCKET_VIEW.variable) != "0"}
+    text = environment.get_variable(BUCKETS.variable)
     if text is None:
         return settings
     try:

@@ -2,7 +2,7 @@
 
 At the end of a backward pass, autograd calls the callbacks that were queued during it, in the order in which they were
 queued. That order depends on which hook happens to run first. `end_of_backward` therefore queues one callback per
-backward, which runs all steps in the order of `Step`.
+backward, which runs all steps in the order of `Stage`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPAQUE_TYPES = (
 )  # fmt: skip
 
 
-class Step(IntEnum):
+class Stage(IntEnum):
     """The steps at the end of a backward pass. Steps run in increasing order. The functions of a step run in the order
     in which they were added.
 
@@ -61,9 +61,9 @@ class EndOfBackward:
 
     def __init__(self) -> None:
         # Autograd holds the only strong reference to a sequence, and drops it if the backward pass raises an exception.
-        self._sequences: WeakValueDictionary[int, _Sequence] = WeakValueDictionary()
+        self._sequences: WeakValueDictionary[int, _StageSequence] = WeakValueDictionary()
 
-    def add(self, step: Step, function: Callable[[], None]) -> None:
+    def add(self, step: Stage, function: Callable[[], None]) -> None:
         """Call `function` in `step` at the end of the current backward pass, which may already be executing these
         steps.
 
@@ -72,25 +72,25 @@ class EndOfBackward:
         backward = current_backward()
         sequence = self._sequences.get(backward)
         if sequence is None or sequence.has_run:
-            sequence = self._sequences[backward] = _Sequence()
+            sequence = self._sequences[backward] = _StageSequence()
             queue_backward_callback(sequence.run)
         sequence.add(step, function)
 
 
-class _Sequence:
+class _StageSequence:
     """The steps of one backward pass."""
 
     def __init__(self) -> None:
         self.has_run = False
-        self._pending: list[tuple[Step, int, Callable[[], None]]] = []
+        self._pending: list[tuple[Stage, int, Callable[[], None]]] = []
         self._number = itertools.count()
 
-    def add(self, step: Step, function: Callable[[], None]) -> None:
+    def add(self, step: Stage, function: Callable[[], None]) -> None:
         heapq.heappush(self._pending, (step, next(self._number), function))
 
     def run(self) -> None:
         """Run all steps before RAISE_ERRORS, including those that a step adds."""
-        while self._pending and self._pending[0][0] < Step.RAISE_ERRORS:
+        while self._pending and self._pending[0][0] < Stage.RAISE_ERRORS:
             heapq.heappop(self._pending)[2]()
         self.has_run = True
         if self._pending:

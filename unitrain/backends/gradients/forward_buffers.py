@@ -34,15 +34,15 @@ class ForwardBuffers:
         seen: set[int] = set()
         for module in model.modules():
             held = [(name, buffer) for name, buffer in buffers_by_name(module).items() if buffer is not None]
-            if held and _keeps_statistics(module):
+            if held and _reads_buffers_in_eval_only(module):
                 self._statistics_layers.append(module)
                 continue
             self._slots += [(buffers_by_name(module), name) for name, buffer in held if id(buffer) not in seen]
             seen.update(id(buffer) for _, buffer in held)
-        self._modes: list[bool] | None = None
-        self._initial: list[tuple[Tensor | None, int]] = []
-        self._written: list[int] = []
-        self._calls = 0
+        self._last_modes: list[bool] | None = None
+        self._initial_versions: list[tuple[Tensor | None, int]] = []
+        self._changed_indices: list[int] = []
+        self._num_calls = 0
 
     def __bool__(self) -> bool:
         """Return whether there is more than one rank and the model has buffers."""
@@ -53,27 +53,27 @@ class ForwardBuffers:
         """Broadcast, from rank 0, the buffers that the next forward pass reads. All ranks call it in the same steps."""
         shared = self._statistics_of_layers_in_eval()
         if self._slots:
-            if self._calls == 0:
-                shared += [buffer for buffer in self._buffers(range(len(self._slots))) if buffer is not None]
+            if self._num_calls == 0:
+                shared += [buffer for buffer in self._get_buffers(range(len(self._slots))) if buffer is not None]
             elif (
-                self._calls & (self._calls - 1) == 0
-                if self._calls < _MAX_SEARCH_INTERVAL
-                else not (self._calls % _MAX_SEARCH_INTERVAL)
+                self._num_calls & (self._num_calls - 1) == 0
+                if self._num_calls < _MAX_SEARCH_INTERVAL
+                else not (self._num_calls % _MAX_SEARCH_INTERVAL)
             ):
-                self._find_written()
-            shared += [buffer for buffer in self._buffers(self._written) if buffer is not None]
-            self._calls += 1
+                self._find_changed_buffers()
+            shared += [buffer for buffer in self._get_buffers(self._changed_indices) if buffer is not None]
+            self._num_calls += 1
         if shared:
             broadcast_tensors(self._communicator, shared)
-        if self._calls == 1 and not self._initial:
-            self._initial = self._versions()
+        if self._num_calls == 1 and not self._initial_versions:
+            self._initial_versions = self._buffer_versions()
 
     def _statistics_of_layers_in_eval(self) -> list[Tensor]:
         """Return the running statistics of the layers that changed from training to eval mode since the last call."""
         modes = [module.training for module in self._statistics_layers]
-        if modes == self._modes:
+        if modes == self._last_modes:
             return []
-        before, self._modes = self._modes or [True] * len(modes), modes
+        before, self._last_modes = self._last_modes or [True] * len(modes), modes
         changed = [
             module
             for module, trained, trains in zip(self._statistics_layers, before, modes, strict=True)
@@ -81,26 +81,30 @@ class ForwardBuffers:
         ]
         return [buffer for module in changed for buffer in buffers_by_name(module).values() if buffer is not None]
 
-    def _find_written(self) -> None:
+    def _find_changed_buffers(self) -> None:
         """Add the buffers that any rank has written to those that `broadcast` broadcasts. All ranks call it."""
         is_written = [
             initial is not buffer or version != initial_version
-            for (initial, initial_version), (buffer, version) in zip(self._initial, self._versions(), strict=True)
+            for (initial, initial_version), (buffer, version) in zip(
+                self._initial_versions, self._buffer_versions(), strict=True
+            )
         ]
         flags = torch.tensor(is_written, dtype=torch.uint8, device=self._communicator.device)
         on_any_rank = self._communicator.allreduce(flags, "max").tolist()
-        self._written = [index for index, written in enumerate(on_any_rank) if written or index in self._written]
+        self._changed_indices = [
+            index for index, written in enumerate(on_any_rank) if written or index in self._changed_indices
+        ]
 
-    def _buffers(self, indices: Sequence[int]) -> list[Tensor | None]:
+    def _get_buffers(self, indices: Sequence[int]) -> list[Tensor | None]:
         # The buffer is read each time, because a forward pass may assign another tensor.
         return [buffers[name] for buffers, name in (self._slots[index] for index in indices)]
 
-    def _versions(self) -> list[tuple[Tensor | None, int]]:
-        buffers = self._buffers(range(len(self._slots)))
+    def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
+        buffers = self._get_buffers(range(len(self._slots)))
         return [(buffer, -1 if buffer is None else tensor_version(buffer)) for buffer in buffers]
 
 
-def _keeps_statistics(module: nn.Module) -> bool:
+def _reads_buffers_in_eval_only(module: nn.Module) -> bool:
     """Return whether the buffers of `module` are statistics that its forward pass reads in eval mode only."""
     kind: Any = type(module)
     return isinstance(module, BatchNormBase | InstanceNormBase) and (

@@ -32,7 +32,7 @@ class LocalGradients:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameter_ids = frozenset(self._names)
         # Ids instead of tensors: a hook that refers to parameters would keep a deleted model in memory.
-        self._local: set[int] = set()
+        self._local_ids: set[int] = set()
         self._unreduced_ids = frozenset[int]()
         # If two models share a parameter, a reduction by either makes its gradient global for both.
         self._trackers_with_shared_parameters: WeakSet[LocalGradients] = WeakSet(
@@ -52,7 +52,7 @@ class LocalGradients:
         """Register the hooks. Further calls do nothing."""
         if not self._handles:
             self._handles = [
-                _register_hook(parameter, _gradient_hook(id(parameter), self._local, self._accumulates))
+                _register_hook(parameter, _gradient_hook(id(parameter), self._local_ids, self._accumulates))
                 for parameter in self._parameters
                 if parameter.is_floating_point() or parameter.is_complex()
             ]
@@ -63,7 +63,7 @@ class LocalGradients:
 
     def mark_reduced(self) -> None:
         """Mark the gradients as global. Every rank calls this at the end of a backward pass that reduces them."""
-        local = self._local
+        local = self._local_ids
         if self._unreduced_ids:
             local &= self._unreduced_ids
         else:
@@ -71,17 +71,17 @@ class LocalGradients:
         if not self._has_shared_parameters:  # iterating over a WeakSet takes a microsecond
             return
         for other in self._trackers_with_shared_parameters:
-            other._local -= self._names.keys() - self._unreduced_ids
+            other._local_ids -= self._names.keys() - self._unreduced_ids
 
     def parameters_with_local_gradients(self) -> list[Tensor]:
         """Return the parameters with local values in `.grad`. `.grad` may have been set to None in the meantime."""
-        return [parameter for parameter in self._parameters if id(parameter) in self._local]
+        return [parameter for parameter in self._parameters if id(parameter) in self._local_ids]
 
     def stop(self) -> None:
         """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
-        self._local.clear()
+        self._local_ids.clear()
         LocalGradients._instances.discard(self)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -89,7 +89,7 @@ class LocalGradients:
         for group in optimizer.param_groups:
             if not self._parameter_ids.issuperset(map(id, group["params"])):
                 self._check_unknown_parameters(optimizer)
-        if self._local:
+        if self._local_ids:
             self._check_local_gradients(optimizer)
 
     def _check_local_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -98,7 +98,7 @@ class LocalGradients:
         names = [
             self._names[key]
             for key in self._names
-            if key in self._local and key in held and held[key].grad is not None and bool(held[key].grad.any())
+            if key in self._local_ids and key in held and held[key].grad is not None and bool(held[key].grad.any())
         ]
         if names:
             raise ModelError(

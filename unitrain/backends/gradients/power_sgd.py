@@ -96,7 +96,7 @@ class PowerSGDCompressor(CompressionState):
             if self.is_starting or (name := self._names[parameter]) not in self._shapes:
                 uncompressed.append(gradient)
             else:
-                matrices.append(self._matrix(name, gradient))
+                matrices.append(self._create_matrix(name, gradient))
 
         dtype = matrices[0].remainder.dtype if matrices else gradients[0].dtype
         count = len(matrices)
@@ -105,7 +105,7 @@ class PowerSGDCompressor(CompressionState):
             *(matrix.is_used for matrix in matrices),
             *(gradient.to(dtype) * self._inverse_size for gradient in uncompressed),
         ]
-        yield from _sum(parts, start_allreduce)
+        yield from _allreduce_parts(parts, start_allreduce)
         for gradient, mean in zip(uncompressed, parts[2 * count :], strict=True):
             gradient.copy_(mean)
             if not self.is_starting:
@@ -115,10 +115,10 @@ class PowerSGDCompressor(CompressionState):
 
         finite = [projection.isfinite().all() for projection in parts[:count]]
         used = [part > 0 for part in parts[count : 2 * count]]
-        bases = [_orthonormal(torch.where(ok, part, 0)) for ok, part in zip(finite, parts[:count], strict=True)]
+        bases = [_orthonormalize(torch.where(ok, part, 0)) for ok, part in zip(finite, parts[:count], strict=True)]
         # The transpose of M^T P, which is several times faster to compute.
         queries = [base.T @ matrix.remainder * self._inverse_size for matrix, base in zip(matrices, bases, strict=True)]
-        yield from _sum(queries, start_allreduce)
+        yield from _allreduce_parts(queries, start_allreduce)
         for number, matrix in enumerate(matrices):
             self._set_gradient(matrix, bases[number], queries[number].T, finite[number], used[number])
 
@@ -204,21 +204,25 @@ class PowerSGDCompressor(CompressionState):
     def _load_query(self, name: str, query: Tensor) -> None:
         """Load Q, unless this run uses a different approximation rank, which requires a new Q."""
         shape = self._shapes.get(name)
-        if self._settings.warm_start and shape is not None and list(query.shape) == [shape[1], self._rank(shape)]:
+        if (
+            self._settings.warm_start
+            and shape is not None
+            and list(query.shape) == [shape[1], self._approximation_rank(shape)]
+        ):
             self._queries[name] = query
 
     def _is_compressed(self, parameter: Tensor) -> bool:
         rows, columns = shape = _matrix_shape(parameter)
-        compressed_elements = (rows + columns) * self._rank(shape)
+        compressed_elements = (rows + columns) * self._approximation_rank(shape)
         return (
             parameter.is_floating_point()
             and compressed_elements * self._settings.min_compression_rate < rows * columns
         )  # fmt: skip
 
-    def _rank(self, shape: tuple[int, int]) -> int:
+    def _approximation_rank(self, shape: tuple[int, int]) -> int:
         return min(*shape, self._settings.rank)
 
-    def _matrix(self, name: str, gradient: Tensor) -> _Matrix:
+    def _create_matrix(self, name: str, gradient: Tensor) -> _Matrix:
         shape = self._shapes[name]
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         if not self._is_scale_known:
@@ -238,7 +242,7 @@ class PowerSGDCompressor(CompressionState):
         query = self._queries.get(name)
         query = self._first_query(name, remainder) if query is None else self._fill_columns(name, query.to(dtype))
         smallest, largest = torch.aminmax(own)
-        return _Matrix(name, gradient, remainder, _orthonormal(query), (smallest.ne(0) | largest.ne(0)).to(dtype))
+        return _Matrix(name, gradient, remainder, _orthonormalize(query), (smallest.ne(0) | largest.ne(0)).to(dtype))
 
     def _fill_columns(self, name: str, query: Tensor) -> Tensor:
         """Return Q with random columns in place of columns of rounding noise, which result from gradients of lower
@@ -269,7 +273,7 @@ class PowerSGDCompressor(CompressionState):
         entropy = [self._settings.seed, self._indices[name], reduction]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
         random = torch.randn(
-            shape[1], self._rank(shape), dtype=like.dtype, generator=torch.Generator().manual_seed(seed)
+            shape[1], self._approximation_rank(shape), dtype=like.dtype, generator=torch.Generator().manual_seed(seed)
         )
         return random.to(like.device)
 
@@ -311,13 +315,13 @@ def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
     return rows, parameter.numel() // max(rows, 1)
 
 
-def _orthonormal(matrix: Tensor) -> Tensor:
+def _orthonormalize(matrix: Tensor) -> Tensor:
     """Return orthonormal columns that span at least the columns of `matrix`."""
     basis: Tensor = torch.linalg.qr(matrix).Q
     return basis
 
 
-def _sum(parts: list[Tensor], start_allreduce: StartAllreduce) -> Iterator[Wait]:
+def _allreduce_parts(parts: list[Tensor], start_allreduce: StartAllreduce) -> Iterator[Wait]:
     """Replace `parts` by their sums over ranks, communicated as one tensor."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     yield start_allreduce(flat)

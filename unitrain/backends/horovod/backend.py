@@ -19,7 +19,7 @@ from unitrain.backends.horovod.runtime import CYCLE, FUSION, connect_ranks_and_h
 from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.devices import check_gpus, choose_device
-from unitrain.bootstrap.network import interface_of
+from unitrain.bootstrap.network import interface_with_address
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import BackendUnavailableError, ConfigError
 from unitrain.torch_compat import default_process_group
@@ -39,13 +39,13 @@ class HorovodBackend(ProcessGroupBackend):
     def start(cls, options: StartOptions) -> Self:
         """Start Horovod and connect the ranks. Raises ConfigError for a transport that this Horovod does not use and
         for two ranks on one GPU, and BackendUnavailableError for a GPU if this Horovod supports CPU tensors only."""
-        checks.check_no_group()
+        checks.check_no_default_group()
         rank_info = options.rank_info
         device = choose_device(options.device, rank_info.local_rank)
-        _check_operations(device)
+        _check_gpu_operations(device)
         rendezvous = connect_ranks_and_horovod(rank_info, options.timeout)
         check_gpus(rendezvous, device, options.device)
-        transport = _transport(device)
+        transport = _detect_transport(device)
         if options.transport not in (None, transport):
             raise ConfigError(
                 f"Transport {options.transport!r} was requested, but Horovod uses {transport!r} here. "
@@ -59,7 +59,7 @@ class HorovodBackend(ProcessGroupBackend):
             world_size=rank_info.size,
             timeout=options.timeout,
         )
-        return cls(rendezvous, device, transport, _control_group(rendezvous, options.timeout))
+        return cls(rendezvous, device, transport, _create_control_group(rendezvous, options.timeout))
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class HorovodBackend(ProcessGroupBackend):
         group.start_new_names()
 
 
-def _control_group(rendezvous: Rendezvous, timeout: timedelta) -> dist.ProcessGroup | None:
+def _create_control_group(rendezvous: Rendezvous, timeout: timedelta) -> dist.ProcessGroup | None:
     """Return a Gloo group of all ranks for consistency checks, or None without Gloo. All ranks call it.
 
     Without this group, a check would wait for Horovod, which starts operations once per cycle, in the order of issue:
@@ -138,14 +138,14 @@ def _control_group(rendezvous: Rendezvous, timeout: timedelta) -> dist.ProcessGr
     if not dist.is_gloo_available():
         return None
     own = rendezvous.own_address
-    interface = environment.setting("HOROVOD_GLOO_IFACE") or (interface_of(own) if own else None)
+    interface = environment.get_variable("HOROVOD_GLOO_IFACE") or (interface_with_address(own) if own else None)
     if interface:
         environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]
     return group
 
 
-def _check_operations(device: torch.device) -> None:
+def _check_gpu_operations(device: torch.device) -> None:
     if device.type == "cuda" and not (hvd.nccl_built() or hvd.cuda_built() or hvd.rocm_built()):
         raise BackendUnavailableError(
             f"This rank computes on {device}, but Horovod was built without GPU operations. "
@@ -153,7 +153,7 @@ def _check_operations(device: torch.device) -> None:
         )
 
 
-def _transport(device: torch.device) -> str:
+def _detect_transport(device: torch.device) -> str:
     if device.type == "cuda" and hvd.nccl_built():
         return "nccl"
     return "gloo" if hvd.gloo_enabled() else "mpi"

@@ -129,16 +129,16 @@ def terminate_rank(shell_id: int) -> None:
         if not children:
             shell.kill()
         for child in children:
-            _end(child.terminate)
+            _ignore_exited_process(child.terminate)
         shell.resume()
         _, alive = psutil.wait_procs(children, timeout=safe_shell_exec.GRACEFUL_TERMINATION_TIME_S)
         for child in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in (*child.children(recursive=True), child):
-                    _end(process.kill)
+                    _ignore_exited_process(process.kill)
 
 
-def _end(end: Callable[[], None]) -> None:
+def _ignore_exited_process(end: Callable[[], None]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         end()
 

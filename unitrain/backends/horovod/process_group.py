@@ -33,13 +33,13 @@ from unitrain.backends.horovod.runtime import export_torch_variables, start_horo
 from unitrain.backends.horovod.tensors import (
     ALLTOALL_BYTES,
     Destination,
-    combined,
+    combine_rows,
     dense_bytes,
+    find_reduction,
     flatten_dense,
-    pieces,
-    reduction,
+    piece_slices,
 )
-from unitrain.backends.horovod.work import Completions, HorovodWork, join_works
+from unitrain.backends.horovod.work import CompletionQueue, HorovodWork, join_works
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import UnsupportedError
@@ -73,7 +73,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Horo
             f"A group of {size} ranks was requested, but Horovod's process group contains all {rank_info.size} ranks. "
             "Use backend 'ddp' for groups of a subset of ranks."
         )
-    host = environment.setting("MASTER_ADDR") or "127.0.0.1"
+    host = environment.get_variable("MASTER_ADDR") or "127.0.0.1"
     start_horovod(rank_info, Rendezvous(rank_info, store, host, timeout))
     return HorovodProcessGroup(rank, size, timeout)
 
@@ -99,7 +99,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         self._prefix = f"unitrain.{_groups}.0"
         _groups += 1
         self._timeout = timeout
-        self._completions = Completions()
+        self._completions = CompletionQueue()
         self._issued: defaultdict[str, int] = defaultdict(int)
         self._latest: WeakValueDictionary[str, HorovodWork] = WeakValueDictionary()
         self._group_name = self._group_desc = ""
@@ -136,7 +136,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         (tensor,) = tensors
         payload, target = dense_bytes(tensor), Destination(tensor)
         works = []
-        for place in pieces(len(payload), 1):
+        for place in piece_slices(len(payload), 1):
             piece, part = payload[place], target.bytes[place]
             shared = piece.data_ptr() == part.data_ptr()
             works.append(
@@ -145,7 +145,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
                     piece,
                     functools.partial(hvd.broadcast_async_, piece, opts.rootRank),
                     tensors,
-                    None if shared else _copier(part, target if place.stop == len(payload) else None),
+                    None if shared else _copy_function(part, target if place.stop == len(payload) else None),
                 )
             )
         return join_works(works, tensors, tensor.device)
@@ -175,7 +175,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         target, size = Destination(local_tensor), self.size()
         parts = [dense_bytes(part) for part in inputs[0]] if self.rank() == opts.rootRank else []
         works = []
-        for place in pieces(len(target.bytes), size):
+        for place in piece_slices(len(target.bytes), size):
             count = place.stop - place.start
             block = local_tensor.new_empty(size, count, dtype=torch.uint8)
             for rank, part in enumerate(parts):
@@ -221,7 +221,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
             sent = input_splits or [rows // size] * size
             return join_works(self._exchange(payload, sent, target, [output]), [output], local_tensor.device)
         works = []
-        for place in pieces(row_bytes, rows):
+        for place in piece_slices(row_bytes, rows):
             piece = payload[:, place].contiguous()
 
             def finish(result: tuple[Tensor, Tensor], place: slice = place) -> None:
@@ -299,19 +299,19 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     def _reduce(self, operation: str, source: Tensor, target: Tensor | None, op: Any, result: Any) -> list[HorovodWork]:
         """Start to reduce `source` into `target`, which is None if this rank does not need the result."""
-        reduction_plan = reduction(source.dtype, op)
+        reduction_plan = find_reduction(source.dtype, op)
         if reduction_plan.combine is not None:
             return self._reduce_gathered(source, target, reduction_plan.combine, result)
         values = flatten_dense(source)
         in_place = reduction_plan.encode is None and target is source and values.data_ptr() == source.data_ptr()
         destination = None if in_place or target is None else Destination(target)
         works = []
-        for place in pieces(len(values), _encoded_bytes(source.dtype)):
-            wide = reduction_plan.encoded(values[place])
+        for place in piece_slices(len(values), _encoded_bytes(source.dtype)):
+            wide = reduction_plan.to_horovod(values[place])
 
             def finish(reduced: Tensor, place: slice = place) -> None:
                 if destination is not None:
-                    destination.elements[place] = reduction_plan.decoded(reduced, source.dtype)
+                    destination.elements[place] = reduction_plan.from_horovod(reduced, source.dtype)
                     if place.stop == len(values):
                         destination.finish()
 
@@ -340,7 +340,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
         def finish(gathered: Tensor, place: slice) -> None:
             if destination is not None:
-                destination.bytes[place] = combined(gathered.view(self.size(), -1), source.dtype, combine).view(
+                destination.bytes[place] = combine_rows(gathered.view(self.size(), -1), source.dtype, combine).view(
                     torch.uint8
                 )
                 if place.stop == len(destination.bytes):
@@ -351,7 +351,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
 
     def _reduce_scatter(self, output: Tensor, source: Tensor, op: Any, result: Any) -> list[HorovodWork]:
         """Start to reduce `source`, which consists of `size` equal parts, and write this rank's part to `output`."""
-        reduction_plan, size, destination = reduction(source.dtype, op), self.size(), Destination(output)
+        reduction_plan, size, destination = find_reduction(source.dtype, op), self.size(), Destination(output)
         parts = flatten_dense(source).view(size, -1) if source.numel() else source.new_empty(size, 0)
         if reduction_plan.combine is not None:
             complete = torch.empty_like(parts)
@@ -366,12 +366,12 @@ class HorovodProcessGroup(dist.ProcessGroup):
             hvd.Average,
         )  # Horovod supports reducescatter for these operations only
         works = []
-        for place in pieces(parts.shape[1], _encoded_bytes(source.dtype) * size):
-            wide = reduction_plan.encoded(parts[:, place].contiguous().view(-1))
+        for place in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
+            wide = reduction_plan.to_horovod(parts[:, place].contiguous().view(-1))
 
             def finish(reduced: Tensor, place: slice = place) -> None:
                 local_tensor = reduced if scatters else reduced.view(size, -1)[self.rank()]
-                destination.elements[place] = reduction_plan.decoded(local_tensor, source.dtype)
+                destination.elements[place] = reduction_plan.from_horovod(local_tensor, source.dtype)
                 if place.stop == parts.shape[1]:
                     destination.finish()
 
@@ -416,7 +416,7 @@ class HorovodProcessGroup(dist.ProcessGroup):
         """
         payload, size, each = dense_bytes(local_tensor), self.size(), local_tensor.element_size()
         works = []
-        for elements in pieces(local_tensor.numel(), size * each):
+        for elements in piece_slices(local_tensor.numel(), size * each):
             place = slice(elements.start * each, elements.stop * each)
             piece = payload[place]
             works.append(
@@ -500,7 +500,7 @@ def _join_all(works: list[list[HorovodWork]], tensors: list[Tensor]) -> dist.Wor
     return join_works([work for some in works for work in some], tensors, device)
 
 
-def _copier(part: Tensor, target: Destination | None) -> Callable[[Tensor], None]:
+def _copy_function(part: Tensor, target: Destination | None) -> Callable[[Tensor], None]:
     def copy(piece: Tensor) -> None:
         part.copy_(piece)
         if target is not None:

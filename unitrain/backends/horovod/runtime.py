@@ -15,7 +15,13 @@ from unitrain.backends.capabilities import Tunable
 from unitrain.backends.horovod.horovodrun import BoundRendezvousServer
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
-from unitrain.bootstrap.network import LOOPBACK, address_towards, interface_of, own_addresses, reachable_addresses
+from unitrain.bootstrap.network import (
+    LOOPBACK,
+    interface_with_address,
+    local_address_for,
+    own_addresses,
+    reachable_addresses,
+)
 from unitrain.bootstrap.rendezvous import (
     NodePosition,
     Rendezvous,
@@ -44,7 +50,7 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
         # Horovod's default cycle time of 1 ms is as long as a step of a small model (benchmarks/step_overhead.py). With
         # its default fusion threshold of 128 MiB, Horovod fuses entire buckets, which then wait for each other and are
         # copied twice. Separate transfers are faster. Horovod's autotuning changes only unset variables.
-        chosen = (CYCLE, FUSION) if environment.setting("HOROVOD_AUTOTUNE") in (None, "0") else ()
+        chosen = (CYCLE, FUSION) if environment.get_variable("HOROVOD_AUTOTUNE") in (None, "0") else ()
         environment.export_defaults(
             {
                 # At its timeout, 30 s by default, Horovod aborts the process or shuts down without naming the missing
@@ -67,7 +73,7 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
 
 def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Connect the ranks and start Horovod. Under mpirun without MASTER_ADDR, the ranks connect through Horovod."""
-    if rank_info.launcher != "mpirun" or environment.setting("MASTER_ADDR"):
+    if rank_info.launcher != "mpirun" or environment.get_variable("MASTER_ADDR"):
         # Before Horovod starts, because Horovod aborts the process if ranks are missing.
         rendezvous = connect_ranks(rank_info, timeout)
         start_horovod(rank_info, rendezvous)
@@ -75,7 +81,7 @@ def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendez
     raise_descriptor_limit(rank_info)
     local_rendezvous = Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timeout)
     start_horovod(rank_info, local_rendezvous)
-    store, host = _store_through_horovod(rank_info, timeout)
+    store, host = _connect_store_through_horovod(rank_info, timeout)
     return Rendezvous(rank_info, dist.PrefixStore("unitrain", store), host, timeout)
 
 
@@ -86,12 +92,12 @@ def export_torch_variables(rank_info: RankInfo) -> None:
     """
     environment.export_defaults(
         {"RANK": str(rank_info.rank), "WORLD_SIZE": str(rank_info.size), "LOCAL_RANK": str(rank_info.local_rank)}
-        | {name: value for name in ("MASTER_ADDR", "MASTER_PORT") if (value := environment.setting(name))}
+        | {name: value for name in ("MASTER_ADDR", "MASTER_PORT") if (value := environment.get_variable(name))}
     )
-    if rank_info.launcher not in ("horovodrun", "mpirun", "none") or environment.setting("MASTER_ADDR"):
+    if rank_info.launcher not in ("horovodrun", "mpirun", "none") or environment.get_variable("MASTER_ADDR"):
         return
     start_horovod(rank_info, Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
-    host, port = _free_address(rank_info)
+    host, port = _find_free_address(rank_info)
     environment.export_defaults({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
 
 
@@ -104,16 +110,16 @@ def _serve_horovod_rendezvous(rank_info: RankInfo, rendezvous: Rendezvous) -> No
             "Build it with both controllers: unitrain horovod build --force"
         )
     positions = rendezvous.node_positions
-    address = rendezvous.own_address or address_towards(rendezvous.host)
+    address = rendezvous.own_address or local_address_for(rendezvous.host)
     own = ""
     if rank_info.rank == 0:
         server = BoundRendezvousServer(address)
         port = server.start()
-        server.init([_slot(positions, rank) for rank in range(rank_info.size)])
+        server.init([_slot_info(positions, rank) for rank in range(rank_info.size)])
         _servers.append(server)
         own = f"{address}:{port}"
     host, _, port_text = rendezvous.allgather("horovod_server", own)[0].rpartition(":")
-    slot = _slot(positions, rank_info.rank)
+    slot = _slot_info(positions, rank_info.rank)
     environment.export(
         {
             environment.HOROVOD_SET_BY_UNITRAIN: "1",
@@ -131,11 +137,11 @@ def _serve_horovod_rendezvous(rank_info: RankInfo, rendezvous: Rendezvous) -> No
             "HOROVOD_CPU_OPERATIONS": "gloo",
         }
     )
-    if interface := interface_of(address):
+    if interface := interface_with_address(address):
         environment.export_defaults({"HOROVOD_GLOO_IFACE": interface})
 
 
-def _slot(positions: list[NodePosition], rank: int) -> SlotInfo:
+def _slot_info(positions: list[NodePosition], rank: int) -> SlotInfo:
     """Return Horovod's ranks and sizes for a rank. "cross" refers to the ranks with the same local_rank on all
     hosts."""
     own = positions[rank]
@@ -151,14 +157,14 @@ def _slot(positions: list[NodePosition], rank: int) -> SlotInfo:
     )
 
 
-def _store_through_horovod(rank_info: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:
-    host, port = _free_address(rank_info)
+def _connect_store_through_horovod(rank_info: RankInfo, timeout: timedelta) -> tuple[dist.Store, str]:
+    host, port = _find_free_address(rank_info)
     served = open_tcp_store(host, port, rank_info, timeout, is_server=True) if rank_info.rank == 0 else None
     hvd.broadcast_object(None, 0, name="unitrain.served")  # returns when rank 0 listens
     return served or open_tcp_store(host, port, rank_info, timeout, is_server=False), host
 
 
-def _free_address(rank_info: RankInfo) -> tuple[str, int]:
+def _find_free_address(rank_info: RankInfo) -> tuple[str, int]:
     """Return an address of rank 0 that all ranks can reach, and a free port. All ranks call it; Horovod must be
     running."""
     if rank_info.rank != 0:

@@ -46,31 +46,31 @@ class Reduction(NamedTuple):
     """How Horovod reduces contiguous values of one dtype.
 
     Horovod reduces `encode(values)` by `op`, and `decode` is the inverse of `encode`. If `encode` is None, Horovod
-    reduces the values themselves, viewed as `carrier` if that is given. If `combine` is given, Horovod only gathers the
-    values of all ranks, and `combine` reduces two tensors in torch.
+    reduces the values themselves, viewed as `transfer_dtype` if that is given. If `combine` is given, Horovod only
+    gathers the values of all ranks, and `combine` reduces two tensors in torch.
     """
 
     op: Any
     encode: Callable[[Tensor], Tensor] | None = None
     decode: Callable[[Tensor], Tensor] | None = None
-    carrier: torch.dtype | None = None
+    transfer_dtype: torch.dtype | None = None
     combine: Callable[[Tensor, Tensor], Tensor] | None = None
 
-    def encoded(self, values: Tensor) -> Tensor:
+    def to_horovod(self, values: Tensor) -> Tensor:
         """Return `values`, [elements], in the form that Horovod reduces: a new tensor, or a view if `encode` is
         None."""
         if self.encode is not None:
             return self.encode(values)
-        return values if self.carrier is None else values.view(self.carrier)
+        return values if self.transfer_dtype is None else values.view(self.transfer_dtype)
 
-    def decoded(self, result: Tensor, dtype: torch.dtype) -> Tensor:
+    def from_horovod(self, result: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a reduced tensor as values of `dtype`."""
         if self.decode is not None:
             return self.decode(result)
         return result.view(dtype)
 
 
-def reduction(dtype: torch.dtype, op: Any) -> Reduction:
+def find_reduction(dtype: torch.dtype, op: Any) -> Reduction:
     """Return the reduction of `dtype` by torch's `op`.
 
     Raises UnsupportedError if Horovod cannot compute it exactly, apart from rounding to `dtype`.
@@ -78,14 +78,14 @@ def reduction(dtype: torch.dtype, op: Any) -> Reduction:
     name = next((name for name in (*_OPS, *_BITWISE) if op == getattr(dist.ReduceOp, name)), str(op))
     found = None
     if name in _BITWISE:
-        found = _bitwise(dtype, name)
+        found = _bitwise_reduction(dtype, name)
     elif name in _OPS:
         if dtype in _REAL:
-            found = _complex(dtype, op, name)
+            found = _complex_reduction(dtype, op, name)
         elif dtype.is_floating_point:
-            found = _floating(dtype, op, name)
+            found = _float_reduction(dtype, op, name)
         elif name not in ("AVG", "PREMUL_SUM"):
-            found = _integer(dtype, name)
+            found = _integer_reduction(dtype, name)
     if found is None:
         raise UnsupportedError(
             f"Horovod's process group cannot reduce {dtype_name(dtype)} by {name}. "
@@ -98,7 +98,7 @@ def reduction(dtype: torch.dtype, op: Any) -> Reduction:
     return found
 
 
-def _floating(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:
+def _float_reduction(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:
     if dtype.itemsize < 4 and "x2" in dtype_name(dtype):  # two values in a byte
         return None
     hvd_op = _OPS[name]
@@ -117,23 +117,23 @@ def _floating(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:
     return Reduction(hvd_op, lambda values: values.to(wide), lambda result: result.to(dtype))
 
 
-def _complex(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:
+def _complex_reduction(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:
     if name == "PRODUCT" and dtype != torch.complex32:
         return Reduction(None, combine=torch.mul)
     real = _REAL[dtype]
-    base = _floating(real, op, name) if name in ("SUM", "AVG", "PREMUL_SUM") else None
+    base = _float_reduction(real, op, name) if name in ("SUM", "AVG", "PREMUL_SUM") else None
     if base is None:
         return None
     if base.encode is None:
-        return Reduction(base.op, carrier=real)
+        return Reduction(base.op, transfer_dtype=real)
     return Reduction(
         base.op,
-        lambda values: base.encoded(values.view(real)),
-        lambda result: base.decoded(result, real).view(dtype),
+        lambda values: base.to_horovod(values.view(real)),
+        lambda result: base.from_horovod(result, real).view(dtype),
     )
 
 
-def _integer(dtype: torch.dtype, name: str) -> Reduction | None:
+def _integer_reduction(dtype: torch.dtype, name: str) -> Reduction | None:
     if dtype == torch.bool:  # as in NCCL, the sum of booleans is true if any is
         op = hvd.Max if name in ("SUM", "MAX") else hvd.Min
         return Reduction(op, lambda values: values.to(torch.int32), lambda result: result.to(dtype))
@@ -146,7 +146,7 @@ def _integer(dtype: torch.dtype, name: str) -> Reduction | None:
     if dtype != torch.uint64:
         return None
     if name in ("SUM", "PRODUCT"):
-        return Reduction(op, carrier=torch.int64)
+        return Reduction(op, transfer_dtype=torch.int64)
     # With the highest bit inverted, signed integers have the order of unsigned ones.
     return Reduction(
         op,
@@ -155,7 +155,7 @@ def _integer(dtype: torch.dtype, name: str) -> Reduction | None:
     )
 
 
-def _bitwise(dtype: torch.dtype, name: str) -> Reduction | None:
+def _bitwise_reduction(dtype: torch.dtype, name: str) -> Reduction | None:
     function = _BITWISE[name]
     if dtype in _SIGNED:
         signed = _SIGNED[dtype]
@@ -165,13 +165,13 @@ def _bitwise(dtype: torch.dtype, name: str) -> Reduction | None:
     return None
 
 
-def combined(gathered: Tensor, dtype: torch.dtype, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def combine_rows(gathered: Tensor, dtype: torch.dtype, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return the rows of `gathered`, uint8 [size, bytes], combined in rank order as values of `dtype`."""
     result: Tensor = functools.reduce(combine, (row.view(dtype) for row in gathered))
     return result
 
 
-def pieces(count: int, bytes_each: int) -> Iterator[slice]:
+def piece_slices(count: int, bytes_each: int) -> Iterator[slice]:
     """Yield the pieces in which a tensor of `count` elements is communicated, the same on every rank."""
     max_elements = max(1, PIECE_BYTES // max(1, bytes_each))
     for start in range(0, count, max_elements):

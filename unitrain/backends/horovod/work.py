@@ -19,7 +19,7 @@ import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 
-from unitrain.backends.gradients.end_of_backward import Step, end_of_backward
+from unitrain.backends.gradients.end_of_backward import Stage, end_of_backward
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.torch_compat import Work, current_backward
 
@@ -43,7 +43,7 @@ class HorovodWork(Work):
         device: torch.device,
         finish: Callable[[Any], Any] | None,
         timeout: timedelta,
-        completions: Completions | None,
+        completions: CompletionQueue | None,
     ) -> None:
         super().__init__()
         self._name = name
@@ -69,7 +69,7 @@ class HorovodWork(Work):
         return work
 
     def poll(self) -> bool:
-        """Return whether the operation has finished, and if so complete this work. Only `Completions` calls it."""
+        """Return whether the operation has finished, and if so complete this work. Only `CompletionQueue` calls it."""
         if self._done:
             return True
         if not hvd.poll(self._handle):
@@ -193,7 +193,7 @@ def join_works(works: list[HorovodWork], result: Any, device: torch.device) -> d
     return works[0] if len(works) == 1 else JoinedWork(works, result)
 
 
-class Completions:
+class CompletionQueue:
     """Completes works in the order in which they were added, in the waiting thread or in the background."""
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Completions:
         backward = current_backward()
         if backward not in (-1, self._last_backward):
             self._last_backward = backward
-            end_of_backward.add(Step.COMPLETE_TRANSPORT, self._finish_backward)
+            end_of_backward.add(Stage.COMPLETE_TRANSPORT, self._finish_backward)
 
     def wait_for(self, work: HorovodWork, seconds: float | None) -> None:
         """Return when `work` is complete, or after `seconds`."""
