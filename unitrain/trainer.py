@@ -34,10 +34,10 @@ from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.sync_batch_norm import exclude_from_statistics, sync_batch_norm
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor
-from unitrain.optim.loss_weighting import GlobalMean, read_training_loss
+from unitrain.optim.loss_weighting import LossWeighting, read_training_loss
 from unitrain.optim.precision import Precision, allow_tf32
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory
-from unitrain.optim.step import Forward, ForwardFunction, Update, backward, block_gradients
+from unitrain.optim.step import Forward, ForwardFunction, ParameterUpdate, backward, block_gradients
 from unitrain.progress.reporter import RunReporter
 from unitrain.progress.stopping import StopCoordinator, SyncPoint
 from unitrain.progress.timing import LoopTimer
@@ -105,7 +105,7 @@ class Trainer:
         self._precision = call_on_all_ranks(backend, lambda: Precision(config.precision, backend.device))
         self._callbacks = call_on_all_ranks(backend, lambda: Callbacks(callbacks))
         self._forward = call_on_all_ranks(backend, lambda: Forward(forward))
-        self._rates: LearningRateFactor | None = None
+        self._learning_rate_factor: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._reporter = RunReporter(config, backend, loggers)
         self._timer = LoopTimer(backend)
@@ -113,7 +113,7 @@ class Trainer:
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         self._loss = RunningLoss(backend)
-        self._mean = GlobalMean(backend)
+        self._loss_weighting = LossWeighting(backend)
 
         allow_tf32(config.tf32)
         model.to(backend.device)
@@ -125,10 +125,10 @@ class Trainer:
             call_on_all_ranks(backend, lambda: checkpoint_activations(model, config.checkpoint_activations))
         if config.sync_batch_norm:
             call_on_all_ranks(backend, lambda: sync_batch_norm(model, backend))
-        self._average = call_on_all_ranks(
+        self._weight_average = call_on_all_ranks(
             backend, lambda: WeightAverage.create(backend.unwrap(model), config.ema_decay)
         )
-        self.averaged_model = None if self._average is None else self._average.model
+        self.averaged_model = None if self._weight_average is None else self._weight_average.model
         if config.compile:
             compile_forward(model, self.averaged_model, mode=config.compile)
         evaluated = model if self.averaged_model is None else self.averaged_model
@@ -140,11 +140,12 @@ class Trainer:
         )
 
         parts: dict[str, Stateful] = {
-            "precision": self._precision, "callbacks": self._callbacks, "loss": self._loss, "weighting": self._mean,
+            "precision": self._precision, "callbacks": self._callbacks, "loss": self._loss,
+            "weighting": self._loss_weighting,
         }  # fmt: skip
         call_on_all_ranks(backend, lambda: trainer_arguments.check_results(self._evaluation.names[1:]))
-        if self._average is not None:
-            parts["average"] = self._average
+        if self._weight_average is not None:
+            parts["average"] = self._weight_average
         self.checkpointer = Checkpointer(config, backend)
         self._run = TrainingRun(config, backend, self.checkpointer, parts)
         self.progress = self._run.progress
@@ -158,16 +159,18 @@ class Trainer:
             find_unused_parameters=config.find_unused_parameters,
             compression=config.compression,
         )
-        if self._average is not None:
-            self._average.start()
-        self._run.track_compression_state(self.model, lambda: self._precision.loss_scale(self._mean.loss_scale()))
+        if self._weight_average is not None:
+            self._weight_average.start()
+        self._run.track_compression_state(
+            self.model, lambda: self._precision.loss_scale(self._loss_weighting.loss_scale())
+        )
         self.optimizer = backend.distributed_optimizer(optimizer, self.model, shard=config.shard)
-        self._update = Update(
+        self._update = ParameterUpdate(
             self.optimizer,
             model,
             self._precision,
             max_grad_norm=config.max_grad_norm,
-            average=self._average,
+            average=self._weight_average,
             scheduler=self._scheduler if config.scheduler_interval == "step" else None,
         )
 
@@ -209,7 +212,7 @@ class Trainer:
         self._epoch_scheduler.check(self.result_names)
         if config.keep_best is not None:
             check_result_name("TrainConfig.keep_best", config.keep_best, self.result_names)
-        self._rates = LearningRateFactor.from_config(config, shard.global_batch_size)
+        self._learning_rate_factor = LearningRateFactor.from_config(config, shard.global_batch_size)
         limit = config.limit_val_batches
         validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in named.items()}
         self._build_planned_scheduler(shard)
@@ -225,8 +228,8 @@ class Trainer:
                 self.progress.step, run.remaining_steps(shard), run.description, is_complete=run.is_complete
             ),
         ):
-            if self._rates is not None:
-                self._reporter.note(str(self._rates))
+            if self._learning_rate_factor is not None:
+                self._reporter.show_message(str(self._learning_rate_factor))
             try:
                 self._callbacks.call("on_fit_start", self)
                 self._synchronize()
@@ -330,9 +333,13 @@ class Trainer:
             self._forward_backward(batch, micro_batch)
             if not micro_batch.ends_step:
                 continue
-            self._mean.finish_step(self.optimizer, micro_batch)  # divide by the number of tokens, if tokens are counted
+            self._loss_weighting.finish_step(
+                self.optimizer, micro_batch
+            )  # divide by the number of tokens, if tokens are counted
             self._callbacks.call("on_before_optimizer_step", self)
-            self._update(progress.step, self._rates)  # unscale, clip, optimizer step, average, step scheduler
+            self._update(
+                progress.step, self._learning_rate_factor
+            )  # unscale, clip, optimizer step, average, step scheduler
             self._loss.finish_step()  # after the update: an interrupted step is trained again
             self._timer.end_step(micro_batch.step_samples)
             progress.advance(micro_batch.step_samples, micro_batch.step_end)
@@ -406,11 +413,14 @@ class Trainer:
         ):
             with self._precision.autocast():
                 loss = read_training_loss(self.loss_fn(*self._forward(self.model, batch)))
-            weighted = self._mean.weighted(loss, micro_batch)
+            weighted = self._loss_weighting.weight_loss(loss, micro_batch)
             if self.config.find_unused_parameters and is_dummy:
                 weighted = block_gradients(weighted)  # otherwise a dummy batch would create zero gradients
             scaled = self._timer.measure_backward(self._precision.scale(weighted))
-            backward(scaled, *(self._mean.overlapped_work() + self._prefetch.overlapped_work() if ends_step else ()))
+            backward(
+                scaled,
+                *(self._loss_weighting.overlapped_work() + self._prefetch.overlapped_work() if ends_step else ()),
+            )
         self.last_loss = loss.value
         self._loss.add(loss.value, micro_batch.samples, loss.tokens)
         self._callbacks.call("on_micro_batch_end", self, batch, micro_batch, loss)
@@ -475,13 +485,17 @@ class Trainer:
     def _learning_rate(self) -> float:
         """Return the learning rate of the first parameter group in the next step."""
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return rate if self._rates is None else rate * self._rates.factor_at(self.progress.step)
+        return (
+            rate
+            if self._learning_rate_factor is None
+            else rate * self._learning_rate_factor.factor_at(self.progress.step)
+        )
 
     def _discard_partial_step(self) -> None:
         """Discard the gradients of a step that an exception interrupted in an earlier `fit`. The step is repeated."""
         self.backend.unwrap(self.model).zero_grad(set_to_none=True)
         self._loss.discard_step()
-        self._mean.discard_step()
+        self._loss_weighting.discard_step()
         self._precision.discard_step()
 
 

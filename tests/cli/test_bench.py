@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from launches import SECONDS, started
+from launches import SECONDS, running_launcher
 from requirements import needs_mpi
 from torch import Tensor
 
@@ -34,10 +34,10 @@ def error_output(*arguments: str) -> str:
 
 def run(launch: list[str]) -> str:
     """Run a command, and check that it leaves no processes behind."""
-    with started(launch) as job:
+    with running_launcher(launch) as job:
         output = job.process.communicate(timeout=2 * SECONDS)[0]
         assert job.process.returncode == 0, output
-        assert not job.living(), output
+        assert not job.find_processes(), output
     return output
 
 

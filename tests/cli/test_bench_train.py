@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from launches import SECONDS, started
+from launches import SECONDS, running_launcher
 from requirements import needs_mpi
 
 import unitrain
@@ -126,10 +126,10 @@ def test_training_is_measured_on_every_backend_transport_and_setting(tmp_path: P
         "gradient_accumulation_steps=2",
     ]
     bench = [sys.executable, "-m", "unitrain", "bench", "train", "tiny"]
-    with started([*bench, *options, "--json", str(saved), "--output", str(page)]) as job:
+    with running_launcher([*bench, *options, "--json", str(saved), "--output", str(page)]) as job:
         output = job.process.communicate(timeout=3 * SECONDS)[0]
         assert job.process.returncode == 0, output
-        assert not job.living(), output
+        assert not job.find_processes(), output
     result = results.read(saved, "train")
     who = {("local", "none", 1), ("ddp", "gloo", 2), ("horovod", "gloo", 2), ("horovod", "mpi", 2)}
     found = {(row["backend"], row["transport"], row["ranks"], row["setting"]): row for row in result["rows"]}

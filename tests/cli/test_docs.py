@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import click
 import pytest
 from click.testing import CliRunner
-from launches import started
+from launches import running_launcher
 
 import unitrain
 from unitrain import errors
@@ -204,7 +204,7 @@ def test_program_of_getting_started_prints_the_same_on_one_rank_and_on_two(tmp_p
     assert found
     assert float(found[1]) > 0.9
     launch = [str(Path(sys.executable).with_name("unitrain")), "launch", "-np", "2", str(script)]
-    with started(launch, {"OMP_NUM_THREADS": "1"}) as ranks:
+    with running_launcher(launch, {"OMP_NUM_THREADS": "1"}) as ranks:
         output = ranks.output()
     assert ranks.process.returncode == 0, output
     assert found[0] in output

@@ -186,7 +186,7 @@ def test_a_usage_error_of_launch_is_shown_without_its_usage() -> None:
 @needs_hosts
 @needs_mpi
 def test_problems_between_hosts_are_found(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    with hosts(2, tmp_path_factory.mktemp("hosts"), own_name_is_loopback=True) as (one, two):
+    with hosts(2, tmp_path_factory.mktemp("hosts"), hostname_is_loopback=True) as (one, two):
         assert two.run(["mount", "-o", "remount,size=64m", "/dev/shm"]).returncode == 0
         apart = tmp_path / "work"
         apart.mkdir()

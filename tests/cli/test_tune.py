@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from launches import started
+from launches import running_launcher
 from preload import preloaded
 from torch import nn
 
@@ -337,9 +337,9 @@ def test_a_script_is_tuned(tmp_path: Path) -> None:
     script = tmp_path / "digits.py"
     shutil.copy(Path(__file__).parents[2] / "examples" / "digits.py", script)
     command = [sys.executable, "-m", "unitrain", "tune", "--minutes", "0.001", "--seconds", "0.1"]
-    with started([*command, "--launch", "-np 2 --backend horovod", str(script), "--device", "cpu"]) as launch:
+    with running_launcher([*command, "--launch", "-np 2 --backend horovod", str(script), "--device", "cpu"]) as launch:
         output = launch.output()
-        assert launch.living() == []
+        assert launch.find_processes() == []
     assert f"{script} on 2 ranks of horovod over " in output
     assert "No settings are significantly faster" in output
     assert "were not tried for lack of time" in output
@@ -372,7 +372,7 @@ def test_a_failed_run_is_reported_with_its_output(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('no data')")
     command = [sys.executable, "-m", "unitrain", "tune", "--launch", "-np 1", str(script)]
-    with started(command) as launch:
+    with running_launcher(command) as launch:
         output = launch.output()
     assert launch.process.returncode == 1
     assert (

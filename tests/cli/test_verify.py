@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from launches import SECONDS, started
+from launches import SECONDS, running_launcher
 from requirements import needs_mpi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -94,9 +94,11 @@ def regression():
 def verify(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     """Run `unitrain verify` and return its exit code, output and report."""
     report = folder / "report.json"
-    with started([sys.executable, "-m", "unitrain", "verify", "--cpu", "--json", str(report), *arguments]) as launch:
+    with running_launcher(
+        [sys.executable, "-m", "unitrain", "verify", "--cpu", "--json", str(report), *arguments]
+    ) as launch:
         output = launch.process.communicate(timeout=3 * SECONDS)[0]
-        assert not launch.living(), output
+        assert not launch.find_processes(), output
     assert report.exists(), output
     return launch.process.returncode, output, json.loads(report.read_text())
 
@@ -217,13 +219,13 @@ def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path:
 
 def test_sigterm_to_verify_terminates_the_current_run(script: str, tmp_path: Path) -> None:
     arguments = ["--backends", "ddp", script, "hang", str(tmp_path)]
-    with started([sys.executable, "-m", "unitrain", "verify", *arguments]) as launch:
+    with running_launcher([sys.executable, "-m", "unitrain", "verify", *arguments]) as launch:
         deadline = time.monotonic() + SECONDS
         while not (tmp_path / "1").exists() and launch.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert len(launch.living()) >= 4
+        assert len(launch.find_processes()) >= 4
         launch.process.send_signal(signal.SIGTERM)
-        launch.wait_until_none_lives(15)
+        launch.wait_until_all_exited(15)
         assert launch.process.returncode != 0
 
 

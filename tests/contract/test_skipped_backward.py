@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launches import started_ranks
+from launches import running_ranks
 from torch.distributed import HashStore
 
 from unitrain.monitoring.loop_counters import LoopCounters
@@ -66,7 +66,7 @@ TEXT = {
 def test_skipped_backward_on_one_rank_raises_on_all_ranks(backend: str, fault: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    with started_ranks(script, backend, 2, fault) as processes:
+    with running_ranks(script, backend, 2, fault) as processes:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     together = "\n".join(outputs)
     assert all(process.returncode for process in processes), together
@@ -82,7 +82,7 @@ def test_skipped_backward_on_one_rank_raises_on_all_ranks(backend: str, fault: s
 def test_ranks_may_use_forwards_in_different_ways(backend: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    with started_ranks(script, backend, 2, "none") as processes:
+    with running_ranks(script, backend, 2, "none") as processes:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(outputs)
 

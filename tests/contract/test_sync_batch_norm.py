@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from groups import GROUPS
-from one_rank import rank_of
+from one_rank import simulate_rank
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -346,7 +346,7 @@ def test_state_dict_is_compatible_with_a_plain_model() -> None:
 
 
 def test_unpickled_model_normalizes_over_local_samples() -> None:
-    model: Any = unitrain.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(4)), rank_of(0, 2))
+    model: Any = unitrain.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(4)), simulate_rank(0, 2))
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

@@ -30,19 +30,19 @@ def ranks() -> Iterator[runner.Pool]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", known.CASES)
 def test_known_defects_stay_fixed(ranks: runner.Pool, name: str) -> None:
-    assert runner.failures(known.CASES[name], ranks) == []
+    assert runner.find_failures(known.CASES[name], ranks) == []
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", [*FIRSTS[:2], *nightly(*FIRSTS[2:])])
 def test_random_runs_equal_plain_torch(ranks: runner.Pool, first: int) -> None:
     for seed in range(first, min(first + PER_TEST, FIRST + COUNT)):
-        case = cases.draw(seed)
-        if found := runner.failures(case, ranks):
-            case, found = runner.shrunk(case, found, ranks, seconds=60)
+        case = cases.draw_case(seed)
+        if found := runner.find_failures(case, ranks):
+            case, found = runner.shrink(case, found, ranks, seconds=60)
             pytest.fail(
                 f"seed {seed}: " + "\n".join(found) + f"\nRepeat it with: python -m tests.fuzzer --seed {seed}\n"
-                f"The simplest case: python -m tests.fuzzer --case '{cases.spelled(case)}'"
+                f"The simplest case: python -m tests.fuzzer --case '{cases.to_json(case)}'"
             )
 
 
@@ -62,25 +62,25 @@ def test_fuzzer_detects_a_difference(
     ranks: runner.Pool, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, object], symptom: str
 ) -> None:
     """The oracle is given another case than the ranks, and must disagree with them."""
-    case = cases.normalised({**cases.SIMPLEST, "epochs": 2, "validation": "tensors", "samples": 13})
-    assert runner.failures(case, ranks) == []
+    case = cases.make_valid({**cases.SIMPLEST, "epochs": 2, "validation": "tensors", "samples": 13})
+    assert runner.find_failures(case, ranks) == []
     run_segments = runner._run_segments
     monkeypatch.setattr(runner, "_run_segments", lambda _, pool: run_segments(case, pool))
-    found = runner.failures({**case, **wrong}, ranks)
+    found = runner.find_failures({**case, **wrong}, ranks)
     assert any(symptom in text for text in found), found
 
 
 def test_cases_depend_only_on_the_seed_and_can_be_parsed_from_their_text() -> None:
-    drawn = [cases.draw(seed) for seed in range(300)]
-    assert drawn == [cases.draw(seed) for seed in range(300)]
+    drawn = [cases.draw_case(seed) for seed in range(300)]
+    assert drawn == [cases.draw_case(seed) for seed in range(300)]
     assert {case["kind"] for case in drawn} == {"trainer", "loop", "collective"}
     for case in drawn:
-        assert cases.read(cases.spelled(case)) == case
+        assert cases.read(cases.to_json(case)) == case
 
 
 def test_every_field_is_drawn_with_every_value() -> None:
-    """Guards against a dimension that the rules of `normalised` have taken out of the search."""
-    drawn = [case for case in map(cases.draw, range(3000)) if case["kind"] == "trainer"]
+    """Guards against a dimension that the rules of `make_valid` have taken out of the search."""
+    drawn = [case for case in map(cases.draw_case, range(3000)) if case["kind"] == "trainer"]
     for name, simplest in cases.SIMPLEST.items():
         values = {repr(case[name]) for case in drawn}
         assert name == "kind" or (len(values) > 1 and repr(simplest) in values), name
@@ -97,10 +97,10 @@ def test_shrinking_ends_at_the_simplest_case_that_fails(monkeypatch: pytest.Monk
     def fails(case: cases.Case, _: runner.Pool) -> list[str]:
         return ["parameters differ"] if case["clip"] and "tied" in case["features"] else []
 
-    monkeypatch.setattr(runner, "failures", fails)
-    case = next(case for case in map(cases.draw, range(1000)) if case["kind"] == "trainer" and fails(case, None))
-    small, _ = runner.shrunk(case, ["parameters differ"], runner.Pool())
-    assert cases.read(cases.spelled(small)) == small
+    monkeypatch.setattr(runner, "find_failures", fails)
+    case = next(case for case in map(cases.draw_case, range(1000)) if case["kind"] == "trainer" and fails(case, None))
+    small, _ = runner.shrink(case, ["parameters differ"], runner.Pool())
+    assert cases.read(cases.to_json(small)) == small
     assert {name for name in small if small[name] != cases.SIMPLEST[name]} <= {"seed", "clip", "features"}
     assert small["features"] == ["tied"]
 

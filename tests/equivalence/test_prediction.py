@@ -14,7 +14,7 @@ import pytest
 import torch
 from groups import nightly
 from hypothesis import given, settings
-from one_rank import rank_of
+from one_rank import simulate_rank
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -245,7 +245,9 @@ def test_prediction_is_exact_on_ranks(backend: str, size: int) -> None:
 @settings(DRAWN, max_examples=300)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9))
 def test_evaluation_shards_are_contiguous_in_rank_order(size: int, length: int, batch_size: int) -> None:
-    shares = [EvaluationShard(samples(length), rank_of(rank, size), batch_size=batch_size) for rank in range(size)]
+    shares = [
+        EvaluationShard(samples(length), simulate_rank(rank, size), batch_size=batch_size) for rank in range(size)
+    ]
     parts = [list(share) for share in shares]
     assert [int(i) for batches in parts for (_, _, index), _ in batches for i in index] == list(range(length))
     totals = [sum(count for _, count in batches) for batches in parts]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import rank_of
+from one_rank import simulate_rank
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
@@ -304,8 +304,8 @@ def samples(length: int = 22) -> TensorDataset:
 )
 def test_batch_is_prefetched_only_if_no_user_code_runs_in_the_process(data: Any, apart: bool) -> None:
     size = None if isinstance(data, DataLoader) else 4
-    assert TrainingShard(data, rank_of(0, 1), ShardSettings(batch_size=size)).can_prefetch is apart
-    assert EvaluationShard(data, rank_of(0, 1), batch_size=size).can_prefetch is apart
+    assert TrainingShard(data, simulate_rank(0, 1), ShardSettings(batch_size=size)).can_prefetch is apart
+    assert EvaluationShard(data, simulate_rank(0, 1), batch_size=size).can_prefetch is apart
 
 
 class Early(Prefetcher):

@@ -168,7 +168,7 @@ def test_step_skipped_by_fp16_does_not_change_the_average(fused: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     config = TrainConfig(max_steps=6, batch_size=8, precision="fp16", ema_decay=0.5, progress="off")
     trainer = Trainer(model, optimizer, nn.functional.cross_entropy, backend=LOCAL, config=config)
-    average, steps = trainer._average, []
+    average, steps = trainer._weight_average, []
     assert average is not None
     update = average.update
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launches import started
+from launches import running_launcher
 
 from unitrain.bootstrap import environment
 
@@ -89,9 +89,9 @@ def script(tmp_path: Path) -> Path:
 )
 def test_a_job_with_a_hanging_worker_ends_and_reports_the_worker(backend: str, kind: str, script: Path) -> None:
     command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-np", "2", str(script), kind, "6"]
-    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()  # returns when no process holds the pipe
-        launch.wait_until_none_lives(10)
+        launch.wait_until_all_exited(10)
     assert launch.process.returncode, output
     status = r"rank 1: waiting for a batch from DataLoader worker \d \(process \d+\)"
     if kind in LOADS:
@@ -107,9 +107,9 @@ def test_a_job_with_a_hanging_worker_ends_and_reports_the_worker(backend: str, k
 )
 def test_a_job_whose_workers_hang_on_all_ranks_ends_and_reports_a_worker(backend: str, kind: str, script: Path) -> None:
     command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-np", "2", str(script), kind, "10"]
-    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()  # returns when no process holds the pipe
-        launch.wait_until_none_lives(10)
+        launch.wait_until_all_exited(10)
     assert launch.process.returncode, output
     worker = r"DataLoader worker \d \(process \d+\)"
     if kind.startswith("trainer"):
@@ -121,10 +121,10 @@ def test_a_job_whose_workers_hang_on_all_ranks_ends_and_reports_a_worker(backend
 @pytest.mark.parametrize("kind", ["trainer", "spawn", "own loop"])
 def test_hanging_workers_end_with_a_killed_rank(kind: str, script: Path) -> None:
     variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1"}
-    with started([sys.executable, str(script), kind, "60"], variables) as launch:
+    with running_launcher([sys.executable, str(script), kind, "60"], variables) as launch:
         deadline = time.monotonic() + 90
         while len(list(script.parent.glob("*.hangs"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert len(launch.living()) >= 3
+        assert len(launch.find_processes()) >= 3
         os.kill(launch.process.pid, signal.SIGKILL)
-        launch.wait_until_none_lives(10)
+        launch.wait_until_all_exited(10)

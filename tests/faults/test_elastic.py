@@ -14,7 +14,7 @@ import elastic_training
 import pytest
 from elastic_training import EPOCHS, GLOBAL_BATCH, SAMPLES
 from hosts import SECONDS, hosts
-from launches import started
+from launches import running_launcher
 from requirements import needs_hosts, needs_mpi, needs_slurm
 from slurm import slurm
 
@@ -93,9 +93,9 @@ def test_added_slots_are_used_and_a_killed_rank_costs_few_steps(
     (tmp_path / "slots").write_text("2")
     options = ["--elastic", "1:3", "--max-restarts", "1", "--host-discovery-script", str(discovery(tmp_path))]
     command = [*LAUNCH, "--backend", backend, "--launcher", launcher, *options, SCRIPT, str(tmp_path), "1"]
-    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
         output, _ = launch.process.communicate(timeout=2 * SECONDS)  # three launches, one after the other
-        launch.wait_until_none_lives(10)
+        launch.wait_until_all_exited(10)
     assert launch.process.returncode == 0, output
     assert "there are 3 slots instead of 2: asking the job to save a checkpoint and exit" in output
     assert output.count("(restart 1 of 1)") == 1, output  # that there are more slots is no failure
@@ -109,12 +109,12 @@ def test_elastic_job_follows_added_and_removed_hosts(tmp_path: Path, undisturbed
     (tmp_path / "plan.json").write_text(json.dumps({"2": {"5": "slow grown"}, "3": {"20": "slow shrunk"}}))
     options = ["--backend", "horovod", "--elastic", "1:3", "--max-restarts", "1", "-H", "h1:1,h2:1,h3:1"]
     (tmp_path / "hosts").mkdir()
-    with hosts(3, tmp_path / "hosts", own_name_is_loopback=True) as (first, second, third):
-        third.unplug()
+    with hosts(3, tmp_path / "hosts", hostname_is_loopback=True) as (first, second, third):
+        third.disconnect_network()
         with first.start([*LAUNCH, *options, SCRIPT, str(tmp_path), "1"], VARIABLES) as launch:
             try:
                 wait_until(tmp_path, size=2, step=6)
-                third.plug_in()
+                third.reconnect_network()
                 wait_until(tmp_path, size=3, step=21)
                 (tmp_path / "grown").touch()
                 second.kill()
@@ -122,7 +122,7 @@ def test_elastic_job_follows_added_and_removed_hosts(tmp_path: Path, undisturbed
                 output, _ = launch.communicate(timeout=SECONDS)
             finally:
                 first.end_all()
-        third.wait_until_none_lives(10)
+        third.wait_until_all_exited(10)
     assert launch.returncode == 0, output
     assert "there are 3 slots instead of 2" in output
     assert "the host of rank 1 does not respond" in output
@@ -142,7 +142,7 @@ def test_elastic_torchrun_continues_on_the_remaining_hosts(tmp_path: Path, undis
     lines = {
         line.split()[1]: line.partition(": ")[2] for line in completed.stderr.splitlines() if line.startswith("  on h")
     }
-    with hosts(3, tmp_path / "hosts", own_name_is_loopback=True) as (first, second, third), ExitStack() as ended:
+    with hosts(3, tmp_path / "hosts", hostname_is_loopback=True) as (first, second, third), ExitStack() as ended:
         agents = []
         for host in (first, second):
             agents.append(ended.enter_context(host.start(["sh", "-c", lines[f"{host.name}:"]], VARIABLES)))
@@ -167,7 +167,7 @@ def test_killed_rank_under_srun_ends_the_job(tmp_path: Path, undisturbed: list[f
     (tmp_path / "slurm").mkdir()
     line = ["salloc", "-N", "2", "-n", "2", *LAUNCH, "--launcher", "srun", "--max-restarts", "1"]
     with (
-        hosts(2, tmp_path / "hosts", own_name_is_loopback=True) as both,
+        hosts(2, tmp_path / "hosts", hostname_is_loopback=True) as both,
         slurm(both, tmp_path / "slurm") as given,
     ):
         done = both[0].run([*line, SCRIPT, str(tmp_path)], VARIABLES | given)

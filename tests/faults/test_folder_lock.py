@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import started
+from launches import running_launcher
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -90,7 +90,7 @@ def test_second_job_raises_with_the_holder_until_the_first_is_killed(
     monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.3)
     run = tmp_path / "run"
     variables = {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "4711"}
-    with started([sys.executable, "-c", JOB, str(run)], variables) as first:
+    with running_launcher([sys.executable, "-c", JOB, str(run)], variables) as first:
         wait_for(tmp_path / "run.waits")
         (run / ".step-000000099.unfinished").mkdir()  # as if it were writing another checkpoint
         before = contents(run)

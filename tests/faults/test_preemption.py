@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launches import Launch, started
+from launches import Launch, running_launcher
 
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, Preempted
@@ -45,7 +45,7 @@ def final(text: str) -> str:
 
 
 def run(arguments: list[str]) -> str:
-    with started(arguments, {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher(arguments, {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
     return final(output)
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> str:
 
 def a_rank_of(launch: Launch) -> int:
     """Return the process of one of horovodrun's ranks, and not of the launcher or a shell between the two."""
-    for pid in launch.living():
+    for pid in launch.find_processes():
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         ranked = b"HOROVOD_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
         if ranked and words[0].endswith(b"python") and DIGITS.encode() in words:
@@ -79,13 +79,13 @@ def test_signal_saves_a_checkpoint_from_which_the_run_resumes(
     launcher: str, tmp_path: Path, uninterrupted: str
 ) -> None:
     number, target, codes = CASES[launcher]
-    with started(command(launcher, tmp_path / "run"), {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher(command(launcher, tmp_path / "run"), {"OMP_NUM_THREADS": "1"}) as launch:
         wait_for(tmp_path / "run" / "history.jsonl")
         time.sleep(0.3)
         pid = launch.process.pid if target == "launcher" else a_rank_of(launch)
         os.kill(pid, number)
         output = launch.output()
-        launch.wait_until_none_lives(10)
+        launch.wait_until_all_exited(10)
     assert launch.process.returncode in codes, output
     assert re.search(rf"stopped after step \d+: {number.name} was received by rank \d", output), output
     assert "Traceback" not in output.split("stopped after step")[0]
@@ -98,11 +98,13 @@ def test_signal_saves_a_checkpoint_from_which_the_run_resumes(
 
 def test_ranks_save_and_end_if_their_launcher_is_killed(tmp_path: Path) -> None:
     launch_command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", DIGITS, "--epochs", "1000"]
-    with started([*launch_command, "--device", "cpu", "--output", str(tmp_path)], {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher(
+        [*launch_command, "--device", "cpu", "--output", str(tmp_path)], {"OMP_NUM_THREADS": "1"}
+    ) as launch:
         wait_for(tmp_path / "history.jsonl")
         launch.process.kill()
         output = launch.output()  # which is complete when the last rank has closed it
-        launch.wait_until_none_lives(30)
+        launch.wait_until_all_exited(30)
     assert re.search(r"stopping rank \d of 2 because torchrun has ended", output), output
     assert re.search(r"stopped after step \d+: SIGTERM was received by rank \d", output), output
     (step,) = re.findall(r"stopped after step (\d+)", output)
@@ -144,13 +146,13 @@ def test_ranks_save_after_a_warning(options: list[str], received: str, code: int
     script = tmp_path / "train.py"
     script.write_text(WARNED)
     command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", *options, str(script), str(tmp_path)]
-    with started(command, fresh=True) as launch:  # the launcher finds its ranks among its descendants
+    with running_launcher(command, fresh=True) as launch:  # the launcher finds its ranks among its descendants
         for rank in (0, 1):
             wait_for(tmp_path / f"started-{rank}")
-        for pid in [launch.process.pid] if target == "launcher" else launch.living():
+        for pid in [launch.process.pid] if target == "launcher" else launch.find_processes():
             os.kill(pid, signal.SIGUSR1)
         output = launch.output()
-        launch.wait_until_none_lives(10)
+        launch.wait_until_all_exited(10)
     assert launch.process.returncode == code, output
     for rank in (0, 1):
         assert (tmp_path / f"started-{rank}").read_text() == "x", output
@@ -217,9 +219,9 @@ with unitrain.init(device="cpu") as backend:
 @pytest.mark.parametrize(("kind", "number"), [("stream", signal.SIGTERM), ("items", signal.SIGUSR1)])
 def test_signal_to_every_process_counts_once(kind: str, number: signal.Signals, tmp_path: Path) -> None:
     """As a scheduler sends it: to the ranks, and to the workers of their DataLoaders."""
-    with started([sys.executable, "-c", WORKERS, str(tmp_path), kind], {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher([sys.executable, "-c", WORKERS, str(tmp_path), kind], {"OMP_NUM_THREADS": "1"}) as launch:
         wait_for(tmp_path / "ready")
-        assert len(launch.living()) > 2
+        assert len(launch.find_processes()) > 2
         os.killpg(launch.process.pid, number)
         output = launch.output()
     assert launch.process.returncode == 75, output
@@ -274,7 +276,9 @@ with unitrain.init(device="cpu") as backend:
 @pytest.mark.parametrize("kind", ["persistent workers", "an exception"])
 def test_fit_returns_while_dataloader_workers_run(kind: str, tmp_path: Path) -> None:
     """They are forked while signals are handled, and have copies of the connection that signals are passed on by."""
-    with started([sys.executable, "-c", LIVING_WORKERS, kind, str(tmp_path)], {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher(
+        [sys.executable, "-c", LIVING_WORKERS, kind, str(tmp_path)], {"OMP_NUM_THREADS": "1"}
+    ) as launch:
         output = launch.output()
     assert "fit has ended []" in output, output
     # torch raises an error in this process when a worker ends by a signal, also by one that ends it on purpose at exit.

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launches import started
+from launches import running_launcher
 
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
 
@@ -57,9 +57,11 @@ def test_a_job_with_a_killed_rank_resumes_from_the_last_checkpoint(backend: str,
         if is_undisturbed:
             (tmp_path / name / "killed").touch()
         command = [*LAUNCH, "--backend", backend, "--launcher", launcher, "-np", "2", "--max-restarts", "2"]
-        with started([*command, str(tmp_path / "train.py"), str(tmp_path / name)], {"OMP_NUM_THREADS": "1"}) as launch:
+        with running_launcher(
+            [*command, str(tmp_path / "train.py"), str(tmp_path / name)], {"OMP_NUM_THREADS": "1"}
+        ) as launch:
             output = launch.output()
-            launch.wait_until_none_lives(10)
+            launch.wait_until_all_exited(10)
         assert launch.process.returncode == 0, output
         assert ("(restart 1 of 2)" in output) != is_undisturbed, output
         results += re.findall(r"weights .* steps 16", output)
@@ -71,7 +73,7 @@ def test_a_preempted_job_is_not_restarted_if_the_launcher_hides_the_exit_code(tm
     """torchrun exits with 1 if its ranks exit with 75; the ranks report the preemption to the supervisor."""
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [*LAUNCH, "--backend", "ddp", "-np", "2", "--max-restarts", "2", str(tmp_path / "train.py")]
-    with started([*command, str(tmp_path), "SIGTERM"], {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher([*command, str(tmp_path), "SIGTERM"], {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
     assert launch.process.returncode == 75, output
     assert "restarting" not in output
@@ -111,7 +113,7 @@ def test_job_is_not_restarted_after_a_request_to_end(number: signal.Signals, tmp
         str(tmp_path / "sleep.py"),
         str(tmp_path / "started"),
     ]
-    with started([*command, str(tmp_path / "sleep.py"), str(tmp_path / "started")]) as launch:
+    with running_launcher([*command, str(tmp_path / "sleep.py"), str(tmp_path / "started")]) as launch:
         deadline = time.monotonic() + 60
         while not (tmp_path / "started").exists():
             assert time.monotonic() < deadline
@@ -129,7 +131,7 @@ def test_the_run_of_another_job_is_never_resumed(tmp_path: Path) -> None:
     alone = [*LAUNCH, "--backend", "local", "-np", "1"]
     script = [str(tmp_path / "train.py"), str(tmp_path)]
     for command, code in (([*alone, *script], 0), ([*alone, "--max-restarts", "1", *script], 1)):
-        with started(command) as launch:
+        with running_launcher(command) as launch:
             output = launch.output()
         assert launch.process.returncode == code, output
     assert output.count("already holds a run, up to step-") == 2, output

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from hosts import Host
-from launches import SECONDS, started
+from launches import SECONDS, running_launcher
 from requirements import needs_hosts, needs_mpi
 
 from unitrain.backends import objects
@@ -104,7 +104,7 @@ def test_ranks_run_in_the_environment_of_the_launch(backend: str, script: str, t
     (packages / "others.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in others))
     command = [str(own / "bin" / "python"), "-m", "unitrain", "launch", "-np", "2", "--backend", backend]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with started([*command, script, str(tmp_path)], {"PATH": path}) as launch:
+    with running_launcher([*command, script, str(tmp_path)], {"PATH": path}) as launch:
         rank_reports = wait_for_ranks(tmp_path, 2)
         (tmp_path / "end").touch()
         message_text = launch.output()
@@ -122,7 +122,10 @@ def check_secret(lines: set[str], rank_reports: list[dict[str, dict[str, str]]],
 @pytest.mark.parametrize("options", LAUNCHERS)
 def test_no_command_line_shows_a_variable_on_one_host(options: list[str], script: str, tmp_path: Path) -> None:
     secrets = {"WANDB_API_KEY": SECRET, "NOTES": SECRET}
-    with command_lines() as lines, started([*LAUNCH, "-np", "2", *options, script, str(tmp_path)], secrets) as launch:
+    with (
+        command_lines() as lines,
+        running_launcher([*LAUNCH, "-np", "2", *options, script, str(tmp_path)], secrets) as launch,
+    ):
         rank_reports = wait_for_ranks(tmp_path, 2)
         (tmp_path / "end").touch()
         message_text = launch.output()
@@ -188,7 +191,7 @@ def test_job_listens_only_on_the_addresses_of_its_ranks(
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(fails: bool, script: str, tmp_path: Path) -> None:
     Path(script).write_text(TRAINING)
-    with started([*LAUNCH, "-np", "2", script, str(tmp_path)]) as launch:
+    with running_launcher([*LAUNCH, "-np", "2", script, str(tmp_path)]) as launch:
         (rank_reports, _) = wait_for_ranks(tmp_path, 2)
         variables = rank_reports["variables"]
         store = torch.distributed.TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), is_master=False)

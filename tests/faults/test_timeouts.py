@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import started
+from launches import running_launcher
 from requirements import needs_mpi
 
 from unitrain.backends.base import Backend
@@ -180,11 +180,11 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
     began = time.monotonic()
     command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "--launcher", launcher, "-np", "2"]
     variables = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
-    with started([*command, str(script), fault], variables) as launch:
+    with running_launcher([*command, str(script), fault], variables) as launch:
         output = launch.output()
         ended = time.time()
         assert launch.process.returncode != 0, output
-        launch.wait_until_none_lives(5)
+        launch.wait_until_all_exited(5)
     seconds = time.monotonic() - began
     expected = {
         "raises": "ValueError: rank 1 fails",

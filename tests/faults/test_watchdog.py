@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launches import started, started_ranks
+from launches import running_launcher, running_ranks
 
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
 from unitrain.monitoring.rank_status import Activity, RankStatus, format_ranks, format_statuses
@@ -100,7 +100,7 @@ def test_a_fault_ends_all_ranks_and_is_reported_once(backend: str, fault: str, t
     report, timeout = FAULTS[fault]
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    with started_ranks(script, backend, 3, fault, str(timeout)) as processes:
+    with running_ranks(script, backend, 3, fault, str(timeout)) as processes:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
         ended = time.time()
     together = "\n".join(outputs)
@@ -139,7 +139,7 @@ def test_killed_rank_is_detected_within_seconds(tmp_path: Path) -> None:
     """Rank 0 is killed, whose process serves the store. No launcher monitors the ranks, and no rank waits for it."""
     script = tmp_path / "train.py"
     script.write_text(KILLED)
-    with started_ranks(script, "ddp", 3) as processes:
+    with running_ranks(script, "ddp", 3) as processes:
         processes[0].wait(60)
         began = time.monotonic()
         outputs = [process.communicate(timeout=60)[0] for process in processes[1:]]
@@ -176,7 +176,7 @@ def test_the_watchdog_ends_a_backward_that_the_transport_does_not_end(tmp_path: 
     script = tmp_path / "train.py"
     script.write_text(STUCK)
     began = time.monotonic()
-    with started_ranks(script, "ddp", 3) as processes:
+    with running_ranks(script, "ddp", 3) as processes:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1, 1]
     for rank in (0, 2):
@@ -193,9 +193,9 @@ def test_the_launcher_shows_the_first_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     command = [sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "-np", "3", str(script), "raises", "60"]
-    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
-        launch.wait_until_none_lives(10)
+        launch.wait_until_all_exited(10)
     assert launch.process.returncode == 1
     summary = output.split("Root Cause (first observed failure):")[1]
     assert "rank      : 1 " in summary
@@ -208,7 +208,7 @@ def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     command = [sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "-np", "2", str(script), "is stopped"]
-    with started([*command, "6"], {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher([*command, "6"], {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
         ended = time.time()
     (began,) = re.findall(r"fault (\S+)", output)

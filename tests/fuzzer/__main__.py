@@ -36,10 +36,10 @@ def main() -> int:
             parser.error(f"no known case is named {unknown[0]!r}")
         chosen = [(name, known.CASES[name]) for name in arguments.known or known.CASES]
     elif arguments.seed is not None:
-        chosen = [(f"seed {arguments.seed}", cases.draw(arguments.seed))]
+        chosen = [(f"seed {arguments.seed}", cases.draw_case(arguments.seed))]
     else:
         numbers = range(arguments.first, arguments.first + arguments.cases)
-        chosen = [(f"seed {number}", cases.draw(number)) for number in numbers]
+        chosen = [(f"seed {number}", cases.draw_case(number)) for number in numbers]
     chosen = [(name, case) for name, case in chosen if arguments.kind in (None, case["kind"])]
     started, failed, ran = time.monotonic(), 0, 0
     with runner.pool() as ranks:
@@ -47,14 +47,14 @@ def main() -> int:
             if time.monotonic() - started > arguments.seconds:
                 break
             ran += 1
-            if not (found := runner.failures(case, ranks)):
+            if not (found := runner.find_failures(case, ranks)):
                 continue
             failed += 1
             print(f"\n{name} FAILED: {found[0]}", flush=True)
             if arguments.shrink_seconds:
-                case, found = runner.shrunk(case, found, ranks, seconds=arguments.shrink_seconds)
+                case, found = runner.shrink(case, found, ranks, seconds=arguments.shrink_seconds)
                 print("\n".join(found))
-            print(f"python -m tests.fuzzer --case '{cases.spelled(case)}'", flush=True)
+            print(f"python -m tests.fuzzer --case '{cases.to_json(case)}'", flush=True)
             if arguments.stop_at_first_failure:
                 break
     seconds = time.monotonic() - started

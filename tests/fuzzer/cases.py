@@ -90,7 +90,7 @@ BATCHES_PER_STEP = 6
 HALF_COMPRESSION = ("fp16", "bf16")
 
 
-def draw(seed: int) -> Case:
+def draw_case(seed: int) -> Case:
     """Return the case of `seed`: a pure function of it."""
     r = random.Random(seed)
     kind = r.choices(["trainer", "loop", "collective"], [78, 14, 8])[0]
@@ -102,7 +102,7 @@ def draw(seed: int) -> Case:
         from .collectives import draw_collectives
 
         return draw_collectives(r, seed)
-    return normalised(_draw_trainer(r, seed))
+    return make_valid(_draw_trainer(r, seed))
 
 
 def _draw_trainer(r: random.Random, seed: int) -> Case:
@@ -207,7 +207,7 @@ def _combine(r: random.Random, case: Case) -> None:
     case["features"] = sorted(features)
 
 
-def normalised(case: Case) -> Case:
+def make_valid(case: Case) -> Case:
     """Return `case` with the fields that do not go together set to simpler values, so that the case is a valid run."""
     case = copy.deepcopy(case)
     if case["kind"] == "trainer":
@@ -359,7 +359,7 @@ def _fitting(case: Case, segments: list[Case], uninterrupted: bool) -> list[Case
     return segments
 
 
-def simpler(case: Case) -> Iterator[Case]:
+def simpler_cases(case: Case) -> Iterator[Case]:
     """Yield cases that are simpler than `case` in one respect each, from the largest simplification to the smallest."""
     if case["kind"] == "loop":
         from .loops import simpler_loop
@@ -397,7 +397,7 @@ def simpler(case: Case) -> Iterator[Case]:
                 yield {**case, "segments": [*case["segments"][:at], changed, *case["segments"][at + 1 :]]}
 
 
-def spelled(case: Case) -> str:
+def to_json(case: Case) -> str:
     """Return `case` as JSON, of a case with the Trainer only what is not the simplest."""
     if case["kind"] != "trainer":
         return json.dumps(case)
@@ -405,6 +405,6 @@ def spelled(case: Case) -> str:
 
 
 def read(text: str) -> Case:
-    """Return the case that `spelled` wrote."""
+    """Return the case that `to_json` wrote."""
     found = json.loads(text)
-    return normalised({**SIMPLEST, **found}) if found.get("kind", "trainer") == "trainer" else found
+    return make_valid({**SIMPLEST, **found}) if found.get("kind", "trainer") == "trainer" else found

@@ -194,11 +194,11 @@ def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
                     expected = expected.chunk(case["size"])[rank] if len(expected) else expected
             tolerance = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 1e-5, "complex64": 1e-5}.get(dtype, 1e-12)
             if not _same(result, expected, tolerance):
-                return [f"collective: {what}: rank {rank} has {_shown(result)}, not {_shown(expected)}"]
+                return [f"collective: {what}: rank {rank} has {_format_tensor(result)}, not {_format_tensor(expected)}"]
     return []
 
 
-def _shown(tensor: Tensor) -> str:
+def _format_tensor(tensor: Tensor) -> str:
     values = str(tensor.tolist())
     return values if len(values) <= 400 else f"{values[:200]} ... {values[-200:]}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .cases import SIMPLEST, normalised
+from .cases import SIMPLEST, make_valid
 from .collectives import MANY_ROWS
 
 Case = dict[str, Any]
@@ -195,7 +195,7 @@ _TRAINER: dict[str, Case] = {
     "an output without visible tensors and unused parameters": {"features": ["object", "unused"], "segments": TWO},
 }
 CASES: dict[str, Case] = {
-    **{name: normalised({**SIMPLEST, **fields}) for name, fields in _TRAINER.items()},
+    **{name: make_valid({**SIMPLEST, **fields}) for name, fields in _TRAINER.items()},
     "a step after no_sync": _loop([[["forward", False, True, "all"], ["backward", 0, False, False]]]),
     "forward in no_sync, backward outside": _loop([[["forward", False, True, "all"], BACKWARD]]),
     "backward in no_sync, forward outside": _loop([[FORWARD, ["backward", 0, False, False]]]),

@@ -59,7 +59,7 @@ def pool() -> Iterator[Pool]:
         made.close()
 
 
-def failures(case: Case, ranks: Pool) -> list[str]:
+def find_failures(case: Case, ranks: Pool) -> list[str]:
     """Run one case and return what differs from its promise, an empty list if nothing does."""
     try:
         if case["kind"] == "loop":
@@ -106,7 +106,7 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
             return wrong
         if other := _other_layout(case):
             # As far as this run came, for one that has done more steps than its epochs have.
-            reference = cases.normalised({**case, "segments": [{**other, "end": ["steps", found["done"]]}, other]})
+            reference = cases.make_valid({**case, "segments": [{**other, "end": ["steps", found["done"]]}, other]})
             expected = _run_segments(reference, ranks)
             return [f"{text} (from one run without interruption)" for text in _compare(case, found, expected, LOOSE)]
         # PowerSGD of full rank is exact but for rounding. torch keeps some numbers of these optimizers in float32, and
@@ -233,7 +233,8 @@ def differences(found: Any, expected: Any, tolerance: float, path: str) -> Itera
             yield f"{path} differs by {float((found - expected).abs().max()):.3g}"
     elif isinstance(found, dict) and isinstance(expected, dict):
         if set(found) != set(expected):
-            yield f"{path} has {_few(set(found) - set(expected))} and lacks {_few(set(expected) - set(found))}"
+            added, missing = set(found) - set(expected), set(expected) - set(found)
+            yield f"{path} has {_abbreviate_names(added)} and lacks {_abbreviate_names(missing)}"
         for key in found.keys() & expected.keys():
             loose = LOOSE if any(name in str(key) for name in cases.TORCHMETRICS) else tolerance
             yield from differences(found[key], expected[key], max(loose, tolerance), f"{path}.{key}")
@@ -248,37 +249,37 @@ def differences(found: Any, expected: Any, tolerance: float, path: str) -> Itera
         if not abs(found - expected) <= tolerance * (1.0 + abs(expected)):
             yield f"{path} is {found!r}, not {expected!r}"
     elif type(found) is not type(expected) or (found is not None and found != expected):
-        yield f"{path} is {_short(found)}, not {_short(expected)}"
+        yield f"{path} is {_abbreviate_value(found)}, not {_abbreviate_value(expected)}"
 
 
-def _few(names: set[Any]) -> str:
+def _abbreviate_names(names: set[Any]) -> str:
     return ", ".join(sorted(map(str, names))[:3]) or "nothing more"
 
 
-def _short(value: Any) -> str:
+def _abbreviate_value(value: Any) -> str:
     return repr(value)[:60]
 
 
-def kind_of(failed: list[str]) -> str:
+def failure_kind(failed: list[str]) -> str:
     """Return what shrinking keeps of a failure: the first word, and of an error its class."""
     return " ".join(failed[0].replace(":", " ").split()[: 2 if failed[0].startswith("error") else 1])
 
 
-def shrunk(case: Case, failed: list[str], ranks: Pool, *, seconds: float = 60.0) -> tuple[Case, list[str]]:
+def shrink(case: Case, failed: list[str], ranks: Pool, *, seconds: float = 60.0) -> tuple[Case, list[str]]:
     """Return the simplest case found in `seconds` that fails in the same way, and how."""
-    deadline, kind = time.monotonic() + seconds, kind_of(failed)
-    tried = {cases.spelled(case)}
+    deadline, kind = time.monotonic() + seconds, failure_kind(failed)
+    tried = {cases.to_json(case)}
     progress = True
     while progress:
         progress = False
-        for smaller in cases.simpler(case):
-            smaller = cases.normalised(smaller)
-            if cases.spelled(smaller) in tried:
+        for smaller in cases.simpler_cases(case):
+            smaller = cases.make_valid(smaller)
+            if cases.to_json(smaller) in tried:
                 continue
             if time.monotonic() > deadline:
                 return case, failed
-            tried.add(cases.spelled(smaller))
-            if (found := failures(smaller, ranks)) and kind_of(found) == kind:
+            tried.add(cases.to_json(smaller))
+            if (found := find_failures(smaller, ranks)) and failure_kind(found) == kind:
                 case, failed, progress = smaller, found, True
                 break
     return case, failed

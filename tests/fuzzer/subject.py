@@ -155,9 +155,9 @@ def _run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, An
         "results": results,
         "done": trainer.progress.step,
         "epochs_done": trainer.progress.epoch,
-        "parameters": copied(model.named_parameters()),
-        "buffers": copied(model.named_buffers()),
-        "average": None if trainer.averaged_model is None else copied(trainer.averaged_model.named_parameters()),
+        "parameters": copy_tensors(model.named_parameters()),
+        "buffers": copy_tensors(model.named_buffers()),
+        "average": None if trainer.averaged_model is None else copy_tensors(trainer.averaged_model.named_parameters()),
         "optimizer": copy.deepcopy(optimizer.state_dict()),
         "counting": None if counting is None else counting.seen.get("steps", 0),
         "error": None,
@@ -218,5 +218,5 @@ def batch_size_of(case: Case, segment: Case) -> int:
     return max(1, case["global_batch"] // segment["size"] // segment["accumulate"])
 
 
-def copied(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def copy_tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}

@@ -10,7 +10,7 @@ from pathlib import Path
 import logger_output
 import pytest
 import torch
-from launches import started
+from launches import running_launcher
 from small_mnist import small_mnist
 
 BIN = Path(sys.executable).parent
@@ -29,7 +29,7 @@ def launcher_command(backend: str, script: str, *arguments: str | Path, options:
 
 def run(command: list[str]) -> str:
     """Return the output, without the prefixes that horovodrun adds to the lines of a rank."""
-    with started(command, {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
     # A prefix may precede the end of the previous line, because horovodrun forwards incomplete lines.

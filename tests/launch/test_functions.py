@@ -13,7 +13,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from launches import started
+from launches import running_launcher
 from nbclient import NotebookClient
 
 import unitrain
@@ -114,7 +114,7 @@ def test_program_without_main_guard_leaves_no_process(tmp_path: Path) -> None:
             """
         )
     )
-    with started([sys.executable, str(program)]) as launch:
+    with running_launcher([sys.executable, str(program)]) as launch:
         assert launch.process.stdout is not None
         lines = []
         while not (lines and lines[-1] == "working" and any("did not return within" in line for line in lines)):
@@ -123,7 +123,7 @@ def test_program_without_main_guard_leaves_no_process(tmp_path: Path) -> None:
         assert any(line.startswith("RankFailedError Ranks [0, 1] of 2 ended without a result") for line in lines)
         assert "The ranks did not return within 4 s and were killed. Raise the limit with timeout_seconds." in lines
         launch.process.kill()  # as a kernel that is killed
-        launch.wait_until_none_lives(20)
+        launch.wait_until_all_exited(20)
 
 
 DAEMONS = """
@@ -147,13 +147,13 @@ for launcher in ("none", "torchrun"):
 
 def test_run_does_not_wait_for_daemons_of_a_rank() -> None:
     """They keep the output of the ranks open."""
-    with started([sys.executable, "-c", DAEMONS]) as launch:
+    with running_launcher([sys.executable, "-c", DAEMONS]) as launch:
         output = launch.output()
         assert launch.process.returncode == 0, output
         pids = [int(pid) for pid in re.findall(r"^(\d+)$", output, re.MULTILINE)]
         for pid in pids[1::2]:
             os.kill(pid, signal.SIGKILL)
-        launch.wait_until_none_lives(5)
+        launch.wait_until_all_exited(5)
     assert len(pids) == 4, output
     for launcher in ("none", "torchrun"):
         assert f"without an end of line[['{launcher}']]" in output

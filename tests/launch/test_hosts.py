@@ -31,35 +31,35 @@ def test_test_hosts_have_separate_names_networks_and_processes(two_hosts: list[H
 def test_processes_of_a_test_host_are_found_and_ended(two_hosts: list[Host]) -> None:
     first, second = two_hosts
     first.run([*SSH, "h2", "sleep 300 >/dev/null 2>&1 &"])
-    (command,) = second.living().values()
+    (command,) = second.find_processes().values()
     assert "sleep 300" in command
     with pytest.raises(TimeoutError, match=r"still on h2 after 0\.2 s: .*sleep 300"):
-        second.wait_until_none_lives(0.2)
+        second.wait_until_all_exited(0.2)
     second.end_all()
-    assert second.living() == first.living() == {}
+    assert second.find_processes() == first.find_processes() == {}
     with pytest.raises(TimeoutError, match=r"on h1 was ended after 0\.5 s, having said:\nhere"):
         first.run(["sh", "-c", "echo here; sleep 300"], seconds=0.5)
-    assert first.living() == {}
+    assert first.find_processes() == {}
 
 
 def test_disconnected_and_stopped_test_hosts_do_not_answer(two_hosts: list[Host]) -> None:
     first, second = two_hosts
-    second.unplug()
+    second.disconnect_network()
     assert first.run([*SSH, "h2", "hostname"]).returncode == 255
-    second.plug_in()
+    second.reconnect_network()
     assert first.run([*SSH, "h2", "hostname"]).returncode == 0
     with second.start(["sleep", "300"]) as running:
         second.kill()
     assert running.returncode != 0
-    assert second.living() == {}
+    assert second.find_processes() == {}
     assert first.run([*SSH, "h2", "hostname"]).returncode == 255
 
 
 def test_test_hosts_leave_nothing_behind(tmp_path: Path) -> None:
-    with hosts(3, tmp_path, own_name_is_loopback=True) as three:
+    with hosts(3, tmp_path, hostname_is_loopback=True) as three:
         assert three[2].run(["getent", "hosts", "h1", "h3"]).stdout.split()[::2] == ["10.77.0.1", "127.0.1.1"]
         running = three[1].start(["sleep", "300"])
-        while not any("sleep" in command for command in three[1].living().values()):
+        while not any("sleep" in command for command in three[1].find_processes().values()):
             assert running.poll() is None
             time.sleep(0.05)
         firsts = [host.first for host in three]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import SECONDS, read_rank_reports, started
+from launches import SECONDS, read_rank_reports, running_launcher
 from requirements import needs_mpi
 
 BIN = Path(sys.executable).parent
@@ -80,10 +80,10 @@ def test_launch_runs_the_printed_command(
     options: list[str], backend: str, transport: str, script: str, tmp_path: Path
 ) -> None:
     command = [*UNITRAIN, *options, script, str(tmp_path), "returns"]
-    with started([*command[:2], "--dry-run", *command[2:]]) as launch:
+    with running_launcher([*command[:2], "--dry-run", *command[2:]]) as launch:
         printed = launch.output()
     assert not read_rank_reports(tmp_path), "a dry run starts nothing"
-    with started(command) as launch:
+    with running_launcher(command) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
     port = re.compile(r"(?<=MASTER_PORT=)\d+")  # a free one, at each launch another
@@ -101,7 +101,7 @@ def test_module_runs_under_every_launcher(
     (tmp_path / "package").mkdir()
     Path(script).rename(tmp_path / "package" / "train.py")
     options = ["--backend", backend, "--log-dir", str(tmp_path / "logs"), "-m", "package.train"]
-    with started([*UNITRAIN, *options, str(tmp_path), "returns"]) as launch:
+    with running_launcher([*UNITRAIN, *options, str(tmp_path), "returns"]) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
     check_two_ranks(tmp_path, backend, "gloo")
@@ -126,11 +126,11 @@ def test_launcher_ends_with_the_failing_rank(
     command: list[str], backend: str, transport: str, script: str, tmp_path: Path
 ) -> None:
     """Without a backend in the script, the launcher determines it."""
-    with started([*command, script, str(tmp_path), "fails"]) as launch:
+    with running_launcher([*command, script, str(tmp_path), "fails"]) as launch:
         output = launch.output()
         check_two_ranks(tmp_path, backend, transport)
         assert launch.process.returncode != 0, output
-        launch.wait_until_none_lives(10)
+        launch.wait_until_all_exited(10)
 
 
 @pytest.mark.parametrize(
@@ -145,15 +145,15 @@ def test_launcher_ends_with_the_failing_rank(
     ],
 )
 def test_signal_to_the_launch_ends_all_ranks(options: list[str], script: str, tmp_path: Path) -> None:
-    with started([*UNITRAIN, *options, script, str(tmp_path), "stays"]) as launch:
+    with running_launcher([*UNITRAIN, *options, script, str(tmp_path), "stays"]) as launch:
         deadline = time.monotonic() + SECONDS
         while len(read_rank_reports(tmp_path)) < 2 and launch.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         ranks = {one["pid"] for one in read_rank_reports(tmp_path)}
         assert len(ranks) == 2
-        assert ranks < set(launch.living())
+        assert ranks < set(launch.find_processes())
         launch.process.send_signal(signal.SIGTERM)
-        launch.wait_until_none_lives(15)
+        launch.wait_until_all_exited(15)
         output = launch.output()
         assert launch.process.returncode == 143 if "ddp" in options else launch.process.returncode != 0, output
         assert "Traceback" not in output or "ddp" not in options
@@ -166,7 +166,7 @@ def test_launch_in_a_container_with_rank_variables(script: str, tmp_path: Path) 
         folder = tmp_path / backend
         folder.mkdir()
         command = [*UNITRAIN, "--backend", backend, script, str(folder), "returns"]
-        with started(command, {"RANK": "0", "WORLD_SIZE": "1"}) as launch:
+        with running_launcher(command, {"RANK": "0", "WORLD_SIZE": "1"}) as launch:
             output = launch.output()
         assert launch.process.returncode == 0, output
         check_two_ranks(folder, backend, "gloo")
@@ -175,7 +175,7 @@ def test_launch_in_a_container_with_rank_variables(script: str, tmp_path: Path) 
 def test_one_process_without_a_launcher(script: str, tmp_path: Path) -> None:
     for folder, command in (("plain", [PYTHON]), ("launched", [UNITRAIN[0], "launch", "--backend", "local"])):
         (tmp_path / folder).mkdir()
-        with started([*command, script, str(tmp_path / folder), "returns"]) as launch:
+        with running_launcher([*command, script, str(tmp_path / folder), "returns"]) as launch:
             output = launch.output()
         assert launch.process.returncode == 0, output
         (rank_results,) = read_rank_reports(tmp_path / folder)
@@ -188,7 +188,7 @@ def test_one_process_without_a_launcher(script: str, tmp_path: Path) -> None:
 
 
 def test_backend_local_with_two_ranks_is_rejected(script: str, tmp_path: Path) -> None:
-    with started([*TORCHRUN, script, str(tmp_path), "returns", "local"]) as launch:
+    with running_launcher([*TORCHRUN, script, str(tmp_path), "returns", "local"]) as launch:
         output = launch.output()
     assert launch.process.returncode != 0
     assert (
@@ -221,6 +221,6 @@ def test_backend_threads_end_with_the_process_group(tmp_path: Path) -> None:
     """A thread that outlives the interpreter may abort the process after the job has succeeded."""
     script = tmp_path / "train.py"
     script.write_text(LEAVES)
-    with started([*TORCHRUN, str(script)]) as launch:
+    with running_launcher([*TORCHRUN, str(script)]) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output

@@ -62,7 +62,7 @@ def reference() -> list[float]:
 @pytest.fixture
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     """Two hosts in the most difficult network: their names resolve to 127.0.1.1, and there is no default route."""
-    with hosts(2, tmp_path_factory.mktemp("hosts"), own_name_is_loopback=True) as found:
+    with hosts(2, tmp_path_factory.mktemp("hosts"), hostname_is_loopback=True) as found:
         yield found
 
 
@@ -70,7 +70,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 def allocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], dict[str, str]]]:
     """Two such hosts with Slurm, and the variables of its programs."""
     with (
-        hosts(2, tmp_path_factory.mktemp("hosts"), own_name_is_loopback=True) as found,
+        hosts(2, tmp_path_factory.mktemp("hosts"), hostname_is_loopback=True) as found,
         slurm(found, tmp_path_factory.mktemp("slurm")) as variables,
     ):
         yield found, variables
@@ -155,7 +155,7 @@ def test_launchers_that_start_all_ranks_from_one_host(
     seen = {"horovodrun --gloo": "horovodrun", "horovodrun --mpi": "mpirun"}.get(launcher, launcher)
     check(tmp_path, seen, backend, "mpi" if over_mpi else "gloo", SHARES[count], reference)
     for host in both:
-        host.wait_until_none_lives(10)
+        host.wait_until_all_exited(10)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])

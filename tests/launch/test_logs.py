@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launches import started
+from launches import running_launcher
 
 from unitrain.bootstrap import environment
 from unitrain.supervisor import rank_logs
@@ -33,9 +33,9 @@ def launch(folder: Path, fault: str, *options: str) -> tuple[int, str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "unitrain", "launch", "-np", "2", "--log-dir", str(folder / "logs"), *options]
-    with started([*command, str(script), fault]) as launched:
+    with running_launcher([*command, str(script), fault]) as launched:
         output = launched.output()
-        launched.wait_until_none_lives(10)
+        launched.wait_until_all_exited(10)
     return launched.process.returncode, output
 
 
@@ -112,7 +112,7 @@ def test_a_launch_shows_only_its_own_lines(tmp_path: Path) -> None:
     shown = []
     for what in ("fails", "exits"):
         options = ["-np", "1", "--backend", "local", "--log-dir", str(tmp_path / "logs")]
-        with started([sys.executable, "-m", "unitrain", "launch", *options, str(script), what]) as launched:
+        with running_launcher([sys.executable, "-m", "unitrain", "launch", *options, str(script), what]) as launched:
             shown.append("last lines of rank 0" in launched.output())
             assert launched.process.returncode in (1, 3)
     assert shown == [True, False]

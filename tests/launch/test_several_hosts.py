@@ -52,7 +52,7 @@ def wait_for_ranks(folder: Path, count: int, process: subprocess.Popen[str]) -> 
 
 
 def command_lines(hosts: list[Host]) -> str:
-    return "\n".join(line for host in hosts for line in host.living().values())
+    return "\n".join(line for host in hosts for line in host.find_processes().values())
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_one_command_starts_ranks_on_all_hosts(
     assert "not-for-others" not in lines
     assert "train.py" in lines
     for host in two_hosts:
-        host.wait_until_none_lives(15)
+        host.wait_until_all_exited(15)
 
 
 def test_dry_run_prints_the_command_of_each_host(two_hosts: list[Host], script: str) -> None:
@@ -143,7 +143,7 @@ def test_no_rank_outlives_its_launch(
         wait_for_ranks(tmp_path, 2, process)
         fault(two_hosts, process)
         for host in two_hosts:
-            host.wait_until_none_lives(20)
+            host.wait_until_all_exited(20)
         output, _ = process.communicate(timeout=20)
     assert process.returncode != 0, output
     if fault is fails_itself:
@@ -154,14 +154,14 @@ def test_launch_ends_if_a_host_fails(two_hosts: list[Host], script: str, tmp_pat
     with two_hosts[0].start([*LAUNCH, "-H", "h1:1,h2:1", script, str(tmp_path), "stays"], VARIABLES) as process:
         wait_for_ranks(tmp_path, 2, process)
         two_hosts[1].kill()
-        two_hosts[0].wait_until_none_lives(60)
+        two_hosts[0].wait_until_all_exited(60)
         output, _ = process.communicate(timeout=10)
     assert "unitrain: h2 failed first, with exit code 255: the connection to the host was lost" in output
     assert process.returncode == 255
 
 
 def unreachable(hosts: list[Host], script: Path) -> str:
-    hosts[1].unplug()
+    hosts[1].disconnect_network()
     return (
         "Host 'h2' cannot be reached: ssh: connect to host h2 port 22: No route to host. Leave it out of the hosts, or "
         "try: ssh h2 hostname"
@@ -224,8 +224,8 @@ def test_host_problems_are_reported_before_the_launch(
     assert done.returncode == 2
     assert f"Error: {expected}" in done.stdout
     assert not read_rank_reports(tmp_path)
-    assert two_hosts[0].living() == {}
-    two_hosts[1].wait_until_none_lives(5)
+    assert two_hosts[0].find_processes() == {}
+    two_hosts[1].wait_until_all_exited(5)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_invalid_requests_are_reported_before_the_launch(
     assert f"Error: {expected}" in done.stdout
     assert done.returncode == 2
     for host in two_hosts:
-        host.wait_until_none_lives(5)
+        host.wait_until_all_exited(5)
 
 
 FAILS_ONCE = """
@@ -293,4 +293,4 @@ def test_job_on_two_hosts_is_restarted(two_hosts: list[Host], tmp_path: Path) ->
     assert (tmp_path / "0.True").exists()
     assert (tmp_path / "1.True").exists()
     for host in two_hosts:
-        host.wait_until_none_lives(5)
+        host.wait_until_all_exited(5)

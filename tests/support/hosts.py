@@ -26,7 +26,7 @@ _UP_SECONDS = 20
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc")
 
 
-def allowed() -> bool:
+def can_create_namespaces() -> bool:
     """Tell whether the kernel lets this process have namespaces, which in some containers it does not."""
     tried = subprocess.run(["unshare", *_NAMESPACES, "true"], capture_output=True, timeout=_UP_SECONDS, check=False)
     return tried.returncode == 0
@@ -85,7 +85,7 @@ class Host:
             raise TimeoutError(f"{list(argv)} on {self.name} was ended after {seconds} s, {message_text}") from None
         return subprocess.CompletedProcess(list(argv), process.returncode, output)
 
-    def living(self) -> dict[int, str]:
+    def find_processes(self) -> dict[int, str]:
         """Return the processes on this host and their commands, but for the sshd that listens."""
         found: dict[int, str] = {}
         try:
@@ -100,39 +100,39 @@ class Host:
                         found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
         return found
 
-    def wait_until_none_lives(self, seconds: float) -> None:
+    def wait_until_all_exited(self, seconds: float) -> None:
         """Raise TimeoutError, naming them, when after `seconds` something still runs here."""
         deadline = time.monotonic() + seconds
-        while living := self.living():
+        while find_processes := self.find_processes():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"still on {self.name} after {seconds} s: {living}")
+                raise TimeoutError(f"still on {self.name} after {seconds} s: {find_processes}")
             time.sleep(0.1)
 
     def end_all(self) -> None:
         """Kill whatever runs here, but for the sshd that listens."""
         deadline = time.monotonic() + 10
-        while (living := self.living()) and time.monotonic() < deadline:
-            for pid in living:
+        while (find_processes := self.find_processes()) and time.monotonic() < deadline:
+            for pid in find_processes:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
     def signal(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process of this host, by this machine's number for it."""
-        assert pid in self.living()
+        assert pid in self.find_processes()
         os.kill(pid, number)
 
-    def unplug(self) -> None:
+    def disconnect_network(self) -> None:
         """Disconnect its network: packets are lost without a notification."""
         self._link("down")
 
-    def plug_in(self) -> None:
+    def reconnect_network(self) -> None:
         """Put the cable back."""
         self._link("up")
 
     def kill(self) -> None:
         """Switch it off permanently: all processes end at once, and the host does not respond."""
-        self.unplug()  # first, or its kernel would still close the connections
+        self.disconnect_network()  # first, or its kernel would still close the connections
         with contextlib.suppress(OSError):
             os.kill(self.first, signal.SIGKILL)
 
@@ -141,10 +141,10 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(count: int, folder: Path, *, own_name_is_loopback: bool = False) -> Iterator[list[Host]]:
+def hosts(count: int, folder: Path, *, hostname_is_loopback: bool = False) -> Iterator[list[Host]]:
     """Have `count` hosts, h1 and so on, with their files in the empty `folder`, until the context ends.
 
-    They know each other's ssh keys. With `own_name_is_loopback` each knows its own name as 127.0.1.1, as Debian's
+    They know each other's ssh keys. With `hostname_is_loopback` each knows its own name as 127.0.1.1, as Debian's
     installer sets it up.
     """
     key = folder / "key"
@@ -156,7 +156,7 @@ def hosts(count: int, folder: Path, *, own_name_is_loopback: bool = False) -> It
         _checked("nsenter", "-t", str(switch.pid), "--net", "ip", "link", "set", "bridge", "up")
         for number in range(1, count + 1):
             own = folder / f"h{number}"
-            _write_files(own, number, count, key, own_name_is_loopback)
+            _write_files(own, number, count, key, hostname_is_loopback)
             holder = ended.enter_context(_kept(["unshare", *_NAMESPACES, "--kill-child", "sh", str(own / "begin")]))
             first = _only_child(holder.pid)
             _checked(
@@ -179,7 +179,7 @@ def hosts(count: int, folder: Path, *, own_name_is_loopback: bool = False) -> It
         yield found
 
 
-def _write_files(own: Path, number: int, count: int, key: Path, own_name_is_loopback: bool) -> None:
+def _write_files(own: Path, number: int, count: int, key: Path, hostname_is_loopback: bool) -> None:
     ssh = own / "home" / ".ssh"
     ssh.mkdir(parents=True, mode=0o700)
     (ssh / "id_ed25519").touch(mode=0o600)
@@ -187,7 +187,7 @@ def _write_files(own: Path, number: int, count: int, key: Path, own_name_is_loop
     (ssh / "authorized_keys").write_bytes(key.with_suffix(".pub").read_bytes())
     _checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own / "host_key"))
     names = [
-        f"127.0.1.1 h{other}" if own_name_is_loopback and other == number else f"10.77.0.{other} h{other}"
+        f"127.0.1.1 h{other}" if hostname_is_loopback and other == number else f"10.77.0.{other} h{other}"
         for other in range(1, count + 1)
     ]
     (own / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))

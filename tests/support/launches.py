@@ -30,7 +30,7 @@ class Launch:
     process: subprocess.Popen[str]
     mark: bytes
 
-    def living(self) -> list[int]:
+    def find_processes(self) -> list[int]:
         """Return the pids of the launcher and its descendants, also outside its process group as torchrun's ranks."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -43,16 +43,18 @@ class Launch:
         """Wait for the launcher to end and return its output."""
         return self.process.communicate(timeout=SECONDS)[0]
 
-    def wait_until_none_lives(self, seconds: float) -> None:
+    def wait_until_all_exited(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while living := self.living():
+        while find_processes := self.find_processes():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"still there after {seconds} s: {living}")
+                raise TimeoutError(f"still there after {seconds} s: {find_processes}")
             time.sleep(0.1)
 
 
 @contextlib.contextmanager
-def started(command: list[str], variables: dict[str, str] | None = None, *, fresh: bool = False) -> Iterator[Launch]:
+def running_launcher(
+    command: list[str], variables: dict[str, str] | None = None, *, fresh: bool = False
+) -> Iterator[Launch]:
     """Run `command` in a new session with these variables added, and kill all its processes at the end.
 
     Its Python processes are forked from a preloaded interpreter (`preload.py`), unless they are to be `fresh`.
@@ -75,14 +77,14 @@ def started(command: list[str], variables: dict[str, str] | None = None, *, fres
     finally:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        for pid in launch.living():
+        for pid in launch.find_processes():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=SECONDS)
 
 
 @contextlib.contextmanager
-def started_ranks(script: Path, backend: str, size: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+def running_ranks(script: Path, backend: str, size: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Start the ranks directly, without a launcher that ends the others when one fails."""
     port = str(free_port())
     processes = []

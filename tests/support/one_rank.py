@@ -30,5 +30,5 @@ class OneRank(LocalBackend):
         return torch.cat([tensor] * self.size)
 
 
-def rank_of(rank: int, size: int, gathered: list[Any] | None = None) -> OneRank:
+def simulate_rank(rank: int, size: int, gathered: list[Any] | None = None) -> OneRank:
     return OneRank(rank, size, gathered)

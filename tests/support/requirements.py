@@ -25,11 +25,11 @@ needs_mpi = _needs(
     "sudo apt-get install openmpi-bin libopenmpi-dev && unitrain horovod build --with-mpi",
 )
 needs_network_namespaces = _needs(
-    os.geteuid() == 0 and all(map(shutil.which, ("unshare", "nsenter", "ip"))) and hosts.allowed(),
+    os.geteuid() == 0 and all(map(shutil.which, ("unshare", "nsenter", "ip"))) and hosts.can_create_namespaces(),
     "needs root, a kernel that allows namespaces, and: sudo apt-get install util-linux iproute2",
 )
 needs_hosts = _needs(
-    os.geteuid() == 0 and all(map(shutil.which, hosts.PROGRAMS)) and hosts.allowed(),
+    os.geteuid() == 0 and all(map(shutil.which, hosts.PROGRAMS)) and hosts.can_create_namespaces(),
     "needs root, a kernel that allows namespaces, and: sudo apt-get install util-linux iproute2 openssh-server",
 )
 needs_mpich = _needs(shutil.which("mpiexec.mpich") is not None, "needs MPICH: sudo apt-get install mpich")

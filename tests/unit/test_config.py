@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from one_rank import rank_of
+from one_rank import simulate_rank
 
 from unitrain.config import TrainConfig, check_same_config
 from unitrain.errors import ConfigError
@@ -100,6 +100,6 @@ def test_config_error_is_a_value_error() -> None:
 
 def test_different_settings_on_ranks_are_named() -> None:
     mine, other = TrainConfig(max_epochs=1, batch_size=8), TrainConfig(max_epochs=1, batch_size=16)
-    check_same_config(mine, rank_of(0, 2))
+    check_same_config(mine, simulate_rank(0, 2))
     with pytest.raises(ConfigError, match=r"TrainConfig\.batch_size differs between ranks: \[8, 16\]\."):
-        check_same_config(mine, rank_of(0, 2, gathered=[mine, other]))
+        check_same_config(mine, simulate_rank(0, 2, gathered=[mine, other]))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_rank import rank_of
+from one_rank import simulate_rank
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -148,14 +148,16 @@ def test_epoch_resumes_at_any_step_on_another_number_of_ranks() -> None:
     first = [
         index
         for rank in range(2)
-        for batch, part in TrainingShard(tensors(23), rank_of(rank, 2), ShardSettings(batch_size=3)).micro_batches(1)
+        for batch, part in TrainingShard(
+            tensors(23), simulate_rank(rank, 2), ShardSettings(batch_size=3)
+        ).micro_batches(1)
         if part.step_end <= 12
         for index in batch[1].tolist()
     ]
     rest = [
         i
         for r in range(3)
-        for i in indices_of(TrainingShard(tensors(23), rank_of(r, 3), ShardSettings(batch_size=2)), 1, 12)
+        for i in indices_of(TrainingShard(tensors(23), simulate_rank(r, 3), ShardSettings(batch_size=2)), 1, 12)
     ]
     assert len(first) == 12
     assert sorted(first + rest) == list(range(23))
@@ -181,7 +183,7 @@ def test_batches_of_each_rank_equal_those_of_distributed_sampler(size: int, shuf
     for rank in range(size):
         share = TrainingShard(
             dataset,
-            rank_of(rank, size),
+            simulate_rank(rank, size),
             ShardSettings(batch_size=3, gradient_accumulation_steps=accumulate, seed=5, shuffle=shuffle),
         )
         sampler = DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=shuffle, seed=5)
@@ -206,7 +208,7 @@ def test_every_sample_is_used_once_per_epoch(size: int, kind: str) -> None:
         }[kind]
         batch_size = None if kind == "loader" else 2
         shares = [
-            TrainingShard(data, rank_of(rank, size), ShardSettings(batch_size=batch_size, seed=3))
+            TrainingShard(data, simulate_rank(rank, size), ShardSettings(batch_size=batch_size, seed=3))
             for rank in range(size)
         ]
         epochs = [[index for share in shares for index in indices_of(share, epoch)] for epoch in (0, 1)]
@@ -217,7 +219,7 @@ def test_every_sample_is_used_once_per_epoch(size: int, kind: str) -> None:
 
 
 def test_empty_shard_gets_a_dummy_batch_of_the_first_sample_of_the_step() -> None:
-    share = TrainingShard(tensors(5), rank_of(2, 4), ShardSettings(batch_size=1, seed=0))
+    share = TrainingShard(tensors(5), simulate_rank(2, 4), ShardSettings(batch_size=1, seed=0))
     *_, (batch, part) = share.micro_batches(0)
     assert (part.samples, part.step_samples) == (0, 1)
     assert batch[1].tolist() == [epoch_order(5, seed=0, epoch=0, shuffle=True)[4].item()]
@@ -226,11 +228,11 @@ def test_empty_shard_gets_a_dummy_batch_of_the_first_sample_of_the_step() -> Non
 def test_tensor_datasets_give_the_same_batches_as_a_dataloader() -> None:
     dataset = tensors(40)
     for data in (dataset, Subset(dataset, range(3, 30, 2)), Subset(Subset(dataset, range(30)), [5, 1, 7, 8, 9])):
-        fast = list(TrainingShard(data, rank_of(1, 2), ShardSettings(batch_size=3, seed=4)).micro_batches(2))
+        fast = list(TrainingShard(data, simulate_rank(1, 2), ShardSettings(batch_size=3, seed=4)).micro_batches(2))
         opaque = DataLoader(
             data, batch_size=3, shuffle=True, collate_fn=lambda items: torch.stack([i[1] for i in items])
         )
-        slow = list(TrainingShard(opaque, rank_of(1, 2), ShardSettings(seed=4)).micro_batches(2))
+        slow = list(TrainingShard(opaque, simulate_rank(1, 2), ShardSettings(seed=4)).micro_batches(2))
         assert [batch[1].tolist() for batch, _ in fast] == [batch.tolist() for batch, _ in slow]
         assert isinstance(fast[0][0], list)
         assert fast[0][0][0].shape == (len(fast[0][0][1]), 1)
@@ -270,16 +272,18 @@ def test_subset_of_tensors_is_indexed_like_torch(indices: Any, nested: bool) -> 
 
     loader = DataLoader(dataset, batch_size=1)
     expected = batches(lambda: loader)
-    assert batches(lambda: (batch for batch, _ in EvaluationShard(loader, rank_of(0, 1)))) == expected
-    share = TrainingShard(dataset, rank_of(0, 1), ShardSettings(batch_size=1, shuffle=False))
+    assert batches(lambda: (batch for batch, _ in EvaluationShard(loader, simulate_rank(0, 1)))) == expected
+    share = TrainingShard(dataset, simulate_rank(0, 1), ShardSettings(batch_size=1, shuffle=False))
     assert batches(lambda: (batch for batch, _ in share.micro_batches(0))) == expected
 
 
 def test_sampler_may_yield_negative_indices() -> None:
     loader = DataLoader(tensors(40), batch_size=2, sampler=[-1, -40, 7])
     expected = [batch[1].tolist() for batch in loader]
-    assert [batch[1].tolist() for batch, _ in EvaluationShard(loader, rank_of(0, 1))] == expected == [[39, 0], [7]]
-    assert [batch[1].tolist() for batch, _ in TrainingShard(loader, rank_of(0, 1)).micro_batches(0)] == expected
+    assert (
+        [batch[1].tolist() for batch, _ in EvaluationShard(loader, simulate_rank(0, 1))] == expected == [[39, 0], [7]]
+    )
+    assert [batch[1].tolist() for batch, _ in TrainingShard(loader, simulate_rank(0, 1)).micro_batches(0)] == expected
 
 
 def test_dataloader_keeps_its_settings_with_the_planned_order() -> None:
@@ -295,11 +299,11 @@ def test_dataloader_keeps_its_settings_with_the_planned_order() -> None:
         Numbers(11), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate, worker_init_fn=shrink,
         generator=torch.Generator().manual_seed(77),
     )  # fmt: skip
-    batches = [batch for batch, _ in TrainingShard(loader, rank_of(0, 1), ShardSettings(seed=5)).micro_batches(1)]
+    batches = [batch for batch, _ in TrainingShard(loader, simulate_rank(0, 1), ShardSettings(seed=5)).micro_batches(1)]
     order = epoch_order(11, seed=5, epoch=1, shuffle=True).tolist()
     assert [indices for indices, _ in batches] == [order[:4], order[4:8], order[8:]]
     assert [length for _, length in batches] == [1000, 1001, 1000]
-    plain = TrainingShard(DataLoader(Numbers(5), batch_size=4), rank_of(0, 1))
+    plain = TrainingShard(DataLoader(Numbers(5), batch_size=4), simulate_rank(0, 1))
     assert indices_of(plain) == [0, 1, 2, 3, 4]
 
 
@@ -311,10 +315,10 @@ def noise(share: TrainingShard, epoch: int) -> list[float]:
 def test_worker_augmentation_repeats_in_a_rerun_and_differs_between_epochs(kind: str) -> None:
     def share(rank: int) -> TrainingShard:
         if kind == "dataset":
-            return TrainingShard(Noisy(8), rank_of(rank, 2), ShardSettings(batch_size=2, num_workers=1, seed=1))
+            return TrainingShard(Noisy(8), simulate_rank(rank, 2), ShardSettings(batch_size=2, num_workers=1, seed=1))
         generator = torch.Generator().manual_seed(3) if kind.endswith("generator") else None
         loader = DataLoader(Noisy(8), batch_size=2, num_workers=1, generator=generator)
-        return TrainingShard(loader, rank_of(rank, 2), ShardSettings(seed=1))
+        return TrainingShard(loader, simulate_rank(rank, 2), ShardSettings(seed=1))
 
     before = torch.get_rng_state()
     one = share(0)
@@ -329,7 +333,7 @@ def test_worker_augmentation_repeats_in_a_rerun_and_differs_between_epochs(kind:
 def test_persistent_workers_are_seeded_when_they_start() -> None:
     def share(rank: int) -> TrainingShard:
         loader = DataLoader(Noisy(8), batch_size=2, num_workers=1, persistent_workers=True)
-        return TrainingShard(loader, rank_of(rank, 2), ShardSettings(seed=1))
+        return TrainingShard(loader, simulate_rank(rank, 2), ShardSettings(seed=1))
 
     one, again = share(0), share(0)
     first, second = noise(one, 0), noise(one, 1)
@@ -341,23 +345,23 @@ def test_persistent_workers_are_seeded_when_they_start() -> None:
 
 def test_drop_last_drops_an_incomplete_global_batch_in_training_only() -> None:
     loader = DataLoader(Numbers(11), batch_size=2, drop_last=True)
-    taken = [i for rank in range(2) for i in indices_of(TrainingShard(loader, rank_of(rank, 2)))]
+    taken = [i for rank in range(2) for i in indices_of(TrainingShard(loader, simulate_rank(rank, 2)))]
     assert sorted(taken) == list(range(8))
     evaluated = [
-        int(i) for rank in range(2) for batch, _ in EvaluationShard(loader, rank_of(rank, 2)) for i in batch[1]
+        int(i) for rank in range(2) for batch, _ in EvaluationShard(loader, simulate_rank(rank, 2)) for i in batch[1]
     ]
     assert evaluated == list(range(11))
     with pytest.raises(
         DataError, match=r"3 samples, fewer than one global batch of 4 \(2 ranks x batch_size 2 x gradient"
     ):
-        TrainingShard(DataLoader(Numbers(3), batch_size=2, drop_last=True), rank_of(0, 2))
+        TrainingShard(DataLoader(Numbers(3), batch_size=2, drop_last=True), simulate_rank(0, 2))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("make", [tensors, Numbers])
 def test_every_sample_is_evaluated_once(size: int, make: Callable[[int], Dataset[Any]]) -> None:
     for length in range(1, 3 * size + 2):
-        shares = [list(EvaluationShard(make(length), rank_of(rank, size), batch_size=2)) for rank in range(size)]
+        shares = [list(EvaluationShard(make(length), simulate_rank(rank, size), batch_size=2)) for rank in range(size)]
         assert [int(i) for share in shares for batch, _ in share for i in batch[1]] == list(range(length))
         counts = [sum(samples for _, samples in share) for share in shares]
         assert max(counts) - min(counts) <= 1
@@ -392,27 +396,27 @@ def test_data_that_cannot_be_sharded_is_rejected(data: Any, message: str) -> Non
     batch_size = None if isinstance(data, DataLoader) else 2
     for rank in range(4):
         with pytest.raises(DataError, match=message):
-            TrainingShard(data, rank_of(rank, 4), ShardSettings(batch_size=batch_size))
+            TrainingShard(data, simulate_rank(rank, 4), ShardSettings(batch_size=batch_size))
 
 
 def test_missing_or_contradicting_batch_size_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(batch_size="
     ):
-        TrainingShard(tensors(4), rank_of(0, 1))
+        TrainingShard(tensors(4), simulate_rank(0, 1))
     loader = DataLoader(tensors(4), batch_size=2)
     with pytest.raises(
         ConfigError, match=r"^A batch size of 3 was requested, but the DataLoader was built with batch_size=2"
     ):
-        TrainingShard(loader, rank_of(0, 1), ShardSettings(batch_size=3))
-    assert TrainingShard(loader, rank_of(0, 1), ShardSettings(batch_size=2)).global_batch_size == 2
+        TrainingShard(loader, simulate_rank(0, 1), ShardSettings(batch_size=3))
+    assert TrainingShard(loader, simulate_rank(0, 1), ShardSettings(batch_size=2)).global_batch_size == 2
 
 
 def test_different_data_on_ranks_is_reported() -> None:
     with pytest.raises(DataError, match=r"does not have the same number of samples on every rank: \[10, 12\]\."):
-        TrainingShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), ShardSettings(batch_size=2))
+        TrainingShard(tensors(10), simulate_rank(0, 2, gathered=[(10, {}), (12, {})]), ShardSettings(batch_size=2))
     with pytest.raises(DataError, match=r"^The evaluation data does not have the same number"):
-        EvaluationShard(tensors(10), rank_of(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
+        EvaluationShard(tensors(10), simulate_rank(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
 
 
 class CountingStream(IterableDataset[tuple[Tensor, int]]):
@@ -440,7 +444,7 @@ def test_limited_evaluation_has_the_same_samples_for_any_number_of_ranks(size: i
         evaluated = [
             int(index)
             for rank in range(size)
-            for batch, _ in EvaluationShard(data, rank_of(rank, size), limit_batches=2, **settings)  # type: ignore[arg-type]
+            for batch, _ in EvaluationShard(data, simulate_rank(rank, size), limit_batches=2, **settings)  # type: ignore[arg-type]
             for index in batch[1]
         ]
         assert sorted(evaluated) == list(range(4 if data is buckets else 8))

@@ -489,7 +489,7 @@ def test_a_bar_is_drawn_on_the_terminal_of_the_launch(monkeypatch: pytest.Monkey
         shown.step(1, 8)
     assert b"1/3" in os.read(reading, 10_000)
     assert isinstance(display.choose_progress("lines", 0), display._Lines)
-    assert type(display.choose_progress("auto", 1)) is display.Progress
+    assert type(display.choose_progress("auto", 1)) is display.ProgressDisplay
     monkeypatch.setenv("UNITRAIN_TERMINAL", "/dev/null")
     assert isinstance(display.choose_progress("auto", 0), display._Lines)
     monkeypatch.setenv("UNITRAIN_TERMINAL", "/dev/pts/absent")

@@ -65,7 +65,7 @@ def read_training_loss(output: LossOutput) -> Loss:
     return loss
 
 
-class GlobalMean:
+class LossWeighting:
     """Weights the micro-batch losses of a step on all ranks. All ranks make the same calls.
 
     Backends sum gradients over micro-batches and average them over ranks. The number of samples in a step is known in
@@ -81,7 +81,7 @@ class GlobalMean:
         self._counted: Tensor | None = None  # number of tokens on all ranks in a complete step
         self._per_sample: Tensor | None = None
 
-    def weighted(self, loss: Loss, part: MicroBatch) -> Tensor:
+    def weight_loss(self, loss: Loss, part: MicroBatch) -> Tensor:
         """Return the weighted loss, to call backward on. The weight of a dummy batch is 0."""
         weight = self._communicator.size / part.step_samples
         if loss.tokens is None:

@@ -135,7 +135,7 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class Update:
+class ParameterUpdate:
     """Updates the parameters: unscale, clip, optimizer step, zero_grad, scheduler, weight average.
 
     The gradients are equal on all ranks, so this requires no communication. The gradient norm of the optimizer's

@@ -25,13 +25,13 @@ _LINE_INTERVAL_SECONDS = 10.0
 _MAX_COLUMNS = 80
 
 
-class Progress:
+class ProgressDisplay:
     """Interface of displays. This base class shows nothing. `step` is called in every step, so it must be cheap."""
 
     def start(self, steps: int | None, epochs: int | None) -> None:
         """Start a run with `steps` remaining steps (None if unknown) and `epochs` epochs (None if not set)."""
 
-    def note(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """Show a message about the run."""
 
     def step(self, epoch: int, samples: int) -> None:
@@ -43,7 +43,7 @@ class Progress:
     def show_slow_ranks(self, description: str) -> None:
         """Show the `description` of slow ranks, until a call with an empty one."""
 
-    def validated(self, epoch: int, results: dict[str, float]) -> None:
+    def show_validation(self, epoch: int, results: dict[str, float]) -> None:
         """Show the results of a validation within an epoch."""
 
     def epoch(self, epoch: int, results: dict[str, float]) -> None:
@@ -58,7 +58,7 @@ class Progress:
         pass
 
 
-class _TimedDisplay(Progress, ABC):
+class _TimedDisplay(ProgressDisplay, ABC):
     """Base class of bar and lines: counts steps and limits the rate of updates."""
 
     interval_seconds = _LINE_INTERVAL_SECONDS
@@ -82,7 +82,7 @@ class _TimedDisplay(Progress, ABC):
             self._due = now + self.interval_seconds
             self._show(epoch)
 
-    def note(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         self._console.print(text, highlight=False)
 
     def loss(self, value: float) -> None:
@@ -91,7 +91,7 @@ class _TimedDisplay(Progress, ABC):
     def show_slow_ranks(self, description: str) -> None:
         self._slow = description
 
-    def validated(self, epoch: int, results: dict[str, float]) -> None:
+    def show_validation(self, epoch: int, results: dict[str, float]) -> None:
         numbers = (f"{name} {value:.4f}" for name, value in results.items())
         self._print(self._name(epoch), f"step {self._count()}", *numbers)
 
@@ -181,10 +181,10 @@ class _Bar(_TimedDisplay):
             self._opened.close()
 
 
-def choose_progress(style: ProgressStyle, rank: int) -> Progress:
+def choose_progress(style: ProgressStyle, rank: int) -> ProgressDisplay:
     """Return the display of a rank. "auto" is a bar on a terminal, otherwise lines. Only rank 0 shows anything."""
     if rank != 0 or style == "off":
-        return Progress()
+        return ProgressDisplay()
     console = Console(stderr=True, soft_wrap=True)
     if console.is_terminal or style == "lines":
         return _Bar(console) if style != "lines" else _Lines(console)

@@ -19,7 +19,7 @@ from unitrain.loggers import create_loggers
 from unitrain.loggers.background import BackgroundLogger
 from unitrain.loggers.images import check_image, check_table, to_histogram, to_pixels
 from unitrain.loggers.logger import RunInfo, Status
-from unitrain.progress.display import Progress, choose_progress
+from unitrain.progress.display import ProgressDisplay, choose_progress
 
 
 class RunReporter:
@@ -37,7 +37,7 @@ class RunReporter:
         self._loggers = call_on_all_ranks(communicator, lambda: create_loggers(loggers))
         self._started: list[BackgroundLogger] = []
         self._description: Mapping[str, Any] | None = None
-        self._use_display(Progress())
+        self._use_display(ProgressDisplay())
         call_on_all_ranks(communicator, self._prepare)
 
     @contextmanager
@@ -60,17 +60,17 @@ class RunReporter:
             status = "stopped"
             raise
         finally:
-            self._use_display(Progress())
+            self._use_display(ProgressDisplay())
             self._finish(status)
 
-    def note(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """Show a message about the run."""
-        self._progress.note(text)
+        self._progress.show_message(text)
 
     def report_stop(self, step: int, reason: str) -> None:
         """Report that the run stops before its end."""
         self._stopped = True
-        self.note(f"stopped after step {step}: {reason}")
+        self.show_message(f"stopped after step {step}: {reason}")
 
     def report_slow_ranks(self, description: str) -> None:
         """Show the `description` of slow ranks, until a call with an empty one."""
@@ -83,7 +83,7 @@ class RunReporter:
 
     def report_validation(self, epoch: int, step: int, results: dict[str, float]) -> None:
         """Show and log the `results` of a validation within epoch number `epoch`."""
-        self._progress.validated(epoch, results)
+        self._progress.show_validation(epoch, results)
         self._call("log", results, step)
 
     def report_epoch(self, epoch: int, step: int, results: dict[str, float], samples_per_second: float) -> None:
@@ -169,7 +169,7 @@ class RunReporter:
         for logger in self._started:
             logger.call(method, *arguments)
 
-    def _use_display(self, progress: Progress) -> None:
+    def _use_display(self, progress: ProgressDisplay) -> None:
         self._progress, self.count_step = progress, progress.step
 
 

@@ -45,19 +45,19 @@ class Centers(nn.Module):
         return output
 
 
-def read_in_training(model: nn.Module) -> dict[str, Tensor]:
+def training_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that the next training forward pass reads, which exclude running statistics of BatchNorm."""
     statistics = {id(b) for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training for b in m.buffers()}
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in statistics}
 
 
-def simulated(size: int, accumulate: int) -> nn.Module:
+def simulate_ddp(size: int, accumulate: int) -> nn.Module:
     """Simulate DDP with broadcast_buffers=True on `size` ranks in one process, and return rank 0's trained model."""
     models = [Centers() for _ in range(size)]
     for step in range(STEPS):
         for model in models:
             model.normalized.train(step < FROZEN_FROM)
-            for name, buffer in read_in_training(copy.deepcopy(models[0])).items():
+            for name, buffer in training_buffers(copy.deepcopy(models[0])).items():
                 model.get_buffer(name).copy_(buffer)
         for micro_step in range(accumulate):
             for rank, model in enumerate(models):
@@ -70,7 +70,7 @@ def simulated(size: int, accumulate: int) -> nn.Module:
     return models[0]
 
 
-def trained(backend: Backend, accumulate: int, shared_after: Iterable[int]) -> nn.Module:
+def train_on_backend(backend: Backend, accumulate: int, shared_after: Iterable[int]) -> nn.Module:
     """Train on the backend, and share all buffers after the steps `shared_after`, like an evaluation or a
     checkpoint."""
     model = Centers()
@@ -95,9 +95,9 @@ def trained(backend: Backend, accumulate: int, shared_after: Iterable[int]) -> n
 @contract
 def buffers_read_in_training_forward_equal_rank_0(backend: Backend) -> None:
     for accumulate in (1, 2):
-        expected = simulated(backend.size, accumulate)
+        expected = simulate_ddp(backend.size, accumulate)
         for shared_after in ([], [1, 4, 6], range(STEPS)):
-            model = trained(backend, accumulate, shared_after)
+            model = train_on_backend(backend, accumulate, shared_after)
             for name, parameter in expected.named_parameters():
                 torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-9)
             broadcast_buffers(model, backend)
@@ -150,7 +150,7 @@ def constant_buffers_and_running_statistics_need_no_collective(backend: Backend)
     wrapped = backend.distributed_model(Constant())
     calls: list[str] = []
 
-    def counted(name: str) -> None:
+    def count_calls(name: str) -> None:
         original = getattr(backend, name)
 
         def call(*arguments: object) -> object:
@@ -161,7 +161,7 @@ def constant_buffers_and_running_statistics_need_no_collective(backend: Backend)
 
     names = ("allreduce", "broadcast", "allgather", "allgather_object", "broadcast_object")
     for name in names:
-        counted(name)
+        count_calls(name)
     try:
         for step in range(70):
             loss_of(wrapped(batch(backend.rank, step))).backward()

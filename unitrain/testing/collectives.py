@@ -38,7 +38,7 @@ def make_input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def combined(inputs: list[Tensor], op: str) -> Tensor:
+def reduce_inputs(inputs: list[Tensor], op: str) -> Tensor:
     """Return the reduction of all ranks' `inputs`, computed in a wide dtype."""
     dtype = inputs[0].dtype
     stack = torch.stack(inputs)
@@ -53,7 +53,7 @@ def combined(inputs: list[Tensor], op: str) -> Tensor:
     return result.to(dtype)
 
 
-def is_defined(dtype: torch.dtype, op: str) -> bool:
+def is_reduction_supported(dtype: torch.dtype, op: str) -> bool:
     """Return whether backends support the reduction `op` for `dtype`."""
     return not (op == "mean" and not dtype.is_floating_point) and not (op == "sum" and dtype == torch.bool)
 
@@ -61,12 +61,12 @@ def is_defined(dtype: torch.dtype, op: str) -> bool:
 @contract
 def allreduce_combines_every_dtype_op_and_shape(backend: Backend) -> None:
     for dtype, op, shape in itertools.product(DTYPES, REDUCE_OPS, _SHAPES):
-        if not is_defined(dtype, op):
+        if not is_reduction_supported(dtype, op):
             continue
         own = make_input(backend.rank, shape, dtype)
         kept = own.clone()
         result = backend.allreduce(own, op)  # type: ignore[arg-type]
-        expected = combined([make_input(rank, shape, dtype) for rank in range(backend.size)], op)
+        expected = reduce_inputs([make_input(rank, shape, dtype) for rank in range(backend.size)], op)
         assert_close(result, expected, msg=lambda text, case=(dtype, op, shape): f"{case}: {text}")
         assert torch.equal(own, kept), (dtype, op, shape)
         assert result.data_ptr() != own.data_ptr() or not own.numel()
@@ -163,12 +163,12 @@ def allgather_accepts_a_different_dim_0_per_rank(backend: Backend) -> None:
 @contract
 def reducescatter_returns_the_chunk_of_the_rank(backend: Backend) -> None:
     for dtype, op, rest in itertools.product(DTYPES, REDUCE_OPS, ((), (3,), (2, 2), (0,))):
-        if not is_defined(dtype, op):
+        if not is_reduction_supported(dtype, op):
             continue
         shape = (2 * backend.size, *rest)
         own = make_input(backend.rank, shape, dtype)
         kept = own.clone()
-        reduced_input = combined([make_input(rank, shape, dtype) for rank in range(backend.size)], op)
+        reduced_input = reduce_inputs([make_input(rank, shape, dtype) for rank in range(backend.size)], op)
         result = backend.reducescatter(own, op)  # type: ignore[arg-type]
         assert_close(result, reduced_input[2 * backend.rank : 2 * backend.rank + 2])
         assert torch.equal(own, kept)
@@ -196,12 +196,12 @@ def collectives_accept_noncontiguous_tensors(backend: Backend) -> None:
     inputs = [view(rank) for rank in range(backend.size)]
     own = inputs[backend.rank]
     assert not own.is_contiguous()
-    assert_close(backend.allreduce(own), combined(inputs, "mean"))
+    assert_close(backend.allreduce(own), reduce_inputs(inputs, "mean"))
     assert torch.equal(backend.allgather(own), torch.cat(inputs))
     assert torch.equal(backend.broadcast(own, backend.size - 1), inputs[-1])
     rows = own.shape[0] // backend.size
     assert_close(
-        backend.reducescatter(own, "sum"), combined(inputs, "sum")[rows * backend.rank : rows * (backend.rank + 1)]
+        backend.reducescatter(own, "sum"), reduce_inputs(inputs, "sum")[rows * backend.rank : rows * (backend.rank + 1)]
     )
 
 
@@ -211,8 +211,8 @@ def collectives_accept_a_column_of_a_single_row(backend: Backend) -> None:
     columns = [rows[:, 0] for rows in inputs]
     own = columns[backend.rank]
     assert own.stride() == (3,)
-    assert_close(backend.allreduce(own), combined(columns, "mean"))
-    assert torch.equal(backend.allreduce(own, "min"), combined(columns, "min"))
+    assert_close(backend.allreduce(own), reduce_inputs(columns, "mean"))
+    assert torch.equal(backend.allreduce(own, "min"), reduce_inputs(columns, "min"))
     assert torch.equal(backend.allgather(own), torch.cat(columns))
     assert torch.equal(backend.broadcast(own, backend.size - 1), columns[-1])
 
@@ -223,8 +223,8 @@ def collectives_accept_negative_views(backend: Backend) -> None:
     plain = [-number.imag[:, :1] for number in inputs]
     own = inputs[backend.rank].conj().imag[:, :1]
     assert own.is_neg(), "it is a view whose numbers count with the other sign"
-    assert_close(backend.allreduce(own), combined(plain, "mean"))
-    assert torch.equal(backend.allreduce(own, "min"), combined(plain, "min"))
+    assert_close(backend.allreduce(own), reduce_inputs(plain, "mean"))
+    assert torch.equal(backend.allreduce(own, "min"), reduce_inputs(plain, "min"))
     assert torch.equal(backend.allgather(own), torch.cat(plain))
     assert torch.equal(backend.broadcast(own, backend.size - 1), plain[-1])
 
@@ -417,7 +417,7 @@ def fake_backend_equals_this_backend(backend: Backend) -> None:
         assert torch.equal(fake.allgather(own), backend.allgather(own)), (dtype, shape)
         assert torch.equal(fake.broadcast(own, backend.size - 1), backend.broadcast(own, backend.size - 1))
         for op in REDUCE_OPS:
-            if is_defined(dtype, op):
+            if is_reduction_supported(dtype, op):
                 assert_close(fake.allreduce(own, op), backend.allreduce(own, op))  # type: ignore[arg-type]
                 if shape[:1] == (2 * backend.size,):
                     assert_close(fake.reducescatter(own, op), backend.reducescatter(own, op))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from unitrain.backends import composed_collectives
 from unitrain.backends.base import Backend
 from unitrain.backends.checks import DTYPES, REDUCE_OPS
 from unitrain.testing.cases import contract
-from unitrain.testing.collectives import combined, is_defined, make_input
+from unitrain.testing.collectives import is_reduction_supported, make_input, reduce_inputs
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def _small_pieces() -> Iterator[None]:
 @contract
 def reducescatter_in_pieces_equals_that_of_one_piece(backend: Backend) -> None:
     for dtype, op in itertools.product(DTYPES, REDUCE_OPS):
-        if not is_defined(dtype, op):
+        if not is_reduction_supported(dtype, op):
             continue
         shape = (3 * backend.size, 17)
         inputs = [make_input(rank, shape, dtype) for rank in range(backend.size)]
@@ -44,7 +44,7 @@ def reducescatter_in_pieces_equals_that_of_one_piece(backend: Backend) -> None:
             kept = argument.clone()
             with _small_pieces():
                 result = backend.reducescatter(argument, op)  # type: ignore[arg-type]
-            expected = combined(inputs, op)[3 * backend.rank : 3 * backend.rank + 3]
+            expected = reduce_inputs(inputs, op)[3 * backend.rank : 3 * backend.rank + 3]
             assert_close(result, expected, msg=lambda text, case=(dtype, op): f"{case}: {text}")
             assert torch.equal(argument, kept), (dtype, op)
         assert torch.equal(result, backend.reducescatter(own, op)), (dtype, op)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from unitrain.testing.models import (
 )
 
 LOW_RANK = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
-NO_MEMORY: tuple[Compression, ...] = ("none", "fp16")
+STATELESS_SETTINGS: tuple[Compression, ...] = ("none", "fp16")
 MATRICES = ("0.weight", "3.weight")  # matrices of `build`, compressed with LOW_RANK; the rest are vectors
 
 
@@ -39,16 +39,16 @@ def with_compression_state(
     return wrapped, require(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
 
 
-def errors(backend: Backend, memory: CompressionState) -> dict[str, Tensor]:
+def mean_errors(backend: Backend, compression_state: CompressionState) -> dict[str, Tensor]:
     """Return the mean of the errors (gradients that are not transferred yet) over ranks, on every rank."""
-    state = backend.broadcast_object(memory.state_dict())
+    state = backend.broadcast_object(compression_state.state_dict())
     return {name: of_all_ranks.mean(0) for name, of_all_ranks in state["errors"].items()}
 
 
-def plain(memory: CompressionState) -> dict[str, Any]:
+def save_and_load(compression_state: CompressionState) -> dict[str, Any]:
     """Return the state after saving and loading a checkpoint."""
     file = io.BytesIO()
-    torch.save(memory.state_dict(), file)
+    torch.save(compression_state.state_dict(), file)
     file.seek(0)
     state: dict[str, Any] = torch.load(file, weights_only=True)
     return state
@@ -78,7 +78,7 @@ def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
     """Also tests accumulation, and two backward passes per step, of which the second reduces the first gradient
     again."""
     model, twin = build(), build()
-    wrapped, memory = with_compression_state(backend, model, LOW_RANK)
+    wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
     sent = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     true = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
 
@@ -99,7 +99,7 @@ def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
             assert expected_gradient is not None
             sent[name] += gradient
             true[name] += expected_gradient
-    unsent_errors = errors(backend, memory)
+    unsent_errors = mean_errors(backend, compression_state)
     assert tuple(unsent_errors) == MATRICES
     for name, total in true.items():
         assert name not in unsent_errors or unsent_errors[name].abs().max() > 1e-3
@@ -133,26 +133,30 @@ def error_feedback_converges_to_the_gradient(backend: Backend) -> None:
 @may_raise_unsupported_error
 def powersgd_sends_uncompressed_gradients_before_start_step(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, memory = with_compression_state(backend, model, PowerSGD(rank=1, start_step=3, min_compression_rate=1))
+    wrapped, compression_state = with_compression_state(
+        backend, model, PowerSGD(rank=1, start_step=3, min_compression_rate=1)
+    )
     plain_twin = backend.distributed_model(twin)
     pairs = zip(steps(backend, model, wrapped, 4), steps(backend, twin, plain_twin, 4), strict=True)
     for step, (one, other) in enumerate(pairs):
         assert allclose_up_to_order(one, other) == (step < 3), step
-    assert memory.state_dict()["steps"] == 4
+    assert compression_state.state_dict()["steps"] == 4
 
 
 @contract
 @may_raise_unsupported_error
 def powersgd_below_min_compression_rate_sends_uncompressed_gradients(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, memory = with_compression_state(backend, model, PowerSGD(rank=1, start_step=0, min_compression_rate=4))
+    wrapped, compression_state = with_compression_state(
+        backend, model, PowerSGD(rank=1, start_step=0, min_compression_rate=4)
+    )
     for step, sent in enumerate(steps(backend, model, wrapped, 2)):
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
         assert allclose_up_to_order(
             sent,
             {name: expected_gradient for name, expected_gradient in expected.items() if expected_gradient is not None},
         )
-    assert not memory.state_dict()["errors"]
+    assert not compression_state.state_dict()["errors"]
 
 
 class Branches(nn.Module):
@@ -172,7 +176,7 @@ class Branches(nn.Module):
 def powersgd_skips_parameters_unused_on_every_rank(backend: Backend) -> None:
     model = Branches()
     wrapped = backend.distributed_model(model, find_unused_parameters=True, compression=LOW_RANK)
-    memory = require(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
+    compression_state = require(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
 
     def step(part: int, weight: float = 1.0) -> None:
         model.zero_grad()
@@ -180,16 +184,19 @@ def powersgd_skips_parameters_unused_on_every_rank(backend: Backend) -> None:
 
     for part in (0, 1, 1 if backend.rank == 0 else 0, 0, 0):
         step(part)
-    before = errors(backend, memory)
+    before = mean_errors(backend, compression_state)
     assert all(unsent_errors.any() for unsent_errors in before.values())
     step(1)
     assert all(parameter.grad is None for parameter in model.parts[0].parameters())
-    after = errors(backend, memory)
+    after = mean_errors(backend, compression_state)
     for name, unsent_errors in after.items():
         assert torch.equal(unsent_errors, before[name]) == name.startswith("parts.0"), name
     step(0, weight=0.0)
     assert all(not p.grad.any() for p in model.parts[0].parameters() if p.grad is not None)
-    assert all(torch.equal(unsent_errors, after[name]) for name, unsent_errors in errors(backend, memory).items())
+    assert all(
+        torch.equal(unsent_errors, after[name])
+        for name, unsent_errors in mean_errors(backend, compression_state).items()
+    )
 
 
 @contract
@@ -219,7 +226,7 @@ def powersgd_keeps_the_error_of_frozen_parameters(backend: Backend) -> None:
     model, twin = build(), build()
     for module in (model, twin):
         module.get_submodule("0").requires_grad_(False)
-    wrapped, memory = with_compression_state(backend, model, LOW_RANK)
+    wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
     sent = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     true = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for step, trained in enumerate(("3", "03", "013", "01", "3", "013")):
@@ -227,7 +234,7 @@ def powersgd_keeps_the_error_of_frozen_parameters(backend: Backend) -> None:
             module.zero_grad()
             for name, layer in module.named_children():
                 layer.requires_grad_(name in trained)
-        previous_unsent_errors = errors(backend, memory)
+        previous_unsent_errors = mean_errors(backend, compression_state)
         backward(wrapped, backend.rank, step)
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: backward(m, rank, step))
         for name, gradient in gradients(model).items():
@@ -236,7 +243,7 @@ def powersgd_keeps_the_error_of_frozen_parameters(backend: Backend) -> None:
             if gradient is not None and expected_gradient is not None:
                 sent[name] += gradient
                 true[name] += expected_gradient
-        unsent_errors = errors(backend, memory)
+        unsent_errors = mean_errors(backend, compression_state)
         assert all(
             torch.equal(unsent_errors[name], before) == (name[0] not in trained)
             for name, before in previous_unsent_errors.items()
@@ -271,7 +278,7 @@ def powersgd_is_independent_of_rounding(backend: Backend) -> None:
 def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
     for bad in (float("inf"), float("nan")):
         model, twin = build(), build()
-        wrapped, memory = with_compression_state(backend, model, LOW_RANK)
+        wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
         reference_wrapped, other = with_compression_state(backend, twin, LOW_RANK)
         for step in range(6):
             model.zero_grad()
@@ -291,7 +298,7 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
             twin.zero_grad()
             backward(reference_wrapped, backend.rank, step)
             assert_gradients(model, gradients(twin), 0)
-        found, expected_gradient = errors(backend, memory), errors(backend, other)
+        found, expected_gradient = mean_errors(backend, compression_state), mean_errors(backend, other)
         assert all(torch.equal(found[name], expected_gradient[name]) for name in expected_gradient)
 
 
@@ -299,10 +306,10 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
 @may_raise_unsupported_error
 def powersgd_error_follows_the_loss_scale(backend: Backend) -> None:
     model, twin = build(), build()
-    wrapped, memory = with_compression_state(backend, model, LOW_RANK)
+    wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
     reference_wrapped, _ = with_compression_state(backend, twin, LOW_RANK)
     for step, scale in enumerate((1.0, 4.0, 1024.0, 2.0)):
-        memory.loss_scale = lambda scale=scale: torch.tensor(scale)
+        compression_state.loss_scale = lambda scale=scale: torch.tensor(scale)
         model.zero_grad()
         (scale * loss_of(wrapped(batch(backend.rank, step)))).backward()
         twin.zero_grad()
@@ -318,11 +325,11 @@ def powersgd_error_follows_the_loss_scale(backend: Backend) -> None:
 def powersgd_resumes_from_its_state(backend: Backend) -> None:
     for settings in (LOW_RANK, PowerSGD(rank=1, start_step=1, min_compression_rate=1, warm_start=False)):
         model, resumed = build(), build()
-        wrapped, memory = with_compression_state(backend, model, settings)
+        wrapped, compression_state = with_compression_state(backend, model, settings)
         for _ in steps(backend, model, wrapped, 3):
             pass
         rewrapped, other = with_compression_state(backend, resumed, settings)
-        state = plain(memory)
+        state = save_and_load(compression_state)
         other.load_state_dict(state if backend.rank == 0 else {})
         for one, two in zip(steps(backend, model, wrapped, 3), steps(backend, resumed, rewrapped, 3), strict=True):
             assert allclose_up_to_order(one, two)
@@ -333,10 +340,10 @@ def powersgd_resumes_from_its_state(backend: Backend) -> None:
 def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
     """Each rank resumes with the mean of the saved errors."""
     model, resumed, uniform = build(), build(), build()
-    wrapped, memory = with_compression_state(backend, model, LOW_RANK)
+    wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
     for _ in steps(backend, model, wrapped, 3):
         pass
-    state = backend.broadcast_object(plain(memory))
+    state = backend.broadcast_object(save_and_load(compression_state))
     some = {name: torch.cat([unsent_errors, unsent_errors[:1] * 2]) for name, unsent_errors in state["errors"].items()}
     means = {
         name: unsent_errors.mean(0, keepdim=True).expand(backend.size, *unsent_errors.shape[1:])
@@ -354,18 +361,18 @@ def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
 @may_raise_unsupported_error
 def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> None:
     model, resumed = build(), build()
-    wrapped, memory = with_compression_state(backend, model, LOW_RANK)
+    wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
     for _ in steps(backend, model, wrapped, 3):
         pass
-    gathered_state = backend.broadcast_object(plain(memory))
-    memory.max_gathered_bytes = 0  # type: ignore[attr-defined]
+    gathered_state = backend.broadcast_object(save_and_load(compression_state))
+    compression_state.max_gathered_bytes = 0  # type: ignore[attr-defined]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        state = plain(memory)
+        state = save_and_load(compression_state)
     assert len(caught) == (backend.rank == 0)
     _, other = with_compression_state(backend, resumed, LOW_RANK)
     other.load_state_dict(state if backend.rank == 0 else {})
-    kept = backend.broadcast_object(plain(other))
+    kept = backend.broadcast_object(save_and_load(other))
     assert kept["steps"] == gathered_state["steps"]
     for name, of_all_ranks in gathered_state["errors"].items():
         assert len(of_all_ranks) == backend.size
@@ -376,13 +383,13 @@ def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> N
 @contract
 @may_raise_unsupported_error
 def powersgd_state_of_another_model_raises(backend: Backend) -> None:
-    wrapped, memory = with_compression_state(backend, build(), LOW_RANK)
+    wrapped, compression_state = with_compression_state(backend, build(), LOW_RANK)
     for name, shape, expected_message in (
         ("4.weight", (1, 8, 6), "no such parameter"),
         ("0.weight", (1, 6, 8), "[8, 6]"),
     ):
         state = {"steps": 1, "errors": {name: torch.zeros(shape)}, "queries": {}}
-        raises(CheckpointError, expected_message, lambda state=state: memory.load_state_dict(state))
+        raises(CheckpointError, expected_message, lambda state=state: compression_state.load_state_dict(state))
     backward(wrapped, backend.rank)
 
 
@@ -390,6 +397,6 @@ def powersgd_state_of_another_model_raises(backend: Backend) -> None:
 @may_raise_unsupported_error
 def only_powersgd_has_compression_state(backend: Backend) -> None:
     able = require(backend, SupportsPowerSGD, "PowerSGD")
-    for compression in NO_MEMORY:
+    for compression in STATELESS_SETTINGS:
         model = backend.distributed_model(build(), compression=compression)
         raises(ModelError, "not compressed by PowerSGD", lambda model=model: able.compression_state(model))
