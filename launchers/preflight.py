@@ -35,7 +35,7 @@ def check_hosts(spec: LaunchSpec) -> int:
     """Probe all hosts concurrently over ssh and return a free port of the first host for the rendezvous.
 
     Raises LaunchError for the first host that is not reachable, lacks the script, its folder, Python or the interface,
-    or has different versions from the first host; also raised if MASTER_PORT is in use.
+    or has different versions from the first host, and if MASTER_PORT is in use.
     """
     hosts = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
     port = user_master_port(spec.environment) or 0

@@ -125,9 +125,9 @@ def _has_terminal() -> bool:
 def mpirun_variables(hosts: tuple[Host, ...], job: Allocation | None = None) -> dict[str, str]:
     """Return the variables that Open MPI's mpirun needs in an allocation to start ranks on `hosts`.
 
-    If all ranks run on this host, mpirun must not read the allocation, which may have fewer tasks here. If they are
-    those of the allocation `job` and this process is in a step, SLURM_TASKS_PER_NODE counts the tasks of the step, and
-    the step holds the cores: the variables restore the values of the job.
+    If all ranks run on this host, mpirun must not read the allocation, which may have fewer tasks here. If `hosts` are
+    the hosts of the allocation `job` and this process runs in a step, the variables restore the values of the job,
+    because SLURM_TASKS_PER_NODE counts the tasks of the step, and the step holds the cores.
     """
     if job is not None and "SLURM_STEP_ID" in os.environ:
         return {"SLURM_TASKS_PER_NODE": ",".join(str(host.slots) for host in job.hosts), "SLURM_OVERLAP": "1"}

@@ -36,7 +36,8 @@ class LaunchSpec:
         max_restarts: The number of restarts, for such a launcher.
         interface: The network interface for communication between hosts, or None for the default route.
         port: The port of the rendezvous on the first host, or None for the default.
-        wrapper: A script with arguments that every rank runs instead; the script and its arguments follow.
+        wrapper: A program with arguments that every rank runs instead of the script. The script and its arguments are
+        appended to it.
         is_dry_run: The command is displayed, not executed, so its programs need not be installed on this host.
 
     Raises LaunchError for fewer than one process, for more processes than slots, and for an invalid MASTER_PORT.

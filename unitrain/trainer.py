@@ -264,7 +264,8 @@ class Trainer:
         return self._evaluation.predict(self._evaluation_shard(data))
 
     def load_weights(self, checkpoint: str | Path) -> None:
-        """Load the weights of a checkpoint, of the newest one in a run folder, or ("best") of the best by `keep_best`.
+        """Load the weights of a checkpoint, of the newest checkpoint in a run folder, or, with "best", of the best
+        checkpoint according to `keep_best`.
 
         It replaces the weights of the model and, with `config.ema_decay`, their average on every rank. The optimizer,
         the scheduler and the progress do not change. All ranks call it. For a final evaluation, call

@@ -68,7 +68,8 @@ def parse(line: str) -> Job:
 
 
 def build(job: Job, target: str) -> Translation:
-    """Write a job for `target`. Raises LaunchError for an unknown target and for a job that it cannot run."""
+    """Build the command lines, or the file, of a job for `target`. Raises LaunchError for an unknown target and for a
+    job that it cannot run."""
     if target not in TARGETS:
         near = difflib.get_close_matches(target, TARGETS, n=1)
         suggestion = f"Did you mean {near[0]!r}? " if near else ""
@@ -125,7 +126,7 @@ def _pop_torchrun_options(variables: dict[str, str]) -> list[str]:
 
 
 def _parse_mpi_command(words: Sequence[str]) -> Job:
-    """Read the mpirun or mpiexec of Open MPI or MPICH. Their options distinguish them."""
+    """Parse the arguments of mpirun or mpiexec. The options distinguish Open MPI from MPICH."""
     try:
         openmpi.SYNTAX.parse(words)
     except LaunchError as error:

@@ -1,4 +1,4 @@
-"""`Job`: a job independent of any launcher. Every command line is parsed into a `Job` and written from a `Job`."""
+"""`Job`: a job independent of any launcher. Every command line is parsed into a `Job` and built from a `Job`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LauncherOption:
     Attributes:
         launcher: The launcher of the original command line.
         words: The option as it was typed.
-        topic: What the option concerns, a key of the advice in `writing`.
+        topic: The topic of the option, a key of the advice in `writing`.
         equivalents: The words with the same effect under other launchers.
         variables: The environment variables with the same effect under any launcher.
     """
@@ -46,7 +46,7 @@ class Job:
         port: The port of the rendezvous; None for 29500.
         discovery: A program that lists the hosts while the job runs. `hosts` is then empty.
         launcher_options: The options that are not part of the job.
-        remarks: Messages for the user from reading the command line.
+        remarks: Messages for the user from parsing the command line.
     """
 
     program: tuple[str, ...]

@@ -109,7 +109,7 @@ class Options:
         return taken
 
     def put_back(self, option: ParsedOption) -> None:
-        """Add an option that was taken back to the remaining options."""
+        """Return a taken option to the remaining options."""
         self._options.append(option)
 
     def take_last(self, *names: str) -> str | None:

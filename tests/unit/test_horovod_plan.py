@@ -9,7 +9,7 @@ import pytest
 from horovod_machines import CPU_TORCH, CUDA_TORCH, GPU_TORCH, PLAIN, TOOLKIT, changed, planned, step_names
 
 from unitrain.errors import HorovodBuildError
-from unitrain.horovod_wheel import machine, needs, patches, plan
+from unitrain.horovod_wheel import machine, patches, plan, requirements
 from unitrain.horovod_wheel.machine import Machine, Tool
 
 
@@ -83,11 +83,14 @@ def test_a_missing_requirement_is_reported_with_a_fix(
 
 
 def test_commands_for_root_have_no_sudo() -> None:
-    assert needs.install_command(changed(root=True), "make") == "apt-get install -y make"
+    assert requirements.install_command(changed(root=True), "make") == "apt-get install -y make"
 
 
 def test_all_missing_requirements_are_reported_together() -> None:
-    assert len(list(needs.missing_requirements(changed(compiler=None, make=None, mpi=None), mpi=True, cuda=False))) == 3
+    assert (
+        len(list(requirements.missing_requirements(changed(compiler=None, make=None, mpi=None), mpi=True, cuda=False)))
+        == 3
+    )
 
 
 def test_missing_mpi_is_a_note_if_it_was_not_requested() -> None:

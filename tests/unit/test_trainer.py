@@ -485,7 +485,7 @@ def test_a_bar_is_drawn_on_the_terminal_of_the_launch(monkeypatch: pytest.Monkey
     with display.choose_progress("auto", 0) as shown:
         assert isinstance(shown, display._Bar)
         shown.start(3, 1)
-        shown._due = 0.0
+        shown._next_update_at = 0.0
         shown.step(1, 8)
     assert b"1/3" in os.read(reading, 10_000)
     assert isinstance(display.choose_progress("lines", 0), display._Lines)

@@ -31,7 +31,7 @@ def check_no_default_group() -> None:
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raise TensorError unless `tensor` is dense, has a supported dtype, and has no gradient history to lose."""
+    """Raise TensorError unless `tensor` is dense, has a supported dtype, and does not require grad."""
     if not isinstance(tensor, Tensor):
         raise TensorError(
             f"A collective takes a tensor, got {type(tensor).__name__}. "

@@ -77,8 +77,8 @@ class StepProfiler(Callback):
             value.register_hook(self._on_loss_gradient)
         return loss
 
-    def on_micro_batch_end(self, trainer: Any, batch: Any, part: Any, loss: Any) -> None:
-        self.samples += part.samples
+    def on_micro_batch_end(self, trainer: Any, batch: Any, micro_batch: Any, loss: Any) -> None:
+        self.samples += micro_batch.samples
         self._end_part("exposed")
 
     def on_step_end(self, trainer: Any) -> None:

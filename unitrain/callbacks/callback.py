@@ -66,11 +66,11 @@ class Callback:
     def on_fit_start(self, trainer: Any) -> None:
         """Called before `fit` trains its first step."""
 
-    def on_micro_batch_end(self, trainer: Any, batch: Any, part: MicroBatch, loss: Loss) -> None:
+    def on_micro_batch_end(self, trainer: Any, batch: Any, micro_batch: MicroBatch, loss: Loss) -> None:
         """Called after forward and backward of a micro-batch. `batch` is this rank's batch, on its device.
 
-        `part.samples` is the number of samples, 0 for a dummy batch. `loss.value` is the mean over the samples or, if
-        loss_fn counts tokens, the sum over `loss.tokens` tokens.
+        `micro_batch.samples` is the number of samples, 0 for a dummy batch. `loss.value` is the mean over the samples
+        or, if loss_fn counts tokens, the sum over `loss.tokens` tokens.
         """
 
     def on_before_optimizer_step(self, trainer: Any) -> None:
@@ -86,7 +86,7 @@ class Callback:
         """Called after the training and validation of an epoch, before its checkpoint is written.
 
         `results` are equal on all ranks. If the run stops within an epoch, `trainer.progress.sample` is above 0, and
-        the hook is called again at the end of that epoch after a resume.
+        the hook is called again at the end of that epoch when the run has resumed.
         """
 
     def on_fit_end(self, trainer: Any) -> None:
@@ -97,7 +97,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`. The Trainer's constructor calls it on every rank."""
+        """Restore the state that `state_dict` returned. The Trainer's constructor calls it on every rank."""
 
 
 class Callbacks:

@@ -81,8 +81,8 @@ def micro_batches_of_sampler(
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches for the batches of a batch_sampler.
 
-    Batch i has the positions bounds[i] to bounds[i + 1] - 1. The ranks take the batches in turn, from position `start`
-    on. `uneven` determines how a last step with too few batches for all ranks is handled, as in TrainConfig.
+    Batch i contains the positions bounds[i] to bounds[i + 1] - 1. The ranks take the batches in turn, from position
+    `start` on. `uneven` determines how a last step with too few batches for all ranks is handled, as in TrainConfig.
     """
     count = len(bounds) - 1
     per_step = size * gradient_accumulation_steps

@@ -58,8 +58,8 @@ def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
 class DrawnOrder(NamedTuple):
     """Order of an epoch (a tensor of indices, or a list of keys that are not integers) and the bounds of its batches.
 
-    Batch i has the positions bounds[i] to bounds[i + 1] - 1. `bounds` is None if the sampler yields single keys instead
-    of batches.
+    Batch i contains the positions bounds[i] to bounds[i + 1] - 1. `bounds` is None if the sampler yields single keys
+    instead of batches.
     """
 
     order: Tensor | list[Any]

@@ -46,9 +46,9 @@ class Facts:
     """The host and software configuration of one rank. Sizes are in bytes. Unknown values are None.
 
     `machine` identifies the running kernel, also across containers with different names. `name_addresses` are the
-    addresses of the host's own name, and `cores` the core numbers available to this process. `horovod` is None if
-    Horovod is not installed, and on all ranks except the first per host. `has_job_key` is true if this process signs
-    its messages.
+    addresses to which the host's own name resolves, and `cores` the core numbers available to this process. `horovod`
+    is None if Horovod is not installed, and on all ranks except the first per host. `has_job_key` is true if this
+    process signs its messages.
     """
 
     host: str

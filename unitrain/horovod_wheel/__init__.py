@@ -1,11 +1,11 @@
 """Build Horovod 0.28.1 as a wheel for the installed torch, cache it, and check the installed Horovod.
 
-machine  detect the compilers and libraries of this machine
-needs    list the missing build requirements, each with a fix
-plan     convert a request and a machine to a build plan (plain data)
-patches  patches for the Horovod sources
-build    execute a build plan
-check    report the capabilities and problems of the installed Horovod
+machine       detect the compilers and libraries of this machine
+requirements  list the missing build requirements, each with a fix
+plan          convert a request and a machine to a build plan (plain data)
+patches       patches for the Horovod sources
+build         execute a build plan
+check         report the capabilities and problems of the installed Horovod
 
 The modules do not read the process environment. Their entry points take it as a mapping.
 """

@@ -85,10 +85,12 @@ def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, fo
             shutil.rmtree(plan.work, ignore_errors=True)
             plan.work.mkdir()
             for step in plan.build_steps:
-                if step.fills is None:
+                if step.shared_folder is None:
                     _run_step(step, plan, environment, log.write, reporter)
                 else:
-                    _fill(step, step.fills, plan, environment, log.write, reporter, locks, force=force)
+                    _run_in_shared_folder(
+                        step, step.shared_folder, plan, environment, log.write, reporter, locks, force=force
+                    )
             shutil.rmtree(plan.work, ignore_errors=True)
         for step in plan.install_steps:
             _run_step(step, plan, environment, log.write, reporter)
@@ -107,7 +109,7 @@ def _set_lock(lock: IO[str], mode: int) -> None:
         fcntl.flock(lock, mode)
 
 
-def _fill(
+def _run_in_shared_folder(
     step: Step,
     folder: Path,
     plan: BuildPlan,
@@ -120,8 +122,8 @@ def _fill(
 ) -> None:
     """Run a step that fills a folder shared with other builds, unless the folder is complete.
 
-    The folder is emptied first, and `step.unless` is created in it last, so an interrupted step is repeated. Until
-    `locks` closes, another build with `force` cannot empty the folder.
+    The folder is emptied first, and `step.completion_marker` is created in it last, so an interrupted step is repeated.
+    Until `locks` closes, another build with `force` cannot empty the folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     in_use = _lock(folder.with_name(f"{folder.name}.lock"), locks, fcntl.LOCK_EX if force else fcntl.LOCK_SH)
@@ -131,12 +133,12 @@ def _fill(
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
         _run_step(step, plan, environment, write, reporter)
-        Path(str(step.unless)).touch()
+        Path(str(step.completion_marker)).touch()
     _set_lock(in_use, fcntl.LOCK_SH)
 
 
 def _is_done(step: Step) -> bool:
-    return step.unless is not None and Path(step.unless).exists()
+    return step.completion_marker is not None and Path(step.completion_marker).exists()
 
 
 def _run_step(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.errors import HorovodBuildError
-from unitrain.horovod_wheel import needs, patches
+from unitrain.horovod_wheel import patches, requirements
 from unitrain.horovod_wheel.machine import Machine, Tool
 
 HOROVOD = "0.28.1"
@@ -37,17 +37,17 @@ class Request:
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """A step of a build: the command `argv`, or, if that is empty, the function `name` in `build`. It is skipped if the
-    file `unless` exists.
+    file `completion_marker` exists.
 
-    `fills` is the folder to which the step writes, if builds with other keys share it. It is locked and emptied before
-    the step. The file `unless` is created in it after the step, and marks it as complete.
+    `shared_folder` is the folder to which the step writes, if builds with other keys share it. It is locked and emptied
+    before the step. The file `completion_marker` is created in it after the step, and marks it as complete.
     """
 
     name: str
     description: str
     argv: tuple[str, ...] = ()
-    unless: str | None = None
-    fills: Path | None = None
+    completion_marker: str | None = None
+    shared_folder: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,9 @@ def create_plan(machine: Machine, request: Request) -> BuildPlan:
     """Return the plan of a build. Raises HorovodBuildError with all missing requirements."""
     mpi = machine.mpi is not None if request.mpi is None else request.mpi
     cuda = _uses_cuda_by_default(machine) if request.cuda is None else request.cuda
-    if problems := list(needs.missing_requirements(machine, mpi=mpi, cuda=cuda)):
+    if problems := list(requirements.missing_requirements(machine, mpi=mpi, cuda=cuda)):
         raise HorovodBuildError("\n".join(problems))
-    toolkit = needs.find_toolkit(machine) if cuda else None
+    toolkit = requirements.find_toolkit(machine) if cuda else None
     facts = _wheel_facts(machine, mpi=mpi, cuda=cuda, toolkit=toolkit)
     key = _format_key(facts)
     folder = request.cache / key
@@ -141,7 +141,7 @@ def create_plan(machine: Machine, request: Request) -> BuildPlan:
 
 def _uses_cuda_by_default(machine: Machine) -> bool:
     """Return whether a GPU is visible and all requirements of GPU operations are met."""
-    return machine.torch.visible_gpus > 0 and not list(needs.missing_cuda_requirements(machine))
+    return machine.torch.visible_gpus > 0 and not list(requirements.missing_cuda_requirements(machine))
 
 
 def _wheel_facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | None) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _missing_tools(machine: Machine) -> Iterator[str]:
     for module, requirement in TOOLS.items():
         if module not in machine.modules:
             yield requirement
-    if machine.cmake is None or needs.is_old_cmake(machine.cmake):
+    if machine.cmake is None or requirements.is_old_cmake(machine.cmake):
         yield CMAKE
 
 
@@ -221,14 +221,20 @@ def _build_steps(
         yield Step(name="tools", description="Download the missing build tools into the folder of the build", argv=argv)
     exact = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod")
     argv = (*pip, "download", *exact, "--dest", str(sdist.parent), f"horovod=={HOROVOD}")
-    yield Step(name="download", description=f"Download the sdist of Horovod {HOROVOD}", argv=argv, unless=str(sdist))
+    yield Step(
+        name="download", description=f"Download the sdist of Horovod {HOROVOD}", argv=argv, completion_marker=str(sdist)
+    )
     yield Step(name="unpack", description=f"Check the sha256 ({SDIST_SHA256[:12]}...) of the sdist and unpack it")
     yield Step(name="patch", description=f"Patch the sources: {', '.join(change.name for change in patches.CHANGES)}")
     if pip_toolkit is not None:
         argv = (*pip, "install", "--target", str(pip_toolkit), f"cuda-toolkit[nvcc,cccl]=={machine.torch.cuda}.*")
         description = f"Download NVIDIA's pip wheels of the CUDA {machine.torch.cuda} compiler (about 100 MB)"
         yield Step(
-            name="toolkit", description=description, argv=argv, unless=str(pip_toolkit / "complete"), fills=pip_toolkit
+            name="toolkit",
+            description=description,
+            argv=argv,
+            completion_marker=str(pip_toolkit / "complete"),
+            shared_folder=pip_toolkit,
         )
     if cuda:
         yield Step(name="link", description="Link torch's NCCL with the names that CMake expects")
@@ -261,11 +267,11 @@ def _decision_notes(machine: Machine, request: Request, *, mpi: bool, cuda: bool
         fit = " The wheel only runs on processors of this type." if machine.cpu else ""
         yield f"The build uses the variables {names} and creates a separate wheel.{fit} To ignore them: unset {names}"
     if request.mpi is None and not mpi:
-        yield f"No MPI controller: mpicxx is not on PATH. To add it: {needs.install_command(machine, 'mpi')}"
+        yield f"No MPI controller: mpicxx is not on PATH. To add it: {requirements.install_command(machine, 'mpi')}"
     if from_pip:
         yield f"No CUDA {machine.torch.cuda} toolkit on this machine: the build uses NVIDIA's pip wheels."
     if request.cuda is None and not cuda and machine.torch.cuda:
         if machine.torch.visible_gpus == 0:
             yield "CPU operations only: no GPU is visible on this host. To build for GPU nodes: --with-cuda"
         else:
-            yield from (f"CPU operations only. {reason}" for reason in needs.missing_cuda_requirements(machine))
+            yield from (f"CPU operations only. {reason}" for reason in requirements.missing_cuda_requirements(machine))

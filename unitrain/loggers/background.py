@@ -62,7 +62,8 @@ class BackgroundLogger:
         return time.monotonic() + _FINISH_LIMIT_SECONDS[status]
 
     def wait(self, deadline: float) -> None:
-        """Wait until all queued calls are executed, at most until `deadline`. Others may still be executed later."""
+        """Wait until all queued calls are executed, at most until `deadline`. Remaining calls may still be executed
+        later."""
         if not self.is_disabled:
             self._thread.join(max(0.0, deadline - time.monotonic()))
             if self._thread.is_alive():

@@ -57,7 +57,7 @@ class RunningLoss:
         Raises NonFiniteLossError, on every rank, if the mean is not finite.
         """
         total, count = map(sum, zip(*ranks, strict=True))
-        mean = _mean(total - self._synced_totals[0], count - self._synced_totals[1])
+        mean = _mean_or_nan(total - self._synced_totals[0], count - self._synced_totals[1])
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, ranks)
         self._synced_totals = (total, count)
@@ -68,7 +68,7 @@ class RunningLoss:
         here = self.local_sums()
         (total,), count = self._means.totals(self._communicator)
         self._totals = (total, count)
-        mean = _mean(total, count)
+        mean = _mean_or_nan(total, count)
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, self._communicator.allgather_object(here))
         return mean
@@ -100,7 +100,7 @@ class RunningLoss:
             self._means.load_sum(ranks)
 
 
-def _mean(total: float, count: float) -> float:
+def _mean_or_nan(total: float, count: float) -> float:
     if count < 0 or (count == 0 and total != 0):
         # Counts on a GPU are not checked per batch, which would synchronize with the device.
         raise ModelError(

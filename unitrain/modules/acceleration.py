@@ -1,4 +1,5 @@
-"""Faster execution of the user's model: torch.compile, and the channels-last memory format. Both change it in place."""
+"""Faster execution of the user's model: torch.compile, and the channels-last memory format. Both change the model in
+place."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
       numbers of samples, weight the loss as usual, by `samples * size / step_samples`.
 
     The dummy batch of a rank without samples must not contribute to the losses of other ranks: gather
-    `tensor[:part.samples]`, as in examples/contrastive.py, or use data that is sharded evenly.
+    `tensor[:micro_batch.samples]`, as in examples/contrastive.py, or use data that is sharded evenly.
 
     With grad mode enabled, the result requires grad even if this rank's tensor does not (for example without samples),
     so that every rank takes part in the backward pass. For integers, and in torch.no_grad(), use

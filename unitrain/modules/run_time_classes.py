@@ -9,12 +9,13 @@ from torch import nn
 
 
 class ReplacedForward:
-    """Base of classes with another forward. `replacing_class` combines such a class with the class of a module.
+    """Base class of classes that replace the forward of a module. `replacing_class` combines such a class with the
+    class of a module.
 
     Modules of the combined class can be copied and pickled.
     """
 
-    prefix: ClassVar[str]  # of the names of the combined classes
+    prefix: ClassVar[str]  # prefix of the names of the combined classes
     forward_class: type[ReplacedForward]
     plain: type[nn.Module]  # the class of the module before the change
 

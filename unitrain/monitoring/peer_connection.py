@@ -2,7 +2,7 @@
 
 The operating system closes the connections of a process when it terminates for any reason. At an orderly exit, the
 process first sends a final message. The liveness check uses these connections between ranks, and the supervisor uses
-them to its ranks.
+them to monitor its ranks.
 """
 
 from __future__ import annotations

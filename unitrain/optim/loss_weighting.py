@@ -81,18 +81,18 @@ class LossWeighting:
         self._counted: Tensor | None = None  # number of tokens on all ranks in a complete step
         self._per_sample: Tensor | None = None
 
-    def weight_loss(self, loss: Loss, part: MicroBatch) -> Tensor:
+    def weight_loss(self, loss: Loss, micro_batch: MicroBatch) -> Tensor:
         """Return the weighted loss, to call backward on. The weight of a dummy batch is 0."""
-        weight = self._communicator.size / part.step_samples
+        weight = self._communicator.size / micro_batch.step_samples
         if loss.tokens is None:
-            weight *= part.samples
+            weight *= micro_batch.samples
             return loss.value if weight == 1.0 else loss.value * weight
         here = torch.as_tensor(loss.tokens, dtype=torch.float64, device=self._communicator.device).detach()
-        tokens = here if part.samples else torch.zeros_like(here)
+        tokens = here if micro_batch.samples else torch.zeros_like(here)
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
         if self._per_sample is None:
-            self._per_sample = _power_of_two(self._communicator.allreduce(tokens, "sum") / part.step_samples)
-        return loss.value * (weight if part.samples else 0.0) / self._per_sample.to(loss.value.dtype)
+            self._per_sample = _power_of_two(self._communicator.allreduce(tokens, "sum") / micro_batch.step_samples)
+        return loss.value * (weight if micro_batch.samples else 0.0) / self._per_sample.to(loss.value.dtype)
 
     def loss_scale(self) -> Tensor | None:
         """Return the factor by which gradients are scaled until `finish_step`; None if losses are means over
@@ -103,14 +103,14 @@ class LossWeighting:
         """Return the functions to call while gradients are reduced: one for losses over tokens, otherwise none."""
         return () if self._tokens is None else (self._count,)
 
-    def finish_step(self, optimizer: Optimizer, part: MicroBatch) -> None:
+    def finish_step(self, optimizer: Optimizer, micro_batch: MicroBatch) -> None:
         """If losses are sums over tokens, divide the reduced gradients in `optimizer` by the number of tokens."""
         if self._counted is None or self._per_sample is None:
             return
         tokens, self._counted = self._counted, None
         # A step without tokens has zero gradients: do not divide by 0.
-        factor = torch.where(tokens > 0, part.step_samples * self._per_sample / tokens, 1.0)
-        self._per_sample = torch.where(tokens > 0, _power_of_two(tokens / part.step_samples), self._per_sample)
+        factor = torch.where(tokens > 0, micro_batch.step_samples * self._per_sample / tokens, 1.0)
+        self._per_sample = torch.where(tokens > 0, _power_of_two(tokens / micro_batch.step_samples), self._per_sample)
         gradients: dict[torch.dtype, list[Tensor]] = {}
         for parameter in optimizer_parameters(optimizer):
             if parameter.grad is not None:

@@ -65,31 +65,31 @@ class _TimedDisplay(ProgressDisplay, ABC):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._loss: float | None = None
-        self._slow = ""
+        self._shown_loss: float | None = None
+        self._slow_ranks = ""
 
     def start(self, steps: int | None, epochs: int | None) -> None:
         self._steps, self._epochs = steps, epochs
-        self._done = self._samples = 0
+        self._steps_done = self._samples = 0
         self._started = time.perf_counter()
-        self._due = self._started + self.interval_seconds
+        self._next_update_at = self._started + self.interval_seconds
 
     def step(self, epoch: int, samples: int) -> None:
-        self._done += 1
+        self._steps_done += 1
         self._samples += samples
         now = time.perf_counter()
-        if now >= self._due:
-            self._due = now + self.interval_seconds
+        if now >= self._next_update_at:
+            self._next_update_at = now + self.interval_seconds
             self._show(epoch)
 
     def show_message(self, text: str) -> None:
         self._console.print(text, highlight=False)
 
     def loss(self, value: float) -> None:
-        self._loss = value
+        self._shown_loss = value
 
     def show_slow_ranks(self, description: str) -> None:
-        self._slow = description
+        self._slow_ranks = description
 
     def show_validation(self, epoch: int, results: dict[str, float]) -> None:
         numbers = (f"{name} {value:.4f}" for name, value in results.items())
@@ -97,8 +97,8 @@ class _TimedDisplay(ProgressDisplay, ABC):
 
     def epoch(self, epoch: int, results: dict[str, float]) -> None:
         numbers = (f"{name} {value:.4f}" for name, value in results.items())
-        self._print(self._name(epoch), *numbers, self._speed(), self._slow)
-        self._due = time.perf_counter() + self.interval_seconds
+        self._print(self._name(epoch), *numbers, self._speed(), self._slow_ranks)
+        self._next_update_at = time.perf_counter() + self.interval_seconds
 
     @abstractmethod
     def _show(self, epoch: int) -> None: ...
@@ -111,22 +111,24 @@ class _TimedDisplay(ProgressDisplay, ABC):
         return f"epoch {epoch}" if self._epochs is None else f"epoch {epoch}/{self._epochs}"
 
     def _count(self) -> str:
-        return f"{self._done}" if self._steps is None else f"{self._done}/{self._steps}"
+        return f"{self._steps_done}" if self._steps is None else f"{self._steps_done}/{self._steps}"
 
     def _speed(self) -> str:
         return f"{self._samples / (time.perf_counter() - self._started):,.0f} samples/s"
 
     def _loss_text(self) -> str:
-        return "" if self._loss is None else f"loss {self._loss:.4f}"
+        return "" if self._shown_loss is None else f"loss {self._shown_loss:.4f}"
 
 
 class _Lines(_TimedDisplay):
     def _show(self, epoch: int) -> None:
         left = ""
         if self._steps is not None:
-            seconds = (time.perf_counter() - self._started) / self._done * (self._steps - self._done)
+            seconds = (time.perf_counter() - self._started) / self._steps_done * (self._steps - self._steps_done)
             left = f"{seconds:.0f} s left"
-        self._print(self._name(epoch), f"step {self._count()}", self._loss_text(), self._speed(), left, self._slow)
+        self._print(
+            self._name(epoch), f"step {self._count()}", self._loss_text(), self._speed(), left, self._slow_ranks
+        )
 
 
 class _Bar(_TimedDisplay):
@@ -153,7 +155,7 @@ class _Bar(_TimedDisplay):
         self._bar.update(
             self._task,
             description=self._name(epoch),
-            completed=self._done,
+            completed=self._steps_done,
             count=self._count(),
             loss=self._loss_text(),
             speed=self._speed(),
@@ -161,12 +163,12 @@ class _Bar(_TimedDisplay):
         )
 
     def show_slow_ranks(self, description: str) -> None:
-        if description and description != self._slow:  # above the bar, which is too short for it
+        if description and description != self._slow_ranks:  # above the bar, which is too short for it
             self._print(description)
         super().show_slow_ranks(description)
 
     def epoch(self, epoch: int, results: dict[str, float]) -> None:
-        self._slow = ""
+        self._slow_ranks = ""
         super().epoch(epoch, results)
 
     def __enter__(self) -> Self:

@@ -32,7 +32,7 @@ def draw(result: dict[str, Any], output: Path, headings: Sequence[str], rows: Se
         colors=COLORS,
         title=_title(result),
         environment=_environment(result),
-        names=[(name, f"run-{run % RUNS}") for run, name in enumerate(series)],
+        names=[(name, f"run-{run_index % RUNS}") for run_index, name in enumerate(series)],
         charts=[(chart.title, to_svg(chart)) for chart in charts],
         headings=headings,
         rows=rows,
@@ -108,8 +108,12 @@ def prediction_charts(result: dict[str, Any]) -> list[Chart]:
 
     def lines(column: str, factor: float = 1.0) -> list[Line]:
         return [
-            Line(name, [(row["ranks"], factor * row[column]) for row in result["rows"] if _network(row) == name], run)
-            for run, name in enumerate(series)
+            Line(
+                name,
+                [(row["ranks"], factor * row[column]) for row in result["rows"] if _network(row) == name],
+                run_index,
+            )
+            for run_index, name in enumerate(series)
         ]
 
     return [
@@ -136,8 +140,8 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
         for title, figure in (("samples per second", samples_per_second), ("efficiency, %", _percent(result))):
             lines = [
                 # Every line starts at the single-rank measurement, which is shared by all backends.
-                Line(name, [(row["ranks"], figure(row)) for row in rows if _is_on_line(row, name)], run)
-                for run, name in enumerate(row_names(result))
+                Line(name, [(row["ranks"], figure(row)) for row in rows if _is_on_line(row, name)], run_index)
+                for run_index, name in enumerate(row_names(result))
             ]
             charts.append(LineChart(title, lines, **options))
     return charts

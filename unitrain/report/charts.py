@@ -70,7 +70,7 @@ class Line:
 
     label: str
     points: Points
-    run: int = 0
+    run_index: int = 0
     style: Style = "solid"
 
 
@@ -142,7 +142,10 @@ def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
         if len(names) == 1:
             figure.suptitle(names[0], x=0.012, ha="left", fontsize=12, fontweight="bold")
         else:
-            runs = [Line2D([], [], color=COLORS[f"run-{run % RUNS}"], label=name) for run, name in enumerate(names)]
+            runs = [
+                Line2D([], [], color=COLORS[f"run-{run_index % RUNS}"], label=name)
+                for run_index, name in enumerate(names)
+            ]
             figure.legend(handles=runs, loc="outside upper left", ncols=4, fontsize=10)
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr, call-arg]
         axes = figure.subplots(rows, 2, squeeze=False).flat
@@ -175,13 +178,13 @@ def _draw(axes: Axes, chart: Chart) -> None:
 
 
 def _draw_lines(axes: Axes, chart: LineChart) -> None:
-    last_run = max((line.run for line in chart.lines), default=0)
+    last_run = max((line.run_index for line in chart.lines), default=0)
     for line in chart.lines:
         if not line.points:
             continue
         x, y = zip(*line.points, strict=True)
         values = [float("nan") if value is None else value for value in y]
-        options: dict[str, Any] = {"color": COLORS[f"run-{line.run % RUNS}"], "label": line.label}
+        options: dict[str, Any] = {"color": COLORS[f"run-{line.run_index % RUNS}"], "label": line.label}
         if line.style == "faint":
             options |= {"linewidth": 0.9, "alpha": 0.4, "zorder": 1.5}
         else:
@@ -189,7 +192,7 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             options |= {"marker": "o", "markersize": 3.2 if len(values) <= 40 else 0.8}
             options["linestyle"] = (0, (4, 2)) if line.style == "dashed" else "-"
             if not chart.legend:  # in a comparison, wider lines stay visible below lines with equal values
-                options["linewidth"] = 1.3 + 1.1 * (last_run - line.run)
+                options["linewidth"] = 1.3 + 1.1 * (last_run - line.run_index)
         axes.plot(x, values, **options)
     if chart.logarithmic:
         axes.set_yscale("log")
@@ -219,8 +222,8 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             label, (position, 0), xycoords=("data", "axes fraction"), xytext=(3, 3), textcoords="offset points",
             va="bottom", fontsize=7.5, color=COLORS["muted"],
         )  # fmt: skip
-    for position, value, label, run in chart.dots:
-        color = COLORS[f"run-{run % RUNS}"]
+    for position, value, label, run_index in chart.dots:
+        color = COLORS[f"run-{run_index % RUNS}"]
         axes.plot([position], [value], "o", markersize=7, markerfacecolor="none", markeredgecolor=color)
         axes.annotate(
             label, (position, value), xytext=(0, 8), textcoords="offset points", ha="center",

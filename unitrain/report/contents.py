@@ -29,14 +29,16 @@ def result_charts(records: Sequence[Record]) -> list[LineChart]:
     charts = [_metric_chart(records, metric, in_epochs) for metric in figures.metric_names(records)]
     for title, name in (("learning rate", "learning_rate"), ("samples per second", "samples_per_second")):
         lines = []
-        for run, record in enumerate(records):
+        for run_index, record in enumerate(records):
             rows = record.epochs
             if name == "learning_rate":
                 rows = sorted([*record.epochs, *record.steps], key=lambda row: int(row["step"]))
             elif len(record.steps) > len(record.epochs):
                 style: Style = "faint" if record.epochs else "solid"
-                lines.append(Line("between epochs", figures.chart_points(record.steps, name, in_epochs), run, style))
-            lines.append(Line(record.name, figures.chart_points(rows, name, in_epochs), run))
+                lines.append(
+                    Line("between epochs", figures.chart_points(record.steps, name, in_epochs), run_index, style)
+                )
+            lines.append(Line(record.name, figures.chart_points(rows, name, in_epochs), run_index))
         spans = _slow_rank_spans(records, in_epochs) if name == "samples_per_second" else []
         charts.append(LineChart(title, lines, "", legend=False, from_zero=True, spans=spans))
     x_label = "epoch" if in_epochs else "step"
@@ -87,16 +89,21 @@ def _metric_chart(records: list[Record], metric: str, in_epochs: bool) -> LineCh
     is_comparison = len(records) > 1
     lines: list[Line] = []
     dots = []
-    for run, record in enumerate(records):
+    for run_index, record in enumerate(records):
         names = [name for name in figures.result_names(record) if figures.split_name(name)[1] == metric]
         between_epochs = figures.chart_points(record.steps, "loss", in_epochs) if metric == "loss" else []
         if len(between_epochs) > 1 or not names:
-            lines.append(Line("between epochs", between_epochs, run, "faint" if names else "solid"))
+            lines.append(Line("between epochs", between_epochs, run_index, "faint" if names else "solid"))
         for name in names:
             part, color = _DATASETS[figures.split_name(name)[0]]
             style: Style = "dashed" if is_comparison and part == "training" and len(names) > 1 else "solid"
             lines.append(
-                Line(part, figures.chart_points(record.epochs, name, in_epochs), run if is_comparison else color, style)
+                Line(
+                    part,
+                    figures.chart_points(record.epochs, name, in_epochs),
+                    run_index if is_comparison else color,
+                    style,
+                )
             )
             monitored, mode = figures.monitored_result(record)
             if (

@@ -39,31 +39,31 @@ class FakeBackend(LocalBackend):
         self._peers = peers or (lambda operation, value, rank: value)
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        return _reduce(self._gather("allreduce", super().allreduce(tensor, op)), op)
+        return _reduce(self._gather_from_peers("allreduce", super().allreduce(tensor, op)), op)
 
     def allgather(self, tensor: Tensor) -> Tensor:
-        tensors = self._gather("allgather", super().allgather(tensor))
+        tensors = self._gather_from_peers("allgather", super().allgather(tensor))
         return torch.cat([one.reshape(one.shape or (1,)) for one in tensors])
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        reduced = _reduce(self._gather("reducescatter", super().reducescatter(tensor, op)), op)
+        reduced = _reduce(self._gather_from_peers("reducescatter", super().reducescatter(tensor, op)), op)
         return reduced.chunk(self.size)[self.rank].clone()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        tensors: list[Tensor] = self._gather("broadcast", super().broadcast(tensor, root))
+        tensors: list[Tensor] = self._gather_from_peers("broadcast", super().broadcast(tensor, root))
         return tensors[root].clone()
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        return self._gather("broadcast_object", super().broadcast_object(obj, root))[root]
+        return self._gather_from_peers("broadcast_object", super().broadcast_object(obj, root))[root]
 
     def allgather_object(self, obj: Any) -> list[Any]:
-        return self._gather("allgather_object", super().allgather_object(obj)[0])
+        return self._gather_from_peers("allgather_object", super().allgather_object(obj)[0])
 
     def barrier(self) -> None:
         super().barrier()
         self.calls.append(("barrier", None))
 
-    def _gather(self, operation: str, value: Any) -> list[Any]:
+    def _gather_from_peers(self, operation: str, value: Any) -> list[Any]:
         self.calls.append((operation, value))
         return [value if rank == self.rank else self._peers(operation, value, rank) for rank in range(self.size)]
 

@@ -22,7 +22,7 @@ from unitrain.testing.collectives import is_reduction_supported, make_input, red
 
 
 @contextmanager
-def _small_pieces() -> Iterator[None]:
+def _use_small_pieces() -> Iterator[None]:
     """Set the piece size to 384 bytes, and gather results of any size by broadcasts. All ranks call it."""
     kept = composed_collectives.PIECE_BYTES, composed_collectives.MIN_BROADCAST_BYTES
     composed_collectives.PIECE_BYTES, composed_collectives.MIN_BROADCAST_BYTES = 384, 1
@@ -42,7 +42,7 @@ def reducescatter_in_pieces_equals_that_of_one_piece(backend: Backend) -> None:
         own = inputs[backend.rank]
         for argument in (own, own.t().contiguous().t()):  # contiguous or not
             kept = argument.clone()
-            with _small_pieces():
+            with _use_small_pieces():
                 result = backend.reducescatter(argument, op)  # type: ignore[arg-type]
             expected = reduce_inputs(inputs, op)[3 * backend.rank : 3 * backend.rank + 3]
             assert_close(result, expected, msg=lambda text, case=(dtype, op): f"{case}: {text}")
@@ -60,7 +60,7 @@ def min_and_max_propagate_nan_in_every_piece(backend: Backend) -> None:
             values[:, rank + 3 :: 13] = -torch.inf
             inputs.append(values)
         expected = functools.reduce(torch.minimum if op == "min" else torch.maximum, inputs)[backend.rank]
-        with _small_pieces():
+        with _use_small_pieces():
             result = backend.reducescatter(inputs[backend.rank], op)[0]  # type: ignore[arg-type]
         assert_close(result, expected, equal_nan=True, rtol=0, atol=0)
 
@@ -88,7 +88,7 @@ def allgather_of_large_tensors_concatenates_in_rank_order(backend: Backend) -> N
     ranks = range(backend.size)
     for dtype, counts in itertools.product(DTYPES, ([400, 400, 400], [0, 300, 100], [500, 0, 0], [0, 0, 200])):
         check([make_input(rank, (counts[rank], 50), dtype) for rank in ranks], (dtype, counts))
-    with _small_pieces():
+    with _use_small_pieces():
         for dtype, counts in itertools.product(DTYPES, ([40, 40, 40], [0, 30, 10], [1, 0, 0], [0, 0, 0])):
             check([make_input(rank, (counts[rank], 5), dtype) for rank in ranks], (dtype, counts))
             check([make_input(rank, (5, counts[rank]), dtype).t() for rank in ranks], ("transposed", dtype, counts))

@@ -19,7 +19,9 @@ from unitrain.testing.parameters import TwoHeads
 _LOCAL = "gradients that are not reduced over ranks"
 
 
-def _setup(backend: Backend, **settings: Any) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+def _distribute_model_and_optimizer(
+    backend: Backend, **settings: Any
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
     """Return a model, its distributed model, and its distributed optimizer."""
     model = build()
     wrapped = backend.distributed_model(model, **settings)
@@ -39,7 +41,7 @@ def _assert_step_raises(backend: Backend, model: nn.Module, optimizer: torch.opt
 @contract
 def step_after_backward_inside_no_sync_raises(backend: Backend) -> None:
     for settings in ({}, {"find_unused_parameters": True}, {"compression": "fp16"}):
-        model, wrapped, optimizer = _setup(backend, **settings)
+        model, wrapped, optimizer = _distribute_model_and_optimizer(backend, **settings)
         backward(wrapped, backend.rank, 0)
         with backend.no_sync(wrapped):
             backward(wrapped, backend.rank, 1)
@@ -51,7 +53,7 @@ def step_after_backward_inside_no_sync_raises(backend: Backend) -> None:
 
 @contract
 def grad_scaler_step_on_local_gradients_raises(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend)
+    model, wrapped, optimizer = _distribute_model_and_optimizer(backend)
     scaler = torch.amp.GradScaler(backend.device.type, init_scale=8.0)
     with backend.no_sync(wrapped):
         scaler.scale(loss_of(wrapped(batch(backend.rank)))).backward()
@@ -96,7 +98,7 @@ def one_backward_after_forwards_inside_and_outside_no_sync_reduces_both(backend:
 
 @contract
 def step_after_backward_of_the_unwrapped_model_raises(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend)
+    model, wrapped, optimizer = _distribute_model_and_optimizer(backend)
     if wrapped is model:
         return  # a single process, whose gradients are global
     backward(model, backend.rank)
@@ -171,7 +173,7 @@ def retained_graph_of_an_undetected_output_raises(backend: Backend) -> None:
 
 @contract
 def discarded_local_gradients_are_ignored(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend)
+    model, wrapped, optimizer = _distribute_model_and_optimizer(backend)
     for set_to_none in (True, False):
         with backend.no_sync(wrapped):
             backward(wrapped, backend.rank)
@@ -182,7 +184,7 @@ def discarded_local_gradients_are_ignored(backend: Backend) -> None:
 
 @contract
 def manually_assigned_gradients_are_accepted(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend)
+    model, wrapped, optimizer = _distribute_model_and_optimizer(backend)
     wrapped(batch(backend.rank))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -260,7 +262,7 @@ def one_of_several_optimizers_steps_on_global_gradients(backend: Backend) -> Non
 
 @contract
 def freezing_a_parameter_with_a_local_gradient_raises(backend: Backend) -> None:
-    model, wrapped, optimizer = _setup(backend)
+    model, wrapped, optimizer = _distribute_model_and_optimizer(backend)
     if wrapped is model:
         return
     with backend.no_sync(wrapped):
@@ -336,7 +338,7 @@ def two_models_with_shared_parameters_are_reduced(backend: Backend) -> None:
 
 @contract
 def model_can_be_distributed_twice(backend: Backend) -> None:
-    model, _, optimizer = _setup(backend)
+    model, _, optimizer = _distribute_model_and_optimizer(backend)
     again = backend.distributed_model(model)
     for step in range(2):
         optimizer.zero_grad()

@@ -37,7 +37,7 @@ class TwoHeads(nn.Module):
         return torch.stack([getattr(self, head)(hidden) for head in heads.split()]).sum(0)
 
 
-def _heads(rank: int, step: int) -> str:
+def _choose_heads(rank: int, step: int) -> str:
     """Return the heads that `rank` uses in `step`: rank 0 or all ranks skip one head, no rank does, or ranks
     alternate."""
     return [
@@ -54,9 +54,11 @@ def unused_parameters_have_zero_or_no_gradient(backend: Backend) -> None:
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
     for step in range(4):
         model.zero_grad()
-        loss_of(wrapped(batch(backend.rank, step), _heads(backend.rank, step))).backward()
+        loss_of(wrapped(batch(backend.rank, step), _choose_heads(backend.rank, step))).backward()
         expected = mean_gradients(
-            backend, twin, lambda m, rank, step=step: loss_of(m(batch(rank, step), _heads(rank, step))).backward()
+            backend,
+            twin,
+            lambda m, rank, step=step: loss_of(m(batch(rank, step), _choose_heads(rank, step))).backward(),
         )
         assert_gradients(model, expected)
 

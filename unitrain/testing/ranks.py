@@ -24,7 +24,7 @@ _START_SECONDS = 120.0
 _STACK_SECONDS = 1.0
 _STOP_SECONDS = 20.0
 _AFTER_FAILURE_SECONDS = 15.0
-_fork_server: ForkServer | None = None
+_shared_fork_server: ForkServer | None = None
 
 
 class RankError(AssertionError):
@@ -137,11 +137,11 @@ class RankGroup:
             rank.connection.send([path for path in sys.path if path])
 
     def _start_process(self, arguments: list[str], variables: dict[str, str]) -> subprocess.Popen[bytes] | Child:
-        global _fork_server
+        global _shared_fork_server
         if self._forks:
-            if _fork_server is None or not _fork_server.is_running:
-                _fork_server = ForkServer()
-            return _fork_server.fork(arguments, variables)
+            if _shared_fork_server is None or not _shared_fork_server.is_running:
+                _shared_fork_server = ForkServer()
+            return _shared_fork_server.fork(arguments, variables)
         program = [*self._command, sys.executable, "-m", "unitrain.testing.worker", *arguments]
         return subprocess.Popen(program, env=variables, start_new_session=True)
 

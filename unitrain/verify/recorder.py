@@ -81,14 +81,14 @@ class Recorder(Callback):
         self._start_values = {name: _copy_to_cpu(parameter) for name, parameter in _parameters(trainer).items()}
         self._generators = _rng_digests(trainer.backend.device)
 
-    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: MicroBatch, loss: Loss) -> None:
-        self._samples.append(part.samples)
-        if not part.samples:  # a dummy batch
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, micro_batch: MicroBatch, loss: Loss) -> None:
+        self._samples.append(micro_batch.samples)
+        if not micro_batch.samples:  # a dummy batch
             return
         value = float(loss.value.detach())
-        self._losses.append(value * part.samples if loss.tokens is None else value)
-        self._weights.append(float(part.samples if loss.tokens is None else loss.tokens))
-        self._digest += digest_samples(map_tensors(Tensor.cpu, batch), part.samples)
+        self._losses.append(value * micro_batch.samples if loss.tokens is None else value)
+        self._weights.append(float(micro_batch.samples if loss.tokens is None else loss.tokens))
+        self._digest += digest_samples(map_tensors(Tensor.cpu, batch), micro_batch.samples)
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
         self._rates[:] = [float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group]

@@ -1,8 +1,8 @@
-"""The steps at the end of a backward pass, in one fixed order, and the tensors from which a backward pass can start.
+"""The stages at the end of a backward pass, in one fixed order, and the tensors from which a backward pass can start.
 
 At the end of a backward pass, autograd calls the callbacks that were queued during it, in the order in which they were
 queued. That order depends on which hook happens to run first. `end_of_backward` therefore queues one callback per
-backward, which runs all steps in the order of `Stage`.
+backward, which runs all stages in the order of `Stage`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _OPAQUE_TYPES = (
 
 
 class Stage(IntEnum):
-    """The steps at the end of a backward pass. Steps run in increasing order. The functions of a step run in the order
-    in which they were added.
+    """The stages at the end of a backward pass. Steps run in increasing order. The functions of a stage run in the
+    order in which they were added.
 
     FIND_UNUSED_PARAMETERS: in the first backward pass, exchange the names of unused parameters, and reduce zeros for
-        them. Other ranks wait for these gradients, so no bucket can complete before this step.
+        them. Other ranks wait for these gradients, so no bucket can complete before this stage.
     REDUCE_BUCKETS: start deferred allreduces, and wait for the first collective of every bucket.
     COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
     COMPLETE_TRANSPORT: complete the works of process groups that are written in Python, and raise their errors. If
         DDP's C++ code waited for them first, their errors would lose their type.
     MARK_REDUCED: mark the gradients as reduced, so that an optimizer accepts them.
 
-    After this step, DDP copies the reduced buckets into the gradients, unless the gradients are views of the buckets.
+    After this stage, DDP copies the reduced buckets into the gradients, unless the gradients are views of the buckets.
 
     RAISE_ERRORS: raise ModelError for unused parameters. It is last because other ranks depend on this rank in all
-    previous steps.
+    previous stages.
     """
 
     FIND_UNUSED_PARAMETERS = 1
@@ -53,19 +53,19 @@ class Stage(IntEnum):
 
 
 class EndOfBackward:
-    """Runs the steps at the end of each backward pass.
+    """Runs the stages at the end of each backward pass.
 
     No other object of a backend queues callbacks with autograd. A nested backward pass has a separate sequence of
-    steps.
+    stages.
     """
 
     def __init__(self) -> None:
         # Autograd holds the only strong reference to a sequence, and drops it if the backward pass raises an exception.
         self._sequences: WeakValueDictionary[int, _StageSequence] = WeakValueDictionary()
 
-    def add(self, step: Stage, function: Callable[[], None]) -> None:
-        """Call `function` in `step` at the end of the current backward pass, which may already be executing these
-        steps.
+    def add(self, stage: Stage, function: Callable[[], None]) -> None:
+        """Call `function` in `stage` at the end of the current backward pass, which may already be executing these
+        stages.
 
         The first call in a backward pass must precede the last bucket, after which DDP queues its callback.
         """
@@ -74,22 +74,22 @@ class EndOfBackward:
         if sequence is None or sequence.has_run:
             sequence = self._sequences[backward] = _StageSequence()
             queue_backward_callback(sequence.run)
-        sequence.add(step, function)
+        sequence.add(stage, function)
 
 
 class _StageSequence:
-    """The steps of one backward pass."""
+    """The stages of one backward pass."""
 
     def __init__(self) -> None:
         self.has_run = False
         self._pending: list[tuple[Stage, int, Callable[[], None]]] = []
         self._number = itertools.count()
 
-    def add(self, step: Stage, function: Callable[[], None]) -> None:
-        heapq.heappush(self._pending, (step, next(self._number), function))
+    def add(self, stage: Stage, function: Callable[[], None]) -> None:
+        heapq.heappush(self._pending, (stage, next(self._number), function))
 
     def run(self) -> None:
-        """Run all steps before RAISE_ERRORS, including those that a step adds."""
+        """Run all stages before RAISE_ERRORS, including those that a stage adds."""
         while self._pending and self._pending[0][0] < Stage.RAISE_ERRORS:
             heapq.heappop(self._pending)[2]()
         self.has_run = True

@@ -22,9 +22,9 @@ class ForwardBuffers:
 
     Running statistics of torch's normalization layers are not read in training mode. They differ between ranks while
     their layer is in training mode, and are broadcast from rank 0 when the layer changes to eval mode. All other
-    buffers are broadcast at the first `broadcast`. Afterwards, each call broadcasts the buffers that a forward pass on
-    any rank has written. The ranks search for written buffers in only a few calls, which are the same on every rank.
-    After the first call, buffers that were never written are not broadcast.
+    buffers are broadcast in the first call of `broadcast`. Afterwards, each call broadcasts the buffers that a forward
+    pass on any rank has written. The ranks search for written buffers in only a few calls, which are the same on every
+    rank. After the first call, buffers that were never written are not broadcast.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
@@ -82,7 +82,7 @@ class ForwardBuffers:
         return [buffer for module in changed for buffer in buffers_by_name(module).values() if buffer is not None]
 
     def _find_changed_buffers(self) -> None:
-        """Add the buffers that any rank has written to those that `broadcast` broadcasts. All ranks call it."""
+        """Add the buffers that a forward pass on any rank has written to `_changed_indices`. All ranks call it."""
         is_written = [
             initial is not buffer or version != initial_version
             for (initial, initial_version), (buffer, version) in zip(

@@ -132,7 +132,7 @@ class PowerSGDCompressor(CompressionState):
                 self._scratch[name] = error
             if self._settings.warm_start:
                 before = self._queries.get(name)
-                before = self._first_query(name, query) if before is None else before
+                before = self._random_initial_query(name, query) if before is None else before
                 self._queries[name] = torch.where(finite & is_used, query, before)
         self._reductions += 1
         self.discard_unfinished()
@@ -240,7 +240,9 @@ class PowerSGDCompressor(CompressionState):
         else:
             torch.mul(error, self._scale.to(dtype), out=remainder).add_(own)
         query = self._queries.get(name)
-        query = self._first_query(name, remainder) if query is None else self._fill_columns(name, query.to(dtype))
+        query = (
+            self._random_initial_query(name, remainder) if query is None else self._fill_columns(name, query.to(dtype))
+        )
         smallest, largest = torch.aminmax(own)
         return _Matrix(name, gradient, remainder, _orthonormalize(query), (smallest.ne(0) | largest.ne(0)).to(dtype))
 
@@ -256,7 +258,7 @@ class PowerSGDCompressor(CompressionState):
             columns = self._random_columns[name] = self._random_query(name, query, 0)
         return torch.where(is_noise, columns, query)
 
-    def _first_query(self, name: str, like: Tensor) -> Tensor:
+    def _random_initial_query(self, name: str, like: Tensor) -> Tensor:
         """Return the random Q of a matrix without a Q from an earlier reduction.
 
         With `warm_start` it does not depend on the reduction count, because the count at a parameter's first reduction

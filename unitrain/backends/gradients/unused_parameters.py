@@ -33,7 +33,8 @@ def check_first_backward(
         model: the module with the parameters.
         exchange: returns every rank's argument, in rank order. It must be usable while collectives of the backward are
             in flight.
-        reduces_gradients: returns, during a backward pass, whether it reduces gradients. Others are not checked.
+        reduces_gradients: returns, during a backward pass, whether it reduces gradients. Other backward passes are not
+        checked.
 
     A backward pass that reaches no parameter is not checked either: it computes gradients of the inputs, or of a model
     whose output is this model's input.
