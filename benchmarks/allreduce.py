@@ -24,8 +24,8 @@ import click
 import torch
 from direct_calls import SIZES, take_turn
 from rich.progress import track
-from step_overhead import HOROVOD_DEFAULTS, Contestant
-from tables import BACKENDS, RESULTS, Seconds, keep, ratio
+from step_overhead import HOROVOD_DEFAULTS, SuspendedRanks
+from tables import BACKENDS, RESULTS, Seconds, ratio, save_results
 
 from unitrain.testing import RankGroup
 
@@ -36,14 +36,14 @@ def measure(sizes: Sequence[str], rounds: int, ranks: int) -> dict[str, Seconds]
     """Return the seconds per call by size and contestant, round by round."""
     shuffled = random.Random(0)
     with ExitStack() as stack:
-        contestants: dict[str, tuple[Contestant, str]] = {}
+        contestants: dict[str, tuple[SuspendedRanks, str]] = {}
         for backend, library in DIRECT.items():
             for way, call, variables in (
                 (library, library, HOROVOD_DEFAULTS),
                 (f"unitrain, {backend}", "unitrain", dict[str, str]()),
             ):
                 group = stack.enter_context(RankGroup(backend, ranks, spawn=True, variables=variables))
-                contestants[way] = Contestant(group), call
+                contestants[way] = SuspendedRanks(group), call
                 stack.callback(contestants[way][0].resume)
         results: dict[str, Seconds] = {}
         for size in sizes:
@@ -90,7 +90,7 @@ def main(sizes: list[str], rounds: int, ranks: int, output: Path) -> None:
     # Handle SIGTERM like Ctrl-C: suspended ranks must be resumed before they can exit.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = measure(sizes, rounds, ranks)
-    keep(table(results, ranks), "allreduce", output, ranks=ranks, seconds_per_call=results)
+    save_results(table(results, ranks), "allreduce", output, ranks=ranks, seconds_per_call=results)
 
 
 if __name__ == "__main__":

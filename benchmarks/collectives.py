@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 import torch
 from collective_calls import ALLREDUCE, SIZES, WAYS, take_turn
-from tables import RESULTS, Seconds, keep, ratio
+from tables import RESULTS, Seconds, ratio, save_results
 
 from unitrain.bootstrap import environment
 from unitrain.testing import RankGroup
@@ -89,7 +89,7 @@ def main(transports: Sequence[str], sizes: Sequence[str], rounds: int, ranks: Se
         for transport in transports:
             with start(transport, number) as group:
                 results[f"{transport}, {number} ranks"] = measure(group, sizes, rounds)
-    keep(table(results, sizes), "collectives", output, seconds_per_call=results)
+    save_results(table(results, sizes), "collectives", output, seconds_per_call=results)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 from compressed_loops import HOOKS, WAYS, take_turn
-from tables import columns, frame, keep, options, rows
+from tables import columns, header_lines, options, rows, save_results
 from turns import measure
 
 
@@ -29,8 +29,10 @@ def main(backends: list[str], models: list[str], ways: list[str], rounds: int, r
         "Time of a step with compression, divided by that without, in the same round; below 1, compression is faster."
     )
     header = ["compression", *columns(results)]
-    lines = frame("Time of a step with gradient compression", quoted, "python benchmarks/compression.py", ranks, header)
-    keep([*lines, *rows(results, against)], "compression", output, ranks=ranks, seconds_per_step=results)
+    lines = header_lines(
+        "Time of a step with gradient compression", quoted, "python benchmarks/compression.py", ranks, header
+    )
+    save_results([*lines, *rows(results, against)], "compression", output, ranks=ranks, seconds_per_step=results)
 
 
 if __name__ == "__main__":

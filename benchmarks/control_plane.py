@@ -27,7 +27,7 @@ from typing import Any, Self
 import click
 import torch
 import torch.distributed as dist
-from tables import RESULTS, keep
+from tables import RESULTS, save_results
 from torch import Tensor, nn
 
 from unitrain.backends.base import StartOptions
@@ -293,7 +293,9 @@ def main(sizes: list[int], repeats: int, output: Path) -> None:
     )
     costs = {size: measure_simulated_rank(size, repeats) for size in sizes}
     stores = {size: measure_store_exchange(size, max(1, repeats // 20)) for size in sizes}
-    keep(table(sizes, costs, stores), "control_plane", output, seconds_and_bytes=costs, seconds_over_the_store=stores)
+    save_results(
+        table(sizes, costs, stores), "control_plane", output, seconds_and_bytes=costs, seconds_over_the_store=stores
+    )
 
 
 if __name__ == "__main__":

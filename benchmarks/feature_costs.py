@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 from features import ACCUMULATE, AGAINST, COMMUNICATING, take_turn
-from tables import Results, columns, frame, keep, options, ratio, rows
+from tables import Results, columns, header_lines, options, ratio, rows, save_results
 from turns import measure
 
 
@@ -24,7 +24,7 @@ def table(results: Results, against: dict[str, str], ranks: int) -> list[str]:
         "and in the same round; below 1, the feature reduces the time."
     )
     header = ["feature", *columns(results)]
-    lines = frame("Cost of features", quoted, "python benchmarks/feature_costs.py", ranks, header)
+    lines = header_lines("Cost of features", quoted, "python benchmarks/feature_costs.py", ranks, header)
     lines += rows(results, against)
     if {"accumulate", COMMUNICATING} <= set(against):
         lines += [
@@ -46,7 +46,7 @@ def main(backends: list[str], models: list[str], features: list[str], rounds: in
     wanted = {name for feature in features or AGAINST for name in (feature, AGAINST[feature])}
     against = {feature: base for feature, base in AGAINST.items() if feature in wanted}
     results = {backend: measure(backend, models, list(against), take_turn, rounds, ranks) for backend in backends}
-    keep(table(results, against, ranks), "feature_costs", output, ranks=ranks, seconds_per_micro_batch=results)
+    save_results(table(results, against, ranks), "feature_costs", output, ranks=ranks, seconds_per_micro_batch=results)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ Turn = Callable[[int], float]
 _prepared: dict[tuple[str, str], Turn] = {}
 
 
-def settle(backend: Backend) -> int:
+def pin_to_core(backend: Backend) -> int:
     """Bind this rank to one core, as launchers do, and return its process ID.
 
     If the scheduler moves ranks between cores, the variation between rounds exceeds the differences between the loops.

@@ -19,10 +19,10 @@ from typing import Any
 
 import click
 import torch
-from loops import MODELS, settle
+from loops import MODELS, pin_to_core
 from overlapped_steps import OVERLAPPED, SEQUENTIAL, Step, take_turn
 from rich.progress import track
-from tables import BACKENDS, RESULTS, keep, ratio
+from tables import BACKENDS, RESULTS, ratio, save_results
 
 from unitrain.testing import RankGroup
 
@@ -34,7 +34,7 @@ def measure(backend: str, model: str, rounds: int, ranks: int) -> dict[str, list
     shuffled = random.Random(0)
     steps: dict[str, list[list[Step]]] = {OVERLAPPED: [], SEQUENTIAL: []}
     with RankGroup(backend, ranks, spawn=True) as group:
-        group.run(settle)
+        group.run(pin_to_core)
         for _ in range(_WARM_UP):
             group.run(take_turn, OVERLAPPED, model)
         for number in track(range(rounds + 1), backend):
@@ -101,7 +101,7 @@ def main(backends: list[str], model: str, rounds: int, ranks: int, output: Path)
         backend: {way: [max(step.whole for step in ranks) for ranks in rounds] for way, rounds in steps.items()}
         for backend, steps in results.items()
     }
-    keep(table(results, model, ranks), "overlap", output, ranks=ranks, seconds_per_backward=seconds)
+    save_results(table(results, model, ranks), "overlap", output, ranks=ranks, seconds_per_backward=seconds)
     for backend, steps in results.items():
         (output / f"overlap_{backend}.trace.json").write_text(json.dumps(timeline(steps[OVERLAPPED][-1]), indent=1))
 

@@ -24,8 +24,8 @@ from pathlib import Path
 import click
 from peer_loops import take_turn
 from rich.progress import track
-from step_overhead import HOROVOD_DEFAULTS, Contestant
-from tables import Results, Seconds, frame, keep, options, ratio
+from step_overhead import HOROVOD_DEFAULTS, SuspendedRanks
+from tables import Results, Seconds, header_lines, options, ratio, save_results
 
 from unitrain.testing import RankGroup
 
@@ -63,10 +63,10 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
     results: dict[str, Seconds] = {}
     shuffled = random.Random(0)
     with ExitStack() as stack:
-        contestants: dict[str, Contestant] = {}
+        contestants: dict[str, SuspendedRanks] = {}
         for owner in dict.fromkeys(ways.values()):
             variables = {} if owner == "unitrain" else HOROVOD_DEFAULTS
-            contestants[owner] = Contestant(
+            contestants[owner] = SuspendedRanks(
                 stack.enter_context(RankGroup(backend, ranks, spawn=True, variables=variables))
             )
             stack.callback(contestants[owner].resume)
@@ -105,7 +105,7 @@ def table(results: Results, ranks: int) -> list[str]:
         "library",
         *(word for model in models for word in (f"{model}, ms per step", f"{model} / Trainer")),
     ]
-    lines = frame("Time of a step in other libraries", quoted, "python benchmarks/peers.py", ranks, header)
+    lines = header_lines("Time of a step in other libraries", quoted, "python benchmarks/peers.py", ranks, header)
     for backend, measured in results.items():
         for way, owner in OWNERS[backend].items():
             name = f"unitrain, {way}" if owner == "unitrain" else way
@@ -131,7 +131,7 @@ def main(backends: list[str], models: list[str], rounds: int, ranks: int, output
     versions = {owner: _version(owner) for ways in OWNERS.values() for owner in ways.values() if owner != "by hand"}
     lines = table(results, ranks)
     lines += ["", ", ".join(f"{owner} {version}" for owner, version in versions.items()) + "."]
-    keep(lines, "peers", output, ranks=ranks, versions=versions, seconds_per_step=results)
+    save_results(lines, "peers", output, ranks=ranks, versions=versions, seconds_per_step=results)
 
 
 def _version(owner: str) -> str:

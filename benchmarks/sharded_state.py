@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 from sharded_loops import REPLICATED, WAYS, persistent_bytes, take_turn
-from tables import Results, columns, frame, keep, options, rows
+from tables import Results, columns, header_lines, options, rows, save_results
 from turns import measure
 
 from unitrain.testing import RankGroup
@@ -34,7 +34,9 @@ def count_bytes(backend: str, model: str) -> dict[str, dict[int, tuple[float, fl
 def table(results: Results, memory: dict[str, dict[int, tuple[float, float]]], ranks: int) -> list[str]:
     quoted = "Time of a step / time with a replicated state in the same round; below 1, it is faster."
     header = ["state", *columns(results)]
-    lines = frame("A sharded optimizer state", quoted, "python benchmarks/sharded_state.py", ranks, header, "Adam")
+    lines = header_lines(
+        "A sharded optimizer state", quoted, "python benchmarks/sharded_state.py", ranks, header, "Adam"
+    )
     lines += rows(results, dict.fromkeys(WAYS, REPLICATED))
     lines += ["", "Bytes per parameter on the rank with the most (formula: 16, or 8 + 8 / ranks):", ""]
     lines += [f"| state | {' | '.join(f'{size} ranks' for size in SIZES)} |", "|---" * (1 + len(SIZES)) + "|"]
@@ -50,7 +52,9 @@ def main(backends: list[str], models: list[str], rounds: int, ranks: int, output
     """Measure, print the tables and save them."""
     results = {backend: measure(backend, models, WAYS, take_turn, rounds, ranks) for backend in backends}
     memory = count_bytes(backends[0], models[-1])
-    keep(table(results, memory, ranks), "sharded_state", output, ranks=ranks, seconds_per_step=results, bytes=memory)
+    save_results(
+        table(results, memory, ranks), "sharded_state", output, ranks=ranks, seconds_per_step=results, bytes=memory
+    )
 
 
 if __name__ == "__main__":

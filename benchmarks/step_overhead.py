@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from loops import settle, take_turn
+from loops import pin_to_core, take_turn
 from rich.progress import track
-from tables import Results, Seconds, frame, keep, options, ratio
+from tables import Results, Seconds, header_lines, options, ratio, save_results
 
 from unitrain.testing import RankGroup
 
@@ -34,14 +34,14 @@ HOROVOD_DEFAULTS = {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": str(1
 
 
 @dataclass
-class Contestant:
+class SuspendedRanks:
     """Ranks that run during their turn and are suspended otherwise, because idle ranks of Horovod use CPU
     time."""
 
     group: RankGroup
 
     def __post_init__(self) -> None:
-        self._pids = self.group.run(settle)
+        self._pids = self.group.run(pin_to_core)
         self._signal(signal.SIGSTOP)
 
     def turn(self, way: str, model: str, number: int) -> float:
@@ -70,7 +70,7 @@ def measure(backend: str, models: Sequence[str], rounds: int, ranks: int) -> dic
         RankGroup(backend, ranks, spawn=True, variables=HOROVOD_DEFAULTS) as plain,
         RankGroup(backend, ranks, spawn=True) as own,
     ):
-        by_hand, ours = Contestant(plain), Contestant(own)
+        by_hand, ours = SuspendedRanks(plain), SuspendedRanks(own)
         ways = [(BY_HAND[backend], by_hand), *((way, ours) for way in OURS)]
         for model in models:
             seconds: Seconds = {way: [] for way, _ in ways}
@@ -91,7 +91,9 @@ def table(results: Results, ranks: int) -> list[str]:
     quoted = (
         "Time of the hand-written loop, divided by that of unitrain in the same round; above 1, unitrain is faster."
     )
-    lines = frame("Time of a training step, compared with a hand-written loop", quoted, "make bench", ranks, header)
+    lines = header_lines(
+        "Time of a training step, compared with a hand-written loop", quoted, "make bench", ranks, header
+    )
     for backend, models in results.items():
         for model, seconds in models.items():
             hand = seconds[BY_HAND[backend]]
@@ -110,7 +112,7 @@ def main(backends: list[str], models: list[str], rounds: int, ranks: int, output
     # Handle SIGTERM like Ctrl-C: suspended ranks must be resumed before they can exit.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = {backend: measure(backend, models, rounds, ranks) for backend in backends}
-    keep(table(results, ranks), "step_overhead", output, ranks=ranks, seconds_per_step=results)
+    save_results(table(results, ranks), "step_overhead", output, ranks=ranks, seconds_per_step=results)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def options(*, rounds: int, models: Sequence[str] = MEASURED) -> Callable[[Calla
     return decorate
 
 
-def frame(
+def header_lines(
     title: str, quoted: str, command: str, ranks: int, header: Sequence[str], optimizer: str = "SGD with momentum"
 ) -> list[str]:
     """Return the lines above the rows. `quoted` explains the figures, and `command` reproduces them."""
@@ -82,7 +82,7 @@ def rows(results: Results, against: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def keep(lines: Sequence[str], name: str, output: Path, **figures: Any) -> None:
+def save_results(lines: Sequence[str], name: str, output: Path, **figures: Any) -> None:
     """Print the table, and write it to `name`.md, and the underlying `figures` to `name`.json."""
     text = "\n".join(lines) + "\n"
     click.echo(text)

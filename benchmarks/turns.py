@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from loops import settle
+from loops import pin_to_core
 from rich.progress import track
 from tables import Seconds
 
@@ -23,7 +23,7 @@ def measure(
     results: dict[str, Seconds] = {}
     shuffled = random.Random(0)
     with RankGroup(backend, ranks, spawn=True) as group:
-        group.run(settle)
+        group.run(pin_to_core)
         for model in models:
             seconds: Seconds = {way: [] for way in ways}
             for number in track(range(rounds + 1), f"{backend}, {model}"):  # the first round warms up

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import click
 import torch
-from loops import settle
+from loops import pin_to_core
 from rich.progress import track
-from tables import BACKENDS, RESULTS, Seconds, keep, ratio
+from tables import BACKENDS, RESULTS, Seconds, ratio, save_results
 from torch import nn
 from watched_steps import PARTS, STEP_SECONDS, microseconds
 
@@ -37,7 +37,7 @@ _MODEL_BYTES = 100_000_000
 def measure(backend: str, rounds: int, ranks: int) -> dict[str, list[float]]:
     """Return the microseconds per step of each of PARTS, as the mean over ranks, round by round."""
     with RankGroup(backend, ranks, spawn=True) as group:
-        group.run(settle)
+        group.run(pin_to_core)
         costs_by_rank = [group.run(microseconds, timeout_seconds=300) for _ in track(range(rounds + 1), backend)]
     # The first round warms up.
     return {part: [statistics.fmean(rank[part] for rank in one) for one in costs_by_rank[1:]] for part in PARTS}
@@ -106,7 +106,7 @@ def main(backends: list[str], rounds: int, ranks: int, output: Path) -> None:
     """Measure, print the table and save it."""
     costs = {backend: measure(backend, rounds, ranks) for backend in backends}
     saved = save(rounds)
-    keep(table(costs, saved, ranks), "watch_cost", output, ranks=ranks, microseconds=costs, save_seconds=saved)
+    save_results(table(costs, saved, ranks), "watch_cost", output, ranks=ranks, microseconds=costs, save_seconds=saved)
 
 
 if __name__ == "__main__":

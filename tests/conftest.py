@@ -13,9 +13,9 @@ from hosts import Host, hosts
 TESTS = Path(__file__).parent
 
 
-# The slowest files first, alternately of tests that compute and of tests that wait for processes and timeouts: xdist
-# gives files to its workers in the order of collection, so one worker computes while the other waits, and both end at
-# about the same time.
+# The slowest files come first. Files with tests that compute alternate with files with tests that wait for processes
+# and timeouts. xdist assigns files to its workers in the order of collection, so one worker computes while the other
+# waits, and both finish at about the same time.
 COMPUTING_FILES = (
     "test_contract", "test_iterable_datasets", "test_equivalence", "test_fuzzer", "test_examples", "test_process_group",
     "test_samplers", "test_compile", "test_examples_real", "test_skipped_samples", "test_compression",
@@ -37,12 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else "contract")
     ranking = {name: number for number, name in enumerate(ORDER)}
-    items.sort(key=lambda item: ranking.get(item.path.stem, len(ranking)))  # stable: the order in a file stays
+    items.sort(key=lambda item: ranking.get(item.path.stem, len(ranking)))  # stable within a file
 
 
 @pytest.fixture(autouse=True)
 def restored_environment() -> Iterator[None]:
-    """Undo changes of the environment: commands that run in the test process export variables for their launcher."""
+    """Restore the environment after each test, because commands that run in the test process export variables."""
     before = dict(os.environ)
     yield
     if os.environ != before:
@@ -60,7 +60,7 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Yield two new hosts (`hosts.py`), and end all their processes after the test.
+    """Yield two new hosts (`hosts.py`), and terminate all their processes after the test.
 
     A test that uses them is marked with `requirements.needs_hosts`.
     """

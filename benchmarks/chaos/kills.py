@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from training import OPTIMIZERS, STEPS, Notes, Settings, audit, create_trainer, data, difference, final_weights
+from training import OPTIMIZERS, STEPS, SampleLog, Settings, audit, create_trainer, data, difference, final_weights
 
 import unitrain
 import unitrain.backends.horovod.backend
@@ -142,7 +142,7 @@ def run_rank(attempt: Attempt, rank: int) -> None:
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(attempt.port)}
         environment.export({name: str(value) for name, value in place.items()} | rendezvous)
     kill, folder = attempt.kill, attempt.run / "output"
-    hooks: list[Callback] = [Notes(attempt.run / "notes", attempt.number, rank, attempt.size)]
+    hooks: list[Callback] = [SampleLog(attempt.run / "notes", attempt.number, rank, attempt.size)]
     # If all ranks are to be killed, rank 0 kills itself and the parent immediately kills the other ranks.
     if kill is not None and rank == (kill.victim or 0):
         if kill.way == "step":

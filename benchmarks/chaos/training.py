@@ -68,7 +68,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output[:, 0], target[:, 0])
 
 
-class Notes(Callback):
+class SampleLog(Callback):
     """Writes the samples on which this rank trained in each step. Each line is passed to the kernel before the next
     step."""
 

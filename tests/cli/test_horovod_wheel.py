@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from horovod_machines import GPU_TORCH, changed, planned
+from horovod_machines import GPU_TORCH, create_plan, replace_fields
 
 from unitrain.cli.horovod import horovod
 from unitrain.errors import HorovodBuildError
@@ -24,7 +24,7 @@ from unitrain.horovod_wheel import build, patches, plan
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real sources, through the plan's own download step."""
     cache = tmp_path_factory.mktemp("cache")
-    decided = planned(changed(python=sys.executable), cache=cache)
+    decided = create_plan(replace_fields(python=sys.executable), cache=cache)
     download = next(step for step in decided.build_steps if step.name == "download")
     done = subprocess.run(download.argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -101,7 +101,7 @@ def with_steps(decided: plan.BuildPlan, *steps: plan.Step) -> plan.BuildPlan:
 
 
 def test_a_cached_wheel_is_only_rebuilt_with_force(tmp_path: Path) -> None:
-    decided = with_steps(planned(cache=tmp_path), plan.Step(name="wheel", description="", argv=("true",)))
+    decided = with_steps(create_plan(cache=tmp_path), plan.Step(name="wheel", description="", argv=("true",)))
     decided.folder.mkdir()
     decided.wheel.touch()
     assert build.run(decided, {"PATH": "/usr/bin:/bin"}, hit := Recorded()) == decided.wheel
@@ -112,7 +112,7 @@ def test_a_cached_wheel_is_only_rebuilt_with_force(tmp_path: Path) -> None:
 
 def toolkit_step(folder: Path, script: str) -> plan.Step:
     """The plan's own step for the CUDA toolkit, with a command that needs no network."""
-    decided = planned(cache=folder, cuda=True)
+    decided = create_plan(cache=folder, cuda=True)
     step = next(step for step in decided.build_steps if step.name == "toolkit")
     return dataclasses.replace(step, argv=("sh", "-c", script.replace("TOOLKIT", str(folder / "cuda-13.0"))))
 
@@ -122,7 +122,7 @@ FILL = "mkdir TOOLKIT/nvidia && echo new > TOOLKIT/nvidia/nvcc"
 
 @pytest.mark.parametrize("force", [False, True])
 def test_an_interrupted_installation_of_the_toolkit_is_repeated(tmp_path: Path, force: bool) -> None:
-    decided = planned(cache=tmp_path, cuda=True)
+    decided = create_plan(cache=tmp_path, cuda=True)
     broken = with_steps(decided, toolkit_step(tmp_path, "mkdir TOOLKIT/nvidia && touch TOOLKIT/nvidia/old && exit 1"))
     with pytest.raises(HorovodBuildError, match="Step 'toolkit'"):
         build.run(broken, {"PATH": "/usr/bin:/bin"}, Recorded())
@@ -145,7 +145,11 @@ def test_builds_with_other_keys_share_the_toolkit(tmp_path: Path) -> None:
     compiler += "sleep 0.1; done"
     plans = [
         with_steps(
-            planned(changed(torch=dataclasses.replace(GPU_TORCH, architectures=(version,))), cache=tmp_path, cuda=True),
+            create_plan(
+                replace_fields(torch=dataclasses.replace(GPU_TORCH, architectures=(version,))),
+                cache=tmp_path,
+                cuda=True,
+            ),
             toolkit_step(tmp_path, slow),
             plan.Step(name="wheel", description="", argv=("sh", "-c", compiler)),
         )
@@ -168,7 +172,9 @@ def test_a_failed_step_reports_the_error_a_fix_and_the_log(tmp_path: Path) -> No
     script = (
         "echo '[ 40%] Building'; echo 'x.cc:1: fatal error: No space left on device'; echo 'make: *** Error'; exit 3"
     )
-    decided = with_steps(planned(cache=tmp_path), plan.Step(name="wheel", description="", argv=("sh", "-c", script)))
+    decided = with_steps(
+        create_plan(cache=tmp_path), plan.Step(name="wheel", description="", argv=("sh", "-c", script))
+    )
     with pytest.raises(HorovodBuildError) as caught:
         build.run(decided, {"PATH": "/usr/bin:/bin"}, seen := Recorded())
     message = str(caught.value)
@@ -181,7 +187,7 @@ def test_a_failed_step_reports_the_error_a_fix_and_the_log(tmp_path: Path) -> No
 
 
 def test_an_sdist_with_another_checksum_is_refused(tmp_path: Path) -> None:
-    decided = with_steps(planned(cache=tmp_path), plan.Step(name="unpack", description=""))
+    decided = with_steps(create_plan(cache=tmp_path), plan.Step(name="unpack", description=""))
     decided.sdist.parent.mkdir()
     decided.sdist.write_bytes(b"something else")
     with pytest.raises(HorovodBuildError, match=r"is not the sdist of Horovod 0\.28\.1: its sha256 is .*rm "):

@@ -75,7 +75,7 @@ def test_cases_depend_only_on_the_seed_and_can_be_parsed_from_their_text() -> No
     assert drawn == [cases.draw_case(seed) for seed in range(300)]
     assert {case["kind"] for case in drawn} == {"trainer", "loop", "collective"}
     for case in drawn:
-        assert cases.read(cases.to_json(case)) == case
+        assert cases.parse_case(cases.to_json(case)) == case
 
 
 def test_every_field_is_drawn_with_every_value() -> None:
@@ -100,7 +100,7 @@ def test_shrinking_ends_at_the_simplest_case_that_fails(monkeypatch: pytest.Monk
     monkeypatch.setattr(runner, "find_failures", fails)
     case = next(case for case in map(cases.draw_case, range(1000)) if case["kind"] == "trainer" and fails(case, None))
     small, _ = runner.shrink(case, ["parameters differ"], runner.Pool())
-    assert cases.read(cases.to_json(small)) == small
+    assert cases.parse_case(cases.to_json(small)) == small
     assert {name for name in small if small[name] != cases.SIMPLEST[name]} <= {"seed", "clip", "features"}
     assert small["features"] == ["tied"]
 

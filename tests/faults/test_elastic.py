@@ -121,7 +121,7 @@ def test_elastic_job_follows_added_and_removed_hosts(tmp_path: Path, undisturbed
                 wait_until(tmp_path, size=2, step=25)
                 output, _ = launch.communicate(timeout=SECONDS)
             finally:
-                first.end_all()
+                first.kill_all()
         third.wait_until_all_exited(10)
     assert launch.returncode == 0, output
     assert "there are 3 slots instead of 2" in output
@@ -146,13 +146,13 @@ def test_elastic_torchrun_continues_on_the_remaining_hosts(tmp_path: Path, undis
         agents = []
         for host in (first, second):
             agents.append(ended.enter_context(host.start(["sh", "-c", lines[f"{host.name}:"]], VARIABLES)))
-            ended.callback(host.end_all)
+            ended.callback(host.kill_all)
         wait_until(tmp_path, size=2, step=6)
         second.kill()
         wait_until(tmp_path, size=1, step=11)
         (tmp_path / "shrunk").touch()
         agents.append(ended.enter_context(third.start(["sh", "-c", lines["h3:"]], VARIABLES)))
-        ended.callback(third.end_all)
+        ended.callback(third.kill_all)
         wait_until(tmp_path, size=2, step=12)
         outputs = [agents[place].communicate(timeout=SECONDS)[0] for place in (0, 2)]
     assert [agents[0].returncode, agents[2].returncode] == [0, 0], outputs

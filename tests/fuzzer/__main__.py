@@ -2,7 +2,7 @@
 
 python -m tests.fuzzer --seed 123              one case, shrunk if it fails
 python -m tests.fuzzer --case '{...}'          one case as JSON
-python -m tests.fuzzer --known [NAME ...]      the smallest cases of defects that were found before
+python -m tests.fuzzer --known [NAME ...]      the smallest cases of the defects that were found
 python -m tests.fuzzer --cases 1000 --first 0  many; exits with 1 if any fails
 """
 
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--stop-at-first-failure", action="store_true", help="run no case after one that fails")
     arguments = parser.parse_args()
     if arguments.case is not None:
-        chosen = [("case", cases.read(arguments.case))]
+        chosen = [("case", cases.parse_case(arguments.case))]
     elif arguments.known is not None:
         if unknown := [name for name in arguments.known if name not in known.CASES]:
             parser.error(f"no known case is named {unknown[0]!r}")

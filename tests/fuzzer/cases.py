@@ -1,4 +1,4 @@
-"""Random cases as plain data: what is drawn, what goes together, and what is simpler."""
+"""Random cases as plain data: drawing, constraints between fields, and simplification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .parts import SCHEDULERS
 
 Case = dict[str, Any]
 
-# The simplest value of each field of a case with the Trainer, which shrinking goes back to.
+# The simplest value of each field of a case with the Trainer. Shrinking restores these values.
 SIMPLEST: Case = {
     "kind": "trainer",
     "seed": 0,
@@ -91,7 +91,7 @@ HALF_COMPRESSION = ("fp16", "bf16")
 
 
 def draw_case(seed: int) -> Case:
-    """Return the case of `seed`: a pure function of it."""
+    """Return the case of `seed`. The case depends on the seed only."""
     r = random.Random(seed)
     kind = r.choices(["trainer", "loop", "collective"], [78, 14, 8])[0]
     if kind == "loop":
@@ -102,10 +102,10 @@ def draw_case(seed: int) -> Case:
         from .collectives import draw_collectives
 
         return draw_collectives(r, seed)
-    return make_valid(_draw_trainer(r, seed))
+    return make_valid(_draw_trainer_case(r, seed))
 
 
-def _draw_trainer(r: random.Random, seed: int) -> Case:
+def _draw_trainer_case(r: random.Random, seed: int) -> Case:
     def maybe(chance: float, value: Any, otherwise: Any = None) -> Any:
         return value if r.random() < chance else otherwise
 
@@ -157,7 +157,7 @@ def _draw_trainer(r: random.Random, seed: int) -> Case:
     case["show_every"] = r.choice([None, 1, 2])
     case["epochs"] = r.randint(1, 5)
     case["extra_call"] = maybe(0.4, r.choice(["evaluate", "predict"]))
-    _combine(r, case)
+    _combine_features(r, case)
     case["again"] = maybe(
         0.12, [r.choice(["on_micro_batch_end", "on_before_optimizer_step", "on_step_end"]), r.randint(1, 5)]
     )
@@ -178,14 +178,14 @@ def _draw_trainer(r: random.Random, seed: int) -> Case:
     if "complex" in case["features"] and r.random() < 0.8:
         segments, case["output"] = segments[-1:], False
         case["checkpoint_every_steps"] = case["counting"] = None
-    if r.random() < 0.3:  # to resume on the same ranks is the usual thing
+    if r.random() < 0.3:  # runs usually resume on the same number of ranks
         for segment in segments:
             segment.update({name: segments[0][name] for name in ("backend", "size", "accumulate")})
     case["segments"] = segments
     return case
 
 
-def _combine(r: random.Random, case: Case) -> None:
+def _combine_features(r: random.Random, case: Case) -> None:
     """Draw some combinations more often, in which several parts of the code interact."""
     features = set(case["features"])
     combination = r.random()
@@ -208,14 +208,14 @@ def _combine(r: random.Random, case: Case) -> None:
 
 
 def make_valid(case: Case) -> Case:
-    """Return `case` with the fields that do not go together set to simpler values, so that the case is a valid run."""
+    """Return `case` with incompatible fields set to simpler values, so that the case is a valid run."""
     case = copy.deepcopy(case)
     if case["kind"] == "trainer":
-        _fit_data(case)
-        _fit_model(case)
-        _fit_steps(case)
-        _fit_results(case)
-        _fit_layout(case)
+        _make_data_valid(case)
+        _make_model_valid(case)
+        _make_steps_valid(case)
+        _make_results_valid(case)
+        _make_layout_valid(case)
     return case
 
 
@@ -224,9 +224,10 @@ def makes_batches(case: Case) -> bool:
     return case["source"] in ("batches", "map_batches") or case["sampler"] == "batches"
 
 
-def _fit_data(case: Case) -> None:
+def _make_data_valid(case: Case) -> None:
     source = case["source"]
-    if case["compression"] == "powersgd":  # is compared with another layout, so that nothing may depend on ranks
+    if case["compression"] == "powersgd":
+        # The result is compared with another layout, so it must not depend on the number of ranks.
         case["collate"] = None if case["collate"] in ("noise", "skip") else case["collate"]
         source = case["source"] = "shared" if source == "own" else source
     if source in ("batches", "map_batches"):
@@ -244,7 +245,7 @@ def _fit_data(case: Case) -> None:
     if source != "subset":
         case["negative"] = False
     if case["collate"] == "noise":
-        case["workers"] = 0  # workers begin their random numbers anew with each epoch, also one that is resumed
+        case["workers"] = 0  # workers are reseeded in every epoch, including a resumed one
     if not case["workers"]:
         case["persistent"] = False
     if source not in ("batches", "map_batches"):
@@ -253,7 +254,7 @@ def _fit_data(case: Case) -> None:
         case["reuse"] = False
     if not (makes_batches(case) or source == "own"):
         case["uneven"] = "weight"
-    # Enough samples for a rank of each layout, and for a step where the rest is dropped.
+    # Enough samples for every rank of each layout, and for one step if the remainder is dropped.
     least = max(7, case["global_batch"] + 2 * (source == "subset"))
     if case["drop_last"]:
         least = 3 * case["global_batch"]
@@ -262,15 +263,15 @@ def _fit_data(case: Case) -> None:
     case["samples"] = max(case["samples"], least)
 
 
-def _fit_model(case: Case) -> None:
+def _make_model_valid(case: Case) -> None:
     features = set(case["features"]) - {"late"}
     if case["change"] and case["change"][0] == "add":
-        case["scheduler"] = None  # torch's schedulers know the groups that there were
+        case["scheduler"] = None  # torch's schedulers handle only the groups that existed when they were created
         features.add("late")
     if "complex" in features:
         features.discard("max_norm")
         if case["precision"] == "fp16":
-            case["precision"] = "fp32"  # torch's GradScaler does not know complex gradients on a CPU
+            case["precision"] = "fp32"  # torch's GradScaler does not support complex gradients on a CPU
         if case["optimizer"] == "Adafactor" or case["optimizer_settings"].get("fused"):
             case["optimizer"], case["optimizer_settings"] = "SGD", {"lr": 0.05}
     if "object" in features:
@@ -290,7 +291,7 @@ def _fit_model(case: Case) -> None:
     case["features"] = sorted(features)
 
 
-def _fit_steps(case: Case) -> None:
+def _make_steps_valid(case: Case) -> None:
     if makes_batches(case):
         case["lr_scaling"] = "none"
     if case["lr_scaling"] == "none":
@@ -308,7 +309,7 @@ def _fit_steps(case: Case) -> None:
         case["scheduler_every"] = "step"
 
 
-def _fit_results(case: Case) -> None:
+def _make_results_valid(case: Case) -> None:
     if case["loss"] != "mse":
         case["metrics"] = [name for name in case["metrics"] if not name[0].isupper()]
     if case["validation"] in ("shared", "own"):
@@ -324,8 +325,8 @@ def _fit_results(case: Case) -> None:
         case["extra_call"] = "evaluate"
 
 
-def _fit_layout(case: Case) -> None:
-    case["segments"] = segments = _fitting(case, case["segments"], makes_batches(case))
+def _make_layout_valid(case: Case) -> None:
+    case["segments"] = segments = _equalize_step_sizes(case, case["segments"], makes_batches(case))
     segments[-1]["end"] = None
     if case["collate"] == "noise" or case["change"]:
         case["again"] = None
@@ -343,8 +344,9 @@ def _fit_layout(case: Case) -> None:
         case["show_every"] = 1
 
 
-def _fitting(case: Case, segments: list[Case], uninterrupted: bool) -> list[Case]:
-    """Return the segments with the same samples per step in each of them, whatever its ranks."""
+def _equalize_step_sizes(case: Case, segments: list[Case], uninterrupted: bool) -> list[Case]:
+    """Return the segments with the same number of samples per step in each segment, regardless of its number of
+    ranks."""
     randomness = case["collate"] == "noise"
     same = case["source"] == "own" or randomness or case["compression"] in ("fp16", "bf16")
     same = same or {"norm", "buffer", "sync_norm", "max_norm"} & set(case["features"])
@@ -398,13 +400,14 @@ def simpler_cases(case: Case) -> Iterator[Case]:
 
 
 def to_json(case: Case) -> str:
-    """Return `case` as JSON, of a case with the Trainer only what is not the simplest."""
+    """Return `case` as JSON. For a case with the Trainer, the JSON contains only the fields that differ from
+    `SIMPLEST`."""
     if case["kind"] != "trainer":
         return json.dumps(case)
     return json.dumps({name: value for name, value in case.items() if value != SIMPLEST[name]})
 
 
-def read(text: str) -> Case:
+def parse_case(text: str) -> Case:
     """Return the case that `to_json` wrote."""
     found = json.loads(text)
     return make_valid({**SIMPLEST, **found}) if found.get("kind", "trainer") == "trainer" else found

@@ -34,8 +34,8 @@ def draw_collectives(r: random.Random, seed: int) -> Case:
         call = [level, name, r.choice(OPS), dtype, r.choice([0, 1, 2, 3, MANY_ROWS])]
         special = r.choice(["plain", "nan", "inf", "large"])
         if special == "nan" and level == "group" and backend == "ddp":
-            special = "plain"  # the process group is torch's, which loses NaN in a minimum or maximum
-        # What complex infinities multiply to depends on how the product is worked out.
+            special = "plain"  # torch's process group does not propagate NaN in a minimum or maximum
+        # The product of complex infinities depends on the algorithm.
         calls.append([*call, "plain" if dtype.startswith("complex") else special])
     return {"kind": "collective", "seed": seed % 1000, "backend": backend, "size": size, "calls": calls}
 
@@ -53,8 +53,8 @@ def simpler_collectives(case: Case) -> Iterator[Case]:
         yield {**case, "size": 2}
 
 
-def tensor_of(case: Case, number: int, rank: int) -> Tensor:
-    """Return what a rank gives to call `number`: [rows * size, 2]."""
+def input_tensor(case: Case, number: int, rank: int) -> Tensor:
+    """Return the input of a rank for call `number`: [rows * size, 2]."""
     _, _, op, name, rows, special = case["calls"][number]
     dtype: torch.dtype = getattr(torch, name)
     generator = torch.Generator().manual_seed(100 * case["seed"] + 10 * number + rank)
@@ -64,7 +64,7 @@ def tensor_of(case: Case, number: int, rank: int) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         value = torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64)
         if special in ("nan", "inf") and rows and rank == case["seed"] % case["size"]:
-            # Transports reduce the parts of a tensor in different orders, and lose nan in some of these only.
+            # Transports reduce the parts of a tensor in different orders, and lose nan only in some of these orders.
             value[number % len(value), 0] = value[len(value) // 2, 0] = value[-1, 1] = float(special)
         return value.to(dtype)
     value = torch.randint(0, 5, shape, generator=generator)
@@ -78,16 +78,17 @@ def tensor_of(case: Case, number: int, rank: int) -> Tensor:
     return value.to(dtype)
 
 
-def weights_of(case: Case, number: int, rank: int) -> Tensor:
-    """Return what a rank multiplies the result of a differentiable allgather by before it sums it to its loss."""
+def input_weights(case: Case, number: int, rank: int) -> Tensor:
+    """Return the weights by which a rank multiplies the result of a differentiable allgather. Its loss is the sum of
+    the products."""
     _, _, _, name, rows, _ = case["calls"][number]
     generator = torch.Generator().manual_seed(100 * case["seed"] + 10 * number + rank + 5)
     value = torch.randn(rows * case["size"] ** 2, 2, generator=generator, dtype=torch.float64)
     return value.to(getattr(torch, name))
 
 
-def reduced(tensors: list[Tensor], op: str) -> Tensor:
-    """Return the reduction of the ranks' tensors, computed in the widest dtype; nan wins in min and max."""
+def reduce_tensors(tensors: list[Tensor], op: str) -> Tensor:
+    """Return the reduction of the ranks' tensors, computed in the widest dtype. A minimum or maximum propagates nan."""
     dtype = tensors[0].dtype
     if dtype.is_floating_point:
         wide = torch.stack(tensors).double()
@@ -106,21 +107,21 @@ def reduced(tensors: list[Tensor], op: str) -> Tensor:
 
 
 def run(backend: Any, case: Case) -> list[Any]:
-    """Make the calls of a case on this rank and return each result, or the name of the class of its exception."""
+    """Run the calls of a case on this rank. Return each result, or the class name of the exception."""
     results: list[Any] = []
     for number, (level, name, op, *_) in enumerate(case["calls"]):
-        tensor = tensor_of(case, number, backend.rank)
+        tensor = input_tensor(case, number, backend.rank)
         before = tensor.clone()
         try:
             if level == "group":
                 results.append(_group_call(name, op, tensor, backend.size))
                 continue
             if name == "differentiable_allgather":
-                results.append(_gathered_with_gradient(backend, tensor, weights_of(case, number, backend.rank)))
+                results.append(_gather_with_gradient(backend, tensor, input_weights(case, number, backend.rank)))
                 continue
             arguments: dict[str, Any] = {"op": op} if name in ("allreduce", "reducescatter") else {}
             results.append(getattr(backend, name)(tensor, **arguments).clone())
-            if not _same(tensor, before, 0.0):
+            if not _is_close(tensor, before, 0.0):
                 results[-1] = "changed its input"
         except Exception as error:
             results.append(f"{type(error).__name__}: {error}")
@@ -128,7 +129,7 @@ def run(backend: Any, case: Case) -> list[Any]:
     return [one if isinstance(one, str) else (str(one.dtype), list(one.shape), one.tolist()) for one in results]
 
 
-def _gathered_with_gradient(backend: Any, tensor: Tensor, weights: Tensor) -> Tensor:
+def _gather_with_gradient(backend: Any, tensor: Tensor, weights: Tensor) -> Tensor:
     """Return the tensors of all ranks, followed by the gradient of this rank's tensor."""
     import unitrain
 
@@ -164,7 +165,7 @@ def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
     """Return the wrong results. An error must be raised on every rank, and must be an expected one."""
     rank_results = ranks((case["backend"], case["size"]), run, case)
     for number, (level, name, op, dtype, rows, special) in enumerate(case["calls"]):
-        tensors = [tensor_of(case, number, rank) for rank in range(case["size"])]
+        tensors = [input_tensor(case, number, rank) for rank in range(case["size"])]
         kind = tensors[0].dtype
         found = [results[number] for results in rank_results]
         what = f"{level} {name}({dtype} [{rows * case['size']}, 2], {op}, {special}) on {case['backend']}"
@@ -182,18 +183,18 @@ def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
             if name == "allgather":
                 expected = torch.cat(tensors)
             elif name == "differentiable_allgather":
-                gradients = reduced([weights_of(case, number, other) for other in range(case["size"])], "sum")
+                gradients = reduce_tensors([input_weights(case, number, other) for other in range(case["size"])], "sum")
                 expected = torch.cat([*tensors, gradients.chunk(case["size"])[rank] if rows else gradients])
             elif name == "broadcast":
                 expected = tensors[0]
             elif name == "reduce" and rank:
                 continue
             else:
-                expected = reduced(tensors, op)
+                expected = reduce_tensors(tensors, op)
                 if name in ("reducescatter", "reduce_scatter"):
                     expected = expected.chunk(case["size"])[rank] if len(expected) else expected
             tolerance = {"float16": 1e-2, "bfloat16": 3e-2, "float32": 1e-5, "complex64": 1e-5}.get(dtype, 1e-12)
-            if not _same(result, expected, tolerance):
+            if not _is_close(result, expected, tolerance):
                 return [f"collective: {what}: rank {rank} has {_format_tensor(result)}, not {_format_tensor(expected)}"]
     return []
 
@@ -203,7 +204,7 @@ def _format_tensor(tensor: Tensor) -> str:
     return values if len(values) <= 400 else f"{values[:200]} ... {values[-200:]}"
 
 
-def _same(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+def _is_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return False
     if found.dtype.is_floating_point or found.dtype.is_complex:

@@ -1,7 +1,6 @@
-"""Training loops without the Trainer: random forwards and backwards between steps, in and out of `no_sync`.
-
-The promise: a step either has the mean over ranks of everything that was added to the gradients since the step before,
-or raises ModelError on every rank. A loop in the usual form must not raise.
+"""Training loops without the Trainer: random forward and backward passes between steps, inside and outside `no_sync`.
+Expectation: a step either uses the mean over ranks of all gradients accumulated since the previous step, or raises
+ModelError on every rank. A loop in the usual form must not raise an error.
 """
 
 from __future__ import annotations
@@ -61,7 +60,8 @@ def _draw_step(r: random.Random, case: Case, unusual: str) -> list[list[Any]]:
 
 
 def is_usual(case: Case) -> bool:
-    """Whether every rank must accept the loop: each round is wholly in or out of `no_sync`, and the last one is out."""
+    """Return whether every rank must accept the loop: each round is entirely inside or outside `no_sync`, and the last
+    one is outside."""
     for operations in case["steps"]:
         moves = [operation for operation in operations if operation[0] in ("forward", "backward")]
         if not moves or not all(operation[2] for operation in moves if operation[0] == "forward"):
@@ -84,8 +84,8 @@ class Opaque:
         self.value = value
 
 
-class Halves(nn.Module):
-    """Two parts that a forward may use alone, and one that is shared by both."""
+class SharedParts(nn.Module):
+    """Two parts that a forward pass may use separately, and a third part that both use."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -142,9 +142,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.01)
 
 
-def expected(case: Case) -> list[list[Tensor]]:
+def expected_parameters(case: Case) -> list[list[Tensor]]:
     """Return the parameters after each step: those of SGD on the mean of the ranks' gradients."""
-    model = Halves(case)
+    model = SharedParts(case)
     parameters, optimizer = list(model.parameters()), make_optimizer(model)
     after = []
     for number in range(len(case["steps"])):
@@ -163,10 +163,10 @@ def expected(case: Case) -> list[list[Tensor]]:
 
 
 def run(backend: Any, case: Case) -> dict[str, Any]:
-    """Run a case on this rank and return the parameters after each step, and the exception that ended it, if any."""
+    """Run a case on this rank and return the parameters after each step, and the exception that stopped it, if any."""
     import unitrain
 
-    model = Halves(case)
+    model = SharedParts(case)
     after: list[list[Tensor]] = []
     try:
         compression: Any = "none"
@@ -187,7 +187,7 @@ def run(backend: Any, case: Case) -> dict[str, Any]:
 
 
 def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
-    """Return how a loop differs from its promise."""
+    """Return the differences between the results of a loop and the expected results."""
     rank_results = ranks((case["backend"], case["size"]), run, case)
     errors = [one["error"] for one in rank_results]
     if any(errors):
@@ -197,7 +197,7 @@ def check(case: Case, ranks: Callable[..., list[Any]]) -> list[str]:
             return [f"error {first[0]}: the ranks raised {sorted(kinds)}: {first[1]}\n{first[2]}"]
         if is_usual(case):
             return [f"error {first[0]}: a valid loop raised an error: {first[1]}"]
-    wanted = expected(case)
+    wanted = expected_parameters(case)
     for rank, one in enumerate(rank_results):
         if len(one["after"]) != len(rank_results[0]["after"]):
             return [f"steps: rank {rank} made {len(one['after'])} steps, rank 0 {len(rank_results[0]['after'])}"]
@@ -226,12 +226,12 @@ def simpler_loop(case: Case) -> Iterator[Case]:
     for at, operations in enumerate(steps):
         for place, operation in enumerate(operations):
             without = operations[:place] + operations[place + 1 :]
-            changes = [without] if _balanced(without) else []
+            changes = [without] if _is_balanced(without) else []
             pairs = [
                 [o for i, o in enumerate(operations) if i not in (place, other)]
                 for other in range(place + 1, len(operations))
             ]
-            changes += [pair for pair in pairs if _balanced(pair)]
+            changes += [pair for pair in pairs if _is_balanced(pair)]
             if operation[0] == "forward" and operation != ["forward", True, True, "all"]:
                 for value in (
                     ["forward", True, *operation[2:]],
@@ -247,8 +247,8 @@ def simpler_loop(case: Case) -> Iterator[Case]:
                 yield {**case, "steps": [*steps[:at], changed, *steps[at + 1 :]]}
 
 
-def _balanced(operations: list[list[Any]]) -> bool:
-    """Whether each backward has its loss, and at least one is left."""
+def _is_balanced(operations: list[list[Any]]) -> bool:
+    """Return whether each backward pass has a loss, and at least one loss is left."""
     losses = backwards = 0
     for operation in operations:
         if operation[0] == "forward":

@@ -1,10 +1,10 @@
 """The expected result of a case with the Trainer, from plain torch in one process with the global batch in float64.
 
-Nothing here knows unitrain. From the run under test comes only which samples it took in each step (the trace), because
-shuffling is random; `check_samples` checks them, and `Oracle` trains on them. Interruptions, checkpoints,
-backends, numbers of ranks, accumulation and workers do not occur: they must not change the result. The exceptions are
-what the contract defines by rank: a BatchNorm that is not synchronized and other state that a forward changes, which
-see the samples of one rank, and compression, which rounds the gradients of each rank.
+This module does not use unitrain. Its only input from the run under test is the trace: the samples of each step, which
+depend on random shuffling. `check_samples` checks the trace, and `Oracle` trains on it. Interruptions, checkpoints,
+backends, numbers of ranks, accumulation and workers are not simulated, because they must not change the result. The
+exceptions are properties that the contract defines per rank: unsynchronized BatchNorm and other state that a forward
+pass changes, which depend on the samples of one rank, and compression, which rounds the gradients of each rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Piece(NamedTuple):
-    """Samples that go through one forward; `live` is whether they count, or only keep a rank busy."""
+    """The samples of one forward pass. `live` is False for a dummy batch."""
 
     rank: int
     numbers: list[int]
@@ -48,11 +48,11 @@ class Step(NamedTuple):
         ]
 
 
-# Which samples a run takes
+# Checks of the samples of a run
 
 
 def check_samples(case: Case, trace: list[Step]) -> list[str]:
-    """Return what is wrong with the samples of the steps: each must be the next ones of its epoch's order."""
+    """Return the errors in the samples of the steps: each step must use the next samples in the order of its epoch."""
     wrong = []
     for epoch in sorted({step.epoch for step in trace}):
         steps = [step.samples for step in trace if step.epoch == epoch]
@@ -62,20 +62,20 @@ def check_samples(case: Case, trace: list[Step]) -> list[str]:
 
 
 def _check_epoch(case: Case, epoch: int, steps: list[list[int]], uninterrupted: bool) -> Iterator[str]:
-    batches = _batches_of_steps(case, epoch)
+    batches = _samples_by_step(case, epoch)
     if batches is not None:
-        expected = [sorted(_kept(case, batch)) for batch in batches]
+        expected = [sorted(_without_bad_samples(case, batch)) for batch in batches]
         found = [sorted(step) for step in steps]
         if found != (expected if uninterrupted else expected[: len(found)]) and not (
             case["collate"] == "skip"
-            and _equal_but_bad(found, batches[: len(found)], uninterrupted and len(found) < len(batches))
+            and _equals_except_bad_samples(found, batches[: len(found)], uninterrupted and len(found) < len(batches))
         ):
             at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
             yield f"step {at + 1} of {len(found)}: {found[at : at + 2]}, not {expected[at : at + 2]} of {len(expected)}"
         return
-    # The order is random: only which samples there are is known, and how many are in each step.
+    # The order is random: only the set of samples and the number of samples per step are known.
     counts = Counter(number for step in steps for number in step)
-    allowed, most, length = _pool(case)
+    allowed, most, length = _possible_samples(case)
     expected_length = length - length % case["global_batch"] if case["drop_last"] else length
     lengths = [len(step) for step in steps]
     if case["collate"] != "skip":
@@ -86,14 +86,15 @@ def _check_epoch(case: Case, epoch: int, steps: list[list[int]], uninterrupted: 
     for number, times in counts.items():
         if number not in allowed or times > most:
             yield f"sample {number} was used {times} times"
-    missing = [number for number in _kept(case, sorted(allowed)) if number not in counts]
+    missing = [number for number in _without_bad_samples(case, sorted(allowed)) if number not in counts]
     all_used = most == 1 and len(allowed) == length and not case["drop_last"] and case["uneven"] != "drop"
     if uninterrupted and all_used and missing:
         yield f"samples {missing} were not used"
 
 
-def _pool(case: Case) -> tuple[set[int], float, int]:
-    """Return which samples an epoch in random order may have, how often each, and how many it has."""
+def _possible_samples(case: Case) -> tuple[set[int], float, int]:
+    """Return the samples that an epoch in random order may contain, the maximum count of each, and the number of
+    samples."""
     count = case["samples"]
     everything = set(parts.subset_indices(case)) if case["source"] == "subset" else set(range(count))
     length = len(everything)
@@ -108,31 +109,31 @@ def _pool(case: Case) -> tuple[set[int], float, int]:
     }.get(case["sampler"], lambda: (everything, 1, length))()
 
 
-def _batches_of_steps(case: Case, epoch: int) -> list[list[int]] | None:
-    """Return the samples of each step of an epoch; None where the order is random."""
+def _samples_by_step(case: Case, epoch: int) -> list[list[int]] | None:
+    """Return the samples of each step of an epoch; None if the order is random."""
     count, source, size = case["samples"], case["source"], case["segments"][-1]["size"]
     if source in ("batches", "map_batches") or case["sampler"] == "batches":
-        batches = parts.batch_lists(case, count)
+        batches = parts.split_into_batches(case, count)
         if case["uneven"] == "drop":
             batches = batches[: len(batches) // BATCHES_PER_STEP * BATCHES_PER_STEP]
         groups = [batches[at : at + BATCHES_PER_STEP] for at in range(0, len(batches), BATCHES_PER_STEP)]
         return [[number for batch in group for number in batch] for group in groups]
     if source == "own":
-        return None if case["workers"] else _steps_of_own(case, size)
+        return None if case["workers"] else _steps_of_own_streams(case, size)
     order: list[int] = parts.subset_indices(case) if source == "subset" else list(range(count))
     if case["shuffle"] or case["sampler"] not in (None, "sequential_part", "own"):
         return None
     if case["sampler"] == "sequential_part":
         order = order[: parts.part_of(len(order))]
     if case["sampler"] == "own":
-        order = [order[i] for i in parts.own_order(len(order), epoch)]
+        order = [order[i] for i in parts.custom_order(len(order), epoch)]
     uninterrupted = case["global_batch"]
     steps = [order[at : at + uninterrupted] for at in range(0, len(order), uninterrupted)]
     return [step for step in steps if len(step) == uninterrupted or not case["drop_last"]]
 
 
-def _steps_of_own(case: Case, size: int) -> list[list[int]]:
-    """Return the steps over streams that are each rank's own: each rank takes the next samples of its stream."""
+def _steps_of_own_streams(case: Case, size: int) -> list[list[int]]:
+    """Return the steps for streams that differ between ranks: each rank uses the next samples of its stream."""
     accumulate = case["segments"][-1]["accumulate"]
     length = case["global_batch"] // size // accumulate
     streams = []
@@ -149,12 +150,12 @@ def _steps_of_own(case: Case, size: int) -> list[list[int]]:
     return steps
 
 
-def _kept(case: Case, numbers: list[int]) -> list[int]:
+def _without_bad_samples(case: Case, numbers: list[int]) -> list[int]:
     return [number for number in numbers if case["collate"] != "skip" or not parts.is_bad(number)]
 
 
-def _equal_but_bad(found: list[list[int]], expected: list[list[int]], too_few: bool) -> bool:
-    """Whether the steps have all good samples, and bad ones only where a rank had nothing else."""
+def _equals_except_bad_samples(found: list[list[int]], expected: list[list[int]], too_few: bool) -> bool:
+    """Return whether the steps contain all good samples, and bad samples only if a rank had no good ones."""
     return not too_few and all(
         set(step) <= set(batch)
         and {n for n in batch if not parts.is_bad(n)} <= set(step)
@@ -163,7 +164,7 @@ def _equal_but_bad(found: list[list[int]], expected: list[list[int]], too_few: b
     )
 
 
-# What training on them gives
+# Training on the samples
 
 
 class Oracle:
@@ -172,7 +173,7 @@ class Oracle:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.features = set(case["features"])
-        self.model = parts.Net(case)
+        self.model = parts.Network(case)
         self.optimizer = parts.optimizer_of(case, self.model, late=False)
         self.scheduler = parts.scheduler_of(case, self.optimizer)
         self.forward, self.loss_fn = parts.Forward(case), parts.loss_function(case)
@@ -230,17 +231,17 @@ class Oracle:
         self.model.zero_grad(set_to_none=True)
         if self.scheduler is not None and case["scheduler_every"] == "step":
             self.scheduler.step()
-        self._follow()
+        self._update_average()
         self.steps += 1
         if case["change"] and self.steps == case["change"][1]:
             parts.change(case, self.model, self.optimizer)
 
     def _set_gradients(self, step: Step) -> None:
-        """Set every gradient to that of the mean over the step's samples, or tokens."""
+        """Set every gradient to the gradient of the mean loss over the samples, or tokens, of the step."""
         total = self._count(step.samples)
         by_rank: dict[int, dict[str, Tensor]] = {}
         before = after = [buffer.clone() for buffer in self.model.buffers()]
-        for rank, pieces in self._forwards(step).items():
+        for rank, pieces in self._samples_by_forward(step).items():
             self._set_buffers(before)
             for numbers in pieces:
                 self._backward(numbers, total)
@@ -254,7 +255,7 @@ class Oracle:
         for name, parameter in self.model.named_parameters():
             gradients = [own[name] for _, own in sorted(by_rank.items()) if name in own]
             if gradients:
-                parameter.grad = self._rounded(gradients)
+                parameter.grad = self._round_gradient(gradients)
 
     def _backward(self, numbers: list[int], total: float) -> None:
         output, target = self.forward(self.model, self._batch(numbers))
@@ -263,11 +264,10 @@ class Oracle:
         self.losses += float(value.detach())
         (value / max(total, 1)).backward()
 
-    def _forwards(self, step: Step) -> dict[int, list[list[int]]]:
-        """Return the samples of each forward, by rank: those of the whole step in one, unless they see each other.
-
-        Each rank begins a step with rank 0's buffers, and rank 0's are left. Samples that only keep a rank busy are in
-        no sum and in no statistic.
+    def _samples_by_forward(self, step: Step) -> dict[int, list[list[int]]]:
+        """Return the samples of each forward pass by rank. All samples of the step form one forward pass, unless the
+        results of samples depend on each other. Each rank starts a step with rank 0's buffers, and rank 0's buffers are
+        kept. Dummy batches are excluded from all sums and statistics.
         """
         live = [[piece for piece in micro_step if piece.live] for micro_step in step.micro_steps]
         if self.features & LOCAL_STATE or self.case["compression"] in HALF:
@@ -282,8 +282,8 @@ class Oracle:
         for buffer, value in zip(self.model.buffers(), values, strict=True):
             buffer.copy_(value)
 
-    def _rounded(self, gradients: list[Tensor]) -> Tensor:
-        """Return round(sum(round(g))) of the ranks' parts of a gradient, summed in float32 where there are several."""
+    def _round_gradient(self, gradients: list[Tensor]) -> Tensor:
+        """Return round(sum(round(g))) over the ranks' parts of a gradient, summed in float32 if there are several."""
         dtype = HALF[self.case["compression"]]
 
         def rounded(real: list[Tensor]) -> Tensor:
@@ -307,7 +307,7 @@ class Oracle:
         return self.inputs[numbers].clone(), self.targets[numbers]
 
     def _rate_factor(self) -> float:
-        """Return what learning rates are multiplied by: 1 at first, the full factor after the warm-up."""
+        """Return the factor of the learning rates: 1 at the start, and the full factor after the warm-up."""
         case = self.case
         if case["lr_scaling"] == "none":
             return 1.0
@@ -316,7 +316,7 @@ class Oracle:
         return 1.0 + (full - 1.0) * min(1.0, self.steps / case["warmup"]) if case["warmup"] else full
 
     @torch.no_grad()
-    def _follow(self) -> None:
+    def _update_average(self) -> None:
         if self.average is None:
             return
         decay = self.case["ema"] if self.steps else 0.0
@@ -368,7 +368,7 @@ class Oracle:
 
 
 class _EarlyStopping:
-    """Ends the run when a result has not become lower for `patience` complete epochs in a row."""
+    """Stops the run if a result has not decreased for `patience` complete epochs in a row."""
 
     def __init__(self, case: Case) -> None:
         self.monitor, self.patience = case["early_stopping"] or ("train_loss", math.inf)

@@ -28,7 +28,7 @@ BRANCH_ABOVE = 1.0  # a sample whose second input is larger uses the branch
 
 
 class Output:
-    """A model output that is no container known to torch."""
+    """A model output of a type that torch does not recognize as a container."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -38,7 +38,7 @@ def tensor_of(output: Any) -> Tensor:
     return output.value if isinstance(output, Output) else output
 
 
-class Net(nn.Module):
+class Network(nn.Module):
     """A small float64 network with the features that a case names. Column 0 of the inputs is the sample's number."""
 
     def __init__(self, case: Case) -> None:
@@ -146,14 +146,14 @@ def samples(case: Case, *, offset: int = 0, count: int | None = None) -> tuple[T
 
 
 def is_bad(number: int) -> bool:
-    """Whether the collate function "skip" leaves this sample out."""
+    """Return whether the collate function "skip" drops this sample."""
     return number % 5 == 3
 
 
 # Data
 
 
-class Map(Dataset[Any]):
+class MapDataset(Dataset[Any]):
     """A dataset whose tensors are not accessible to torch."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
@@ -166,12 +166,12 @@ class Map(Dataset[Any]):
         return self.inputs[index].clone(), self.targets[index].clone()
 
 
-class MapBatches(Map):
+class MapBatchDataset(MapDataset):
     """A map-style dataset whose items are batches."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, case: Case) -> None:
         super().__init__(inputs, targets)
-        self.batches = batch_lists(case, len(inputs))
+        self.batches = split_into_batches(case, len(inputs))
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -181,8 +181,8 @@ class MapBatches(Map):
         return self.inputs[chosen], self.targets[chosen]
 
 
-class Items(IterableDataset[Any]):
-    """Samples in order; with `rank` and `size` only those of one rank, as a dataset does that shards itself."""
+class ItemStream(IterableDataset[Any]):
+    """Samples in order; with `rank` and `size`, only the samples of one rank, like a dataset that shards itself."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, rank: int = 0, size: int = 1) -> None:
         self.inputs, self.targets, self.rank, self.size = inputs, targets, rank, size
@@ -190,18 +190,18 @@ class Items(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
         worker, workers = (info.id, info.num_workers) if self.size > 1 and info is not None else (0, 1)
-        # The last rank has the most samples, so that rank 0 is the first that runs out.
+        # The last rank has the most samples, so rank 0 exhausts its samples first.
         first = self.size - 1 - self.rank
         for index in range(first + self.size * worker, len(self.inputs), self.size * workers):
             yield self.inputs[index].clone(), self.targets[index].clone()
 
 
-class Batches(IterableDataset[Any]):
-    """Whole batches in order; with `reuse` each of them is written into the memory of the one before."""
+class BatchStream(IterableDataset[Any]):
+    """Batches in order; with `reuse`, each batch overwrites the memory of the preceding one."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, case: Case) -> None:
         self.inputs, self.targets = inputs, targets
-        self.batches, self.reuse = batch_lists(case, len(inputs)), case["reuse"]
+        self.batches, self.reuse = split_into_batches(case, len(inputs)), case["reuse"]
 
     def __iter__(self) -> Iterator[Any]:
         room = torch.empty_like(self.inputs), torch.empty_like(self.targets)
@@ -214,7 +214,7 @@ class Batches(IterableDataset[Any]):
             yield batch
 
 
-class OwnOrder(Sampler[int]):
+class CustomSampler(Sampler[int]):
     """A custom sampler whose order depends on the epoch passed to `set_epoch`."""
 
     def __init__(self, count: int) -> None:
@@ -227,25 +227,25 @@ class OwnOrder(Sampler[int]):
         return self.count
 
     def __iter__(self) -> Iterator[int]:
-        return iter(own_order(self.count, self.epoch))
+        return iter(custom_order(self.count, self.epoch))
 
 
-def own_order(count: int, epoch: int) -> list[int]:
+def custom_order(count: int, epoch: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(70 + epoch)).tolist()
 
 
-class OwnBatches(Sampler[list[int]]):
-    """A batch sampler of the user's own, with batches of unequal sizes."""
+class CustomBatchSampler(Sampler[list[int]]):
+    """A custom batch sampler with batches of unequal sizes."""
 
     def __init__(self, case: Case) -> None:
-        self.batches = batch_lists(case, case["samples"])
+        self.batches = split_into_batches(case, case["samples"])
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.batches)
 
 
-def batch_lists(case: Case, count: int) -> list[list[int]]:
-    """Return the samples of the batches that the data makes itself: one, two or three per batch."""
+def split_into_batches(case: Case, count: int) -> list[list[int]]:
+    """Return the samples of the batches that the dataset creates: one, two or three samples per batch."""
     batches, first = [], 0
     while first < count:
         length = 1 + (first + case["seed"]) % 3 if case["sampler"] == "batches" or case["uneven_batches"] else 2
@@ -281,7 +281,7 @@ def collate_noise(batch: list[Any]) -> list[Tensor]:
 
 
 def collate_drawing(batch: list[Any]) -> list[Tensor]:
-    """Draw a random number without using it, which must not change what training draws."""
+    """Draw a random number without using it, which must not change the random numbers of training."""
     torch.rand(1)
     return collate_pairs(batch)
 
@@ -293,17 +293,17 @@ def training_data(case: Case, batch_size: int, rank: int, size: int) -> Any:
     """Return the Dataset or DataLoader of a case, with `batch_size` samples per rank."""
     inputs, targets = samples(case)
     source: Any = case["source"]
-    if source == "subset":  # some of the samples, and the first of them counted from the end
+    if source == "subset":  # some of the samples; the first ones have negative indices
         chosen = subset_indices(case)
         dataset: Any = Subset(TensorDataset(inputs, targets), [chosen[0] - len(inputs) * case["negative"], *chosen[1:]])
     elif source in ("shared", "own"):
-        dataset = Items(inputs, targets, *((rank, size) if source == "own" else ()))
+        dataset = ItemStream(inputs, targets, *((rank, size) if source == "own" else ()))
     elif source == "batches":
-        dataset = Batches(inputs, targets, case)
+        dataset = BatchStream(inputs, targets, case)
     elif source == "map_batches":
-        dataset = MapBatches(inputs, targets, case)
+        dataset = MapBatchDataset(inputs, targets, case)
     else:
-        dataset = (TensorDataset if source == "tensors" else Map)(inputs, targets)
+        dataset = (TensorDataset if source == "tensors" else MapDataset)(inputs, targets)
     if not case["loader"]:
         return dataset
     settings: dict[str, Any] = {"num_workers": case["workers"]}
@@ -314,7 +314,7 @@ def training_data(case: Case, batch_size: int, rank: int, size: int) -> Any:
     if source in ("batches", "map_batches"):
         return DataLoader(dataset, batch_size=None, **settings)
     if case["sampler"] == "batches":
-        return DataLoader(dataset, batch_sampler=OwnBatches(case), **settings)
+        return DataLoader(dataset, batch_sampler=CustomBatchSampler(case), **settings)
     settings |= {"batch_size": batch_size, "drop_last": case["drop_last"]}
     if case["sampler"] == "shuffle":
         return DataLoader(dataset, shuffle=True, **settings)
@@ -339,17 +339,17 @@ def sampler_of(case: Case, dataset: Any) -> Any:
         "replacement": lambda: RandomSampler(dataset, replacement=True, num_samples=part),
         "subset_random": lambda: SubsetRandomSampler(range(1, count)),
         "weighted": lambda: WeightedRandomSampler([1.0 + i % 3 for i in range(count)], count),
-        "own": lambda: OwnOrder(count),
+        "own": lambda: CustomSampler(count),
     }[name]()
 
 
 def part_of(count: int) -> int:
-    """Return how many samples the samplers over a part take."""
+    """Return the number of samples that samplers over a part of the data yield."""
     return count - count // 3
 
 
 def validation_data(case: Case, rank: int, size: int) -> Any:
-    """Return validation data of the kind that the case names; None without."""
+    """Return validation data of the kind in the case; None if the case has no validation data."""
     kind = case["validation"]
     if kind is None:
         return None
@@ -360,8 +360,8 @@ def validation_data(case: Case, rank: int, size: int) -> Any:
     settings: dict[str, Any] = {"batch_size": 3, "collate_fn": collate, "drop_last": case["validation_drop_last"]}
     if kind in ("shared", "own"):
         settings.pop("collate_fn")
-        return DataLoader(Items(inputs, targets, *((rank, size) if case["source"] == "own" else ())), **settings)
-    dataset = Map(inputs, targets)
+        return DataLoader(ItemStream(inputs, targets, *((rank, size) if case["source"] == "own" else ())), **settings)
+    dataset = MapDataset(inputs, targets)
     if kind == "part":
         settings["sampler"] = SequentialSampler(range(part_of(len(inputs))))
     return DataLoader(dataset, **settings)
@@ -372,7 +372,7 @@ def validation_count(case: Case) -> int:
 
 
 def validation_samples(case: Case) -> tuple[Tensor, Tensor]:
-    """Return the samples that an evaluation of `validation_data` counts."""
+    """Return the samples that an evaluation of `validation_data` includes."""
     inputs, targets = samples(case, offset=1, count=validation_count(case))
     keep = list(range(len(inputs)))
     if case["validation"] == "part":
@@ -400,7 +400,7 @@ def add_late(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def scheduler_of(case: Case, optimizer: torch.optim.Optimizer) -> Any:
-    """Return a scheduler of torch by the case's name for it."""
+    """Return the torch scheduler that the case names."""
     s: Any = lr_scheduler
     lr = optimizer.param_groups[0]["lr"]
     made: dict[str, Callable[[], Any]] = {
@@ -482,7 +482,7 @@ def flattened(name: str) -> Any:
 
 
 def metrics_of(case: Case) -> dict[str, Any]:
-    """Return the metrics of a case by name; those with a capital are torchmetrics'."""
+    """Return the metrics of a case by name. Names with a capital letter are metrics of torchmetrics."""
     made: dict[str, Any] = {"squares": squares, "each": each}
     if "in_place" in case["metrics"]:
         made["in_place"] = InPlace()

@@ -1,4 +1,5 @@
-"""Runs cases on ranks that stay alive, compares what they give with the oracle, and shrinks a case that fails."""
+"""Runs cases on ranks that stay alive between cases, compares the results with the oracle, and shrinks failing
+cases."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ Case = dict[str, Any]
 CASE_SECONDS = 25.0
 BACKEND_SECONDS = 12.0
 TOLERANCE = 1e-9
-LOOSE = 1e-5  # of torchmetrics, whose sums are float32, and of what is compared with another layout
+LOOSE = 1e-5  # for torchmetrics, whose sums are float32, and for comparisons with another layout
 
 
 class Pool:
-    """Ranks of every requested backend and size; those of a failed case are replaced."""
+    """Ranks of every requested backend and size. The ranks of a failed case are replaced."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int], RankGroup] = {}
@@ -38,7 +39,7 @@ class Pool:
         return group.run(function, *args, timeout_seconds=CASE_SECONDS)
 
     def replace(self, layout: tuple[str, int]) -> None:
-        """End the ranks of `layout`; the next case starts new ones."""
+        """Terminate the ranks of `layout`. The next case starts new ranks."""
         group = self._groups.pop(layout, None)
         if group is not None:
             group._end_processes()
@@ -51,7 +52,7 @@ class Pool:
 
 @contextmanager
 def pool() -> Iterator[Pool]:
-    """Yield a Pool, and end its ranks."""
+    """Yield a Pool, and terminate its ranks at the end."""
     made = Pool()
     try:
         yield made
@@ -60,7 +61,7 @@ def pool() -> Iterator[Pool]:
 
 
 def find_failures(case: Case, ranks: Pool) -> list[str]:
-    """Run one case and return what differs from its promise, an empty list if nothing does."""
+    """Run one case and return the differences from the expected results, or an empty list."""
     try:
         if case["kind"] == "loop":
             return loops.check(case, ranks.run)
@@ -73,7 +74,7 @@ def find_failures(case: Case, ranks: Pool) -> list[str]:
 
 
 class _FailedError(Exception):
-    """A segment of a case did not run."""
+    """A segment of a case failed."""
 
 
 class _RejectedError(Exception):
@@ -81,8 +82,8 @@ class _RejectedError(Exception):
 
 
 def _may_be_rejected(case: Case, errors: list[tuple[str, str]], size: int) -> bool:
-    """Whether all ranks have refused what cannot be kept: defaultdicts, which torch does not load without executing
-    what a file says, and embeddings whose forward changes their weights, other ones on each rank."""
+    """Return whether all ranks have rejected an unsupported case: a defaultdict in a checkpoint, which torch cannot
+    load without executing code, or an embedding whose forward pass changes different weights on each rank."""
     kinds = {kind for kind, _ in errors}
     if len(errors) < size:
         return False
@@ -104,7 +105,7 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
         case = {**case, "_ended": found["ended"]}
         if wrong := check_samples(case, trace) + _check_end(case, found):
             return wrong
-        if other := _other_layout(case):
+        if other := _choose_reference_segment(case):
             # As far as this run came, for one that has done more steps than its epochs have.
             reference = cases.make_valid({**case, "segments": [{**other, "end": ["steps", found["done"]]}, other]})
             expected = _run_segments(reference, ranks)
@@ -119,11 +120,11 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
         return []
 
 
-def _other_layout(case: Case) -> Case | None:
-    """Return the segment of a run to compare with, where the oracle cannot know the result; None where it can.
+def _choose_reference_segment(case: Case) -> Case | None:
+    """Return the segment of a run to compare with if the oracle cannot compute the result, otherwise None.
 
-    Random numbers in a collate function must be those of the same ranks without interruption. PowerSGD begins with
-    random matrices, and must give the same on other ranks.
+    Random numbers in a collate function must be those of the same ranks without interruption. PowerSGD starts from
+    random matrices, and must produce the same results on other numbers of ranks.
     """
     last: Case = case["segments"][-1]
     if case["collate"] == "noise":
@@ -206,7 +207,7 @@ def _compare(case: Case, found: dict[str, Any], expected: dict[str, Any], tolera
         if name == "buffers" and "max_norm" in case["features"]:
             continue
         wrong += list(differences(found.get(name), expected.get(name), tolerance, name))[:2]
-    shared = found["results"].keys() & expected["results"].keys()  # a run that had nothing left to do has no loss
+    shared = found["results"].keys() & expected["results"].keys()  # a run without remaining steps has no loss
     found_results, expected_results = ({name: one["results"][name] for name in shared} for one in (found, expected))
     wrong += list(differences(found_results, expected_results, tolerance, "results"))[:2]
     if case["counting"]:
@@ -215,7 +216,8 @@ def _compare(case: Case, found: dict[str, Any], expected: dict[str, Any], tolera
 
 
 def differences(found: Any, expected: Any, tolerance: float, path: str) -> Iterator[str]:
-    """Yield where two nested values differ by more than `tolerance`, relative to 1 + the expected value."""
+    """Yield the locations at which two nested values differ by more than `tolerance`, relative to 1 + the expected
+    value."""
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         if found.shape != expected.shape:
             yield f"{path} has shape {list(found.shape)}, not {list(expected.shape)}"
@@ -261,12 +263,12 @@ def _abbreviate_value(value: Any) -> str:
 
 
 def failure_kind(failed: list[str]) -> str:
-    """Return what shrinking keeps of a failure: the first word, and of an error its class."""
+    """Return the kind of a failure, which shrinking preserves: its first word and, for an error, its class."""
     return " ".join(failed[0].replace(":", " ").split()[: 2 if failed[0].startswith("error") else 1])
 
 
 def shrink(case: Case, failed: list[str], ranks: Pool, *, seconds: float = 60.0) -> tuple[Case, list[str]]:
-    """Return the simplest case found in `seconds` that fails in the same way, and how."""
+    """Return the simplest case found within `seconds` that fails in the same way, and its failures."""
     deadline, kind = time.monotonic() + seconds, failure_kind(failed)
     tried = {cases.to_json(case)}
     progress = True

@@ -1,4 +1,4 @@
-"""A case with the Trainer on real ranks: what a user's script does, once per segment between two interruptions."""
+"""Runs a case with the Trainer on real ranks, like a user's script, once per segment between two interruptions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Case = dict[str, Any]
 
 
 class InterruptionError(Exception):
-    """What a case raises in the middle of a run."""
+    """The exception that a case raises in the middle of a run."""
 
 
 class Recorder(unitrain.Callback):
-    """Records the samples and learning rates of each step and the results of each epoch; makes the case's changes."""
+    """Records the samples and learning rates of each step and the results of each epoch; applies the case's changes."""
 
     def __init__(self, case: Case, end: list[Any] | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.case, self.end, self.model, self.held = case, end, model, optimizer
@@ -40,7 +40,7 @@ class Recorder(unitrain.Callback):
         self.micro_steps = []
 
     def interrupt(self, moment: str, step: int) -> None:
-        """Raise InterruptionError once, where the case wants `fit` to be called again by the same Trainer."""
+        """Raise InterruptionError once, at the moment at which the case interrupts `fit` and calls it again."""
         if self.again == [moment, step]:
             self.again = None
             raise InterruptionError
@@ -74,7 +74,7 @@ class Recorder(unitrain.Callback):
 
 
 class Counting(unitrain.Callback):
-    """Counts steps in a container of the kind that the case names, and keeps it in checkpoints."""
+    """Counts steps in a container of the type in the case, and saves it in checkpoints."""
 
     def __init__(self, kind: str) -> None:
         self.seen: Any = {"Counter": Counter, "defaultdict": lambda: defaultdict(int)}.get(kind, OrderedDict)()
@@ -94,7 +94,7 @@ class Counting(unitrain.Callback):
 
 
 def run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, Any]:
-    """Run segment `number` of a case and return what it did; an exception is part of that."""
+    """Run segment `number` of a case and return its results, including an exception."""
     try:
         return _run(backend, case, number, folder)
     except Exception as error:
@@ -107,7 +107,7 @@ def _run(backend: Backend, case: Case, number: int, folder: str) -> dict[str, An
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
-    model = parts.Net(case)
+    model = parts.Network(case)
     change = case["change"]
     changed = bool(change) and start >= change[1]
     optimizer = parts.optimizer_of(case, model, late=changed and change[0] == "add")

@@ -35,7 +35,7 @@ def test_processes_of_a_test_host_are_found_and_ended(two_hosts: list[Host]) -> 
     assert "sleep 300" in command
     with pytest.raises(TimeoutError, match=r"still on h2 after 0\.2 s: .*sleep 300"):
         second.wait_until_all_exited(0.2)
-    second.end_all()
+    second.kill_all()
     assert second.find_processes() == first.find_processes() == {}
     with pytest.raises(TimeoutError, match=r"on h1 was ended after 0\.5 s, having said:\nhere"):
         first.run(["sh", "-c", "echo here; sleep 300"], seconds=0.5)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hosts import Host, hosts
 from requirements import needs_hosts, needs_mpi, needs_mpich, needs_slurm
-from short_digits import GLOBAL_BATCH, LEARNING_RATE, SEED, STEPS, digits, network, numbers
+from short_digits import GLOBAL_BATCH, LEARNING_RATE, SEED, STEPS, digits, flatten_parameters, network
 from slurm import slurm
 from torch import nn
 
@@ -56,7 +56,7 @@ def reference() -> list[float]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[samples]), targets[samples]).backward()
         optimizer.step()
-    return numbers(model)
+    return flatten_parameters(model)
 
 
 @pytest.fixture

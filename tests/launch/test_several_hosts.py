@@ -73,7 +73,7 @@ def test_one_command_starts_ranks_on_all_hosts(
     with two_hosts[0].start([*command, script, str(tmp_path), "stays"], variables) as process:
         wait_for_ranks(tmp_path, 3, process)
         lines = command_lines(two_hosts)
-        two_hosts[0].end_all()
+        two_hosts[0].kill_all()
         output, _ = process.communicate()
     assert [(one["host"], one["size"]) for one in read_rank_reports(tmp_path)] == [("h1", 3), ("h1", 3), ("h2", 3)], (
         output

@@ -1,9 +1,9 @@
-"""A training that prints the samples of each step, and changes the hosts of its job and kills ranks on request.
+"""Training script that prints the samples of each step, and changes the hosts of its job and kills ranks on request.
 
-python elastic_training.py FOLDER [SECONDS [TIMEOUT]]: FOLDER gets the run, and a line per rank and step.
-FOLDER/plan.json has the events: {"2": {"7": "slots 3"}, "3": {"30": "kill 1"}} has three slots offered after step 7 of
-two ranks, and rank 1 of three killed after step 30. Each happens once. After slots have changed, a step takes SECONDS;
-after "slow NAME" too, as long as there is no file FOLDER/NAME.
+python elastic_training.py FOLDER [SECONDS [TIMEOUT]]: FOLDER receives the run, and one line per rank and step.
+FOLDER/plan.json contains the events: {"2": {"7": "slots 3"}, "3": {"30": "kill 1"}} offers three slots after step 7 on
+two ranks, and kills rank 1 of three after step 30. Each event occurs once. After the slots have changed, a step takes
+SECONDS. After the event "slow NAME", a step also takes SECONDS until the file FOLDER/NAME exists.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import unitrain
 SAMPLES, GLOBAL_BATCH, EPOCHS = 120, 8, 3
 
 
-class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
-    """Samples that know their own index."""
+class NumberedDataset(Dataset[tuple[Tensor, Tensor, int]]):
+    """Dataset whose samples contain their own index."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -40,8 +40,8 @@ class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
         return self.inputs[index], self.targets[index], index
 
 
-class Events(unitrain.Callback):
-    """Writes down what a step took, and lets happen what is planned after it."""
+class EventCallback(unitrain.Callback):
+    """Records the samples of each step, and triggers the events that are planned after it."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self._folder, self._seconds, self._taken = folder, seconds, list[int]()
@@ -62,12 +62,12 @@ class Events(unitrain.Callback):
         for number, event in planned.items():
             mark = self._folder / f"done-{size}-{number}"
             if step >= int(number) and not mark.exists():
-                self._do(*event.split(), rank=rank, mark=mark)
+                self._trigger(*event.split(), rank=rank, mark=mark)
             kind, value = event.split()
             if mark.exists() and (kind == "slots" or (kind == "slow" and not (self._folder / value).exists())):
                 time.sleep(self._seconds)
 
-    def _do(self, kind: str, value: str, *, rank: int, mark: Path) -> None:
+    def _trigger(self, kind: str, value: str, *, rank: int, mark: Path) -> None:
         if kind == "slots" and rank == 0:
             (self._folder / "slots").write_text(value)
             mark.touch()
@@ -102,9 +102,9 @@ def train(backend: unitrain.Backend, folder: Path, seconds: float = 0.0) -> list
         backend=backend,
         config=config,
         forward=forward,
-        callbacks=[Events(folder, seconds)],
+        callbacks=[EventCallback(folder, seconds)],
     )
-    trainer.fit(Numbered())
+    trainer.fit(NumberedDataset())
     return [*model.weight.flatten().tolist(), *model.bias.tolist()]
 
 

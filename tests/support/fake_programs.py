@@ -1,4 +1,4 @@
-"""Programs that stand for those of a cluster, in tests of the commands that unitrain builds for them."""
+"""Fake cluster programs, for tests of the commands that unitrain builds for them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Backends and sizes on which the tests of backend-neutral code run: each backend once, other sizes nightly.
 
-Three ranks on one backend show what two ranks do not: shards of unequal sizes, and sums of more than two terms.
+Three ranks on one backend also cover shards of unequal sizes and sums of more than two terms.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 
 
 def nightly(*values: object) -> list[object]:
-    """Return the values as parameters of tests that `make test-all` runs and `make test` does not."""
+    """Return the values as test parameters that only `make test-all` runs."""
     return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 

@@ -1,4 +1,4 @@
-"""Machines that a build can be planned for, for the tests of `unitrain.horovod_wheel`."""
+"""Machine descriptions for the tests of `unitrain.horovod_wheel`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ PLAIN = Machine(
 GPU_TORCH = dataclasses.replace(CUDA_TORCH, visible_gpus=8)
 
 
-def planned(found: Machine = PLAIN, cache: Path = Path("/cache"), **request_options: Any) -> plan.BuildPlan:
+def create_plan(found: Machine = PLAIN, cache: Path = Path("/cache"), **request_options: Any) -> plan.BuildPlan:
     return plan.create_plan(found, plan.Request(cache=cache, **request_options))
 
 
-def changed(found: Machine = PLAIN, **fields: Any) -> Machine:
+def replace_fields(found: Machine = PLAIN, **fields: Any) -> Machine:
     return dataclasses.replace(found, **fields)
 
 

@@ -1,9 +1,9 @@
 """Several hosts on one machine, each with a separate network, name, process namespace and sshd.
 
-A host is a set of Linux namespaces. Its first process is sshd, and when that goes everything in it goes. Files are
-this machine's own, at the same paths on every host as on a shared file system; apart are /etc/hosts, /dev/shm, /run
-and root's home, which has the keys. Hosts reach each other by name at 10.77.0.N and nothing else: no route leads out.
-The machine's own network, files and processes are left as they were.
+A host is a set of Linux namespaces. Its first process is sshd; when sshd exits, the kernel kills all processes of the
+host. All hosts share the files of this machine at the same paths, as on a shared file system, except /etc/hosts,
+/dev/shm, /run and root's home, which contains the ssh keys. Hosts can reach only each other, by name, at 10.77.0.N. The
+network, files and processes of this machine do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from preload import preloaded
 
-SSHD = "/usr/sbin/sshd"  # by its full path, as it starts itself again for each connection
+SSHD = "/usr/sbin/sshd"  # absolute path, because sshd re-executes itself for each connection
 PROGRAMS = ("unshare", "nsenter", "ip", SSHD, "ssh", "ssh-keygen")
 SECONDS = 100
 _UP_SECONDS = 20
@@ -27,14 +27,14 @@ _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount
 
 
 def can_create_namespaces() -> bool:
-    """Tell whether the kernel lets this process have namespaces, which in some containers it does not."""
+    """Return whether this process may create namespaces, which some containers do not permit."""
     tried = subprocess.run(["unshare", *_NAMESPACES, "true"], capture_output=True, timeout=_UP_SECONDS, check=False)
     return tried.returncode == 0
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host. `first` is its first process as this machine numbers it; `home` is root's folder there."""
+    """One host. `first` is the ID of its first process on this machine, and `home` is the home folder of root."""
 
     name: str
     address: str
@@ -42,17 +42,18 @@ class Host:
     first: int
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """Return what runs `argv` on this host, started here, in the current folder and with this environment."""
+        """Return the command that runs `argv` on this host, in the current folder and with the environment of this
+        process."""
         enter = ["nsenter", "-t", str(self.first), "--net", "--uts", "--ipc", "--mount", "--pid"]
         return [*enter, f"--wd={Path.cwd()}", "--", "env", f"HOME={self.home}", *argv]
 
     def start(
         self, argv: Sequence[str], variables: Mapping[str, str] | None = None, *, fresh: bool = False, **options: int
     ) -> subprocess.Popen[str]:
-        """Start a program on this host; `stdout` has both its streams. `end_all` ends it: a signal to the returned
-        process does not reach the host.
+        """Start a program on this host; `stdout` contains both of its output streams. Terminate it with `kill_all`,
+        because a signal to the returned process does not reach the program.
 
-        Its Python processes are forked from a preloaded interpreter (`preload.py`), unless they are to be `fresh`.
+        Its Python processes are forked from a preloaded interpreter (`preload.py`) unless `fresh` is true.
         """
         environ = {**os.environ, **(variables or {})}
         return subprocess.Popen(
@@ -71,22 +72,22 @@ class Host:
         *,
         fresh: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program on this host and wait for its end; `stdout` has both its streams.
+        """Run a program on this host and wait until it exits; `stdout` contains both of its output streams.
 
-        After `seconds` all processes on this host are ended, and TimeoutError is raised.
+        After `seconds`, kill all processes on this host and raise TimeoutError.
         """
         process = self.start(argv, variables, fresh=fresh)
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            self.end_all()
+            self.kill_all()
             output, _ = process.communicate(timeout=SECONDS)
-            message_text = f"having said:\n{output}"
-            raise TimeoutError(f"{list(argv)} on {self.name} was ended after {seconds} s, {message_text}") from None
+            output_text = f"having said:\n{output}"
+            raise TimeoutError(f"{list(argv)} on {self.name} was killed after {seconds} s, {output_text}") from None
         return subprocess.CompletedProcess(list(argv), process.returncode, output)
 
     def find_processes(self) -> dict[int, str]:
-        """Return the processes on this host and their commands, but for the sshd that listens."""
+        """Return the commands of the processes on this host by process ID, except the listening sshd."""
         found: dict[int, str] = {}
         try:
             own = _namespace(self.first)
@@ -101,72 +102,74 @@ class Host:
         return found
 
     def wait_until_all_exited(self, seconds: float) -> None:
-        """Raise TimeoutError, naming them, when after `seconds` something still runs here."""
+        """Wait until all processes have exited. Raises TimeoutError, which names the remaining processes, after
+        `seconds`."""
         deadline = time.monotonic() + seconds
-        while find_processes := self.find_processes():
+        while processes := self.find_processes():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"still on {self.name} after {seconds} s: {find_processes}")
+                raise TimeoutError(f"still on {self.name} after {seconds} s: {processes}")
             time.sleep(0.1)
 
-    def end_all(self) -> None:
-        """Kill whatever runs here, but for the sshd that listens."""
+    def kill_all(self) -> None:
+        """Kill all processes on this host except the listening sshd."""
         deadline = time.monotonic() + 10
-        while (find_processes := self.find_processes()) and time.monotonic() < deadline:
-            for pid in find_processes:
+        while (processes := self.find_processes()) and time.monotonic() < deadline:
+            for pid in processes:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
     def signal(self, pid: int, number: signal.Signals) -> None:
-        """Send a signal to a process of this host, by this machine's number for it."""
+        """Send a signal to a process of this host, given its process ID on this machine."""
         assert pid in self.find_processes()
         os.kill(pid, number)
 
     def disconnect_network(self) -> None:
-        """Disconnect its network: packets are lost without a notification."""
+        """Disconnect the network of this host. Packets are lost without an error."""
         self._link("down")
 
     def reconnect_network(self) -> None:
-        """Put the cable back."""
+        """Reconnect the network of this host."""
         self._link("up")
 
     def kill(self) -> None:
-        """Switch it off permanently: all processes end at once, and the host does not respond."""
-        self.disconnect_network()  # first, or its kernel would still close the connections
+        """Kill all processes of this host and disconnect it permanently."""
+        self.disconnect_network()  # first, because the kernel would otherwise close the connections
         with contextlib.suppress(OSError):
             os.kill(self.first, signal.SIGKILL)
 
     def _link(self, state: str) -> None:
-        _checked("nsenter", "-t", str(self.first), "--net", "ip", "link", "set", "eth0", state)
+        _run_checked("nsenter", "-t", str(self.first), "--net", "ip", "link", "set", "eth0", state)
 
 
 @contextlib.contextmanager
 def hosts(count: int, folder: Path, *, hostname_is_loopback: bool = False) -> Iterator[list[Host]]:
-    """Have `count` hosts, h1 and so on, with their files in the empty `folder`, until the context ends.
-
-    They know each other's ssh keys. With `hostname_is_loopback` each knows its own name as 127.0.1.1, as Debian's
-    installer sets it up.
+    """Context manager that creates `count` hosts named h1, h2, ... with their files in the empty `folder`. Each host
+    accepts the ssh keys of the others. With `hostname_is_loopback`, each host resolves its own name to 127.0.1.1, as
+    configured by Debian's installer.
     """
     key = folder / "key"
-    _checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+    _run_checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
     found: list[Host] = []
-    with contextlib.ExitStack() as ended:
-        switch = ended.enter_context(_kept(["unshare", "--net", "sh", "-c", "echo up; exec sleep 86400"]))
-        _checked("nsenter", "-t", str(switch.pid), "--net", "ip", "link", "add", "bridge", "type", "bridge")
-        _checked("nsenter", "-t", str(switch.pid), "--net", "ip", "link", "set", "bridge", "up")
+    with contextlib.ExitStack() as cleanup:
+        switch = cleanup.enter_context(_run_until_exit(["unshare", "--net", "sh", "-c", "echo up; exec sleep 86400"]))
+        _run_checked("nsenter", "-t", str(switch.pid), "--net", "ip", "link", "add", "bridge", "type", "bridge")
+        _run_checked("nsenter", "-t", str(switch.pid), "--net", "ip", "link", "set", "bridge", "up")
         for number in range(1, count + 1):
             own = folder / f"h{number}"
             _write_files(own, number, count, key, hostname_is_loopback)
-            holder = ended.enter_context(_kept(["unshare", *_NAMESPACES, "--kill-child", "sh", str(own / "begin")]))
+            holder = cleanup.enter_context(
+                _run_until_exit(["unshare", *_NAMESPACES, "--kill-child", "sh", str(own / "begin")])
+            )
             first = _only_child(holder.pid)
-            _checked(
+            _run_checked(
                 *("ip", "link", "add", f"host{number}", "netns", str(switch.pid)),
                 *("type", "veth", "peer", "name", "eth0", "netns", str(first)),
             )
             inside = ("nsenter", "-t", str(first), "--net", "ip")
-            _checked(*inside, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
-            _checked(*inside, "link", "set", "eth0", "up")
-            _checked(
+            _run_checked(*inside, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            _run_checked(*inside, "link", "set", "eth0", "up")
+            _run_checked(
                 *("nsenter", "-t", str(switch.pid), "--net"),
                 *("ip", "link", "set", f"host{number}", "master", "bridge", "up"),
             )
@@ -185,7 +188,7 @@ def _write_files(own: Path, number: int, count: int, key: Path, hostname_is_loop
     (ssh / "id_ed25519").touch(mode=0o600)
     (ssh / "id_ed25519").write_bytes(key.read_bytes())
     (ssh / "authorized_keys").write_bytes(key.with_suffix(".pub").read_bytes())
-    _checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own / "host_key"))
+    _run_checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own / "host_key"))
     names = [
         f"127.0.1.1 h{other}" if hostname_is_loopback and other == number else f"10.77.0.{other} h{other}"
         for other in range(1, count + 1)
@@ -217,16 +220,16 @@ exec {SSHD} -D -E {own}/sshd.log -f {own}/sshd_config
 
 
 @contextlib.contextmanager
-def _kept(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a command that prints "up" when it is ready, until the context ends."""
+def _run_until_exit(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Context manager that runs a command, which prints "up" when it is ready, and kills it at the end."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
         assert process.stdout is not None
-        message_text = process.stdout.readline()
-        if message_text != "up\n":
-            raise RuntimeError(f"{command} says: {message_text}{process.stdout.read()}")
+        output_text = process.stdout.readline()
+        if output_text != "up\n":
+            raise RuntimeError(f"{command} printed: {output_text}{process.stdout.read()}")
         yield process
     finally:
         process.kill()
@@ -250,7 +253,7 @@ def _namespace(pid: int) -> str:
     return str(Path(f"/proc/{pid}/ns/pid").readlink())
 
 
-def _checked(*command: str) -> None:
+def _run_checked(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_UP_SECONDS, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")

@@ -1,4 +1,4 @@
-"""Start real launchers from a test, and end all their processes when the test ends."""
+"""Start real launchers from a test, and terminate all their processes at the end of the test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Launch:
     mark: bytes
 
     def find_processes(self) -> list[int]:
-        """Return the pids of the launcher and its descendants, also outside its process group as torchrun's ranks."""
+        """Return the process IDs of the launcher and its descendants, including torchrun's ranks, which are in other
+        process groups."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -40,14 +41,14 @@ class Launch:
         return found
 
     def output(self) -> str:
-        """Wait for the launcher to end and return its output."""
+        """Wait until the launcher exits, and return its output."""
         return self.process.communicate(timeout=SECONDS)[0]
 
     def wait_until_all_exited(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while find_processes := self.find_processes():
+        while processes := self.find_processes():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"still there after {seconds} s: {find_processes}")
+                raise TimeoutError(f"still running after {seconds} s: {processes}")
             time.sleep(0.1)
 
 
@@ -57,7 +58,7 @@ def running_launcher(
 ) -> Iterator[Launch]:
     """Run `command` in a new session with these variables added, and kill all its processes at the end.
 
-    Its Python processes are forked from a preloaded interpreter (`preload.py`), unless they are to be `fresh`.
+    Its Python processes are forked from a preloaded interpreter (`preload.py`) unless `fresh` is true.
     """
     name, value = "UNITRAIN_TEST_LAUNCH", secrets.token_hex(8)
     added = {name: value, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -85,7 +86,7 @@ def running_launcher(
 
 @contextlib.contextmanager
 def running_ranks(script: Path, backend: str, size: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the ranks directly, without a launcher that ends the others when one fails."""
+    """Start the ranks directly, without a launcher that would terminate the other ranks after a failure."""
     port = str(free_port())
     processes = []
     for rank in range(size):

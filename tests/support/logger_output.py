@@ -1,4 +1,4 @@
-"""What loggers have written, read back with the readers of their formats: (name, step, value), and descriptions."""
+"""Read the output of loggers, with the readers of their formats: (name, step, value), and descriptions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def from_json_lines(folder: Path) -> Points:
 
 
 def events(folder: Path) -> Any:
-    """Return what TensorBoard shows of the event files in `folder`."""
+    """Return the content of the event files in `folder`, as TensorBoard reads it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
@@ -103,7 +103,7 @@ def from_wandb(folder: Path) -> Points:
 
 @functools.cache
 def _empty_mlflow_database() -> bytes:
-    """Return what MLflow makes at its first use, in many seconds."""
+    """Return the database that MLflow creates at its first use, which takes many seconds."""
     with tempfile.TemporaryDirectory() as folder:
         logger = MLflowLogger("another experiment")
         logger.prepare(Path(folder))
@@ -113,7 +113,7 @@ def _empty_mlflow_database() -> bytes:
 
 
 def put_mlflow_database(folder: Path) -> None:
-    """Leave MLflow nothing to set up in `folder`."""
+    """Write an initialized MLflow database to `folder`, so that MLflow does not create one."""
     (folder / "mlflow.db").write_bytes(_empty_mlflow_database())
 
 

@@ -1,4 +1,4 @@
-"""One rank of several without the others, for decisions that depend on its rank and on received values."""
+"""A simulated rank of several, for tests of decisions that depend on the rank and on received values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unitrain.backends.local import LocalBackend
 
 
 class OneRank(LocalBackend):
-    """A rank whose peers pass the same values or those of the test, and have no errors."""
+    """A rank whose peers pass the same values, or the values given by the test, and raise no errors."""
 
     def __init__(self, rank: int, size: int, gathered: list[Any] | None) -> None:
         super().__init__(torch.device("cpu"))
@@ -22,7 +22,8 @@ class OneRank(LocalBackend):
         return [obj] * self.size if self._gathered is None or obj is None else self._gathered
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        """Return the tensor itself or, if the peers differ, another one: only whether it is equal is asked."""
+        """Return the tensor, or a different one if the peers differ. Callers only compare the result with the
+        tensor."""
         result = super().allreduce(tensor, op)
         return result if self._gathered is None else result + 1
 

@@ -1,15 +1,15 @@
 """A preloaded interpreter: Python processes of launch tests are forked from one that has imported torch.
 
-`import torch` costs 2 s of CPU and each rank needs it. Processes that have `Preload.folder` on PYTHONPATH run
-`preload_stub.py` as their `sitecustomize`. It sends their arguments, environment, working directory and file
-descriptors over a Unix socket to a server, which forks a process that has all of these. The stub stays, so that the
-launcher has a child: it forwards signals and ends as the forked process does, which is killed if the stub is.
-
-The forked process also joins the stub's namespaces, and shows the stub's command line and environment in /proc. It
-differs from a process that was started normally in its process id and session, the seed of hashes, `sys.flags`, and in
-that its objects are not destroyed at exit. Tests of these, of signals to process groups and of imports start their
-processes normally. A process also starts normally if it has a terminal, other interpreter options, or variables that a
-library reads when it is imported. With UNITRAIN_TEST_PRELOAD=0 all do.
+`import torch` takes 2 s of CPU time in each rank. Processes with `Preload.folder` on PYTHONPATH run `preload_stub.py`
+as their `sitecustomize`. The stub sends its arguments, environment, working directory and file descriptors over a Unix
+socket to a server. The server forks a process with the same arguments, environment, working directory and descriptors.
+The stub remains the child of the launcher: it forwards signals and exits with the exit code of the forked process. If
+the stub is killed, the forked process is also killed. The forked process joins the namespaces of the stub, and /proc
+shows the stub's command line and environment for it. It differs from a normally started process in its process ID,
+session, hash seed and `sys.flags`, and does not destroy its objects at exit. Tests of these properties, of signals to
+process groups and of imports start their processes normally. A process also starts normally if it has a terminal, other
+interpreter options, or variables that a library reads during its import. With UNITRAIN_TEST_PRELOAD=0, all processes
+start normally.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MODULES = (
 _COMMANDS = (("unitrain", "bench"), ("unitrain", "tune"), ("unitrain", "verify"))
 _PROGRAMS = ("torchrun", "horovodrun")
 _SPAWN = "from multiprocessing.spawn import"
-# Scripts that only prepare another program and replace themselves by it.
+# Scripts that only prepare another program and then execute it in place of themselves.
 _PLAIN_SCRIPTS = ("logged.py", "host_agent.py")
 # Read by Python itself, or by torch when it is imported.
 _PLAIN_VARIABLES = (
@@ -75,13 +75,13 @@ _UNDERSTOOD_VARIABLES = (
 _NAMESPACES = {"user": 0x10000000, "ipc": 0x08000000, "uts": 0x04000000, "net": 0x40000000, "mnt": 0x00020000,
                "pid": 0x20000000}  # fmt: skip
 _START_SECONDS = 240.0
-# Room for the command line and the environment of a forked process in the memory that /proc shows.
+# Size of the memory that /proc shows as the command line and the environment of a forked process.
 _ARGUMENT_BYTES, _ENVIRONMENT_BYTES = 16_384, 65_536
 _FREE_DESCRIPTOR = 1_000
 
 
 class Preload:
-    """The server, and the folder that leads processes to it."""
+    """The server process, and the folder with the stub and the server's socket."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="unitrain-preload-"))
@@ -91,7 +91,7 @@ class Preload:
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(self.folder), " " * _ARGUMENT_BYTES],
             env=variables,
-            stdin=subprocess.PIPE,  # the server ends when this closes
+            stdin=subprocess.PIPE,  # the server exits when this is closed
             start_new_session=True,
         )
         atexit.register(self.close)
@@ -102,7 +102,7 @@ class Preload:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End the server and the processes that it has forked."""
+        """Terminate the server and the processes that it has forked."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -121,7 +121,7 @@ class _Forked:
             os.kill(self.pid, number)
 
     def finish(self) -> None:
-        """Report the end of the process to its stub."""
+        """Report the exit of the process to its stub."""
         _, status = os.waitpid(self.waited, 0)
         os.close(self.descriptor)
         with self.connection, contextlib.suppress(OSError):
@@ -129,7 +129,8 @@ class _Forked:
 
 
 def _serve(folder: Path) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each stub until standard input closes; return in each, with its request and descriptors."""
+    """Fork a process for each stub until standard input is closed. Return in each forked process, with its request and
+    descriptors."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(128)
@@ -180,7 +181,7 @@ def _serve(folder: Path) -> tuple[dict[str, Any], list[int]]:
                         numbers = key.data.connection.recv(64)
                     except OSError:
                         numbers = b""
-                    for number in numbers or [signal.SIGKILL]:  # without its stub it must end
+                    for number in numbers or [signal.SIGKILL]:  # a process must not outlive its stub
                         key.data.signal(number)
                     if not numbers:
                         selector.unregister(key.data.connection)
@@ -202,7 +203,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
 
 
 def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
-    """Return the pids of the new process and of the child to wait for; (0, 0) in the new process."""
+    """Return the process IDs of the new process and of the child to wait for; (0, 0) in the new process."""
     if not request["namespaces"]:
         pid = os.fork()
         return pid, pid
@@ -235,7 +236,7 @@ def _fork(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> tuple[Any, dict[str, Any]] | None:
-    """Make this process that of the request; return the code and the namespace of a script, or None for a module."""
+    """Set up this process for the request. Return the code and the namespace of a script, or None for a module."""
     is_spawned = request["arguments"][0] == "-c" and request["arguments"][1].startswith(_SPAWN)
     if not is_spawned:  # horovodrun's processes call it themselves
         os.setsid()
@@ -306,9 +307,8 @@ def _duplicate(descriptor: int) -> int:
 
 
 def _show_in_proc(command_line: list[str], environment: dict[str, str]) -> None:
-    """Write the command line and the environment where /proc reads them; the server started with room for both.
-
-    Nothing points into this memory any more: `os.environ.clear` has removed the variables that did.
+    """Write the command line and the environment to the memory that /proc shows. The server was started with enough
+    memory for both. `os.environ.clear` has removed all pointers to this memory.
     """
     numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     arguments_start, arguments_end, environment_start, environment_end = map(int, numbers[45:49])
@@ -322,7 +322,7 @@ def _show_in_proc(command_line: list[str], environment: dict[str, str]) -> None:
 
 
 def _replace_getppid(stub: int) -> None:
-    """Let `os.getppid` return the parent of the stub, which is the launcher."""
+    """Make `os.getppid` return the parent of the stub, which is the launcher."""
     this, real = os.getpid(), os.getppid
 
     def getppid() -> int:
@@ -337,7 +337,7 @@ def _replace_getppid(stub: int) -> None:
 
 
 def _open_streams(streams: list[tuple[str, str, str, bool, bool]]) -> None:
-    """Give this process the standard streams of a new one."""
+    """Open new standard streams, like those of a new process."""
     for descriptor, (name, encoding, errors, is_line_buffered, is_unbuffered) in enumerate(streams):
         raw: Any = io.FileIO(descriptor, "w" if descriptor else "r", closefd=False)
         raw.name = name
@@ -354,7 +354,7 @@ def _open_streams(streams: list[tuple[str, str, str, bool, bool]]) -> None:
 
 
 def _run(program: tuple[Any, dict[str, Any]] | None, module: str) -> int:
-    """Run the program; return the exit code that the interpreter would."""
+    """Run the program, and return the exit code that the interpreter would return."""
     try:
         if program is None:
             runpy._run_module_as_main(module)  # type: ignore[attr-defined]
@@ -374,9 +374,8 @@ def _run(program: tuple[Any, dict[str, Any]] | None, module: str) -> int:
 
 
 def _end(code: int) -> None:
-    """End this process as the interpreter does, but leave its memory to the kernel.
-
-    To destroy all objects would copy the memory that is shared with the server, which takes a second.
+    """Exit like the interpreter, but without destroying objects, because that would copy the memory shared with the
+    server, which takes a second.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,14 +1,14 @@
 """A `sitecustomize` module that turns a Python process into a stub for a forked, preloaded one: see `preload.py`.
 
-It is copied into a folder of PYTHONPATH, next to the server's socket and a file with what the server has in common with
-the processes that it can replace. It imports built-in modules only, because every process of a launch runs it.
+It is copied into a folder on PYTHONPATH, next to the server's socket and a file with the properties that a process must
+share with the server to be replaced. It imports built-in modules only, because every process of a launch runs it.
 """
 
 import sys
 
 
 def _hand_over() -> None:
-    """Let the server run this program, unless it cannot; then this function returns and the program starts normally."""
+    """Let the server run this program. If the server cannot run it, return, so that the program starts normally."""
     import marshal
     import posix
 

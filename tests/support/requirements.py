@@ -1,6 +1,5 @@
-"""Parts that some tests need and a fresh machine may lack: without them these tests are skipped.
-
-Where UNITRAIN_TEST_ALL is set, as on CI, nothing is skipped, and what is missing fails its tests.
+"""Requirements of some tests that a machine may lack. Tests with a missing requirement are skipped. If
+UNITRAIN_TEST_ALL is set, as in CI, no test is skipped, and tests with a missing requirement fail.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ LEARNING_RATE = 0.2
 
 
 def digits() -> TensorDataset:
-    """The first 100 of scikit-learn's digits, of which the last batch of an epoch has four: fewer than some ranks."""
+    """Return the first 100 samples of scikit-learn's digits. The last batch of an epoch has four samples, fewer than
+    the ranks of some tests."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -38,7 +39,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
 
 
-def numbers(model: nn.Module) -> list[float]:
+def flatten_parameters(model: nn.Module) -> list[float]:
     """Return all parameters in one list."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
@@ -57,7 +58,7 @@ def main(folder: Path, name: str) -> None:
             "rank": backend.rank, "size": backend.size, "local_rank": backend.local_rank,
             "local_size": backend.local_size, "node_rank": backend.node_rank, "num_nodes": backend.num_nodes,
             "host": socket.gethostname(), "launcher": environment.detect().launcher, "backend": backend.name,
-            "total": total.tolist(), "numbers": numbers(model), "transport": backend.transport,
+            "total": total.tolist(), "numbers": flatten_parameters(model), "transport": backend.transport,
         }  # fmt: skip
         (folder / f"{backend.rank}.part").write_text(json.dumps(rank_results))
         os.rename(folder / f"{backend.rank}.part", folder / f"{backend.rank}.json")  # noqa: PTH104

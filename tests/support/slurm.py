@@ -1,4 +1,4 @@
-"""A real Slurm on the hosts of `hosts.py`: its controller on the first, a node on each."""
+"""A real Slurm cluster on the hosts of `hosts.py`: the controller runs on the first host, and each host is a node."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
 @contextlib.contextmanager
 def slurm(hosts: list[Host], folder: Path) -> Iterator[dict[str, str]]:
-    """Run Slurm in the empty `folder` until the context ends; what it gives are the variables its programs need."""
+    """Context manager that runs Slurm in the empty `folder`, and yields the environment variables that its programs
+    need."""
     first = hosts[0]
     nodes = "\n".join(
         f"NodeName={host.name} NodeAddr={host.address} CPUs={CPUS} RealMemory=1000 State=UNKNOWN" for host in hosts
@@ -57,20 +58,20 @@ def slurm(hosts: list[Host], folder: Path) -> Iterator[dict[str, str]]:
     variables = {"SLURM_CONF": str(configuration)}
     munge = {"socket": "socket", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
     files = [f"--{option}={folder}/munge.{ending}" for option, ending in munge.items()]
-    with contextlib.ExitStack() as ended:
+    with contextlib.ExitStack() as cleanup:
 
         def start(host: Host, *command: str) -> subprocess.Popen[str]:
             with (folder / f"{Path(command[0]).name}.{host.name}.said").open("w") as message_text:
                 process = host.start(command, variables, stdout=message_text.fileno())
-            ended.callback(process.wait, timeout=10)
+            cleanup.callback(process.wait, timeout=10)
             return process
 
         daemons = [start(first, PROGRAMS[0], "--foreground", "--force", f"--key-file={key}", *files)]
         _wait_until((folder / "munge.socket").exists, "munged", daemons, folder)
         daemons.append(start(first, PROGRAMS[1], "-D"))
         daemons += [start(host, PROGRAMS[2], "-D", "-N", host.name) for host in hosts]
-        for host in hosts:  # before anybody waits for them: a stack is emptied from its end
-            ended.callback(host.end_all)
+        for host in hosts:  # before any of them is awaited, because an ExitStack calls its callbacks in reverse order
+            cleanup.callback(host.kill_all)
 
         def is_up() -> bool:
             message_text = first.run(["sinfo", "-h", "-o", "%T %D"], variables).stdout

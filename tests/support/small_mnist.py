@@ -1,4 +1,5 @@
-"""A small MNIST in its own format and torchvision's folders: scikit-learn's digits, enlarged to 28 x 28."""
+"""A small dataset in MNIST's file format and torchvision's folder layout: scikit-learn's digits, enlarged to 28 x
+28."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from sklearn.datasets import load_digits
 
 
 def small_mnist(folder: Path) -> Path:
-    """Write 512 images to train on and 100 to test with into `folder`, and return it."""
+    """Write 512 training images and 100 test images to `folder`, and return `folder`."""
     digits = load_digits()
     images = np.kron(digits.images, np.ones((3, 3)))  # [1797, 24, 24]
     images = (np.pad(images, ((0, 0), (2, 2), (2, 2))) * 255 / 16).astype(np.uint8)

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from horovod_machines import CPU_TORCH, CUDA_TORCH, GPU_TORCH, PLAIN, TOOLKIT, changed, planned, step_names
+from horovod_machines import CPU_TORCH, CUDA_TORCH, GPU_TORCH, PLAIN, TOOLKIT, create_plan, replace_fields, step_names
 
 from unitrain.errors import HorovodBuildError
 from unitrain.horovod_wheel import machine, patches, plan, requirements
@@ -14,7 +14,7 @@ from unitrain.horovod_wheel.machine import Machine, Tool
 
 
 def test_without_a_gpu_the_plan_has_cpu_operations_and_needs_no_toolkit() -> None:
-    decided = planned()
+    decided = create_plan()
     assert decided.facts["controllers"] == ["gloo", "mpi"]
     assert decided.facts["cuda"] is None
     assert not {name for name in decided.settings if "CUDA" in name or "NCCL" in name}
@@ -27,7 +27,7 @@ def test_without_a_gpu_the_plan_has_cpu_operations_and_needs_no_toolkit() -> Non
 
 def test_a_visible_gpu_and_a_matching_toolkit_enable_nccl() -> None:
     other = Tool(path="/opt/cuda-12.4", version="12.4")
-    decided = planned(changed(torch=GPU_TORCH, toolkits=(other, TOOLKIT)))
+    decided = create_plan(replace_fields(torch=GPU_TORCH, toolkits=(other, TOOLKIT)))
     assert decided.facts["nccl"] == "2.30.7"
     assert decided.settings["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert decided.settings["HOROVOD_CUDA_HOME"] == TOOLKIT.path
@@ -37,7 +37,7 @@ def test_a_visible_gpu_and_a_matching_toolkit_enable_nccl() -> None:
 
 
 def test_without_a_toolkit_cuda_13_comes_from_pip() -> None:
-    decided = planned(cuda=True)
+    decided = create_plan(cuda=True)
     toolkit = next(step for step in decided.build_steps if step.name == "toolkit")
     assert toolkit.argv[-1] == "cuda-toolkit[nvcc,cccl]==13.0.*"
     assert decided.settings["CUDA_HOME"] == "/cache/cuda-13.0/nvidia/cu13"
@@ -45,30 +45,30 @@ def test_without_a_toolkit_cuda_13_comes_from_pip() -> None:
 
 
 def test_without_a_toolkit_cuda_12_is_an_error_with_a_fix() -> None:
-    old = changed(torch=dataclasses.replace(GPU_TORCH, version="2.7.0+cu128", cuda="12.8"), toolkits=(TOOLKIT,))
-    by_itself = planned(old)
+    old = replace_fields(torch=dataclasses.replace(GPU_TORCH, version="2.7.0+cu128", cuda="12.8"), toolkits=(TOOLKIT,))
+    by_itself = create_plan(old)
     assert by_itself.facts["cuda"] is None
     assert any("CUDA 12.8 toolkit" in note for note in by_itself.notes)
     with pytest.raises(HorovodBuildError, match=r"13\.0 in /opt/cuda-13\.0.*cuda-toolkit-12-8.*--without-cuda"):
-        planned(old, cuda=True)
+        create_plan(old, cuda=True)
 
 
 @pytest.mark.parametrize(
     ("found", "request_options", "message"),
     [
-        (changed(compiler=None), {}, r"No C\+\+ compiler.*sudo apt-get install -y g\+\+"),
+        (replace_fields(compiler=None), {}, r"No C\+\+ compiler.*sudo apt-get install -y g\+\+"),
         (
-            changed(compiler=Tool(path="/usr/bin/g++", version="g++ (GCC) 8.5.0 20210514 (Red Hat 8.5.0-10)")),
+            replace_fields(compiler=Tool(path="/usr/bin/g++", version="g++ (GCC) 8.5.0 20210514 (Red Hat 8.5.0-10)")),
             {},
             "C.*CXX=",
         ),
-        (changed(make=None, package_manager="dnf"), {}, "No make was found.*sudo dnf install -y make"),
-        (changed(mpi=None), {"mpi": True}, "--with-mpi .*libopenmpi-dev.*omit --with-mpi"),
-        (changed(torch=CPU_TORCH), {"cuda": True}, r"2\.14\.1\+cpu was built without CUDA.*omit --with-cuda"),
-        (changed(nccl=None), {"cuda": True}, "pip install nvidia-nccl-cu13"),
-        (changed(modules=frozenset()), {}, "/venv/bin/python has no pip.*ensurepip"),
+        (replace_fields(make=None, package_manager="dnf"), {}, "No make was found.*sudo dnf install -y make"),
+        (replace_fields(mpi=None), {"mpi": True}, "--with-mpi .*libopenmpi-dev.*omit --with-mpi"),
+        (replace_fields(torch=CPU_TORCH), {"cuda": True}, r"2\.14\.1\+cpu was built without CUDA.*omit --with-cuda"),
+        (replace_fields(nccl=None), {"cuda": True}, "pip install nvidia-nccl-cu13"),
+        (replace_fields(modules=frozenset()), {}, "/venv/bin/python has no pip.*ensurepip"),
         (
-            changed(python_headers=False, package_manager="conda"),
+            replace_fields(python_headers=False, package_manager="conda"),
             {},
             "Python.h.*conda install -y -c conda-forge python",
         ),
@@ -79,29 +79,35 @@ def test_a_missing_requirement_is_reported_with_a_fix(
     found: Machine, request_options: dict[str, bool], message: str
 ) -> None:
     with pytest.raises(HorovodBuildError, match=message):
-        planned(found, **request_options)
+        create_plan(found, **request_options)
 
 
 def test_commands_for_root_have_no_sudo() -> None:
-    assert requirements.install_command(changed(root=True), "make") == "apt-get install -y make"
+    assert requirements.install_command(replace_fields(root=True), "make") == "apt-get install -y make"
 
 
 def test_all_missing_requirements_are_reported_together() -> None:
     assert (
-        len(list(requirements.missing_requirements(changed(compiler=None, make=None, mpi=None), mpi=True, cuda=False)))
+        len(
+            list(
+                requirements.missing_requirements(
+                    replace_fields(compiler=None, make=None, mpi=None), mpi=True, cuda=False
+                )
+            )
+        )
         == 3
     )
 
 
 def test_missing_mpi_is_a_note_if_it_was_not_requested() -> None:
-    decided = planned(changed(mpi=None))
+    decided = create_plan(replace_fields(mpi=None))
     assert decided.settings["HOROVOD_WITHOUT_MPI"] == "1"
     assert any("libopenmpi-dev" in note for note in decided.notes)
 
 
 @pytest.mark.parametrize("cmake", [None, Tool(path="/usr/bin/cmake", version="3.13.4")], ids=["none", "old"])
 def test_missing_build_tools_are_installed_into_the_folder_of_the_build(cmake: Tool | None) -> None:
-    decided = planned(changed(cmake=cmake, modules=frozenset({"pip", "wheel", "packaging"})))
+    decided = create_plan(replace_fields(cmake=cmake, modules=frozenset({"pip", "wheel", "packaging"})))
     tools = decided.build_steps[0]
     assert tools.name == "tools"
     assert tools.argv[-3:] == (str(decided.work / "tools"), plan.TOOLS["setuptools"], plan.CMAKE)
@@ -112,29 +118,29 @@ def test_missing_build_tools_are_installed_into_the_folder_of_the_build(cmake: T
 @pytest.mark.parametrize(
     ("found", "request_options"),
     [
-        (changed(torch=dataclasses.replace(CUDA_TORCH, version="2.13.0+cu130")), {}),
-        (changed(torch=CPU_TORCH), {}),
-        (changed(torch=dataclasses.replace(CUDA_TORCH, cxx11_abi=False)), {}),
-        (changed(python_tag="cp312-cp312"), {}),
-        (changed(libc="glibc 2.28"), {}),
-        (changed(compiler=Tool(path="/usr/bin/c++", version="c++ (Debian 13.1.0) 13.1.0")), {}),
-        (changed(mpi=Tool(path="/usr/bin/mpicxx", version="MPICH 4.0")), {}),
+        (replace_fields(torch=dataclasses.replace(CUDA_TORCH, version="2.13.0+cu130")), {}),
+        (replace_fields(torch=CPU_TORCH), {}),
+        (replace_fields(torch=dataclasses.replace(CUDA_TORCH, cxx11_abi=False)), {}),
+        (replace_fields(python_tag="cp312-cp312"), {}),
+        (replace_fields(libc="glibc 2.28"), {}),
+        (replace_fields(compiler=Tool(path="/usr/bin/c++", version="c++ (Debian 13.1.0) 13.1.0")), {}),
+        (replace_fields(mpi=Tool(path="/usr/bin/mpicxx", version="MPICH 4.0")), {}),
         (PLAIN, {"mpi": False}),
         (PLAIN, {"cuda": True}),
-        (changed(toolkits=(TOOLKIT,)), {"cuda": True}),
-        (changed(flags={"CXXFLAGS": "-march=haswell"}), {}),
-        (changed(flags={"LDFLAGS": "-L/opt/lib"}), {}),
+        (replace_fields(toolkits=(TOOLKIT,)), {"cuda": True}),
+        (replace_fields(flags={"CXXFLAGS": "-march=haswell"}), {}),
+        (replace_fields(flags={"LDFLAGS": "-L/opt/lib"}), {}),
     ],
 )
 def test_the_key_depends_on_torch_python_compiler_and_flags(found: Machine, request_options: dict[str, bool]) -> None:
-    assert planned(found, **request_options).key != planned().key
+    assert create_plan(found, **request_options).key != create_plan().key
 
 
 @pytest.mark.parametrize("name", machine.FLAGS)
 def test_flags_of_the_environment_are_part_of_the_key(name: str) -> None:
     environ = {"PATH": "/usr/bin:/bin"}
     assert machine.detect({**environ, name: "-O1"}).flags == {name: "-O1"}
-    plain, first, second = (planned(changed(flags=flags)) for flags in ({}, {name: "-O1"}, {name: "-O2"}))
+    plain, first, second = (create_plan(replace_fields(flags=flags)) for flags in ({}, {name: "-O1"}, {name: "-O2"}))
     assert len({one.key for one in (plain, first, second)}) == 3
     assert not plain.facts.keys() & {"flags", "cpu"}
     assert first.environment({name: "-O1"})[name] == "-O1"
@@ -146,19 +152,19 @@ def test_native_flags_make_the_key_depend_on_the_processor() -> None:
     here = machine.detect({"PATH": "/usr/bin:/bin", "CXXFLAGS": "-O3 -march=native"}).cpu
     assert here
     flags = {"CXXFLAGS": "-O3 -march=native"}
-    plans = [planned(changed(flags=flags, cpu=cpu)) for cpu in (here, "another")]
+    plans = [create_plan(replace_fields(flags=flags, cpu=cpu)) for cpu in (here, "another")]
     assert plans[0].key != plans[1].key
     assert any("only runs on processors of this type" in note for note in plans[0].notes)
 
 
 def test_the_key_depends_on_the_patches_but_not_on_irrelevant_settings() -> None:
-    assert planned(changed(jobs=64), cache=Path("/elsewhere"), install=False).key == planned().key
-    assert planned().facts["patches"] == patches.digest()
+    assert create_plan(replace_fields(jobs=64), cache=Path("/elsewhere"), install=False).key == create_plan().key
+    assert create_plan().facts["patches"] == patches.digest()
     assert patches.digest(patches.CHANGES[:-1]) != patches.digest()
 
 
 def test_user_variables_that_contradict_the_plan_are_removed() -> None:
-    seen = planned().environment(
+    seen = create_plan().environment(
         {"HOROVOD_GPU_OPERATIONS": "NCCL", "CCL_ROOT": "/ccl", "MAKEFLAGS": "-j64", "HOME": "/h"}
     )
     assert "HOROVOD_GPU_OPERATIONS" not in seen
