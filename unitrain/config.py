@@ -323,7 +323,7 @@ CHECKPOINT_SETTINGS = (
 )
 
 
-def for_dry_run(config: TrainConfig) -> TrainConfig:
+def dry_run_config(config: TrainConfig) -> TrainConfig:
     """Return `config` with one validation batch and without output."""
     return replace(
         config,

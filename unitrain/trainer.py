@@ -17,7 +17,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
-from unitrain.config import TrainConfig, check_same_config, for_dry_run
+from unitrain.config import TrainConfig, check_same_config, dry_run_config
 from unitrain.data.batch_size import evaluation_batch_sizes
 from unitrain.data.loading import Data, check_is_dataset
 from unitrain.data.order import MicroBatch
@@ -89,7 +89,7 @@ class Trainer:
         )
         check_same_config(config, backend)
         if config.dry_run:
-            config, loggers = for_dry_run(config), ()
+            config, loggers = dry_run_config(config), ()
         if (overrides := load_overrides()) is not None:  # started by `unitrain verify` or `unitrain tune`
             given = TrainerArguments(model=model, loss_fn=loss_fn, config=config, callbacks=callbacks, forward=forward)
             used = overrides.override(given, backend)

@@ -78,14 +78,14 @@ def zero_a_block(folder: Path, checkpoint: Path, chance: Random) -> None:
 
 
 def swap_files(folder: Path, checkpoint: Path, chance: Random) -> None:
-    other = chance.choice([path for path in files.candidates(folder) if path != checkpoint])
+    other = chance.choice([path for path in files.list_checkpoints(folder) if path != checkpoint])
     name = chance.choice([MODEL, TRAINING, MANIFEST])
     if (other / name).exists() and (checkpoint / name).exists():
         _swap(checkpoint / name, other / name)
 
 
 def swap_checkpoints(folder: Path, checkpoint: Path, chance: Random) -> None:
-    _swap(checkpoint, chance.choice([path for path in files.candidates(folder) if path != checkpoint]))
+    _swap(checkpoint, chance.choice([path for path in files.list_checkpoints(folder) if path != checkpoint]))
 
 
 def leave_it_unfinished(folder: Path, checkpoint: Path, chance: Random) -> None:
@@ -130,8 +130,8 @@ class Corruptions:
         self.failures: list[str] = []
         with _backend() as backend:
             create_trainer(backend, self._base, Settings()).fit(data())
-        self._content_by_step = {_step(path): _content(path) for path in files.candidates(self._base)}
-        self._state_by_step = {_step(path): _saved_state(path) for path in files.candidates(self._base)}
+        self._content_by_step = {_step(path): _content(path) for path in files.list_checkpoints(self._base)}
+        self._state_by_step = {_step(path): _saved_state(path) for path in files.list_checkpoints(self._base)}
         self._expected_weights = final_weights(self._base)
 
     def run(self, number: int) -> None:
@@ -155,7 +155,7 @@ class Corruptions:
         if kind == FULL:
             return self._resume_on_full_disk(case, chance)
         shutil.copytree(self._base, case)
-        found = files.candidates(case)
+        found = files.list_checkpoints(case)
         # Usually damage a few of the newest checkpoints, and sometimes all of them.
         count = chance.choice([1, 1, 2, 3, len(found)])
         for checkpoint in found[:count]:
@@ -185,7 +185,7 @@ class Corruptions:
                 trainer.model.state_dict(), trainer.optimizer.state_dict(), self._state_by_step[step]
             ):
                 raise AssertionError(f"resumed from step {step} with a different state")
-            if not step and files.candidates(case):
+            if not step and files.list_checkpoints(case):
                 raise AssertionError("started from the beginning although damaged checkpoints exist")
             trainer.fit(data())
         weight_difference = difference(final_weights(case), self._expected_weights)
@@ -201,7 +201,7 @@ class Corruptions:
 
     def _resume_in_read_only_folder(self, case: Path, chance: Random) -> str:
         shutil.copytree(self._base, case)
-        shutil.rmtree(files.candidates(case)[0])
+        shutil.rmtree(files.list_checkpoints(case)[0])
         valid_steps = self._undamaged_steps(case)
         case.chmod(0o555)
         try:
@@ -222,7 +222,7 @@ class Corruptions:
                 return SKIPPED
             run, ballast = case / "run", case / "ballast"
             shutil.copytree(self._base, run)
-            for checkpoint in files.candidates(run)[: chance.randint(2, 8)]:
+            for checkpoint in files.list_checkpoints(run)[: chance.randint(2, 8)]:
                 shutil.rmtree(checkpoint)
             free = os.statvfs(case).f_bavail * os.statvfs(case).f_frsize
             ballast.write_bytes(bytes(max(0, free - chance.randrange(0, 60_000))))
@@ -242,7 +242,7 @@ class Corruptions:
         return outcome
 
     def _valid_steps(self, run: Path) -> list[int]:
-        return [_step(path) for path in files.candidates(run) if files.damage(path) is None]
+        return [_step(path) for path in files.list_checkpoints(run) if files.find_corruption(path) is None]
 
 
 def _any_file(checkpoint: Path, chance: Random) -> Path:

@@ -213,7 +213,7 @@ class Chaos:
     def _attempt(
         self, run: Path, number: int, backend: str, size: int, settings: Settings, kill: Kill | None
     ) -> Attempt:
-        done = [int(path.name.removeprefix("step-")) for path in files.candidates(run / "output")]
+        done = [int(path.name.removeprefix("step-")) for path in files.list_checkpoints(run / "output")]
         left = STEPS - max(done, default=0)
         return Attempt(run, number, backend, size, settings, free_port(), kill, left)
 

@@ -138,8 +138,8 @@ def final_weights(folder: Path) -> dict[str, Tensor]:
     Raises AssertionError if its last checkpoint or its history is not valid.
     """
     path = files.checkpoint_path(folder, STEPS)
-    newest = files.candidates(folder)[:1]
-    if newest != [path] or (wrong := files.damage(path)) is not None:
+    newest = files.list_checkpoints(folder)[:1]
+    if newest != [path] or (wrong := files.find_corruption(path)) is not None:
         raise AssertionError(f"The newest checkpoint is {newest}, {wrong if newest == [path] else f'not {path}'}.")
     rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     found = [(row["epoch"], row["step"]) for row in rows]

@@ -92,7 +92,7 @@ class Recorded:
     def step(self, step: plan.Step, *, skipped: bool) -> None:
         self.steps.append(step.name)
 
-    def percent(self, done: int) -> None:
+    def report_percent(self, done: int) -> None:
         self.percents.append(done)
 
 

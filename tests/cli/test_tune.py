@@ -350,7 +350,7 @@ def test_cores_per_rank_follow_the_cpu_affinity(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3, 5})
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    request = Request(name="run", warmup=2, seconds=1e-9).text()
+    request = Request(name="run", warmup=2, seconds=1e-9).serialize()
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(TIMER, request))
     model = nn.Linear(4, 1)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
@@ -363,7 +363,7 @@ def test_cores_per_rank_follow_the_cpu_affinity(
             trainer.fit(data)
     finally:
         backend.shutdown()
-    result = trial.Result.find(capsys.readouterr().out)
+    result = trial.Result.parse_output(capsys.readouterr().out)
     assert result is not None
     assert result.cores_per_rank == 3
 

@@ -17,7 +17,7 @@ from unitrain.monitoring.flight_recorder import (
     describe_differences,
 )
 from unitrain.testing import RankGroup
-from unitrain.testing.models import batch, build, loss_of
+from unitrain.testing.models import batch, build, compute_loss
 
 ODD = 1  # the rank that calls another operation
 
@@ -25,13 +25,13 @@ ODD = 1  # the rank that calls another operation
 def other_order(backend: Backend, model: torch.nn.Module) -> None:
     if backend.rank == ODD:
         backend.allreduce(torch.ones(2))
-    loss_of(model(batch(backend.rank))).backward()
+    compute_loss(model(batch(backend.rank))).backward()
     backend.allreduce(torch.ones(2))
 
 
 def skipped_backward(backend: Backend, model: torch.nn.Module) -> None:
     if backend.rank != ODD:
-        loss_of(model(batch(backend.rank))).backward()
+        compute_loss(model(batch(backend.rank))).backward()
     backend.barrier()
 
 
@@ -65,7 +65,7 @@ def collect_errors(backend: Backend) -> list[str]:
     for mismatch in MISMATCHES:
         model = backend.distributed_model(build())
         for _ in range(2):
-            loss_of(model(batch(backend.rank))).backward()
+            compute_loss(model(batch(backend.rank))).backward()
         try:
             mismatch(backend, model)
         except CollectiveMismatchError as error:
@@ -87,7 +87,7 @@ def test_every_rank_reports_the_calls_of_all_ranks(backend: str) -> None:
 def time_out(backend: Backend) -> str:
     model = backend.distributed_model(build())
     for _ in range(2):
-        loss_of(model(batch(backend.rank))).backward()
+        compute_loss(model(batch(backend.rank))).backward()
     try:
         other_order(backend, model)
     except (CollectiveTimeoutError, RuntimeError) as error:

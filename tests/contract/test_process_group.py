@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unitrain.backends.base import Backend
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.testing import RankGroup
-from unitrain.testing.models import batch, build, loss_of
+from unitrain.testing.models import batch, build, compute_loss
 
 
 def _result(model: nn.Module) -> list[Tensor]:
@@ -37,7 +37,7 @@ def plain_ddp(backend: Backend) -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(5):
         optimizer.zero_grad()
-        loss_of(model(batch(backend.rank, step))).backward()
+        compute_loss(model(batch(backend.rank, step))).backward()
         optimizer.step()
     return _result(model)
 
@@ -47,7 +47,7 @@ def zero_redundancy_optimizer(backend: Backend) -> list[Tensor]:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
     for step in range(4):
         optimizer.zero_grad()
-        loss_of(model(batch(backend.rank, step))).backward()
+        compute_loss(model(batch(backend.rank, step))).backward()
         optimizer.step()
     optimizer.consolidate_state_dict(to=0)
     if backend.rank == 0:
@@ -61,7 +61,7 @@ def join_with_uneven_inputs(backend: Backend) -> list[Tensor]:
     with Join([model]):
         for step in range(2 + 2 * backend.rank):
             optimizer.zero_grad()
-            loss_of(model(batch(backend.rank, step))).backward()
+            compute_loss(model(batch(backend.rank, step))).backward()
             optimizer.step()
     return _result(model)
 
@@ -75,7 +75,7 @@ def comm_hooks(backend: Backend) -> list[Tensor]:
     )
     for step in range(4):
         model.zero_grad()
-        loss_of(model(batch(backend.rank, step).float()).double()).backward()
+        compute_loss(model(batch(backend.rank, step).float()).double()).backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 

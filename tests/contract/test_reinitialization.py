@@ -16,7 +16,7 @@ from unitrain.backends.base import Backend
 from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError
 from unitrain.testing import RankGroup
-from unitrain.testing.models import batch, build, loss_of
+from unitrain.testing.models import batch, build, compute_loss
 
 BIN = Path(sys.executable).parent
 TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python"]
@@ -27,7 +27,7 @@ MPIRUN = ["mpirun", "-np", "2", "--oversubscribe"]
 def sums(backend: Backend) -> float:
     """Run a collective and reduce gradients, as a training run does."""
     model = build()
-    loss_of(backend.distributed_model(model)(batch(backend.rank))).backward()
+    compute_loss(backend.distributed_model(model)(batch(backend.rank))).backward()
     return float(backend.allreduce(torch.tensor(float(backend.rank)), "sum"))
 
 

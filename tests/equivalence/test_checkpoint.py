@@ -400,7 +400,7 @@ def test_damaged_newest_checkpoint_is_skipped_and_replaced(
     assert caplog.messages[0].startswith(f"Checkpoint '{newest}' is skipped: ")
     resumed.fit(samples())
     assert_same(state(uninterrupted), state(resumed))
-    assert files.damage(newest) is None
+    assert files.find_corruption(newest) is None
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]
 
 
@@ -409,9 +409,9 @@ def test_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) ->
     (tmp_path / "step-000000012").rename(tmp_path / "aside")
     (tmp_path / "step-000000004").rename(tmp_path / "step-000000012")
     assert trainer(tmp_path, max_epochs=2, resume=True).progress.step == 10
-    wrong = files.damage(tmp_path / "step-000000012")
+    wrong = files.find_corruption(tmp_path / "step-000000012")
     assert wrong == "it is the checkpoint of step 4 under the name of another step"
-    assert files.damage(tmp_path / "aside") is None  # as one may be copied
+    assert files.find_corruption(tmp_path / "aside") is None  # as one may be copied
 
 
 def test_newer_format_raises_and_is_not_skipped(tmp_path: Path) -> None:
@@ -512,9 +512,9 @@ def test_failed_write_raises_and_keeps_the_previous_checkpoint(tmp_path: Path) -
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000001"]
-    assert files.damage(tmp_path / "step-000000001") is None
+    assert files.find_corruption(tmp_path / "step-000000001") is None
     save(tmp_path, 2, model, {"step": 2})
-    assert files.damage(tmp_path / "step-000000002") is None
+    assert files.find_corruption(tmp_path / "step-000000002") is None
 
 
 KILLED_WHILE_WRITING = """
@@ -544,7 +544,7 @@ for attempt in range(20):
     unfinished += len(list(folder.glob(".*.unfinished")))
     written = sorted(folder.glob("step-*"))
     for path in written:
-        assert checkpoint_files.damage(path) is None, (path, checkpoint_files.damage(path))
+        assert checkpoint_files.find_corruption(path) is None, (path, checkpoint_files.find_corruption(path))
     if written:
         other = torch.nn.Linear(300, 300)
         checkpoint_files.load_model(other, str(written[-1] / "model.safetensors"))
@@ -633,7 +633,7 @@ def test_a_checkpoint_file_that_is_a_fifo_is_damage_and_does_not_block(tmp_path:
     path = tmp_path / "step-000000001" / name
     path.unlink()
     os.mkfifo(path)
-    assert files.damage(tmp_path / "step-000000001") is not None
+    assert files.find_corruption(tmp_path / "step-000000001") is not None
 
 
 def test_unfinished_checkpoints_that_are_files_or_links_are_removed(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_long_wait_for_checkpoint_is_logged_with_folder(tmp_path: Path, monkeypa
 def test_fit_returns_after_the_last_checkpoint_is_written(tmp_path: Path, asynchronous: bool) -> None:
     trainer(LOCAL, tmp_path, max_epochs=2, async_checkpoints=asynchronous).fit(data())
     assert steps(tmp_path) == [4, 8]
-    assert [files.damage(path) for path in files.candidates(tmp_path)] == [None, None]
+    assert [files.find_corruption(path) for path in files.list_checkpoints(tmp_path)] == [None, None]
 
 
 def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
@@ -321,7 +321,7 @@ def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
         one.fit(data())
     one.fit(data())
     assert steps(tmp_path) == [4, 8]
-    assert [files.damage(path) for path in files.candidates(tmp_path)] == [None, None]
+    assert [files.find_corruption(path) for path in files.list_checkpoints(tmp_path)] == [None, None]
 
 
 def test_checkpoints_within_an_epoch_resume_bit_for_bit(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_retention_keeps_last_periodic_and_best_checkpoints(
 def test_damaged_checkpoint_does_not_replace_a_valid_one(tmp_path: Path) -> None:
     trainer(LOCAL, tmp_path, max_epochs=2).fit(data())
     (files.checkpoint_path(tmp_path, 8) / files.MANIFEST).unlink()
-    assert Retention(1).obsolete(files.checkpoint_path(tmp_path, 8)) == []
+    assert Retention(1).obsolete_checkpoints(files.checkpoint_path(tmp_path, 8)) == []
 
 
 def test_damaged_later_checkpoints_do_not_replace_new_ones(tmp_path: Path) -> None:
@@ -443,5 +443,5 @@ def test_a_damaged_manifest_of_an_older_checkpoint_does_not_fail_a_newer_one(dam
         path.mkdir()
     (older / files.MANIFEST).write_text(damaged)
     (newer / files.MANIFEST).write_text(json.dumps({"epoch": 2, "results": {"val_loss": 0.5}}))
-    assert newer not in retention.obsolete(newer)
-    assert files.damage(older) is not None
+    assert newer not in retention.obsolete_checkpoints(newer)
+    assert files.find_corruption(older) is not None

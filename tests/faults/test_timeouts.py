@@ -21,7 +21,7 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.network import free_port
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.testing import RankError, RankGroup
-from unitrain.testing.models import batch, build, loss_of
+from unitrain.testing.models import batch, build, compute_loss
 
 BACKENDS = ("ddp", "horovod")
 TIMEOUT = 4.0
@@ -111,13 +111,13 @@ def test_an_error_of_a_group_states_the_waiting_time(
 def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int, folder: str) -> tuple[str, float]:
     model = backend.distributed_model(build(), **settings)
     for _ in range(before):
-        loss_of(model(batch(backend.rank))).backward()
+        compute_loss(model(batch(backend.rank))).backward()
     if backend.rank == 1:
         sleep_until_exists(f"{folder}/0")
         return "", 0.0
     began = time.monotonic()
     try:
-        loss_of(model(batch(backend.rank))).backward()
+        compute_loss(model(batch(backend.rank))).backward()
     except CollectiveTimeoutError as error:
         seconds = time.monotonic() - began
         Path(folder, "0").touch()
@@ -142,7 +142,7 @@ def test_a_timeout_in_backward_names_the_missing_rank(
     with RankGroup(backend, 2, backend_timeout_seconds=TIMEOUT) as group:
         text, seconds = group.run(miss_a_backward, settings, before, str(tmp_path))[0]
     assert text.startswith(f"{began} timed out after {TIMEOUT:g} s on rank 0. Missing ranks: 1. ")
-    last = rf"last operation: backward #{before - 1}, at test_timeouts.py:\d+: loss_of"
+    last = rf"last operation: backward #{before - 1}, at test_timeouts.py:\d+: compute_loss"
     assert re.search(rf"^  rank 1: at test_timeouts.py:\d+: time.sleep.*; {last}", text, re.M)
     assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 8
 

@@ -158,7 +158,7 @@ from datetime import timedelta
 import torch
 from torch.distributed.distributed_c10d import _get_default_group
 import unitrain
-from unitrain.testing.models import batch, build, loss_of
+from unitrain.testing.models import batch, build, compute_loss
 
 with unitrain.init(device="cpu", timeout_seconds=3) as backend:
     model = backend.distributed_model(build())
@@ -167,7 +167,7 @@ with unitrain.init(device="cpu", timeout_seconds=3) as backend:
             _get_default_group()._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=300))
             if backend.rank == 1:
                 time.sleep(300)
-        loss_of(model(batch(backend.rank))).backward()
+        compute_loss(model(batch(backend.rank))).backward()
 """
 
 
@@ -183,7 +183,7 @@ def test_the_watchdog_ends_a_backward_that_the_transport_does_not_end(tmp_path: 
         expected_text = f"unitrain: backward #2 timed out after 3 s on rank {rank}. Missing ranks: 1. "
         assert expected_text in outputs[rank], outputs[rank]
         assert (
-            "\n  rank 1: at train.py:14: time.sleep(300); last operation: backward #1, at train.py:15: loss_of"
+            "\n  rank 1: at train.py:14: time.sleep(300); last operation: backward #1, at train.py:15: compute_loss"
             in outputs[rank]
         )
     assert time.monotonic() - began < 60
@@ -229,7 +229,7 @@ def test_the_status_shows_the_position_of_the_main_thread() -> None:
     def inspect(*, is_waiting: bool = False) -> None:
         time.sleep(0.3)
         flight_recorder.is_main_thread_waiting = is_waiting
-        found.append(RankStatus.of_main_thread(flight_recorder))
+        found.append(RankStatus.from_main_thread(flight_recorder))
 
     for body, is_waiting in (
         (lambda: time.sleep(1), False),

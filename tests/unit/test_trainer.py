@@ -465,11 +465,11 @@ def test_progress_fits_80_columns(kind: type[display._TimedDisplay]) -> None:
     shown.interval_seconds = -1.0
     with shown:
         shown.start(12_345, 100)
-        shown.loss(1234.5678)
+        shown.set_loss(1234.5678)
         shown.show_slow_ranks("rank 2 is slow: data 41 ms a step, others 6 ms")
         for _ in range(3):
-            shown.step(99, 100_000)
-        shown.epoch(99, {f"val_metric_{number}": number / 3 for number in range(9)})
+            shown.count_step(99, 100_000)
+        shown.show_epoch(99, {f"val_metric_{number}": number / 3 for number in range(9)})
     lines = re.sub(r"\x1b\[[\d;?]*\w", "", screen.getvalue()).replace("\r", "\n").splitlines()
     assert max(map(len, lines)) <= 80, lines
     text = "\n".join(lines)
@@ -486,7 +486,7 @@ def test_a_bar_is_drawn_on_the_terminal_of_the_launch(monkeypatch: pytest.Monkey
         assert isinstance(shown, display._Bar)
         shown.start(3, 1)
         shown._next_update_at = 0.0
-        shown.step(1, 8)
+        shown.count_step(1, 8)
     assert b"1/3" in os.read(reading, 10_000)
     assert isinstance(display.choose_progress("lines", 0), display._Lines)
     assert type(display.choose_progress("auto", 1)) is display.ProgressDisplay

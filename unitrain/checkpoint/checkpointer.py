@@ -163,7 +163,7 @@ class Checkpointer:
         self.wait()
 
         def find() -> Path:
-            found = self._retention.best_in(folder)
+            found = self._retention.find_best_checkpoint(folder)
             if found is None:
                 raise CheckpointError(
                     f"No checkpoint in '{folder}' has a finite result {name!r}. Train an epoch first: trainer.fit(...)."

@@ -42,38 +42,38 @@ class ForeignCheckpoint:
 def read_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
     """Read a checkpoint of another program without executing code in it. Raises CheckpointError for unknown formats."""
     if path.is_dir():
-        return _accelerate(path)
+        return _read_accelerate_folder(path)
     if path.suffix == ".safetensors":
-        return ForeignCheckpoint("safetensors file", _without_ddp(read_tensors(path)), None, None, None, None)
+        return ForeignCheckpoint("safetensors file", _strip_ddp_prefix(read_tensors(path)), None, None, None, None)
     loaded = _load(path)
     if not isinstance(loaded, dict):
         raise CheckpointError(
             f"'{path}' holds a {type(loaded).__name__}, not a dictionary. Save model.state_dict() instead of the model."
         )
     if _is_state_dict(loaded):
-        return ForeignCheckpoint("state dictionary", _without_ddp(loaded), None, None, None, None)
-    return _dictionary(path, loaded)
+        return ForeignCheckpoint("state dictionary", _strip_ddp_prefix(loaded), None, None, None, None)
+    return _read_dictionary(path, loaded)
 
 
-def _dictionary(path: Path, loaded: dict[str, Any]) -> ForeignCheckpoint:
+def _read_dictionary(path: Path, loaded: dict[str, Any]) -> ForeignCheckpoint:
     parts = {str(name).lower(): value for name, value in loaded.items()}
-    model = _first(parts, _MODEL)
+    model = _first_present(parts, _MODEL)
     if not (isinstance(model, dict) and _is_state_dict(model)):
         raise CheckpointError(
             f"'{path}' has no state dictionary of a model under a usual name; it has: {', '.join(map(str, loaded))}. "
             'Save it as {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}.'
         )
     lightning = "pytorch-lightning_version" in parts
-    epoch, step = _number(_first(parts, _EPOCH)), _number(_first(parts, _STEP))
+    epoch, step = _parse_number(_first_present(parts, _EPOCH)), _parse_number(_first_present(parts, _STEP))
     kind = "Lightning checkpoint" if lightning else "dictionary of a training script"
     optimizer, scheduler = (
-        _single_state(path, _first(parts, _OPTIMIZER)),
-        _single_state(path, _first(parts, _SCHEDULER)),
+        _single_state(path, _first_present(parts, _OPTIMIZER)),
+        _single_state(path, _first_present(parts, _SCHEDULER)),
     )
-    return ForeignCheckpoint(kind, _without_ddp(model), optimizer, scheduler, epoch, step)
+    return ForeignCheckpoint(kind, _strip_ddp_prefix(model), optimizer, scheduler, epoch, step)
 
 
-def _accelerate(folder: Path) -> ForeignCheckpoint:
+def _read_accelerate_folder(folder: Path) -> ForeignCheckpoint:
     weights = folder / "model.safetensors"
     if weights.exists():
         model = read_tensors(weights)
@@ -86,7 +86,7 @@ def _accelerate(folder: Path) -> ForeignCheckpoint:
         )
     parts = {name: folder / f"{name}.bin" for name in ("optimizer", "scheduler")}
     optimizer, scheduler = (_load(file) if file.exists() else None for file in parts.values())
-    return ForeignCheckpoint("Accelerate folder", _without_ddp(model), optimizer, scheduler, None, None)
+    return ForeignCheckpoint("Accelerate folder", _strip_ddp_prefix(model), optimizer, scheduler, None, None)
 
 
 def _load(path: Path) -> Any:
@@ -106,13 +106,13 @@ def _is_state_dict(value: dict[Any, Any]) -> bool:
     return bool(value) and all(isinstance(name, str) and isinstance(one, Tensor) for name, one in value.items())
 
 
-def _without_ddp(model: dict[str, Tensor]) -> dict[str, Tensor]:
+def _strip_ddp_prefix(model: dict[str, Tensor]) -> dict[str, Tensor]:
     if all(name.startswith(_DDP) for name in model):
         return {name.removeprefix(_DDP): value for name, value in model.items()}
     return dict(model)
 
 
-def _first(parts: dict[str, Any], names: tuple[str, ...]) -> Any:
+def _first_present(parts: dict[str, Any], names: tuple[str, ...]) -> Any:
     return next((parts[name] for name in names if name in parts), None)
 
 
@@ -127,7 +127,7 @@ def _single_state(path: Path, found: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _number(found: Any) -> int | None:
+def _parse_number(found: Any) -> int | None:
     if isinstance(found, Tensor) and found.numel() == 1:
         found = found.item()
     return int(found) if isinstance(found, int | float) and not isinstance(found, bool) else None

@@ -53,7 +53,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:09d}"
 
 
-def candidates(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, newest first. Other names, such as step-000000006.old, are ignored."""
     return sorted(
         (path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()), reverse=True
@@ -76,7 +76,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def damage(path: Path) -> str | None:
+def find_corruption(path: Path) -> str | None:
     """Return why checkpoint `path` is corrupt, or None if all files are present and match their checksums."""
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
@@ -100,16 +100,16 @@ def find_newest_valid(where: Path, *, required: bool) -> Path | None:
     Skipped checkpoints are logged. Raises CheckpointError if all checkpoints are corrupt, if there is none and
     `required` is True, or if one has a newer format.
     """
-    found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else candidates(where)
+    found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else list_checkpoints(where)
     for path in found:
         _check_format(path)
-        damaged = damage(path)
+        damaged = find_corruption(path)
         if damaged is None:
             return path
         _log.warning("Checkpoint '%s' is skipped: %s.", path, damaged)
     if found:
         raise CheckpointError(
-            f"None of the {len(found)} checkpoints in '{where}' is valid; in the newest, {damage(found[0])}. "
+            f"None of the {len(found)} checkpoints in '{where}' is valid; in the newest, {find_corruption(found[0])}. "
             "Restore the files from a copy, or start again in another output_dir."
         )
     if required:
@@ -134,7 +134,9 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
     safetensors are not converted.
     """
     position_fields = ("step", "epoch", "sample")
-    if damage(target) is None and all(read_manifest(target).get(name) == facts.get(name) for name in position_fields):
+    if find_corruption(target) is None and all(
+        read_manifest(target).get(name) == facts.get(name) for name in position_fields
+    ):
         return  # the run was resumed from this checkpoint and had no steps left
     training = plain_state(training)
     unfinished = target.with_name(f".{target.name}.unfinished")

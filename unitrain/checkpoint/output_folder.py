@@ -61,7 +61,7 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
         probe = folder / f".probe-{os.getpid()}.unfinished"
         probe.mkdir()
         probe.rmdir()
-        found, continues = files.candidates(folder), resume or belongs_to_this_job(folder)
+        found, continues = files.list_checkpoints(folder), resume or belongs_to_this_job(folder)
         if found and not continues:
             raise CheckpointError(
                 f"Output folder '{folder}' already holds a run, up to {found[0].name}. "
@@ -105,10 +105,10 @@ def _read(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
-        raise _damaged(folder, str(error)) from None
+        raise _corrupt_file_error(folder, str(error)) from None
     batches = read.get("batches", []) if isinstance(read, dict) else None
     if not isinstance(batches, list) or not all(_is_batch_size(batch) for batch in batches):
-        raise _damaged(folder, "it has another format")
+        raise _corrupt_file_error(folder, "it has another format")
     return dict(read)
 
 
@@ -117,7 +117,7 @@ def _is_batch_size(batch: Any) -> bool:
     return isinstance(batch, list) and len(batch) == fields and all(isinstance(size, int) for size in batch)
 
 
-def _damaged(folder: Path, reason: str) -> CheckpointError:
+def _corrupt_file_error(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         f"'{folder / _JOB_FILE}', which records the job that writes to this folder, is damaged: {reason}. Remove the "
         "file, and continue from the checkpoints with TrainConfig(resume=True)."

@@ -45,7 +45,7 @@ class Retention:
     best: str | None = None
     mode: Mode = "min"
 
-    def obsolete(self, newest: Path) -> list[Path]:
+    def obsolete_checkpoints(self, newest: Path) -> list[Path]:
         """Return the checkpoints to remove, oldest first; `newest` was written last.
 
         Corrupt checkpoints are ignored. Checkpoints of later steps are also ignored: if they were valid, the run would
@@ -53,20 +53,22 @@ class Retention:
         """
         if self.last is None:
             return []
-        valid = [path for path in files.candidates(newest.parent) if path <= newest and files.read_manifest(path)]
+        valid = [path for path in files.list_checkpoints(newest.parent) if path <= newest and files.read_manifest(path)]
         kept = {*valid[: self.last], *self._milestones(valid), *self._best(valid)}
         return [path for path in reversed(valid) if path not in kept]
 
-    def best_in(self, folder: Path) -> Path | None:
+    def find_best_checkpoint(self, folder: Path) -> Path | None:
         """Return the checkpoint in `folder` with the best result, and the newest one of equal results.
 
         Return None if no checkpoint has a finite result.
         """
-        return next(iter(self._best([path for path in files.candidates(folder) if not files.damage(path)])), None)
+        return next(
+            iter(self._best([path for path in files.list_checkpoints(folder) if not files.find_corruption(path)])), None
+        )
 
     def apply(self, newest: Path) -> None:
         """Remove obsolete checkpoints. They are renamed first, so a partly removed one is never loaded."""
-        for path in self.obsolete(newest):
+        for path in self.obsolete_checkpoints(newest):
             removed = path.with_name(f".{path.name}.unfinished")
             files.remove(removed)
             path.rename(removed)

@@ -41,7 +41,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     """List the checkpoints in FOLDER (the output_dir of a run) with epoch, step, metrics and size."""
     from unitrain.checkpoint import files
 
-    found = files.candidates(folder)[::-1]
+    found = files.list_checkpoints(folder)[::-1]
     if not found:
         raise CheckpointError(f"There is no checkpoint in '{folder}'. Pass the output_dir of a run.")
     manifests = {path.name: files.read_manifest(path) for path in found}
@@ -74,13 +74,13 @@ def verify(folder: Path) -> None:
     """Verify the files of a checkpoint, or of all checkpoints in FOLDER, against their manifests."""
     from unitrain.checkpoint import files
 
-    found = files.candidates(folder)[::-1]
+    found = files.list_checkpoints(folder)[::-1]
     if not found and not any((folder / name).exists() for name in (files.MODEL, files.TRAINING, files.MANIFEST)):
         raise CheckpointError(
             f"There is no checkpoint in '{folder}'. Pass the output_dir of a run, or one of its checkpoints."
         )
     found = found or [folder]
-    damages = {path: files.damage(path) for path in found}
+    damages = {path: files.find_corruption(path) for path in found}
     for path, damage in damages.items():
         click.echo(f"{path.name}  {'valid' if damage is None else f'DAMAGED: {damage}'}")
     damaged = sum(damage is not None for damage in damages.values())

@@ -176,7 +176,7 @@ class _Progress:
         if self._terminal and step.name == "wheel":
             self._task = self._bar.add_task("compiling", total=100, usual=self._typical_duration)
 
-    def percent(self, done: int) -> None:
+    def report_percent(self, done: int) -> None:
         if self._task is not None:
             self._bar.update(self._task, completed=done)
         elif done // 10 > self._reported_tenths:

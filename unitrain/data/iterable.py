@@ -137,7 +137,7 @@ def open_stream(
     seed: int,
     setting: str,
     owner: str,
-    what: str,
+    subject: str,
     drop_last: bool = False,
     every_item: bool = False,
     limit_batches: int | None = None,
@@ -145,7 +145,7 @@ def open_stream(
 ) -> StreamSource:
     """Return this rank's `StreamSource`. Raises DataError, on all ranks, if the settings differ between ranks.
 
-    `what` is the subject of error messages. All ranks call it.
+    `subject` is the subject of error messages. All ranks call it.
     """
     source = call_on_all_ranks(
         communicator,
@@ -170,7 +170,7 @@ def open_stream(
     if source.stream_kind == "shared":
         # These settings determine the items per rank.
         settings |= {"batch_size": source.batch_size, "drop_last": source.drop_last}
-    check_same_data(what, communicator, None, settings)
+    check_same_data(subject, communicator, None, settings)
     return source
 
 

@@ -44,7 +44,7 @@ class TrainingStream(TrainingData):
             seed=settings.seed,
             setting="batch_size",
             owner=settings.owner,
-            what="The training data",
+            subject="The training data",
             drop_last=settings.drop_last,
         )
         check_same_data(

@@ -260,7 +260,7 @@ class EvaluationShard:
         limit_batch_size: int | None = None,
         owner: str = "TrainConfig",
     ) -> None:
-        what, rank, size = "The evaluation data", communicator.rank, communicator.size
+        subject, rank, size = "The evaluation data", communicator.rank, communicator.size
         setting = "eval_batch_size" if owner == "TrainConfig" else "batch_size"
         self._rank = rank
         self._source: IndexedSource | StreamSource
@@ -274,7 +274,7 @@ class EvaluationShard:
                 seed=0,
                 setting=setting,
                 owner=owner,
-                what=what,
+                subject=subject,
                 every_item=True,
                 limit_batches=limit_batches,
                 limit_batch_size=limit_batch_size,
@@ -291,7 +291,7 @@ class EvaluationShard:
             owner=owner,
         )
         sampler = None if source.sampler is None else type(source.sampler).__name__
-        check_same_data(what, communicator, source.length, {"sampler": sampler})
+        check_same_data(subject, communicator, source.length, {"sampler": sampler})
         self._order, bounds = DrawnOrder(torch.arange(source.length), None)
         if source.sampler is not None:
             self._order, bounds = draw_order(

@@ -54,7 +54,7 @@ class Reporter(Protocol):
     def step(self, step: Step, *, skipped: bool) -> None:
         """Report that a step starts or is skipped."""
 
-    def percent(self, done: int) -> None:
+    def report_percent(self, done: int) -> None:
         """Report the compilation progress in percent."""
 
 
@@ -162,7 +162,7 @@ def _run_step(
             lines.append(line)
             write(line)
             if found := _PERCENT.match(line.strip()):
-                reporter.percent(int(found.group(1)))
+                reporter.report_percent(int(found.group(1)))
     if process.returncode != 0:
         raise HorovodBuildError(_describe_failure(step, process.returncode, lines, plan))
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unitrain.errors import ModelError, did_you_mean
-from unitrain.modules.run_time_classes import ReplacedForward, replacing_class
+from unitrain.modules.run_time_classes import ReplacedForward, create_replacing_class
 from unitrain.torch_compat import buffers_by_name, disable_compile, tensor_version
 
 _MAX_LISTED = 8
@@ -40,7 +40,7 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
             changed.append(name)
             if not isinstance(module, CheckpointedForward):
                 kind: Any = type(module)
-                module.__class__ = replacing_class(CheckpointedForward, kind)
+                module.__class__ = create_replacing_class(CheckpointedForward, kind)
 
 
 class CheckpointedForward(ReplacedForward):
@@ -93,7 +93,7 @@ class _BufferValues:
             if buffer is not None
         ]
 
-    def keep_changed(self) -> None:
+    def release_unchanged(self) -> None:
         """Release the copies of buffers that are unchanged."""
         self._values = [
             entry
@@ -114,7 +114,7 @@ class _RecordedBuffers(AbstractContextManager[None]):
         self.block, self.values = block, _BufferValues(block)
 
     def __exit__(self, *error: object) -> None:
-        self.values.keep_changed()
+        self.values.release_unchanged()
 
 
 class _RestoredBuffers(AbstractContextManager[None]):

@@ -9,8 +9,8 @@ from torch import nn
 
 
 class ReplacedForward:
-    """Base class of classes that replace the forward of a module. `replacing_class` combines such a class with the
-    class of a module.
+    """Base class of classes that replace the forward of a module. `create_replacing_class` combines such a class with
+    the class of a module.
 
     Modules of the combined class can be copied and pickled.
     """
@@ -25,11 +25,11 @@ class ReplacedForward:
 
 
 @functools.cache
-def replacing_class(forward: Any, plain: Any) -> Any:
+def create_replacing_class(forward: Any, plain: Any) -> Any:
     """Return the subclass of `forward`, a ReplacedForward, and of `plain`, the class of a module."""
     return type(f"{forward.prefix}{plain.__name__}", (forward, plain), {"forward_class": forward, "plain": plain})
 
 
 def _restore_module(forward: Any, plain: Any) -> Any:
-    kind = replacing_class(forward, plain)
+    kind = create_replacing_class(forward, plain)
     return kind.__new__(kind)

@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from unitrain.backends.base import Communicator
 from unitrain.errors import CollectiveMismatchError, ModelError
 from unitrain.modules.buffers import check_model_and_communicator
-from unitrain.modules.run_time_classes import ReplacedForward, replacing_class
+from unitrain.modules.run_time_classes import ReplacedForward, create_replacing_class
 from unitrain.torch_compat import BatchNormBase, buffers_by_name, disable_compile
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -49,7 +49,7 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     for number, layer in enumerate(layers.values()):
         # Replace torch's SyncBatchNorm, because its forward depends on torch.distributed.
         kind: Any = BatchNorm if isinstance(layer, nn.SyncBatchNorm) else type(layer)
-        layer.__class__ = replacing_class(SyncedForward, kind)
+        layer.__class__ = create_replacing_class(SyncedForward, kind)
         layer.shared_statistics, layer.number = statistics, number
     return model
 

@@ -74,16 +74,16 @@ class FailureStore:
         """Return the first reported shutdown, or None if there is none."""
         return Shutdown(*json.loads(self.messages.get(_SHUTDOWN))) if self.messages.check([_SHUTDOWN]) else None
 
-    def shutdown_of(self, rank: int) -> Shutdown | None:
+    def get_shutdown(self, rank: int) -> Shutdown | None:
         """Return the shutdown of `rank`, or None if it has not shut down."""
         key = f"{_SHUTDOWN}/{rank}"
         return Shutdown(*json.loads(self.messages.get(key))) if self.messages.check([key]) else None
 
-    def set_process(self, process: RankProcess) -> None:
+    def publish_process(self, process: RankProcess) -> None:
         """Publish this rank's process."""
         self.messages.set(f"{_PROCESS}/{self._rank}", json.dumps(process))
 
-    def process_of(self, rank: int) -> RankProcess | None:
+    def get_process(self, rank: int) -> RankProcess | None:
         """Return the process of `rank`, or None if `rank` has not published it."""
         key = f"{_PROCESS}/{rank}"
         return RankProcess(*json.loads(self.messages.get(key))) if self.messages.check([key]) else None
@@ -92,7 +92,7 @@ class FailureStore:
         """Publish this rank's status after a failure."""
         self.messages.set(f"{_FAILURE_STATUS}/{self._rank}", status.to_json())
 
-    def statuses_after_failure(
+    def collect_statuses_after_failure(
         self, ranks: Sequence[int], while_waiting: Callable[[], object] | None = None
     ) -> dict[int, RankStatus]:
         """Return the statuses that `ranks` publish after a failure. Ranks that do not respond are omitted.

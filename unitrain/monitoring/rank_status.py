@@ -66,7 +66,7 @@ class RankStatus:
     records: list[FlightRecord] = field(default_factory=list)
 
     @classmethod
-    def of_main_thread(cls, flight_recorder: FlightRecorder) -> RankStatus:
+    def from_main_thread(cls, flight_recorder: FlightRecorder) -> RankStatus:
         """Return the status of this process's main thread. Any thread may call it."""
         is_waiting = flight_recorder.is_main_thread_waiting
         stack = main_thread_stack()

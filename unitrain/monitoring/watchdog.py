@@ -79,7 +79,7 @@ class Watchdog:
         self._reporter: threading.Thread | None = None
         self._original_excepthook, sys.excepthook = sys.excepthook, self._excepthook
         atexit.register(self._report_exit)
-        self._store.set_process(RankProcess(_process_namespace(), self._pid))
+        self._store.publish_process(RankProcess(_process_namespace(), self._pid))
         self._thread = threading.Thread(target=self._run, name="unitrain watchdog", daemon=True)
         self._liveness = LivenessCheck(rendezvous, self._on_process_ended)
         self._liveness.start()
@@ -230,7 +230,7 @@ class Watchdog:
 
     def _collect_statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
         """Return the statuses that `ranks` publish after a failure."""
-        return self._store.statuses_after_failure(ranks, self._status_responder())
+        return self._store.collect_statuses_after_failure(ranks, self._status_responder())
 
     def _status_responder(self) -> Callable[[], None] | None:
         """Return a function that answers requests of other ranks while the watchdog thread itself waits for these
@@ -244,7 +244,7 @@ class Watchdog:
         complete = {rank: statuses.get(rank, RankStatus()) for rank in ranks}
         with contextlib.suppress(dist.DistError):
             for rank, status in complete.items():
-                if status.activity is Activity.NO_RESPONSE and (shutdown := self._store.shutdown_of(rank)) is not None:
+                if status.activity is Activity.NO_RESPONSE and (shutdown := self._store.get_shutdown(rank)) is not None:
                     complete[rank] = RankStatus(Activity.SHUT_DOWN, detail=shutdown.reason)
         return complete
 
@@ -256,14 +256,14 @@ class Watchdog:
         """
         for rank in ranks:
             with contextlib.suppress(dist.DistError, ProcessLookupError, PermissionError):
-                process = self._store.process_of(rank)
+                process = self._store.get_process(rank)
                 if process is not None and process.namespace == _process_namespace():
                     os.kill(process.pid, signal.SIGCONT)
 
     def _status(self) -> RankStatus:
         if self._error is not None:
             return RankStatus(Activity.FAILED, detail=_first_line(self._error))
-        return RankStatus.of_main_thread(self._flight_recorder)
+        return RankStatus.from_main_thread(self._flight_recorder)
 
     def _publish_status(self, store: FailureStore) -> None:
         with contextlib.suppress(dist.DistError):
@@ -336,7 +336,7 @@ class Watchdog:
         error = CollectiveTimeoutError(deadline.describe())
         if deadline.is_done():  # completed in the meantime, or the main thread has detected the timeout
             return
-        stack = RankStatus.of_main_thread(self._flight_recorder).stack
+        stack = RankStatus.from_main_thread(self._flight_recorder).stack
         self.report_failure(error)
         _print([f"unitrain: {error}", *stack, *self._report])
         os._exit(1)

@@ -26,7 +26,8 @@ _MAX_COLUMNS = 80
 
 
 class ProgressDisplay:
-    """Interface of displays. This base class shows nothing. `step` is called in every step, so it must be cheap."""
+    """Interface of displays. This base class shows nothing. `count_step` is called in every step, so it must be
+    cheap."""
 
     def start(self, steps: int | None, epochs: int | None) -> None:
         """Start a run with `steps` remaining steps (None if unknown) and `epochs` epochs (None if not set)."""
@@ -34,10 +35,10 @@ class ProgressDisplay:
     def show_message(self, text: str) -> None:
         """Show a message about the run."""
 
-    def step(self, epoch: int, samples: int) -> None:
+    def count_step(self, epoch: int, samples: int) -> None:
         """Count a step with `samples` samples over all ranks, in epoch number `epoch` (from 1)."""
 
-    def loss(self, value: float) -> None:
+    def set_loss(self, value: float) -> None:
         """Set the displayed loss: the latest mean over ranks."""
 
     def show_slow_ranks(self, description: str) -> None:
@@ -46,7 +47,7 @@ class ProgressDisplay:
     def show_validation(self, epoch: int, results: dict[str, float]) -> None:
         """Show the results of a validation within an epoch."""
 
-    def epoch(self, epoch: int, results: dict[str, float]) -> None:
+    def show_epoch(self, epoch: int, results: dict[str, float]) -> None:
         """Show the results of a completed epoch."""
 
     def __enter__(self) -> Self:
@@ -74,7 +75,7 @@ class _TimedDisplay(ProgressDisplay, ABC):
         self._started = time.perf_counter()
         self._next_update_at = self._started + self.interval_seconds
 
-    def step(self, epoch: int, samples: int) -> None:
+    def count_step(self, epoch: int, samples: int) -> None:
         self._steps_done += 1
         self._samples += samples
         now = time.perf_counter()
@@ -85,7 +86,7 @@ class _TimedDisplay(ProgressDisplay, ABC):
     def show_message(self, text: str) -> None:
         self._console.print(text, highlight=False)
 
-    def loss(self, value: float) -> None:
+    def set_loss(self, value: float) -> None:
         self._shown_loss = value
 
     def show_slow_ranks(self, description: str) -> None:
@@ -95,7 +96,7 @@ class _TimedDisplay(ProgressDisplay, ABC):
         numbers = (f"{name} {value:.4f}" for name, value in results.items())
         self._print(self._name(epoch), f"step {self._count()}", *numbers)
 
-    def epoch(self, epoch: int, results: dict[str, float]) -> None:
+    def show_epoch(self, epoch: int, results: dict[str, float]) -> None:
         numbers = (f"{name} {value:.4f}" for name, value in results.items())
         self._print(self._name(epoch), *numbers, self._speed(), self._slow_ranks)
         self._next_update_at = time.perf_counter() + self.interval_seconds
@@ -143,7 +144,7 @@ class _Bar(_TimedDisplay):
             TextColumn("{task.fields[count]}  {task.fields[loss]}  {task.fields[speed]}"),
             TimeRemainingColumn(compact=True),
         )
-        # Refreshed in `step`, because a refresh thread would compete with the training loop for the GIL.
+        # Refreshed in `count_step`, because a refresh thread would compete with the training loop for the GIL.
         self._bar = RichProgress(*columns, console=console, auto_refresh=False, transient=True, expand=True)
         self._task = TaskID(0)
 
@@ -167,9 +168,9 @@ class _Bar(_TimedDisplay):
             self._print(description)
         super().show_slow_ranks(description)
 
-    def epoch(self, epoch: int, results: dict[str, float]) -> None:
+    def show_epoch(self, epoch: int, results: dict[str, float]) -> None:
         self._slow_ranks = ""
-        super().epoch(epoch, results)
+        super().show_epoch(epoch, results)
 
     def __enter__(self) -> Self:
         self._bar.start()

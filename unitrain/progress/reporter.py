@@ -78,7 +78,7 @@ class RunReporter:
 
     def report_sync_point(self, step: int, values: Mapping[str, float]) -> None:
         """Show the "loss" of `values`, and log all of them."""
-        self._progress.loss(values["loss"])
+        self._progress.set_loss(values["loss"])
         self._call("log", values, step)
 
     def report_validation(self, epoch: int, step: int, results: dict[str, float]) -> None:
@@ -88,7 +88,7 @@ class RunReporter:
 
     def report_epoch(self, epoch: int, step: int, results: dict[str, float], samples_per_second: float) -> None:
         """Show and log the `results` and the speed of the completed epoch number `epoch`."""
-        self._progress.epoch(epoch, results)
+        self._progress.show_epoch(epoch, results)
         self._call("log", {"epoch": epoch, **results, "epoch_samples_per_second": samples_per_second}, step)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -170,7 +170,7 @@ class RunReporter:
             logger.call(method, *arguments)
 
     def _use_display(self, progress: ProgressDisplay) -> None:
-        self._progress, self.count_step = progress, progress.step
+        self._progress, self.count_step = progress, progress.count_step
 
 
 def _number(value: Any) -> float:

@@ -41,7 +41,7 @@ class RankTimes:
         """Return the seconds of a phase, averaged over ranks."""
         return fmean(self.seconds[part])
 
-    def share(self, part: str) -> float:
+    def time_fraction(self, part: str) -> float:
         """Return the fraction of the training time of all ranks that is spent in a phase."""
         return self.mean(part) / (sum(map(self.mean, TRAINING)) or 1.0)
 

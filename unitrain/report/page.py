@@ -87,10 +87,14 @@ def headline_values(record: Record) -> list[HeadlineValue]:
         if times.size > 1:
             found.append(
                 HeadlineValue(
-                    "waiting", format_percent(times.share("wait")), "of training time, for gradients of other ranks"
+                    "waiting",
+                    format_percent(times.time_fraction("wait")),
+                    "of training time, for gradients of other ranks",
                 )
             )
-        found.append(HeadlineValue("data", format_percent(times.share("data")), "of training time, for the next batch"))
+        found.append(
+            HeadlineValue("data", format_percent(times.time_fraction("data")), "of training time, for the next batch")
+        )
     return found
 
 
@@ -180,14 +184,14 @@ def _describe_times(record: Record, times: figures.RankTimes) -> list[str]:
         work = times.work_seconds()
         difference = format_percent(1 - min(work) / (max(work) or 1.0))
         sentences.append(f"No rank is much slower: their work differs by at most {difference}.")
-    if times.size > 1 and times.share("wait") > _MAX_WAIT_SHARE and not slow:
+    if times.size > 1 and times.time_fraction("wait") > _MAX_WAIT_SHARE and not slow:
         sentences.append(
-            f"{format_percent(times.share('wait'))} of training time is spent waiting for gradients. "
+            f"{format_percent(times.time_fraction('wait'))} of training time is spent waiting for gradients. "
             "Larger batches, gradient accumulation or compression reduce communication."
         )
-    if times.share("data") > _MAX_DATA_SHARE:
+    if times.time_fraction("data") > _MAX_DATA_SHARE:
         sentences.append(
-            f"{format_percent(times.share('data'))} of training time is spent waiting for data. "
+            f"{format_percent(times.time_fraction('data'))} of training time is spent waiting for data. "
             "More num_workers load data in parallel with training."
         )
     return sentences

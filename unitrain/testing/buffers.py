@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unitrain import broadcast_buffers
 from unitrain.backends.base import Backend
 from unitrain.testing.cases import contract
-from unitrain.testing.models import FEATURES, batch, loss_of
+from unitrain.testing.models import FEATURES, batch, compute_loss
 
 STEPS, FROZEN_FROM, RATE = 8, 5, 0.05
 
@@ -61,7 +61,7 @@ def simulate_ddp(size: int, accumulate: int) -> nn.Module:
                 model.get_buffer(name).copy_(buffer)
         for micro_step in range(accumulate):
             for rank, model in enumerate(models):
-                (loss_of(model(batch(rank, step * accumulate + micro_step))) / accumulate).backward()
+                (compute_loss(model(batch(rank, step * accumulate + micro_step))) / accumulate).backward()
         for parameters in zip(*(model.parameters() for model in models), strict=True):
             mean = torch.stack([p.grad for p in parameters if p.grad is not None]).mean(0)
             for parameter in parameters:
@@ -82,9 +82,9 @@ def train_on_backend(backend: Backend, accumulate: int, shared_after: Iterable[i
             x = batch(backend.rank, step * accumulate + micro_step)
             if micro_step < accumulate - 1:
                 with backend.no_sync(wrapped):
-                    (loss_of(wrapped(x)) / accumulate).backward()
+                    (compute_loss(wrapped(x)) / accumulate).backward()
             else:
-                (loss_of(wrapped(x)) / accumulate).backward()
+                (compute_loss(wrapped(x)) / accumulate).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step in shared_after:
@@ -126,7 +126,7 @@ def buffer_written_late_is_shared_afterwards(backend: Backend) -> None:
     for step in range(40):
         # At first, only the last rank writes the buffer.
         writes = step > 20 or (step == 10 and backend.rank == backend.size - 1)
-        loss_of(wrapped(batch(backend.rank, step), writes)).backward()
+        compute_loss(wrapped(batch(backend.rank, step), writes)).backward()
     broadcast_buffers(wrapped, backend)
     expected = sum(batch(0, step).mean() for step in range(21, 40)) + (
         batch(0, 10).mean() if backend.size == 1 else 0.0
@@ -164,7 +164,7 @@ def constant_buffers_and_running_statistics_need_no_collective(backend: Backend)
         count_calls(name)
     try:
         for step in range(70):
-            loss_of(wrapped(batch(backend.rank, step))).backward()
+            compute_loss(wrapped(batch(backend.rank, step))).backward()
             broadcast_buffers(wrapped, backend)
     finally:
         for name in names:

@@ -20,8 +20,8 @@ from unitrain.testing.models import (
     backward,
     batch,
     build,
+    compute_loss,
     gradients,
-    loss_of,
     mean_gradients,
 )
 from unitrain.testing.parameters import TwoHeads
@@ -85,7 +85,7 @@ def compression_none_is_bit_identical(backend: Backend) -> None:
 @may_raise_unsupported_error
 def half_precision_rounds_each_gradient_and_the_sum(backend: Backend) -> None:
     def run(model: nn.Module, rank: int) -> None:
-        loss_of(model(batch(rank).float()).double()).backward()
+        compute_loss(model(batch(rank).float()).double()).backward()
 
     for compression, dtype in HALF.items():
         name: Any = compression
@@ -141,7 +141,7 @@ def unused_parameters_raise_on_every_rank_with_compression(backend: Backend) -> 
         text = raises(
             ModelError,
             "2 parameters got no gradient on",
-            lambda wrapped=wrapped, heads=heads: loss_of(wrapped(batch(backend.rank), heads)).backward(),
+            lambda wrapped=wrapped, heads=heads: compute_loss(wrapped(batch(backend.rank), heads)).backward(),
         )
         assert_same_on_every_rank(backend, text)
 
@@ -156,8 +156,8 @@ def parameters_used_in_an_earlier_micro_batch_are_compressed(backend: Backend) -
 
         def window(m: nn.Module, rank: int, step: int, *, wrapped: nn.Module = wrapped) -> None:
             with backend.no_sync(m) if m is wrapped else nullcontext():
-                loss_of(m(batch(rank, 2 * step), "left")).backward()
-            loss_of(m(batch(rank, 2 * step + 1), "right")).backward()
+                compute_loss(m(batch(rank, 2 * step), "left")).backward()
+            compute_loss(m(batch(rank, 2 * step + 1), "right")).backward()
 
         for step in range(3):
             model.zero_grad()
@@ -187,7 +187,7 @@ def input_gradient_is_not_counted_as_reduction(backend: Backend) -> None:
             inputs = batch(backend.rank, step).requires_grad_()
             for module in (model, twin):
                 module.zero_grad()
-            loss = loss_of(wrapped(inputs))
+            loss = compute_loss(wrapped(inputs))
             torch.autograd.grad(loss, inputs, retain_graph=True)
             loss.backward()
             backward(other, backend.rank, step)
@@ -213,7 +213,7 @@ class Waves(nn.Module):
 @may_raise_unsupported_error
 def complex_gradients_keep_real_and_imaginary_parts(backend: Backend) -> None:
     def run(model: nn.Module, rank: int) -> None:
-        loss_of(model(batch(rank).float()).double()).backward()
+        compute_loss(model(batch(rank).float()).double()).backward()
 
     settings: tuple[Compression, ...] = (
         "none",
@@ -251,7 +251,7 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
             accumulates = wrapped is not None and micro_step < 2
             with backend.no_sync(model) if accumulates else nullcontext():
                 inputs = batch(rank, micro_step).requires_grad_()
-                loss = loss_of(model(inputs))
+                loss = compute_loss(model(inputs))
                 (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
                 (loss + slope.pow(2).sum()).backward()
 
@@ -267,7 +267,7 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
         total = torch.zeros((), dtype=torch.float64)
         for micro_step in range(3):
             inputs = batch(backend.rank, micro_step).requires_grad_()
-            loss = loss_of(plain(inputs))
+            loss = compute_loss(plain(inputs))
             (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
             total = total + loss + slope.pow(2).sum()
         total.backward()

@@ -18,8 +18,8 @@ from unitrain.testing.models import (
     backward,
     batch,
     build,
+    compute_loss,
     gradients,
-    loss_of,
     mean_gradients,
 )
 
@@ -134,7 +134,7 @@ def one_backward_through_two_forwards_reduces_both(backend: Backend) -> None:
     wrapped = backend.distributed_model(model)
 
     def run(m: nn.Module, rank: int) -> None:
-        (loss_of(m(batch(rank, 0))) + loss_of(m(batch(rank, 1)))).backward()
+        (compute_loss(m(batch(rank, 0))) + compute_loss(m(batch(rank, 1)))).backward()
 
     assert_reduced(backend, wrapped, model, twin, run)
 
@@ -145,7 +145,7 @@ def retained_graph_is_reduced_in_every_backward(backend: Backend) -> None:
     wrapped = backend.distributed_model(model)
 
     def run(m: nn.Module, rank: int) -> None:
-        loss = loss_of(m(batch(rank)))
+        loss = compute_loss(m(batch(rank)))
         loss.backward(retain_graph=True)
         loss.backward(retain_graph=True)
         loss.backward()

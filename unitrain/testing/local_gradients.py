@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unitrain.backends.base import Backend
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
-from unitrain.testing.models import FEATURES, assert_gradients, assert_reduced, backward, batch, build, loss_of
+from unitrain.testing.models import FEATURES, assert_gradients, assert_reduced, backward, batch, build, compute_loss
 from unitrain.testing.models import mean_gradients as mean_of_ranks
 from unitrain.testing.parameters import TwoHeads
 
@@ -56,7 +56,7 @@ def grad_scaler_step_on_local_gradients_raises(backend: Backend) -> None:
     model, wrapped, optimizer = _distribute_model_and_optimizer(backend)
     scaler = torch.amp.GradScaler(backend.device.type, init_scale=8.0)
     with backend.no_sync(wrapped):
-        scaler.scale(loss_of(wrapped(batch(backend.rank)))).backward()
+        scaler.scale(compute_loss(wrapped(batch(backend.rank)))).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     raises(ModelError, _LOCAL, lambda: scaler.step(optimizer))
     assert not optimizer.state
@@ -72,9 +72,9 @@ def backward_outside_no_sync_reduces_after_forward_inside(backend: Backend) -> N
             backward(m, rank, 3)
             if m is wrapped:
                 with backend.no_sync(wrapped):
-                    loss = loss_of(m(batch(rank, 4)))
+                    loss = compute_loss(m(batch(rank, 4)))
             else:
-                loss = loss_of(m(batch(rank, 4)))
+                loss = compute_loss(m(batch(rank, 4)))
             loss.backward()
 
         assert_reduced(backend, wrapped, model, twin, run)
@@ -91,7 +91,7 @@ def one_backward_after_forwards_inside_and_outside_no_sync_reduces_both(backend:
                 first = m(batch(rank, 0), "left")
         else:
             first = m(batch(rank, 0), "left")
-        (loss_of(first) + loss_of(m(batch(rank, 1), "right"))).backward()
+        (compute_loss(first) + compute_loss(m(batch(rank, 1), "right"))).backward()
 
     assert_reduced(backend, wrapped, model, twin, run)
 
@@ -144,7 +144,7 @@ def retained_graph_is_reduced_for_any_output_type(backend: Backend) -> None:
         wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
 
         def run(m: nn.Module, rank: int) -> None:
-            loss = loss_of(m(batch(rank)).parts["logits"].value)
+            loss = compute_loss(m(batch(rank)).parts["logits"].value)
             loss.backward(retain_graph=True)
             loss.backward()
 
@@ -158,14 +158,14 @@ def retained_graph_of_an_undetected_output_raises(backend: Backend) -> None:
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
     for _ in range(2):
         optimizer.zero_grad()
-        loss = loss_of(wrapped(batch(backend.rank))())
+        loss = compute_loss(wrapped(batch(backend.rank))())
         loss.backward(retain_graph=True)
         optimizer.step()
     assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
     if wrapped is model:
         return
     optimizer.zero_grad()
-    loss = loss_of(wrapped(batch(backend.rank))())
+    loss = compute_loss(wrapped(batch(backend.rank))())
     loss.backward(retain_graph=True)
     loss.backward()
     _assert_step_raises(backend, model, optimizer)
@@ -189,7 +189,7 @@ def manually_assigned_gradients_are_accepted(backend: Backend) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    found = torch.autograd.grad(loss_of(model(batch(0))), list(model.parameters()))
+    found = torch.autograd.grad(compute_loss(model(batch(0))), list(model.parameters()))
     for parameter, gradient in zip(model.parameters(), found, strict=True):
         parameter.grad = gradient
     optimizer.step()
@@ -227,7 +227,7 @@ def closure_that_leaves_local_gradients_raises(backend: Backend) -> None:
 
     def reduced() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(wrapped(batch(backend.rank)))
+        loss = compute_loss(wrapped(batch(backend.rank)))
         loss.backward()
         return backend.allreduce(loss.detach())
 
@@ -252,9 +252,9 @@ def one_of_several_optimizers_steps_on_global_gradients(backend: Backend) -> Non
         backend.distributed_optimizer(torch.optim.SGD(head.parameters(), lr=0.1), wrapped)
         for head in (model.left, model.right)
     )
-    loss_of(wrapped(batch(backend.rank), "left right")).backward()
+    compute_loss(wrapped(batch(backend.rank), "left right")).backward()
     with backend.no_sync(wrapped):
-        loss_of(wrapped(batch(backend.rank), "right")).backward()
+        compute_loss(wrapped(batch(backend.rank), "right")).backward()
     if wrapped is not model:
         left.step()
     raises(ModelError, "right.weight, right.bias", right.step)
@@ -296,7 +296,7 @@ def parameters_used_only_in_no_sync_are_reduced_after_unfreezing(backend: Backen
         model.left.requires_grad_(False)
         wrapped = backend.distributed_model(model, find_unused_parameters=True)
         optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), wrapped)
-        loss_of(wrapped(batch(backend.rank), "left right")).backward()
+        compute_loss(wrapped(batch(backend.rank), "left right")).backward()
         model.left.requires_grad_(True)
         optimizer.zero_grad()
         calls: list[str] = []
@@ -305,8 +305,8 @@ def parameters_used_only_in_no_sync_are_reduced_after_unfreezing(backend: Backen
 
         def run(m: nn.Module, rank: int, user: int = user, wrapped: nn.Module = wrapped) -> None:
             with backend.no_sync(m) if m is wrapped else nullcontext():
-                loss_of(m(batch(rank, 1), "left right" if rank == user else "left")).backward()
-            loss_of(m(batch(rank, 2), "left")).backward()
+                compute_loss(m(batch(rank, 1), "left right" if rank == user else "left")).backward()
+            compute_loss(m(batch(rank, 2), "left")).backward()
 
         run(wrapped, backend.rank)
         assert calls == (["hook", "post hook"] if backend.rank == user else [])
@@ -361,7 +361,7 @@ def added_parameters_must_belong_to_a_distributed_model(backend: Backend) -> Non
     optimizer.add_param_group({"params": other.parameters()})
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.zero_grad()
-    loss_of(other(wrapped(batch(backend.rank)))).backward()
+    compute_loss(other(wrapped(batch(backend.rank)))).backward()
     text = raises(ModelError, "holds 2 parameters that no distributed model has, of shape [2, 3], [2]", optimizer.step)
     assert_same_on_every_rank(backend, text)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
@@ -369,7 +369,7 @@ def added_parameters_must_belong_to_a_distributed_model(backend: Backend) -> Non
     for parameter in other.parameters():
         parameter.grad = None
     distributed = backend.distributed_model(other)
-    loss_of(distributed(wrapped(batch(backend.rank)))).backward()
+    compute_loss(distributed(wrapped(batch(backend.rank)))).backward()
     optimizer.step()
 
 

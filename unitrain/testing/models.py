@@ -24,7 +24,7 @@ def batch(rank: int, step: int = 0) -> Tensor:
     return torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(1000 * step + rank)).double()
 
 
-def loss_of(output: Tensor) -> Tensor:
+def compute_loss(output: Tensor) -> Tensor:
     """Return a nonlinear loss of `output`."""
     return (output.sin() * torch.linspace(1, 2, output.shape[-1]).double()).sum(-1).mean()
 
@@ -84,4 +84,4 @@ def assert_reduced(
 
 def backward(model: nn.Module, rank: int, step: int = 0) -> None:
     """Run the forward and backward pass on the batch of `rank` and `step`."""
-    loss_of(model(batch(rank, step))).backward()
+    compute_loss(model(batch(rank, step))).backward()

@@ -11,13 +11,13 @@ from torch import nn
 from unitrain.backends.base import Backend
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
-from unitrain.testing.models import batch, build, loss_of, mean_gradients
+from unitrain.testing.models import batch, build, compute_loss, mean_gradients
 
 
 def _train(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model(batch(backend.rank, step))).backward()
+        compute_loss(model(batch(backend.rank, step))).backward()
         optimizer.step()
 
 
@@ -30,7 +30,9 @@ def _train_in_one_process(
 ) -> None:
     """Run the same training as `_train` in this process, without the backend."""
     for step in steps:
-        expected = mean_gradients(backend, model, lambda m, rank, step=step: loss_of(m(batch(rank, step))).backward())
+        expected = mean_gradients(
+            backend, model, lambda m, rank, step=step: compute_loss(m(batch(rank, step))).backward()
+        )
         for name, parameter in model.named_parameters():
             parameter.grad = expected[name]
         if clip_norm is not None:
@@ -78,7 +80,7 @@ def overflow_on_one_rank_skips_the_step_on_every_rank(backend: Backend) -> None:
         scaler = torch.amp.GradScaler(backend.device.type, init_scale=1024.0)
         for step in steps:
             optimizer.zero_grad()
-            loss = loss_of(wrapped(batch(backend.rank, step)))
+            loss = compute_loss(wrapped(batch(backend.rank, step)))
             if step == overflow and backend.rank == backend.size - 1:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
@@ -177,8 +179,10 @@ def one_model_trains_with_two_optimizers(backend: Backend) -> None:
     twins = pair(twin)
     for step in range(3):
         model.zero_grad()
-        loss_of(wrapped(batch(backend.rank, step))).backward()
-        expected = mean_gradients(backend, twin, lambda m, rank, step=step: loss_of(m(batch(rank, step))).backward())
+        compute_loss(wrapped(batch(backend.rank, step))).backward()
+        expected = mean_gradients(
+            backend, twin, lambda m, rank, step=step: compute_loss(m(batch(rank, step))).backward()
+        )
         for name, parameter in twin.named_parameters():
             parameter.grad = expected[name]
         for optimizer in (*optimizers, *twins):
@@ -211,7 +215,7 @@ def closure_uses_global_gradients(backend: Backend) -> None:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = loss_of(wrapped(batch(backend.rank)))
+        loss = compute_loss(wrapped(batch(backend.rank)))
         loss.backward()
         return backend.allreduce(loss.detach())
 

@@ -17,7 +17,7 @@ from unitrain.testing.models import (
     backward,
     batch,
     build,
-    loss_of,
+    compute_loss,
     mean_gradients,
 )
 
@@ -54,11 +54,11 @@ def unused_parameters_have_zero_or_no_gradient(backend: Backend) -> None:
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
     for step in range(4):
         model.zero_grad()
-        loss_of(wrapped(batch(backend.rank, step), _choose_heads(backend.rank, step))).backward()
+        compute_loss(wrapped(batch(backend.rank, step), _choose_heads(backend.rank, step))).backward()
         expected = mean_gradients(
             backend,
             twin,
-            lambda m, rank, step=step: loss_of(m(batch(rank, step), _choose_heads(rank, step))).backward(),
+            lambda m, rank, step=step: compute_loss(m(batch(rank, step), _choose_heads(rank, step))).backward(),
         )
         assert_gradients(model, expected)
 
@@ -69,7 +69,7 @@ def unused_parameters_raise_on_every_rank(backend: Backend) -> None:
         wrapped = backend.distributed_model(TwoHeads())
 
         def step(wrapped: nn.Module = wrapped, heads: str = heads) -> None:
-            loss_of(wrapped(batch(backend.rank), heads)).backward()
+            compute_loss(wrapped(batch(backend.rank), heads)).backward()
 
         text = raises(ModelError, "2 parameters got no gradient on", step)
         assert "right.weight, right.bias" in text
@@ -84,7 +84,7 @@ def one_backward_after_forwards_of_different_heads_reduces_both(backend: Backend
         wrapped = backend.distributed_model(model, find_unused_parameters=find_unused_parameters)
 
         def run(m: nn.Module, rank: int) -> None:
-            (loss_of(m(batch(rank, 0), "left")) + loss_of(m(batch(rank, 1), "right"))).backward()
+            (compute_loss(m(batch(rank, 0), "left")) + compute_loss(m(batch(rank, 1), "right"))).backward()
 
         assert_reduced(backend, wrapped, model, twin, run)
 
@@ -95,7 +95,7 @@ def retained_graph_may_skip_parameters(backend: Backend) -> None:
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
 
     def run(m: nn.Module, rank: int) -> None:
-        loss = loss_of(m(batch(rank), "left"))
+        loss = compute_loss(m(batch(rank), "left"))
         loss.backward(retain_graph=True)
         loss.backward()
 
@@ -110,7 +110,7 @@ def parameters_may_be_frozen_later_with_find_unused_parameters(backend: Backend)
         module.right.requires_grad_(False)
 
     def run(m: nn.Module, rank: int) -> None:
-        loss = loss_of(m(batch(rank), "left right"))
+        loss = compute_loss(m(batch(rank), "left right"))
         loss.backward(retain_graph=True)
         loss.backward()
 
@@ -170,7 +170,7 @@ def gradient_penalty_is_reduced(backend: Backend) -> None:
 
         def run(m: nn.Module, rank: int) -> None:
             inputs = batch(rank).requires_grad_()
-            loss = loss_of(m(inputs))
+            loss = compute_loss(m(inputs))
             (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
             (loss + slope.pow(2).sum()).backward()
 
@@ -184,7 +184,7 @@ def backward_through_a_frozen_model_is_not_counted(backend: Backend) -> None:
     maker = torch.nn.Linear(FEATURES, FEATURES).double()
     for _ in range(2):
         judge.requires_grad_(False)
-        loss_of(wrapped(maker(batch(backend.rank)))).backward()
+        compute_loss(wrapped(maker(batch(backend.rank)))).backward()
         assert all(parameter.grad is None for parameter in judge.parameters())
         judge.requires_grad_(True)
         backward(wrapped, backend.rank)
@@ -208,7 +208,7 @@ class TwoOutputs(nn.Module):
 def loss_on_one_of_two_outputs_is_reduced(backend: Backend) -> None:
     wrapped = backend.distributed_model(TwoOutputs())
     text = raises(
-        ModelError, "2 parameters got no gradient", lambda: loss_of(wrapped(batch(backend.rank))[1]).backward()
+        ModelError, "2 parameters got no gradient", lambda: compute_loss(wrapped(batch(backend.rank))[1]).backward()
     )
     assert "first.weight, first.bias" in text
     assert_same_on_every_rank(backend, text)
@@ -221,12 +221,12 @@ def parameters_used_in_any_micro_batch_are_reduced(backend: Backend) -> None:
     for _ in range(2):
         model.zero_grad()
         with backend.no_sync(wrapped):
-            loss_of(wrapped(batch(backend.rank, 0), "right")).backward()
-        loss_of(wrapped(batch(backend.rank, 1), "left")).backward()
+            compute_loss(wrapped(batch(backend.rank, 0), "right")).backward()
+        compute_loss(wrapped(batch(backend.rank, 1), "left")).backward()
 
         def run(m: nn.Module, rank: int) -> None:
-            loss_of(m(batch(rank, 0), "right")).backward()
-            loss_of(m(batch(rank, 1), "left")).backward()
+            compute_loss(m(batch(rank, 0), "right")).backward()
+            compute_loss(m(batch(rank, 1), "left")).backward()
 
         assert_gradients(model, mean_gradients(backend, twin, run))
 
@@ -235,11 +235,11 @@ def parameters_used_in_any_micro_batch_are_reduced(backend: Backend) -> None:
 def parameters_unused_in_the_last_micro_batch_raise(backend: Backend) -> None:
     wrapped = backend.distributed_model(TwoHeads())
     with backend.no_sync(wrapped):
-        loss_of(wrapped(batch(backend.rank), "left right")).backward()
+        compute_loss(wrapped(batch(backend.rank), "left right")).backward()
     text = raises(
         ModelError,
         "2 parameters got no gradient on every rank: right.weight, right.bias",
-        lambda: loss_of(wrapped(batch(backend.rank), "left")).backward(),
+        lambda: compute_loss(wrapped(batch(backend.rank), "left")).backward(),
     )
     assert_same_on_every_rank(backend, text)
 

@@ -21,8 +21,8 @@ from unitrain.testing.models import (
     backward,
     batch,
     build,
+    compute_loss,
     gradients,
-    loss_of,
     mean_gradients,
 )
 
@@ -180,7 +180,7 @@ def powersgd_skips_parameters_unused_on_every_rank(backend: Backend) -> None:
 
     def step(part: int, weight: float = 1.0) -> None:
         model.zero_grad()
-        (weight * loss_of(wrapped(batch(backend.rank), part))).backward()
+        (weight * compute_loss(wrapped(batch(backend.rank), part))).backward()
 
     for part in (0, 1, 1 if backend.rank == 0 else 0, 0, 0):
         step(part)
@@ -211,7 +211,7 @@ def powersgd_starts_a_matrix_equally_at_its_first_use(backend: Backend) -> None:
         wrapped = backend.distributed_model(model, find_unused_parameters=True, compression=settings)
         for step, part in enumerate(parts):
             model.zero_grad()
-            loss_of(wrapped(batch(backend.rank, 0 if part else step), part)).backward()
+            compute_loss(wrapped(batch(backend.rank, 0 if part else step), part)).backward()
         sent.append(gradients(model.parts[1]))
     for name, gradient in sent[0].items():
         other = sent[1][name]
@@ -266,10 +266,10 @@ def powersgd_is_independent_of_rounding(backend: Backend) -> None:
         samples = batch(0, step)[:1] if step < 3 else batch(backend.rank, step)
         for layer in layers:
             layer.zero_grad()
-        loss_of(wrapped(samples)).backward()
+        compute_loss(wrapped(samples)).backward()
         with backend.no_sync(other):
-            (0.3 * loss_of(other(samples))).backward()
-        (0.7 * loss_of(other(samples))).backward()
+            (0.3 * compute_loss(other(samples))).backward()
+        (0.7 * compute_loss(other(samples))).backward()
         assert_gradients(model, gradients(twin), 1e-9)
 
 
@@ -311,7 +311,7 @@ def powersgd_error_follows_the_loss_scale(backend: Backend) -> None:
     for step, scale in enumerate((1.0, 4.0, 1024.0, 2.0)):
         compression_state.loss_scale = lambda scale=scale: torch.tensor(scale)
         model.zero_grad()
-        (scale * loss_of(wrapped(batch(backend.rank, step)))).backward()
+        (scale * compute_loss(wrapped(batch(backend.rank, step)))).backward()
         twin.zero_grad()
         backward(reference_wrapped, backend.rank, step)
         for parameter in model.parameters():

@@ -15,7 +15,7 @@ from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
 from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
 from unitrain.errors import ConfigError, ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
-from unitrain.testing.models import FEATURES, batch, loss_of, mean_gradients
+from unitrain.testing.models import FEATURES, batch, compute_loss, mean_gradients
 
 _WIDTH = MIN_DIVIDED_ELEMENTS // FEATURES + 1  # large enough that weights are split between ranks
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -49,7 +49,7 @@ def _step(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, max_norm: float | None = None
 ) -> None:
     optimizer.zero_grad()
-    loss_of(model(batch(backend.rank, number))).backward()
+    compute_loss(model(batch(backend.rank, number))).backward()
     if max_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
@@ -59,7 +59,7 @@ def _reference_step(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, max_norm: float | None = None
 ) -> None:
     """Run the same step without the backend: one process, with the samples of all ranks."""
-    expected = mean_gradients(backend, model, lambda m, rank: loss_of(m(batch(rank, number))).backward())
+    expected = mean_gradients(backend, model, lambda m, rank: compute_loss(m(batch(rank, number))).backward())
     for name, parameter in model.named_parameters():
         parameter.grad = expected[name]
     if max_norm is not None:
@@ -204,7 +204,7 @@ def sharded_state_with_loss_scaling(backend: Backend) -> None:
     scaler = torch.amp.GradScaler(backend.device.type, init_scale=256.0)
     for number in range(4):
         optimizer.zero_grad()
-        loss = loss_of(wrapped(batch(backend.rank, number)))
+        loss = compute_loss(wrapped(batch(backend.rank, number)))
         if number == 1 and backend.rank == backend.size - 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
@@ -233,14 +233,14 @@ def sharded_state_of_two_optimizers_with_a_closure(backend: Backend) -> None:
 
         def closure(number: int = number) -> float:
             model.zero_grad()
-            loss = loss_of(wrapped(batch(backend.rank, number)))
+            loss = compute_loss(wrapped(batch(backend.rank, number)))
             loss.backward()
             return loss.item()
 
         assert isinstance(optimizers[0].step(closure), float)
         optimizers[1].step()
         expected = mean_gradients(
-            backend, twin, lambda m, rank, number=number: loss_of(m(batch(rank, number))).backward()
+            backend, twin, lambda m, rank, number=number: compute_loss(m(batch(rank, number))).backward()
         )
         for name, parameter in twin.named_parameters():
             parameter.grad = expected[name]
@@ -272,7 +272,7 @@ def sharded_state_rejects_a_step_on_local_gradients(backend: Backend) -> None:
     model, wrapped, optimizer = _setup(backend, lambda parameters: torch.optim.Adam(parameters))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with backend.no_sync(wrapped):
-        loss_of(wrapped(batch(backend.rank))).backward()
+        compute_loss(wrapped(batch(backend.rank))).backward()
         raises(ModelError, "not reduced over ranks", optimizer.step)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
     _step(backend, wrapped, optimizer, 0)
@@ -357,7 +357,7 @@ def sharded_state_of_user_defined_optimizers(backend: Backend) -> None:
 
                     def closure(wrapped: nn.Module = wrapped, number: int = number) -> float:
                         wrapped.zero_grad()
-                        loss = loss_of(wrapped(batch(backend.rank, number)))
+                        loss = compute_loss(wrapped(batch(backend.rank, number)))
                         loss.backward()
                         return loss.item()
 

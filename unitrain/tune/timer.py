@@ -27,7 +27,7 @@ _MIN_STEPS = 5
 
 def create_timer(request: str) -> StepTimer:
     """Create the timer of a run started by `unitrain tune` with `request`. See `trainer_overrides`."""
-    return StepTimer(Request.read(request))
+    return StepTimer(Request.parse(request))
 
 
 class StepTimer(Callback):
@@ -100,7 +100,7 @@ class StepTimer(Callback):
                 threads=None if on_gpu else torch.get_num_threads(),
                 cores_per_rank=max(1, cores // backend.local_size),
             )
-            sys.stdout.write(f"{result.text()}\n")
+            sys.stdout.write(f"{result.format_line()}\n")
             sys.stdout.flush()
         backend.barrier()
         atexit.register(backend.shutdown)

@@ -23,12 +23,12 @@ class Request:
     seconds: float
     compression: str | None = None
 
-    def text(self) -> str:
+    def serialize(self) -> str:
         """Serialize the request to a string."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, text: str) -> Request:
+    def parse(cls, text: str) -> Request:
         """Parse a request from a string."""
         return cls(**json.loads(text))
 
@@ -49,12 +49,12 @@ class Result:
     threads: int | None
     cores_per_rank: int
 
-    def text(self) -> str:
+    def format_line(self) -> str:
         """Return the result as a line to print."""
         return _MARKER + json.dumps(asdict(self))
 
     @classmethod
-    def find(cls, output: str) -> Result | None:
+    def parse_output(cls, output: str) -> Result | None:
         """Find the result in the output of a run. Return None if the output has no result."""
         for line in output.splitlines():
             _, found, text = line.partition(_MARKER)

@@ -85,12 +85,12 @@ class TunedEntry:
         others = [one for one in _load(file) if one._identity != self._identity]
         _store([*others, self], file)
 
-    def matches(self, run: Run) -> bool:
+    def is_same_run(self, run: Run) -> bool:
         """Return whether script, backend and number of ranks match `run`."""
         same_script = Path(self.script).resolve() == Path(run.script).resolve()
         return same_script and (self.backend, self.num_processes) == (run.backend, run.num_processes)
 
-    def differences(self, run: Run) -> list[str]:
+    def describe_differences(self, run: Run) -> list[str]:
         """Return messages about the differences between `run` and the tuned run."""
         if None in (self.torch, self.args, self.num_nodes, self.machine):
             return [
@@ -122,11 +122,11 @@ def find_tuned(run: Run, file: Path = TUNED_FILE) -> tuple[TunedEntry | None, li
     If the script, backend and number of ranks of an entry match but the rest of its configuration does not, the list
     contains the differences. Raises ConfigError if the file cannot be read.
     """
-    found = [(one.differences(run), one) for one in _load(file) if one.matches(run)]
+    found = [(one.describe_differences(run), one) for one in _load(file) if one.is_same_run(run)]
     if not found:
         return None, []
-    differences, tuned = min(found, key=lambda each: len(each[0]))
-    return (None, differences) if differences else (tuned, [])
+    describe_differences, tuned = min(found, key=lambda each: len(each[0]))
+    return (None, describe_differences) if describe_differences else (tuned, [])
 
 
 def remove_tuned(run: Run, file: Path = TUNED_FILE) -> None:
@@ -136,7 +136,7 @@ def remove_tuned(run: Run, file: Path = TUNED_FILE) -> None:
     def is_obsolete(one: TunedEntry) -> bool:
         unrecorded = None in (one.torch, one.args, one.num_nodes, one.machine)
         same = (one.args, one.num_nodes, one.machine) == (run.args, run.num_nodes, run.machine)
-        return one.matches(run) and (unrecorded or same)
+        return one.is_same_run(run) and (unrecorded or same)
 
     others = [one for one in found if not is_obsolete(one)]
     if len(others) < len(found):

@@ -87,7 +87,9 @@ class Tuner:
         """
         self.runs += 1
         name = f"{self.folder}/{self.runs}"
-        request = Request(name=name, warmup=_WARMUP_STEPS, seconds=self.step_seconds, compression=compression).text()
+        request = Request(
+            name=name, warmup=_WARMUP_STEPS, seconds=self.step_seconds, compression=compression
+        ).serialize()
         overrides = {OVERRIDES_VARIABLE: overrides_setting(TIMER, request)}
         settings = [word for one in (overrides | dict(variables)).items() for word in ("-x", "=".join(one))]
         program = str(Path(unitrain.__file__).with_name("__main__.py"))
@@ -102,7 +104,7 @@ class Tuner:
             output=Path(f"{name}.txt"),
             limit_seconds=self.limit_seconds,
         )
-        result = Result.find(ended.output)
+        result = Result.parse_output(ended.output)
         if result is None:
             end = f"ended with exit code {ended.code}" if ended.code is not None else "timed out"
             lines = "\n".join(last_lines(ended.output))
