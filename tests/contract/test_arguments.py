@@ -359,6 +359,26 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "differentiable_allgather(communicator) must be a backend, got 'ddp'.",
         "Use differentiable_allgather(tensor, backend).",
     ),
+    "checkpoint_activations of a text": (
+        lambda p: unitrain.checkpoint_activations("model", torch.nn.Linear),  # type: ignore[arg-type]
+        "checkpoint_activations(model) must be a torch.nn.Module, got 'model'.",
+        "Use checkpoint_activations(model, nn.TransformerEncoderLayer).",
+    ),
+    "checkpoint_activations with a number": (
+        lambda p: unitrain.checkpoint_activations(torch.nn.Linear(1, 1), 2),  # type: ignore[arg-type]
+        "checkpoint_activations(blocks) must be classes or class names, got 2.",
+        "Use checkpoint_activations(model, nn.TransformerEncoderLayer).",
+    ),
+    "shard_optimizer_state without an optimizer": (
+        lambda p: unitrain.shard_optimizer_state(None, p.backend),  # type: ignore[arg-type]
+        "shard_optimizer_state(optimizer) must be a torch.optim.Optimizer, got None.",
+        "torch.optim.SGD(model.parameters(), lr=0.1).",
+    ),
+    "shard_optimizer_state without a backend": (
+        lambda p: unitrain.shard_optimizer_state(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()), "ddp"),  # type: ignore[arg-type]
+        "shard_optimizer_state(communicator) must be a backend, got 'ddp'.",
+        "Use shard_optimizer_state(optimizer, backend).",
+    ),
     "require of a text": (
         lambda p: unitrain.require(p.backend, "SupportsPowerSGD", "PowerSGD"),  # type: ignore[arg-type]
         "The capability of require must be a class, got 'SupportsPowerSGD'.",

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from unitrain.errors import ModelError, did_you_mean
 from unitrain.modules.run_time_classes import ReplacedForward, create_replacing_class
 from unitrain.torch_compat import buffers_by_name, disable_compile, tensor_version
+from unitrain.validation import check_instance
 
 _MAX_LISTED = 8
 
@@ -29,6 +30,10 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
     Call it on every rank before `distributed_model`. It does not communicate. Raises ModelError if a block is not a
     class, if the model has no module of that class, and for containers without a forward, such as ModuleList.
     """
+    fix = "Use checkpoint_activations(model, nn.TransformerEncoderLayer)"
+    check_instance("checkpoint_activations(model)", model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
+    kinds = (type, str, list, tuple)
+    check_instance("checkpoint_activations(blocks)", blocks, kinds, "classes or class names", fix, error=ModelError)
     wanted = [blocks] if isinstance(blocks, type | str) else list(blocks)
     for block in wanted:
         _check_block(model, block)

@@ -105,6 +105,9 @@ def shard_optimizer_state(optimizer: Optimizer, communicator: Communicator) -> N
     on every rank. An optimizer without sharding can load it. Raises ModelError if the optimizer was sharded by another
     backend.
     """
+    checks.check_is_optimizer("shard_optimizer_state(optimizer)", optimizer)
+    fix = "Use shard_optimizer_state(optimizer, backend)"
+    validation.check_instance("shard_optimizer_state(communicator)", communicator, Communicator, "a backend", fix)
     sharded = _sharded.get(optimizer)
     if sharded is None:
         _sharded[optimizer] = ShardedState(optimizer, communicator)
