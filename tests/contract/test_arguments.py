@@ -473,7 +473,7 @@ def test_invalid_argument_error_names_argument_value_and_fix_on_every_rank(
     assert found in texts[0], texts[0]
     assert fix in texts[0].partition(found.split(", got")[0])[2], texts[0]
     assert texts[0][0].isupper() or texts[0].startswith(
-        ("distributed_", "differentiable_", "no_sync", "share_", "sync_", "unwrap")
+        ("broadcast_", "checkpoint_", "distributed_", "differentiable_", "no_sync", "shard_", "sync_", "unwrap")
     ), texts[0]
     assert texts[0].endswith("."), texts[0]
 

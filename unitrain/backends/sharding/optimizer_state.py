@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.capabilities import SupportsAsyncBroadcasts
