@@ -238,7 +238,7 @@ def test_pytorchjob_for_ddp(script: Path) -> None:
     assert list(manifest("--image", "a", script.name)["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
-def test_trainjob(script: Path) -> None:
+def test_submit_writes_a_trainjob(script: Path) -> None:
     request_options = [
         "--nodes",
         "2",
@@ -268,7 +268,7 @@ def test_trainjob(script: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_mpijob(backend: str, script: Path, tmp_path: Path) -> None:
+def test_submit_writes_an_mpijob(backend: str, script: Path, tmp_path: Path) -> None:
     found = manifest("--backend", backend, "--kind", "MPIJob", "--nodes", "2", "-np", "8", "--image", "a", script.name)
     spec = found["spec"]
     assert spec["slotsPerWorker"] == 4

@@ -376,7 +376,7 @@ def test_one_process_trains_with_the_global_batch_of_several_ranks(
         assert found.batch_norm_groups() == [[4, 4, 4]] * 5
         assert second(own, found).status == "same numbers"
     assert own.batch_norm_groups() == [[12]] * 5
-    assert (own.first.fixed_batch, fixed.first.fixed_batch) == (False, True)
+    assert (own.first.has_fixed_global_batch_size, fixed.first.has_fixed_global_batch_size) == (False, True)
 
 
 def test_one_process_normalizes_over_the_same_groups_as_several_ranks(

@@ -177,7 +177,7 @@ def test_fingerprints_are_equal_if_and_only_if_calls_match() -> None:
         CollectiveCall(3, "allreduce", "sum", -1, torch.float64, (2, 3)),
         CollectiveCall(3, "allreduce", "sum", -1, float32, (3, 2)),
         CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3, 1)),
-        CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3), rejected=True),
+        CollectiveCall(3, "allreduce", "sum", -1, float32, (2, 3), is_rejected=True),
         CollectiveCall(3, "broadcast", "sum", 0, float32, (2, 3)),
     ]
     found = {call.fingerprint for call in [one, *others]}

@@ -25,7 +25,7 @@ def run(script: str, *arguments: str | Path) -> str:
 
 
 @pytest.mark.nightly
-def test_step_overhead(tmp_path: Path) -> None:
+def test_step_overhead_benchmark_writes_its_table(tmp_path: Path) -> None:
     shown = run("step_overhead.py", "--model", "trial", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "step_overhead.md").read_text()
     assert table.strip() in shown
@@ -38,7 +38,7 @@ def test_step_overhead(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_peers(tmp_path: Path) -> None:
+def test_peers_benchmark_writes_its_table(tmp_path: Path) -> None:
     """Whichever of them are installed: the others are named, and no part of the rest."""
     shown = run("peers.py", "--backend", "ddp", "--model", "trial", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "peers.md").read_text()
@@ -69,7 +69,7 @@ def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_control_plane(tmp_path: Path) -> None:
+def test_control_plane_benchmark_writes_its_table(tmp_path: Path) -> None:
     shown = run("control_plane.py", "--repeats", "2", "--size", "2", "--size", "128", "--output", tmp_path)
     table = (tmp_path / "control_plane.md").read_text()
     assert table.strip() in shown
@@ -81,7 +81,7 @@ def test_control_plane(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_compression(tmp_path: Path) -> None:
+def test_compression_benchmark_writes_its_table(tmp_path: Path) -> None:
     chosen = ["--backend", "horovod", "--model", "trial", "--way", "PowerSGD, rank 1"]
     shown = run("compression.py", *chosen, "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "compression.md").read_text()
@@ -90,7 +90,7 @@ def test_compression(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_allreduce(tmp_path: Path) -> None:
+def test_allreduce_benchmark_writes_its_table(tmp_path: Path) -> None:
     shown = run("allreduce.py", "--size", "1 KB", "--size", "4 x 25 MB", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "allreduce.md").read_text()
     assert table.strip() in shown
@@ -99,7 +99,7 @@ def test_allreduce(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_overlap(tmp_path: Path) -> None:
+def test_overlap_benchmark_writes_its_table(tmp_path: Path) -> None:
     shown = run("overlap.py", "--model", "trial", "--rounds", "3", "--output", tmp_path)
     table = (tmp_path / "overlap.md").read_text()
     assert table.strip() in shown
@@ -113,7 +113,7 @@ def test_overlap(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_feature_costs(tmp_path: Path) -> None:
+def test_feature_costs_benchmark_writes_its_table(tmp_path: Path) -> None:
     features = [
         "ema_decay",
         "compression PowerSGD",
@@ -134,7 +134,7 @@ def test_feature_costs(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_watch_cost(tmp_path: Path) -> None:
+def test_watch_cost_benchmark_writes_its_table(tmp_path: Path) -> None:
     shown = run("watch_cost.py", "--backend", "ddp", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "watch_cost.md").read_text()
     assert table.strip() in shown

@@ -65,7 +65,7 @@ class SimulatedNccl(dist.ProcessGroup):
 
 def test_the_deadline_is_active_while_the_host_waits_for_the_stream() -> None:
     group, monitor = SimulatedNccl(), SimulatedMonitor()
-    reducer_group = ReducerGroup(group, monitor, None, on_stream=True)  # type: ignore[arg-type]
+    reducer_group = ReducerGroup(group, monitor, None, waits_on_stream=True)  # type: ignore[arg-type]
     found = []
 
     def end_of_backward() -> None:  # as in a timed step, where the host now waits until the gradients are global

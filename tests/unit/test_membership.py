@@ -187,7 +187,7 @@ def test_an_invalid_range_is_rejected(text: str) -> None:
         parse_elastic(text)
 
 
-def test_ranges() -> None:
+def test_elastic_ranges_are_parsed() -> None:
     assert parse_elastic("2:8") == Elastic(2, 8)
     with pytest.raises(LaunchError, match=r"got '4:2'\. Use --elastic 2:4"):
         parse_elastic("4:2")

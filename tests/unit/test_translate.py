@@ -633,7 +633,7 @@ def jobs(draw: st.DrawFn) -> Job:
 
 @settings(max_examples=150, deadline=None)
 @given(jobs(), st.sampled_from(LINES))
-def test_read_inverts_write(job: Job, target: str) -> None:
+def test_parse_inverts_build(job: Job, target: str) -> None:
     if target == "unitrain":
         job = replace(job, program=("python", "train.py", *job.program[3:]))
     if target == "srun":

@@ -24,12 +24,13 @@ class Broadcasts:
     """Starts broadcasts in the default process group.
 
     Args:
-        on_stream: whether a GPU stream waits for the broadcasts instead of the host, as with NCCL. The watchdog then
+        waits_on_stream: whether a GPU stream waits for the broadcasts instead of the host, as with NCCL. The watchdog
+        then
             checks that they complete, and otherwise terminates the process.
     """
 
-    def __init__(self, monitor: FailureMonitor, rank: int, *, on_stream: bool) -> None:
-        self._monitor, self._rank, self._on_stream = monitor, rank, on_stream
+    def __init__(self, monitor: FailureMonitor, rank: int, *, waits_on_stream: bool) -> None:
+        self._monitor, self._rank, self._waits_on_stream = monitor, rank, waits_on_stream
         self._counter = count()
 
     def start(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
@@ -82,7 +83,7 @@ class Broadcasts:
             small_bytes[root] += content.numel()
         for root in list(small):
             start_packed_broadcast(root)
-        if self._on_stream and works:
+        if self._waits_on_stream and works:
             started = list(works)
             self._monitor.set_deadline(lambda: all(work is None or work.is_completed() for work in started), phase)
 

@@ -92,7 +92,7 @@ class ConsistencyCheck:
             call = CollectiveCall(self._calls, operation, op, root, tensor.dtype if tensor is not None else None, shape)
         except (TensorError, ConfigError) as error:
             problem = error
-            call = CollectiveCall(self._calls, operation, rejected=True)
+            call = CollectiveCall(self._calls, operation, is_rejected=True)
         self._calls += 1
         self._monitor.record(call)
         tensor = None if problem is not None or dtype is None else tensor

@@ -176,7 +176,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         if self.size == 1:
             return lambda: None
         if self._broadcasts is None:
-            self._broadcasts = Broadcasts(self._monitor, self.rank, on_stream=self._waits_on_stream)
+            self._broadcasts = Broadcasts(self._monitor, self.rank, waits_on_stream=self._waits_on_stream)
         return self._broadcasts.start(pieces)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
@@ -259,8 +259,8 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
                 group or default_process_group(),
                 self._monitor,
                 (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None,
-                on_stream=self._waits_on_stream,
-                deferred=group is not None and self._needs_group_order,
+                waits_on_stream=self._waits_on_stream,
+                defers_allreduces=group is not None and self._needs_group_order,
             ),
         )
         self._models.add(distributed)

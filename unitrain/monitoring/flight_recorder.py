@@ -27,7 +27,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class CollectiveCall:
     """One rank's arguments of collective number `number`.
 
-    `shape` is [bytes] for objects. `rejected` is True if this rank's arguments are invalid.
+    `shape` is [bytes] for objects. `is_rejected` is True if this rank's arguments are invalid.
     """
 
     number: int
@@ -36,7 +36,7 @@ class CollectiveCall:
     root: int = -1
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
-    rejected: bool = False
+    is_rejected: bool = False
 
     @property
     def key(self) -> str:
@@ -54,7 +54,7 @@ class CollectiveCall:
         else:
             first_fixed_dim = 1 if self.operation == "allgather" else 0
             arguments = (self.dtype, len(self.shape), self.shape[first_fixed_dim:])
-        content = repr((self.number, self.operation, self.op, self.root, self.rejected, arguments))
+        content = repr((self.number, self.operation, self.op, self.root, self.is_rejected, arguments))
         return int.from_bytes(blake2b(content.encode(), digest_size=8).digest(), "little") >> 1
 
     @property
@@ -63,7 +63,7 @@ class CollectiveCall:
         return self.shape[0] if self.shape else 1
 
     def __str__(self) -> str:
-        if self.rejected:
+        if self.is_rejected:
             return f"{self.operation} with invalid arguments (collective #{self.number})"
         arguments = []
         if self.dtype is not None:

@@ -379,15 +379,15 @@ class Watchdog:
             self.report_failure(error)
         first, own = self._first_failure, _first_line(error)
         place = f", at {_last_line(traceback)}" if traceback is not None else ""
-        follows = first is not None and first.rank != self._rank
+        is_consequence = first is not None and first.rank != self._rank
         text = f"rank {self._rank} of {self._size} ended with {own}{place}"
-        if follows and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
+        if is_consequence and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
             # Its traceback would show a consequence of the failure instead of the cause, and would be one of many.
             _print([f"unitrain: {text}; {first}"])
         else:
             self._original_excepthook(error_class, error, traceback)
         if os.getpid() == self._pid:
-            _write_torchrun_error(f"{first}; {text}" if follows else text, follows=follows)
+            _write_torchrun_error(f"{first}; {text}" if is_consequence else text, is_consequence=is_consequence)
         _print(self._report)
 
 
@@ -399,7 +399,7 @@ def _print(lines: Sequence[str]) -> None:
             sys.stderr.flush()
 
 
-def _write_torchrun_error(text: str, *, follows: bool) -> None:
+def _write_torchrun_error(text: str, *, is_consequence: bool) -> None:
     """Write the error for torchrun's summary. It omits the traceback, because this rank prints it.
 
     torchrun names the rank with the earliest time, in whole seconds, as the root cause. An error that was caused by
@@ -407,7 +407,7 @@ def _write_torchrun_error(text: str, *, follows: bool) -> None:
     """
     file = environment.get_variable("TORCHELASTIC_ERROR_FILE")
     if file is not None:
-        details = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
+        details = {"py_callstack": text, "timestamp": str(int(time.time()) + is_consequence)}
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")
 

@@ -115,9 +115,9 @@ def buffer_written_late_is_shared_afterwards(backend: Backend) -> None:
             self.shift: Tensor
             self.register_buffer("shift", torch.zeros(()).double())
 
-        def forward(self, x: Tensor, writes: bool) -> Tensor:
+        def forward(self, x: Tensor, writes_buffer: bool) -> Tensor:
             output: Tensor = self.layer(x + self.shift)
-            if writes:
+            if writes_buffer:
                 self.shift += x.mean()
             return output
 
@@ -125,8 +125,8 @@ def buffer_written_late_is_shared_afterwards(backend: Backend) -> None:
     wrapped = backend.distributed_model(model)
     for step in range(40):
         # At first, only the last rank writes the buffer.
-        writes = step > 20 or (step == 10 and backend.rank == backend.size - 1)
-        compute_loss(wrapped(batch(backend.rank, step), writes)).backward()
+        writes_buffer = step > 20 or (step == 10 and backend.rank == backend.size - 1)
+        compute_loss(wrapped(batch(backend.rank, step), writes_buffer)).backward()
     broadcast_buffers(wrapped, backend)
     expected = sum(batch(0, step).mean() for step in range(21, 40)) + (
         batch(0, 10).mean() if backend.size == 1 else 0.0

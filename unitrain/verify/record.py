@@ -59,9 +59,9 @@ class RankRecord:
 
     `start` and `end` are digests of the parameters before the first and after the last step, and `max_change` is the
     largest |end - start| per parameter. `used_rngs` names the random generators that were used during training.
-    `fixed_batch` is True if the script sets the global batch size itself. `batch_statistics` is the set of samples of a
-    micro-batch that BatchNorm normalizes over: "rank", "all" or "none". `compression_dtype` is the format of compressed
-    gradients: "fp16", "bf16" or "none".
+    `has_fixed_global_batch_size` is True if the script sets the global batch size itself. `batch_statistics` is the set
+    of samples of a micro-batch that BatchNorm normalizes over: "rank", "all" or "none". `compression_dtype` is the
+    format of compressed gradients: "fp16", "bf16" or "none".
     """
 
     rank: int
@@ -75,7 +75,7 @@ class RankRecord:
     end: dict[str, str]
     max_change: dict[str, float]
     used_rngs: Sequence[str]
-    fixed_batch: bool
+    has_fixed_global_batch_size: bool
     batch_statistics: str
     compression_dtype: str
 

@@ -44,7 +44,7 @@ class Recorder(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder, self._request = folder, Request.read(folder)
         self._steps: list[StepRecord] = []
-        self._fixed_batch = self._is_written = False
+        self._has_fixed_global_batch_size = self._is_written = False
         self._reset_step()
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
@@ -57,8 +57,8 @@ class Recorder(Callback):
         changes: dict[str, Any] = {"max_seconds": None}
         if config.output_dir is not None:
             changes["output_dir"] = self._folder / "output"
-        self._fixed_batch = config.global_batch_size is not None
-        if not self._fixed_batch and backend.size < self._request.emulated_ranks:
+        self._has_fixed_global_batch_size = config.global_batch_size is not None
+        if not self._has_fixed_global_batch_size and backend.size < self._request.emulated_ranks:
             # SyncBatchNorm normalizes over the samples of all ranks, so a single process needs them in one micro-batch.
             in_one_batch = config.batch_size is not None and (
                 config.sync_batch_norm or _batch_statistics(model) == "all"
@@ -137,7 +137,7 @@ class Recorder(Callback):
                 for name, parameter in _parameters(trainer).items()
             },
             used_rngs=[name for name in before if before[name] != after[name]],
-            fixed_batch=self._fixed_batch,
+            has_fixed_global_batch_size=self._has_fixed_global_batch_size,
             batch_statistics=_batch_statistics(backend.unwrap(trainer.model)),
             compression_dtype=compression
             if (compression := trainer.config.compression) in ("fp16", "bf16")

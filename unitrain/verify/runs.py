@@ -60,7 +60,7 @@ class Verification:
         for size in sizes:
             outcomes = list(self._run_backends(controllers, size))
             if with_local:
-                if local is None or local.record is None or not local.record.first.fixed_batch:
+                if local is None or local.record is None or not local.record.first.has_fixed_global_batch_size:
                     local = self._run_local(size, outcomes)
                 outcomes.insert(0, local)
             group = compare_outcomes(size, outcomes, self.tolerance, float64=self.float64)

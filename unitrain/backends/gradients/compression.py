@@ -94,7 +94,7 @@ class _BucketCompression:
         device = buffer.device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         stages = self._compress(bucket)
-        if self._group().deferred:
+        if self._group().defers_allreduces:
             stages = chain([_do_not_wait], stages)
         in_flight = _BucketInFlight(buffer, stages, future)
         self._in_flight.append((in_flight, next(in_flight.stages)))

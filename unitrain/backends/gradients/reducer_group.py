@@ -30,9 +30,11 @@ class ReducerGroup(dist.ProcessGroup):
 
     Args:
         check_bucket: called with every bucket before its collective, or None.
-        on_stream: whether a GPU stream waits for the collectives instead of the host, as with NCCL. The watchdog then
+        waits_on_stream: whether a GPU stream waits for the collectives instead of the host, as with NCCL. The watchdog
+        then
             checks that they complete, and otherwise terminates the process.
-        deferred: whether the allreduces of a backward pass start at its end. Two NCCL communicators can deadlock if
+        defers_allreduces: whether the allreduces of a backward pass start at its end. Two NCCL communicators can
+        deadlock if
             ranks use them in different orders, and collectives inside a backward pass use a different communicator
             than this group.
 
@@ -45,12 +47,12 @@ class ReducerGroup(dist.ProcessGroup):
         monitor: FailureMonitor,
         check_bucket: Callable[[Tensor], object] | None,
         *,
-        on_stream: bool,
-        deferred: bool = False,
+        waits_on_stream: bool,
+        defers_allreduces: bool = False,
     ) -> None:
         super().__init__(group.rank(), group.size())
         self._group, self._monitor, self._check_bucket = group, monitor, check_bucket
-        self._on_stream, self.deferred = on_stream, deferred
+        self._waits_on_stream, self.defers_allreduces = waits_on_stream, defers_allreduces
         self._deferred_works: list[_DeferredWork] = []
         self._phase = GradientPhase("backward", 0)
         self._works: list[dist.Work] = []
@@ -107,7 +109,7 @@ class ReducerGroup(dist.ProcessGroup):
     @torch.compiler.disable
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         self.begin_bucket(tensors[0])
-        if self.deferred:
+        if self.defers_allreduces:
             self._deferred_works.append(_DeferredWork(tensors, opts))
             return self._deferred_works[-1]
         try:
@@ -127,7 +129,7 @@ class ReducerGroup(dist.ProcessGroup):
             self._check_bucket(tensors[0])
         work = self._group.broadcast(tensors, opts)
         self._monitor.wait_for_ranks(work)
-        if self._on_stream:
+        if self._waits_on_stream:
             self._monitor.set_deadline(work.is_completed, phase)
         return work
 
@@ -151,7 +153,7 @@ class ReducerGroup(dist.ProcessGroup):
             for late in self._deferred_works:
                 late.work = self._group.allreduce(late.tensors, late.opts)
                 self.add_work(late.work)
-            if not self._on_stream:
+            if not self._waits_on_stream:
                 for work in self._works:
                     self._monitor.wait_for_ranks(work)
             for late in self._deferred_works:
@@ -168,7 +170,7 @@ class ReducerGroup(dist.ProcessGroup):
         works, self._works = self._works, []
         if deadline is None:
             return
-        if self._on_stream:
+        if self._waits_on_stream:
             deadline.is_done = lambda: all(work.is_completed() for work in works)
         else:
             deadline.cancel()
