@@ -103,7 +103,7 @@ def test_folder_without_checkpoints_is_reported(tmp_path: Path) -> None:
 
 
 def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer, StepLR]:
-    """Return what a script of one's own has after some steps over the same data."""
+    """Return the state of a user's script after some steps on the same data."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = StepLR(optimizer, 2)

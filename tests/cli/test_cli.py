@@ -112,7 +112,7 @@ def words_of(command: click.Command, context: click.Context) -> set[str]:
 
 
 def commands(command: click.Command, name: str = "unitrain", above: click.Context | None = None) -> dict[str, set[str]]:
-    command._help_option = None  # which click makes once, for the first context that asks, perhaps that of another test
+    command._help_option = None  # click creates it for the first context, which may belong to another test
     context = click.Context(command, parent=above, info_name=name, **command.context_settings)
     found = {context.command_path: words_of(command, context)}
     if isinstance(command, click.Group):

@@ -1,4 +1,4 @@
-"""`unitrain horovod check` reports what is installed, also if importing it fails or crashes."""
+"""`unitrain horovod check` reports the installed Horovod, even if its import fails or crashes."""
 
 from __future__ import annotations
 

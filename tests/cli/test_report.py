@@ -25,7 +25,7 @@ LOCAL = LocalBackend(torch.device("cpu"))
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: its text by kind of element, its tables, and what it would load."""
+    """Parser of a page: its text per kind of element, its tables, and the resources that a browser would load."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

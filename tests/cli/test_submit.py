@@ -114,7 +114,7 @@ def manifest(*arguments: str, **variables: str) -> dict[str, Any]:
     if found["kind"] == "TrainJob":
         read = TrainerV1alpha1TrainJob.from_dict(found)
         assert read is not None
-        assert read.to_dict() == found  # it leaves out what it does not know
+        assert read.to_dict() == found  # it ignores unknown options
         return found
     jsonschema.validate(found, SCHEMAS[found["kind"]])
     for replica in found["spec"].get("pytorchReplicaSpecs", found["spec"].get("mpiReplicaSpecs")).values():
@@ -144,7 +144,7 @@ def test_batch_script_for_slurm(script: Path) -> None:
         "--output=%x-%j.out", "--open-mode=append", "--gpus-per-node=4", "--cpus-per-task=8", "--mem=64G",
         "--time=12:00:00", "--partition=gpu", "--account=me", "--qos=high", "--exclusive",
     ))]  # fmt: skip
-    assert "export UNITRAIN_BACKEND" not in body  # under srun a script that asks for none has DDP
+    assert "export UNITRAIN_BACKEND" not in body  # under srun, the default backend is DDP
     assert "export LEVEL='a b'\n" in body
     assert f"{sys.executable} train_digits.py --epochs '9 0'\n" in body
     assert "export UNITRAIN_BACKEND=horovod\n" in printed("--to", "slurm", "--backend", "horovod", script.name)

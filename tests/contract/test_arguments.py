@@ -22,7 +22,7 @@ from unitrain.testing import RankGroup
 
 @dataclass
 class Parts:
-    """What a case is made of: the arguments of a Trainer that can be trained."""
+    """The arguments of a valid Trainer, which each case changes."""
 
     backend: Backend
     folder: str
@@ -76,7 +76,7 @@ def a_scheduler_of_another_optimizer(parts: Parts) -> None:
 
 BATCHES = [(torch.ones(4, 3), torch.ones(4, 1)) for _ in range(3)]
 
-# What is done, what the first sentence must have, and what the second.
+# The call, and the required texts of the first and the second sentence.
 CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
     "model class": (
         lambda p: p.trainer(nn.Linear, p.optimizer, nn.functional.mse_loss),

@@ -142,7 +142,7 @@ def parameters_unused_later(backend: Backend, _: str) -> None:
         optimizer.zero_grad()
 
 
-# What is done wrong, and what the sentences must say: what was found, and what to type.
+# The invalid call, and the required texts of the message: the invalid value, and the fix.
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (
         accumulate_0,

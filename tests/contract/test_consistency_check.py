@@ -34,7 +34,8 @@ def many(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 def as_many_ranks(_: Backend) -> int:
-    """Let this process exchange sums from now on, and return how many ranks it would exchange rows with before."""
+    """Make this process exchange sums from now on, and return the previous maximum number of ranks for exchanging
+    rows."""
     before, consistency.MAX_GATHERING_RANKS = consistency.MAX_GATHERING_RANKS, 0
     return before
 

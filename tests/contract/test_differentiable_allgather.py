@@ -120,7 +120,7 @@ def test_contrastive_loss_equals_one_process_with_the_global_batch(ranks: RankGr
         for (form, counts, micro_steps), parameters in zip(cases, of_rank, strict=True):
             wanted = train(None, form, [SAMPLES], micro_steps)
             assert farthest(parameters, wanted) < 1e-11, (form, counts, micro_steps)
-    if ranks.size > 1:  # what is lost without the gradient of the other ranks' samples
+    if ranks.size > 1:  # the gradient without the contributions of the other ranks' samples
         lost = ranks.run(trained, [("without gradient", EVEN[ranks.size], 1)])[0][0]
         assert farthest(lost, train(None, "own samples", [SAMPLES])) > 1e-4
 
@@ -151,7 +151,7 @@ def gradients(backend: Backend) -> None:
     (second,) = torch.autograd.grad((first**2).sum(), own)
     torch.testing.assert_close(second, wanted_second[rank])
 
-    # A rank whose tensor requires no grad still takes part in the backward.
+    # A rank whose tensor does not require grad also runs the backward pass.
     own = parts[rank].detach().clone().requires_grad_(rank == 0)
     gathered = unitrain.differentiable_allgather(own, backend)
     assert gathered.requires_grad

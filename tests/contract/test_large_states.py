@@ -77,7 +77,7 @@ def send(backend: Backend, chunk_bytes: int) -> tuple[int, int]:
 
 
 def resume(backend: Backend) -> None:
-    """Load the state of Adam on rank 0 only, and compare it and what it does next on all."""
+    """Load the state of Adam on rank 0 only, and compare the state and the next step on all ranks."""
     from unitrain.backends import objects
 
     objects.CHUNK_BYTES = 1000

@@ -208,7 +208,7 @@ def views(backend: Backend) -> list[Tensor]:
 
 
 def test_views_that_are_not_contiguous_are_reduced_in_place() -> None:
-    """Compared with the right answer, because Gloo reduces the memory behind such a view as if it were contiguous."""
+    """Compared with the expected result, because Gloo reduces the memory of such a view as if it were contiguous."""
     with RankGroup("horovod", 2) as group:
         for (wide,) in group.run(views):
             assert wide.tolist() == [[1.0, 1.0], [3.0, 2.0], [5.0, 3.0], [7.0, 4.0]]

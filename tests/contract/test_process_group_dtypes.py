@@ -69,7 +69,7 @@ def from_numbers(numbers: list[int], dtype: torch.dtype) -> Tensor:
 
 
 def expected(inputs: list[Tensor], op: str) -> Tensor | None:
-    """Return what the ranks' `inputs` are reduced to, None where that is not defined."""
+    """Return the reduction of the ranks' `inputs`, or None if it is undefined."""
     dtype = inputs[0].dtype
     if dtype == torch.bool:
         stack = torch.stack(inputs)

@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks: N ranks compute what one process with plain BatchNorm computes on the global batch."""
+"""BatchNorm over all ranks: N ranks compute the same as one process with plain BatchNorm on the global batch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def run_layer(
 def uninterrupted_run(
     name: str, dtype: torch.dtype = torch.float64
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """Return what plain BatchNorm gives in one process: per sample, its parameters' gradients, and its state."""
+    """Return the results of plain BatchNorm in one process: the gradients per sample and per parameter, and its
+    state."""
     module: Any = layer(name, dtype)
     if isinstance(module, nn.SyncBatchNorm):
         plain = nn.BatchNorm2d(CHANNELS).to(dtype)

@@ -76,7 +76,7 @@ def test_training_does_not_depend_on_saving_evaluating_and_resuming(ranks: RankG
     found = ranks.run(all_runs, str(tmp_path), timeout_seconds=120)[0]
     resumed = found.pop("resumed")
     assert {name: values == found["undisturbed"] for name, values in found.items()} == dict.fromkeys(found, True)
-    # DDP forms buckets anew after the first backward, also of a resumed run: three ranks then round differently.
+    # DDP rebuilds its buckets after the first backward pass, also in a resumed run, so three ranks round differently.
     tolerance = 1e-9 if ranks.size > 2 else 0.0
     assert resumed == pytest.approx(found["undisturbed"], rel=tolerance, abs=tolerance)
 

@@ -80,7 +80,7 @@ def test_resumed_run_is_bit_equal_to_uninterrupted(tmp_path: Path, optimizer: st
     uninterrupted = trainer(None, optimizer, max_epochs=4)
     results = uninterrupted.fit(samples(), samples(9))
     trainer(tmp_path, optimizer, max_epochs=2).fit(samples(), samples(9))
-    torch.manual_seed(12345)  # nothing may depend on what the process drew before
+    torch.manual_seed(12345)  # the results must not depend on random numbers that the process drew earlier
     resumed = trainer(tmp_path, optimizer, max_epochs=4, resume=True)
     assert resumed.progress.epoch == 2
     assert resumed.fit(samples(), samples(9)) == results
@@ -621,7 +621,7 @@ def test_every_rank_restores_a_scheduler_that_changes_the_state_it_loads(tmp_pat
 @pytest.mark.parametrize("resume", [True, False])
 def test_history_removes_rows_of_a_run_without_checkpoint(tmp_path: Path, resume: bool) -> None:
     trainer(tmp_path, max_epochs=3, checkpoint_every_epochs=3).fit(samples())
-    shutil.rmtree(tmp_path / "step-000000018")  # as if it had died in the second epoch, or the third
+    shutil.rmtree(tmp_path / "step-000000018")  # as after a crash in the second or third epoch
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2, 3]
     trainer(tmp_path, max_epochs=2, resume=resume).fit(samples())
     assert [row["epoch"] for row in history(tmp_path)] == [1, 2]

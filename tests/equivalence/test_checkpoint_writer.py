@@ -330,7 +330,7 @@ def test_checkpoints_within_an_epoch_resume_bit_for_bit(tmp_path: Path) -> None:
     first = trainer(LOCAL, tmp_path, max_steps=7, checkpoint_every_steps=3)
     first.fit(data())
     assert steps(tmp_path) == [3, 4, 6, 7]
-    for step in (7, 4):  # as if the process had been killed before they were written
+    for step in (7, 4):  # as after a kill before they were written
         files.checkpoint_path(tmp_path, step).rename(tmp_path / f"gone-{step}")
     resumed = trainer(LOCAL, tmp_path, max_epochs=2, resume="auto")
     assert resumed.progress.step == 6

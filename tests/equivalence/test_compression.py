@@ -36,7 +36,7 @@ LOOPS: dict[str, tuple[torch.dtype, Compression]] = {
     "no feedback": (torch.float64, PowerSGD(rank=1, start_step=0, error_feedback=False)),
 }
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-9}
-# What is run, in this order; "local" is this process.
+# The backends, in this order; "local" is this process.
 LAUNCHES = [("local", 1), ("ddp", 2), ("horovod", 3), ("ddp", 3), ("horovod", 2), ("local", 1)]
 # Interrupted and uninterrupted runs: their settings, and the last step of each launch.
 ROUTES: dict[str, tuple[str, dict[int, int]]] = {

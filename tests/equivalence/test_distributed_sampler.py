@@ -81,6 +81,6 @@ def test_port_with_batch_norm_reproduces_the_original_script(group: RankGroup) -
         for port in ports:
             for name, wanted in expected.items():
                 if "running" in name and rank:
-                    continue  # what is evaluated and saved is rank 0's
+                    continue  # evaluation and checkpoints use rank 0's buffers
                 # DistributedDataParallel adds the gradients of three ranks in another order.
                 torch.testing.assert_close(port[name], wanted, rtol=0, atol=0 if group.size < 3 else 1e-5)

@@ -1,4 +1,4 @@
-"""A rank without data takes part in a step with a dummy batch, which has no effect."""
+"""A rank without data runs a step with a dummy batch, which does not affect the results."""
 
 from __future__ import annotations
 

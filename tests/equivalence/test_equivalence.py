@@ -1,4 +1,4 @@
-"""The same run gives the same parameters in one process with the global batch, on ddp and on horovod.
+"""The same run produces the same parameters in one process with the global batch, on ddp and on horovod.
 
 Every run is 30 optimizer steps of `Trainer` on the same samples per step. SGD is compared in float32, to 1e-6. AdamW
 divides by the root of its second moment, which magnifies the last bits of small gradients, also between two orders of
@@ -34,7 +34,7 @@ Run = tuple[list[Tensor], float]
 
 
 def masked_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over what is not masked, and how much that is."""
+    """Return the sum over the unmasked elements, and their number."""
     total = nn.functional.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
     return total, (target != IGNORED).sum()
 
@@ -44,7 +44,7 @@ def train(backend: Backend, optimizer_name: str, variant: str) -> Run:
     dtype, _ = OPTIMIZERS[optimizer_name]
     torch.manual_seed(1)
     normalise: list[nn.Module] = [nn.LayerNorm(16)]
-    if variant == "batch norm":  # of 4 values per sample, or a batch of 2 would magnify rounding without end
+    if variant == "batch norm":  # over 4 values per sample, because a batch of 2 values would amplify rounding errors
         normalise = [nn.Unflatten(1, (4, 4)), nn.BatchNorm1d(4), nn.Flatten()]
     model = nn.Sequential(nn.Linear(10, 16), *normalise, nn.ReLU(), nn.Linear(16, 4)).to(dtype)
     generator = torch.Generator().manual_seed(2)

@@ -1,4 +1,4 @@
-"""Fused and unfused optimizers give the same run on every backend, with every option of a step."""
+"""Fused and unfused optimizers produce the same results on every backend, with every option of a step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Iterable datasets: every item is used once for any number of ranks and workers, and all ranks end an epoch together.
 
-What is trained on is shown by numbers: the parameters are those of a plain loop in one process over the samples that
-each step should have had.
+The results identify the samples of training: the parameters are those of a plain loop in one process over the samples
+that each step should have had.
 """
 
 from __future__ import annotations
@@ -432,7 +432,7 @@ def test_evaluated_stream_may_reuse_the_memory_of_a_batch(group: RankGroup) -> N
         assert numbers == [number for batch in batches[rank :: group.size] for number in batch]
 
 
-# Going on in the middle of an epoch.
+# Resuming within an epoch.
 
 
 def interrupted(backend: Backend, folder: str, kind: str, workers: int, settings: dict[str, Any]) -> list[Tensor]:
@@ -457,7 +457,7 @@ def interrupted(backend: Backend, folder: str, kind: str, workers: int, settings
 
 
 class Noisy(Listed):
-    """Random samples of these, so that a stream which begins anew with other random numbers is another stream."""
+    """Random samples of the data, so that a stream that restarts with other random numbers differs."""
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         for number, _ in super().__iter__():
@@ -497,7 +497,7 @@ def noisy_collate(items: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 class StopAfter(Callback):
-    """Asks for the end after so many steps."""
+    """Requests a stop after a number of steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -680,7 +680,7 @@ def test_predictions_are_in_the_order_of_a_shared_stream(group: RankGroup, worke
 
 
 def warned(backend: Backend, is_same: bool, workers: int) -> list[str]:
-    """Return what is logged of a stream that is the same on every rank, or is not."""
+    """Return the log of a stream that is equal on every rank, or differs."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -833,7 +833,7 @@ def test_errors_are_raised_on_every_rank(group: RankGroup, case: Callable[[int],
     assert re.search(message, texts[0], re.DOTALL), texts[0]
 
 
-# What is decided from the numbers of all ranks.
+# Decisions based on the batch sizes of all ranks.
 
 
 @pytest.mark.parametrize(
@@ -857,7 +857,7 @@ def test_plan_steps_uses_every_index_with_items(
 
 
 class Counting(LocalBackend):
-    """Counts what it is asked to gather."""
+    """Counts the gathered objects."""
 
     gathered = 0
 

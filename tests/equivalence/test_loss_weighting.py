@@ -198,6 +198,7 @@ def order_of_counting(backend: Backend) -> list[str]:
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
 def test_tokens_are_counted_while_gradients_are_reduced(backend: str) -> None:
     for log in run_ranks(order_of_counting, size=2, backend=backend):
-        # Before the first backward too, to know about how many there are; and at the end for the mean of the losses.
+        # Also before the first backward pass, to estimate the number of tokens, and at the end, for the mean of the
+        # losses.
         steps = ["count in backward True", "gradients"] * 2
         assert log == ["count in backward False", *steps, "count in backward False"]

@@ -379,7 +379,7 @@ def test_outputs_that_cannot_be_concatenated_are_named() -> None:
 
 
 def ragged(backend: Backend) -> str:
-    """Predict what is as wide as the number of the rank."""
+    """Predict outputs whose width is the rank."""
     trainer = make(backend, forward=lambda model, batch: (torch.ones(len(batch[2]), backend.rank + 1), None))
     try:
         trainer.predict(DataLoader(samples(5), 2))

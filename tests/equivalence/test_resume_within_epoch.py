@@ -137,7 +137,7 @@ def test_results_after_an_interruption_cover_complete_epochs(
     other = tmp_path / "other"
     shutil.copytree(part, other)
     found = ranks.run(again, str(part), case)[0]
-    # Horovod adds up the gradients of three ranks in an order that depends on which of them it has put together.
+    # Horovod sums the gradients of three ranks in an order that depends on which tensors it has fused.
     tolerance = 1e-9 if ranks.backend == "horovod" else 0.0
     assert found[0] == pytest.approx(expected[0], rel=tolerance, abs=0)
     assert found[1] == expected[1]

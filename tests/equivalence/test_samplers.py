@@ -1,7 +1,7 @@
 """DataLoaders with a custom sampler or batch_sampler: its order is drawn once per epoch on rank 0 and sharded.
 
-What is trained on is shown by numbers: the parameters are those of a plain loop in one process over what the sampler
-yields in it, under the seed of the epoch.
+The results identify the samples of training: the parameters are those of a plain loop in one process over what the
+sampler yields in it, under the seed of the epoch.
 """
 
 from __future__ import annotations

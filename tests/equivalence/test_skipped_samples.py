@@ -1,7 +1,7 @@
 """A `collate_fn` that skips samples: a batch is weighted by its samples, in training and evaluation.
 
-What is trained on is shown by numbers: the parameters are those of a plain loop in one process over the samples that
-each step should have had.
+The results identify the samples of training: the parameters are those of a plain loop in one process over the samples
+that each step should have had.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ METRICS: dict[str, Callable[[], Any]] = {
 
 
 class Scaled(nn.Module):
-    """Gives what it is given: its output for a sample does not depend on the batch that it comes in."""
+    """Returns its input, so the output for a sample does not depend on its batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def evaluate(backend: Backend) -> list[dict[str, float]]:
 
 
 def expected(count: int, size: int) -> dict[str, float]:
-    """Return what plain torchmetrics gives in one process, for the batches of all ranks in the ranks' order."""
+    """Return the results of plain torchmetrics in one process, for the batches of all ranks in rank order."""
     inputs, targets = data(count).tensors
     found: dict[str, float] = {"loss": nn.functional.cross_entropy(inputs, targets).item()}
     for name, make_one in METRICS.items():

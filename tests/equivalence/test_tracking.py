@@ -174,7 +174,8 @@ def logged_warnings() -> list[str]:
 
 
 def with_bad_loggers(backend: Backend) -> tuple[Tensor, Tensor, float, list[str], list[tuple[Any, ...]], str]:
-    """Return the parameters with loggers that fail and without any, how long it took, what was said and logged."""
+    """Return the parameters with failing loggers and without loggers, the durations, the messages and the logged
+    values."""
     background._CALL_LIMIT_SECONDS, background._FINISH_LIMIT_SECONDS = (
         0.3,
         dict.fromkeys(("finished", "stopped", "failed"), 1.0),
@@ -207,7 +208,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 def expected() -> dict[tuple[str, int], float]:
-    """Train with plain torch; return what is to be logged, by name and step."""
+    """Train with plain torch. Return the expected log, by name and step."""
     model, optimizer = make()
     inputs, targets = data().tensors
     points: dict[tuple[str, int], float] = {}
@@ -447,7 +448,7 @@ def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -
             np.testing.assert_allclose(edges[[0, -1]], [values.min(), values.max()], rtol=1e-5)
     made.log_histogram("odd", torch.tensor([1.0, math.nan, math.inf, 2.0]))
     made.log_table("worst", ["label", "predicted"], [[7, "one"], (None, True)])
-    made.fit(data())  # waits for what is logged after a run
+    made.fit(data())  # waits for values that are logged after a run
     assert kept.histograms[-1][2].sum() == 2
     assert kept.tables == [("worst", 3, ["label", "predicted"], [[7, "one"], [None, True]])]
     for columns, rows, message_text in (

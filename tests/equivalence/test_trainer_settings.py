@@ -87,7 +87,7 @@ class Rates(unitrain.Callback):
 
 
 class Kept(Logger):
-    """Keeps what it is given."""
+    """Stores its arguments."""
 
     def __init__(self) -> None:
         self.values: list[tuple[int, dict[str, float]]] = []

@@ -92,7 +92,7 @@ def test_second_job_raises_with_the_holder_until_the_first_is_killed(
     variables = {"OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "4711"}
     with running_launcher([sys.executable, "-c", JOB, str(run)], variables) as first:
         wait_for(tmp_path / "run.waits")
-        (run / ".step-000000099.unfinished").mkdir()  # as if it were writing another checkpoint
+        (run / ".step-000000099.unfinished").mkdir()  # as during the writing of another checkpoint
         before = contents(run)
         second = trainer(run, resume=True)
         assert second.evaluate(data())["loss"] >= 0  # which only reads

@@ -147,7 +147,7 @@ def start_ranks(
     on: Callable[[int], tuple[str, ...]] = lambda rank: (),
     **variables: str,
 ) -> list[subprocess.Popen[str]]:
-    """Two ranks of `script` under the Gloo controller, each behind the command prefix that `on` gives."""
+    """Start two ranks of `script` under the Gloo controller, each with the command prefix that `on` returns."""
     processes.start("server", *on(0), sys.executable, "-c", SERVER, *hosts)
     processes.wait_until(lambda: "port " in processes.message_text("server"), "the rendezvous server")
     found = re.search(r"port (\d+)", processes.message_text("server"))

@@ -196,7 +196,7 @@ def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(fails: bool, s
         variables = rank_reports["variables"]
         store = torch.distributed.TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), is_master=False)
         store.set("unitrain/0/0/failures/failure", json.dumps([0, "a forged failure", "0/1"]))
-        time.sleep(8)  # a rank that knows of a failure ends after five seconds
+        time.sleep(8)  # a rank exits five seconds after it receives a failure report
         (tmp_path / "end").write_text("fail" if fails else "")
         message_text = launch.output()
     assert "a forged failure" not in message_text

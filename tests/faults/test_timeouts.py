@@ -195,7 +195,7 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
     assert seconds < 60, f"{seconds:.0f} s\n{output}"
     if fault != "sleeps":  # no rank waits until the timeout of a collective
         (failed_at,) = re.findall(r"fault (\d+\.\d+)", output)
-        # mpirun always takes twice the four seconds that it gives to its ranks.
+        # mpirun always waits twice for the four seconds of its ranks.
         assert ended - float(failed_at) < (15 if launcher == "mpirun" else 10), (
             f"{ended - float(failed_at):.0f} s\n{output}"
         )

@@ -276,7 +276,7 @@ def _make_model_valid(case: Case) -> None:
             case["optimizer"], case["optimizer_settings"] = "SGD", {"lr": 0.05}
     if "object" in features:
         features.discard("penalty")
-    if "penalty" in features:  # a second pass through the graph, for which the forward must not change what it reads
+    if "penalty" in features:  # its second pass through the graph requires unchanged inputs
         features -= {"max_norm", "buffer", "sync_norm"}  # a synchronized BatchNorm is differentiable only once
     if "norm" in features:
         features.discard("sync_norm")
@@ -297,7 +297,7 @@ def _make_steps_valid(case: Case) -> None:
     if case["lr_scaling"] == "none":
         case["warmup"] = 0
     if case["compression"] in HALF_COMPRESSION:
-        if case["loss"] == "tokens":  # rounds before it divides by a count: the contract does not say in which scale
+        if case["loss"] == "tokens":  # rounds before the division by a count; the contract does not specify the scale
             case["loss"] = "cross_entropy"
         if case["precision"] == case["compression"] == "fp16":
             case["precision"] = "fp32"  # rounds gradients that loss scaling has moved into another range of fp16
@@ -320,7 +320,7 @@ def _make_results_valid(case: Case) -> None:
             case["early_stopping"] = ["train_loss", case["early_stopping"][1]]
     if case["validation"] in ("tensors", None):
         case["validation_drop_last"] = False
-    # Outputs of own streams are in the order of the ranks, and those of objects cannot be put together.
+    # Outputs of own streams are in rank order, and outputs that are objects cannot be concatenated.
     if case["extra_call"] == "predict" and (case["validation"] in ("own", "skip") or "object" in case["features"]):
         case["extra_call"] = "evaluate"
 
@@ -331,13 +331,13 @@ def _make_layout_valid(case: Case) -> None:
     if case["collate"] == "noise" or case["change"]:
         case["again"] = None
     if case["again"] and {"norm", "sync_norm", "buffer"} & set(case["features"]):
-        case["again"] = ["on_step_end", case["again"][1]]  # done again, forwards change what they keep again
+        case["again"] = ["on_step_end", case["again"][1]]  # repeated forward passes change their state again
     if len(segments) > 1 or case["checkpoint_every_steps"] or case["counting"]:
         case["output"] = True
     if not case["output"]:
         case["checkpoint_every_steps"], case["checkpoint_every"], case["asynchronous"] = None, 1, True
     for segment in segments:
-        # A script knows where it stopped, but not where the last checkpoint before an exception is.
+        # A script has the step at which it stopped, but not the step of the last checkpoint before an exception.
         if case["change"] and segment["end"] and segment["end"][0].startswith("raise"):
             segment["end"] = ["steps", segment["end"][1]]
     if any(segment["end"] and segment["end"][0] == "stop" for segment in segments):

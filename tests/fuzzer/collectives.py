@@ -73,7 +73,7 @@ def input_tensor(case: Case, number: int, rank: int) -> Tensor:
         value[0, 0] = largest // 4 + rank
         if op != "sum":
             value[-1, 1] = largest - rank
-            if rank == case["seed"] % case["size"]:  # numbers above and below the half of what the dtype holds
+            if rank == case["seed"] % case["size"]:  # numbers above and below half of the dtype's maximum
                 value[-1, 0] = largest
     return value.to(dtype)
 

@@ -132,7 +132,7 @@ def loss_function(case: Case) -> Callable[[Any, Tensor], Any]:
 
 
 def samples(case: Case, *, offset: int = 0, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return inputs float64 [count, 5] and targets; `offset` gives other samples, such as those of validation."""
+    """Return inputs float64 [count, 5] and targets; `offset` selects other samples, such as those of validation."""
     count = count or case["samples"]
     generator = torch.Generator().manual_seed(case["seed"] + 1000 * offset + 1)
     inputs = torch.randn(count, 5, generator=generator, dtype=torch.float64)

@@ -110,8 +110,8 @@ def _check_trainer(case: Case, ranks: Pool) -> list[str]:
             reference = cases.make_valid({**case, "segments": [{**other, "end": ["steps", found["done"]]}, other]})
             expected = _run_segments(reference, ranks)
             return [f"{text} (from one run without interruption)" for text in _compare(case, found, expected, LOOSE)]
-        # PowerSGD of full rank is exact but for rounding. torch keeps some numbers of these optimizers in float32, and
-        # makes them float64 when it loads them.
+        # PowerSGD of full rank is exact except for rounding. torch keeps some numbers of these optimizers in float32,
+        # and makes them float64 when it loads them.
         rounds = case["compression"] == "powersgd_full" or case["optimizer"] in ("NAdam", "ASGD")
         return _compare(case, found, Oracle(case).train(trace), LOOSE if rounds else TOLERANCE)
     except _FailedError as error:

@@ -1,5 +1,5 @@
-"""Every launcher with every backend, on one host and on two, as a user types it: the same placement and the same
-numbers.
+"""Every launcher with every backend, on one host and on two, with the commands that a user types: the same placement
+and the same numbers.
 
 A cell is one launch of `short_digits.py` on hosts of its own (`hosts.py`), two ranks on one host or three on two. The
 numbers are compared with the same steps in plain torch.

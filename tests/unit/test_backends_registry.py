@@ -136,7 +136,7 @@ def test_local_backend_rejects_a_transport() -> None:
 
 
 def sentence_without_horovod(shadow: Path) -> str:
-    """Return what init and register_process_group say where the horovod in `shadow` hides the installed one."""
+    """Return the errors of init and register_process_group if the horovod in `shadow` hides the installed one."""
     done = subprocess.run(
         [sys.executable, "-c", ASK_FOR_HOROVOD],
         env=os.environ | {"PYTHONPATH": str(shadow)},
@@ -188,7 +188,7 @@ def test_unusable_horovod_is_reported_with_the_build_command(files: dict[str, st
     ],
 )
 def test_horovod_with_a_broken_extension_is_reported_with_the_build_command(extension: str, tmp_path: Path) -> None:
-    """The installed Horovod, but for the library that torch's tensors go through."""
+    """The installed Horovod without its library for torch tensors."""
     spec = importlib.util.find_spec("horovod")
     assert spec is not None
     assert spec.origin is not None

@@ -149,7 +149,7 @@ def test_to_device_returns_the_same_batch_on_the_cpu() -> None:
 
 @dataclass
 class Sample:
-    """What a `collate_fn` of one's own makes a batch of."""
+    """Batch type of a custom `collate_fn`."""
 
     left: Tensor
     right: Tensor

@@ -94,7 +94,7 @@ def test_elastic_job_keeps_its_global_batch_on_any_number_of_ranks() -> None:
         assert began == BatchSizes(batch_size, accumulate or 1, global_batch)
         found = elastic_batch_sizes(size, ElasticBatchSize(batch_size, global_batch), **request_options)
         assert (found.batch_size, found.global_batch_size) == (batch_size, global_batch)
-        # As few micro-steps as hold it with no more samples on a rank than before.
+        # The minimum number of micro-batches without more samples per rank than before.
         assert (
             (found.gradient_accumulation_steps - 1) * size * batch_size
             < global_batch

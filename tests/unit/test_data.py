@@ -340,7 +340,7 @@ def test_persistent_workers_are_seeded_when_they_start() -> None:
     assert (first, second) == (noise(again, 0), noise(again, 1))
     assert set(first).isdisjoint(second)
     assert set(first).isdisjoint(noise(share(1), 0))
-    assert second != noise(share(0), 1)  # which is what the documentation admits
+    assert second != noise(share(0), 1)  # as documented
 
 
 def test_drop_last_drops_an_incomplete_global_batch_in_training_only() -> None:

@@ -75,7 +75,7 @@ def test_ranks_with_aligned_steps_do_not_wait_for_the_device() -> None:
 
 
 class Stream:
-    """A simulated stream: what has been put into it, and which events it waits for before anything later."""
+    """A simulated stream: its queued operations, and the events that later operations wait for."""
 
     def __init__(self) -> None:
         self.queued: list[str] = []

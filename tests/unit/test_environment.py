@@ -49,7 +49,7 @@ JSRUN = {
     "LSB_MCPU_HOSTS": "10.10.10.0 1 10.10.10.1 1 10.10.10.2 1 10.10.10.3 1", "LSB_JOBID": "1234",
     "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_LOCAL_RANK": "1", "PMIX_RANK": "3",
 }  # fmt: skip
-# flux-core's src/shell/task.c: what it sets for every task.
+# The variables that flux-core sets for every task (src/shell/task.c).
 FLUX = {
     "FLUX_TASK_RANK": "3", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "2", "FLUX_JOB_ID": "f9",
     "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9",
@@ -119,7 +119,7 @@ MPIJOB = MPIRUN | {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "digits-w
         (OLD_PYTORCHJOB | {"LOCAL_RANK": "1"}, RankInfo("env", 1, 2, 1)),
         (OLD_PYTORCHJOB | {"MASTER_ADDR": "localhost"}, RankInfo("env", 1, 2, 1)),
         ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, RankInfo("none", 0, 1, 0, 1, 0, 1)),
-        # The same said twice, and too little said to be a place.
+        # Redundant variables, and incomplete variables.
         (HOROVODRUN | {"RANK": "2", "WORLD_SIZE": "3"}, RankInfo("horovodrun", 2, 3, 0, 1)),
         (MPIRUN | BY_HAND, RankInfo("mpirun", 1, 2, 1, 2)),
         (SRUN | {"RANK": "3", "WORLD_SIZE": "4"}, RankInfo("srun", 3, 4, 1, None, 1)),

@@ -100,7 +100,7 @@ def test_start_row_describes_the_run(tmp_path: Path) -> None:
 def test_resumed_run_rewinds_the_history_to_its_checkpoint(tmp_path: Path) -> None:
     train(tmp_path, max_epochs=1)
     train(tmp_path, max_epochs=2, resume=True)
-    # What a run that crashed in its third epoch has left, down to half a line.
+    # The files of a run that crashed in its third epoch, including an incomplete line.
     for name in ("history.jsonl", "steps.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 14, "epochs": 2.5}\n{"step": 16, "ep')

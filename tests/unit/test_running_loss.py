@@ -17,7 +17,7 @@ def sync_mean(loss: RunningLoss, epoch: int, step: int) -> float:
 
 
 def collected(sync_point_rows: list[int]) -> tuple[list[float], float]:
-    """Return what is seen at steps `sync_point_rows`, and in the end, of ten steps over 3 samples each."""
+    """Return the means at the sync points `sync_point_rows` and at the end of ten steps with 3 samples each."""
     loss = RunningLoss(LOCAL)
     seen = []
     for step in range(1, 11):
