@@ -48,6 +48,7 @@ _EXPORTS = {
     "ModelError": "unitrain.errors",
     "NonFiniteGradientError": "unitrain.errors",
     "NonFiniteLossError": "unitrain.errors",
+    "Pipeline": "unitrain.backends.pipeline.pipeline",
     "PowerSGD": "unitrain.backends.compression_setting",
     "Preempted": "unitrain.errors",
     "Profiler": "unitrain.callbacks.profiler",
@@ -107,6 +108,7 @@ __all__ = [
     "ModelError",
     "NonFiniteGradientError",
     "NonFiniteLossError",
+    "Pipeline",
     "PowerSGD",
     "Preempted",
     "Profiler",
@@ -141,6 +143,7 @@ if TYPE_CHECKING:
     from unitrain.backends.capabilities import require
     from unitrain.backends.compression_setting import PowerSGD
     from unitrain.backends.horovod import register_process_group
+    from unitrain.backends.pipeline.pipeline import Pipeline
     from unitrain.backends.registry import available as available_backends
     from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
     from unitrain.bootstrap.environment import RankInfo

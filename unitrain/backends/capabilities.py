@@ -8,7 +8,7 @@ module does not import torch, because `unitrain tune` reads tunables without it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,8 @@ from unitrain.validation import describe_value
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from unitrain.backends.rank_groups import RankGroup
 
 CapabilityT = TypeVar("CapabilityT")
 
@@ -74,6 +76,15 @@ class SupportsAsyncBroadcasts(ABC):
         Each of `pieces` consists of a contiguous tensor, [elements], and the rank of its root. Sizes and roots are
         equal on every rank. The tensors must not be read or written before the returned function returns.
         """
+
+
+class SupportsPointToPoint(ABC):
+    """A backend with groups of some of its ranks, which send tensors to each other."""
+
+    @abstractmethod
+    def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[RankGroup]:
+        """Create a group for each list of ranks in `groups`, and return those that contain this rank. All ranks call
+        it, with the same arguments."""
 
 
 def require(backend: object, capability: type[CapabilityT], feature: str) -> CapabilityT:

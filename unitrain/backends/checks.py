@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from unitrain import validation
 from unitrain.backends.base import Communicator, ReduceOp, Shard
 from unitrain.backends.compression_setting import Compression, read_compression
+from unitrain.backends.pipeline.stage_module import StageModule
 from unitrain.backends.synchronized_errors import gather_if_different
-from unitrain.errors import ConfigError, ModelError, TensorError, did_you_mean
+from unitrain.errors import ConfigError, ModelError, TensorError, UnsupportedError, did_you_mean
 from unitrain.monitoring.flight_recorder import dtype_name
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
@@ -102,8 +103,18 @@ def check_divisible(tensor: Tensor, size: int) -> None:
 
 def check_is_module(name: str, model: Any) -> None:
     """Raise ModelError unless `model` is a module."""
+    check_is_no_pipeline(name, model)
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
     validation.check_instance(name, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
+
+
+def check_is_no_pipeline(name: str, model: Any) -> None:
+    """Raise UnsupportedError for a Pipeline, and for the module of one of its stages."""
+    if type(model).__name__ == "Pipeline" or isinstance(model, StageModule):
+        raise UnsupportedError(
+            f"{name} got a Pipeline, which reduces its gradients itself, and supports neither gradient compression nor "
+            "a sharded optimizer state. Call pipeline.forward_backward(inputs, targets) and optimizer.step()."
+        )
 
 
 def check_is_distributed(model: Any, is_distributed: bool) -> None:
@@ -117,6 +128,7 @@ def check_is_distributed(model: Any, is_distributed: bool) -> None:
 
 def check_is_model(name: str, model: Any) -> None:
     """Raise ModelError unless `model` is an unwrapped module whose lazy parameters are initialized."""
+    check_is_no_pipeline(name, model)
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
     if isinstance(model, torch.optim.Optimizer):
         fix = "Pass the model first and the optimizer second"
@@ -202,6 +214,7 @@ def check_single_optimizer(optimizer: Any) -> None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise ModelError unless `optimizer` is a single optimizer whose parameters all belong to `model`."""
+    check_is_no_pipeline("distributed_optimizer(model)", model)
     check_single_optimizer(optimizer)
     check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
     validation.check_instance(

@@ -39,6 +39,8 @@ def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT
     except UnitrainError as error:
         problem = error
     raise_on_all_ranks(communicator, problem)
+    if problem is not None:  # a communicator may represent several ranks by one of them
+        raise problem
     return result
 
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from unitrain import validation
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Communicator
+from unitrain.backends.lifecycle import Lifecycle
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.config import StreamKind, Uneven
 from unitrain.data.loading import Data, check_is_dataset
@@ -47,7 +48,7 @@ class ShardedLoader:
     Args:
         data: A Dataset, an IterableDataset or a DataLoader. A DataLoader keeps its batch size, sampler, `collate_fn`,
             `drop_last` and workers. If it was created with shuffle=False, its order is kept.
-        backend: The backend that `unitrain.init` returned.
+        backend: The backend that `unitrain.init` returned, or the `replicas` of a Pipeline.
         batch_size: Samples per rank and batch. Required unless `data` is a DataLoader.
         shuffle: Whether to train in a new order in each epoch, or to evaluate in the order of the data.
         seed: Seed of the order, together with the epoch.
@@ -67,7 +68,7 @@ class ShardedLoader:
     def __init__(
         self,
         data: Data,
-        backend: Backend,
+        backend: Communicator,
         *,
         batch_size: int | None = None,
         shuffle: bool = True,
@@ -79,8 +80,9 @@ class ShardedLoader:
         uneven: Uneven = "weight",
     ) -> None:
         fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
-        validation.check_instance(f"{_OWNER}(backend)", backend, Backend, "a backend", fix)
-        backend.check_running(_OWNER)
+        validation.check_instance(f"{_OWNER}(backend)", backend, Communicator, "a backend", fix)
+        if isinstance(backend, Lifecycle):
+            backend.check_running(_OWNER)
         settings: dict[str, Any] = {
             "shuffle": shuffle,
             "seed": seed,
@@ -294,7 +296,7 @@ def _check_arguments(data: Any, batch_size: Any, num_workers: Any, settings: Map
                 )
 
 
-def _check_same_on_all_ranks(backend: Backend, settings: dict[str, Any]) -> None:
+def _check_same_on_all_ranks(backend: Communicator, settings: dict[str, Any]) -> None:
     found = gather_if_different(backend, settings) or []
     for name in settings:
         values = [other[name] for other in found]

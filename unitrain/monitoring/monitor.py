@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 
@@ -69,15 +70,34 @@ class FailureMonitor:
                 _poll(work)
             work.wait()
         except (RuntimeError, CollectiveTimeoutError) as error:
-            if "imed out" in str(error) or "imeout" in str(error):
-                raise CollectiveTimeoutError(
-                    self._describe_timeout(phase)
-                ) from None  # the transport does not name ranks
-            self.raise_cause_of(error)
+            self._raise_cause_of_failed_wait(error, phase)
             raise
         finally:
             if is_main_thread:
                 self._recorder.is_main_thread_waiting = False
+
+    @contextmanager
+    def waiting(self, phase: GradientPhase) -> Iterator[None]:
+        """Context manager in which the main thread waits for other ranks in `phase`, except inside `computing`.
+
+        It raises the same errors as `wait_for_ranks`. Use it for library code that waits by itself.
+        """
+        self._recorder.is_main_thread_waiting = True
+        try:
+            yield
+        except RuntimeError as error:
+            if self._recorder.is_main_thread_waiting:  # the error does not come from `computing`
+                self._raise_cause_of_failed_wait(error, phase)
+            raise
+        finally:
+            self._recorder.is_main_thread_waiting = False
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Context manager inside `waiting` in which the main thread computes. An exception ends the wait."""
+        self._recorder.is_main_thread_waiting = False
+        yield
+        self._recorder.is_main_thread_waiting = True
 
     def set_deadline(self, is_done: Callable[[], bool], phase: GradientPhase) -> Deadline | None:
         """Terminate the process, and report the missing ranks, unless `is_done` returns true within the timeout.
@@ -103,6 +123,11 @@ class FailureMonitor:
         """Report to the other ranks that this rank fails with `error`. They terminate within seconds."""
         if self._watchdog is not None:
             self._watchdog.report_failure(error)
+
+    def _raise_cause_of_failed_wait(self, error: BaseException, phase: GradientPhase | None) -> None:
+        if "imed out" in str(error) or "imeout" in str(error):
+            raise CollectiveTimeoutError(self._describe_timeout(phase)) from None  # the transport does not name ranks
+        self.raise_cause_of(error)
 
     def stop(self) -> None:
         """Stop monitoring, without a failure. Ranks need not stop at the same time."""

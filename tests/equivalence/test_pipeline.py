@@ -1,0 +1,74 @@
+"""Pipeline: stages and replicas compute the same as one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pipeline_cases as cases
+import pytest
+import torch
+
+from unitrain.testing import RankGroup
+from unitrain.testing.ranks import RankError
+
+# Backend, number of ranks and number of stages.
+LAYOUTS = {"one process": ("local", 1, 1), "2 stages": ("ddp", 2, 2), "3 stages": ("ddp", 3, 3), "2x2": ("ddp", 4, 2)}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> Iterator[tuple[RankGroup, int]]:
+    """Yield ranks that stay alive between tests, and their number of stages."""
+    backend, size, stages = request.param
+    with RankGroup(backend, size) as group:
+        yield group, stages
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "dtype"),
+    [("1f1b", 4, torch.float64), ("gpipe", 3, torch.float64), ("1f1b", 1, torch.float32)],
+)
+def test_pipeline_trains_as_one_process(
+    layout: tuple[RankGroup, int], schedule: str, micro_batches: int, dtype: torch.dtype
+) -> None:
+    group, stages = layout
+    group.run(cases.trains_as_one_process, stages, schedule, micro_batches, dtype)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        cases.checkpointed_batch_norm_equals_micro_batches_of_one_process,
+        cases.dropout_is_the_same_with_checkpointing,
+        cases.autocast_keeps_the_dtype_of_parameters,
+        cases.tied_parameters_in_one_stage_are_allowed,
+        cases.frozen_blocks_join_a_trained_stage,
+        cases.rejects_what_cannot_be_divided,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_pipeline_with(layout: tuple[RankGroup, int], case: Callable[..., None]) -> None:
+    group, stages = layout
+    if stages > 1:
+        group.run(case, stages)
+
+
+def test_different_batches_in_one_replica_raise_an_error_that_names_the_ranks() -> None:
+    with RankGroup("ddp", 2) as group, pytest.raises(RankError) as caught:
+        group.run(cases.different_batches_in_one_replica_raise, 2)
+    assert caught.value.kind == "DataError"
+    assert caught.value.errors[1].startswith("Rank 1 has another batch than rank 0, but both compute the same replica")
+
+
+def test_a_backend_without_point_to_point_rejects_stages_on_every_rank() -> None:
+    with RankGroup("horovod", 2) as group:
+        texts = group.run(cases.requires_point_to_point)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(
+        "Pipeline(stages=2) needs SupportsPointToPoint, which backend 'horovod' does not provide."
+    )
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_one_stage_with_replicas_trains_as_one_process(backend: str) -> None:
+    with RankGroup(backend, 2) as group:
+        group.run(cases.trains_as_one_process, 1, "1f1b", 4, torch.float64)

@@ -1,0 +1,110 @@
+"""Division of blocks into pipeline stages, measurement of blocks, and micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import unitrain
+from unitrain.backends.pipeline.measurement import BlockCost, measure_blocks, memory_of_stage, time_of_stage
+from unitrain.backends.pipeline.micro_batches import micro_batch_sizes, split_targets
+from unitrain.backends.pipeline.partition import partition
+
+
+def all_partitions(blocks: int, stages: int) -> list[list[int]]:
+    cuts = itertools.combinations(range(1, blocks), stages - 1)
+    return [[stop - start for start, stop in itertools.pairwise([0, *cut, blocks])] for cut in cuts]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4), st.sets(st.integers(0, 6)))
+def test_partition_has_the_smallest_maximum_and_then_the_smallest_squares(
+    costs: list[int], stages: int, no_start: set[int]
+) -> None:
+    def cost(stage: int, start: int, stop: int) -> float:
+        return math.inf if stage and start in no_start else sum(costs[start:stop]) * (stages - stage)
+
+    def rating(counts: list[int]) -> tuple[float, float]:
+        bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+        found = [cost(stage, start, stop) for stage, (start, stop) in enumerate(bounds)]
+        return max(found), sum(one * one for one in found)
+
+    candidates = [counts for counts in all_partitions(len(costs), stages) if rating(counts)[0] < math.inf]
+    found = partition(len(costs), stages, cost) if len(costs) >= stages else None
+    if not candidates:
+        assert found is None
+        return
+    assert found in candidates
+    assert rating(found) == min(map(rating, candidates))
+
+
+def block(seconds: float = 1.0, held: int = 0, state: int = 0, trained: bool = True) -> BlockCost:
+    return BlockCost(seconds, state, held, 0, held, can_start_stage=True, is_trained=trained)
+
+
+def test_stages_are_balanced_by_time() -> None:
+    costs = [block(5), block(1), block(1), block(1), block(1), block(1)]
+    assert partition(6, 2, time_of_stage(costs)) == [1, 5]
+
+
+def test_stages_without_trainable_parameters_are_excluded() -> None:
+    costs = [block(5), *(block(trained=False) for _ in range(4)), block(1)]
+    assert partition(6, 2, time_of_stage(costs)) == [1, 5]
+    assert partition(5, 2, time_of_stage(costs[:5])) is None
+
+
+def test_the_first_stage_of_1f1b_holds_more_micro_batches() -> None:
+    costs = [block(held=10) for _ in range(6)]
+    # stage 0 holds two micro-batches of its blocks; stage 1 one micro-batch of its blocks and its input
+    assert partition(6, 2, memory_of_stage(costs, 2, 4, "1f1b")) == [2, 4]
+    assert partition(6, 2, memory_of_stage(costs, 2, 4, "gpipe")) == [3, 3]
+    assert partition(6, 2, memory_of_stage(costs, 2, 1, "1f1b")) == [3, 3]
+
+
+class Stack(nn.Sequential):
+    """Several layers as one block."""
+
+
+def test_measured_memory_is_that_of_the_tensors_of_a_block() -> None:
+    torch.manual_seed(0)
+    wide = Stack(nn.Linear(8, 100, bias=False), nn.Sigmoid(), nn.Linear(100, 8, bias=False))
+    model = nn.Sequential(nn.Linear(8, 8), wide, nn.BatchNorm1d(8), nn.Dropout(0.5))
+    before = torch.get_rng_state(), [value.clone() for value in model.state_dict().values()]
+    first, plain, _, _ = measure_blocks(list(model.named_children()), torch.ones(16, 8), torch.device("cpu"))
+    assert not first.can_start_stage
+    assert plain.can_start_stage
+    assert plain.input_bytes == 16 * 8 * 4
+    assert plain.state_bytes == 4 * 4 * 1600
+    # The outputs of Sigmoid and of both Linear layers; Sigmoid saves its output only.
+    assert plain.held_bytes == 4 * 16 * (100 + 8)
+    unitrain.checkpoint_activations(model, Stack)
+    _, checkpointed, _, _ = measure_blocks(list(model.named_children()), torch.ones(16, 8), torch.device("cpu"))
+    assert checkpointed.held_bytes == 4 * 16 * 8
+    assert checkpointed.extra_bytes >= 4 * 16 * 100
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(map(torch.equal, model.state_dict().values(), before[1]))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_failing_block_is_named() -> None:
+    with pytest.raises(unitrain.ModelError, match=r"Block 'b' failed on a micro-batch of example_inputs: RuntimeError"):
+        measure_blocks([("a", nn.Linear(2, 3)), ("b", nn.Linear(2, 2))], torch.ones(4, 2), torch.device("cpu"))
+
+
+def test_micro_batches_differ_by_at_most_one_sample() -> None:
+    assert micro_batch_sizes(10, 4) == [3, 3, 2, 2]
+    assert micro_batch_sizes(8, 4) == [2, 2, 2, 2]
+    assert micro_batch_sizes(2, 4) == [1, 1]
+
+
+def test_weights_of_micro_batches_are_their_shares_of_the_batch() -> None:
+    targets = {"label": torch.arange(5), "masks": [torch.ones(5, 2)]}
+    first, second = split_targets(targets, [3, 2], loss_weight=0.5)
+    assert first.values["label"].tolist() == [0, 1, 2]
+    assert second.values["masks"][0].shape == (2, 2)
+    assert (first.weight, second.weight) == (0.3, 0.2)

@@ -1,0 +1,11 @@
+"""Pipeline parallelism: the stages of a sequential model on different ranks, on torch.distributed.pipelining.
+
+pipeline          `Pipeline`, the public class
+stages            one rank's blocks, and torch's PipelineStage with micro-batches of different sizes
+stage_runs        runs of torch's schedules, and the exchange of the shapes between stages
+micro_batches     division of a batch, with weights so that the loss is the mean over the batch
+partition         division of the blocks among stages with the smallest maximum of time or memory
+measurement       time and memory of each block
+replicas          the replicas of a pipeline as a communicator, for data and metrics
+complete_state    state dicts of the complete model and optimizer, gathered from and divided among the stages
+"""

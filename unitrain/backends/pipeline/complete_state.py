@@ -1,0 +1,131 @@
+"""State dicts of the complete model and its optimizer, gathered from the stages and divided among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unitrain.backends.base import Communicator
+from unitrain.backends.objects import broadcast_with_tensors
+from unitrain.backends.pipeline.stage_module import StageModule
+from unitrain.errors import CheckpointError, ModelError
+
+_MAX_LISTED = 4
+
+
+def gather_model_state(communicator: Communicator, stages: int, module: StageModule) -> dict[str, Tensor]:
+    """Return the state dict of the complete model, on the CPU, from the stages of replica 0. All ranks call it."""
+    own = {name: value.detach().cpu() for name, value in module.state_dict().items()}
+    state: dict[str, Tensor] = {}
+    for stage in range(stages):
+        state.update(broadcast_with_tensors(communicator, own, root=stage))
+    return state
+
+
+def load_model_state(module: StageModule, names: list[str], state: Mapping[str, Any]) -> None:
+    """Load this stage's part of `state`, a state dict of the complete model with the keys `names`.
+
+    Raises CheckpointError, the same on all ranks, if keys are missing or unknown.
+    """
+    missing, unknown = [name for name in names if name not in state], [name for name in state if name not in names]
+    if missing or unknown:
+        problem = ", ".join((missing or unknown)[:_MAX_LISTED])
+        raise CheckpointError(
+            f"Pipeline.load_state_dict takes the state of the complete model, but {len(missing)} of its {len(names)} "
+            f"tensors are missing and {len(unknown)} are unknown: {problem}. Pass the state dict of the same model."
+        )
+    module.load_state_dict({name: state[name] for name in module.state_dict()})
+
+
+def gather_optimizer_state(
+    communicator: Communicator, stages: int, module: StageModule, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Return the state dict of an optimizer of the complete model. All ranks call it.
+
+    It equals that of the same optimizer in one process: parameters are numbered by group, in the order of the model.
+    """
+    names = _names_by_group(module, optimizer)
+    own = optimizer.state_dict()
+    order = [name for group in names for name in group]
+    named = {
+        "state": {order[key]: entry for key, entry in own["state"].items()},
+        "groups": [{**group, "params": names[number]} for number, group in enumerate(own["param_groups"])],
+    }
+    parts = [broadcast_with_tensors(communicator, named, root=stage) for stage in range(stages)]
+    groups = _join_groups([part["groups"] for part in parts])
+    entries = {name: entry for part in parts for name, entry in part["state"].items()}
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    return {
+        "state": {number: entries[name] for name, number in numbers.items() if name in entries},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+    }
+
+
+def load_optimizer_state(
+    communicator: Communicator,
+    stages: int,
+    module: StageModule,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+) -> None:
+    """Load this stage's part of `state`, a state dict of an optimizer of the complete model. All ranks call it.
+
+    Raises CheckpointError if the groups have other numbers of parameters.
+    """
+    own = _names_by_group(module, optimizer)
+    by_stage = [communicator.broadcast_object(own, root=stage) for stage in range(stages)]
+    groups = [[name for names in by_stage for name in names[number]] for number in range(len(own))]
+    saved = state["param_groups"]
+    if [len(group["params"]) for group in saved] != [len(group) for group in groups]:
+        raise CheckpointError(
+            f"The optimizer state has groups of {[len(group['params']) for group in saved]} parameters, and the "
+            f"optimizer of the complete model has {[len(group) for group in groups]}. Load the state of the same "
+            "optimizer and model."
+        )
+    numbers = {
+        name: number
+        for names, group in zip(groups, saved, strict=True)
+        for name, number in zip(names, group["params"], strict=True)
+    }
+    order = [name for group in own for name in group]
+    positions = {name: position for position, name in enumerate(order)}
+    optimizer.load_state_dict(
+        {
+            "state": {
+                positions[name]: state["state"][numbers[name]] for name in order if numbers[name] in state["state"]
+            },
+            "param_groups": [
+                {**group, "params": [positions[name] for name in names]}
+                for group, names in zip(saved, own, strict=True)
+            ],
+        }
+    )
+
+
+def _names_by_group(module: StageModule, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    known = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [[known.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    if any("" in group for group in groups):
+        raise ModelError(
+            "The optimizer holds parameters that are not in this stage of the pipeline. Build it from the parameters "
+            f"of the stage, after the Pipeline: {type(optimizer).__name__}(pipeline.parameters(), ...)."
+        )
+    return groups
+
+
+def _join_groups(by_stage: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the parameter groups of the complete model. Raises ModelError if their settings differ between stages."""
+    settings = [[{**group, "params": None} for group in groups] for groups in by_stage]
+    for stage, found in enumerate(settings):
+        if found != settings[0]:
+            raise ModelError(
+                f"The optimizers of stage 0 and stage {stage} have different parameter groups, so they are not parts "
+                "of one optimizer. Use the same groups and settings on every rank; a group may be empty."
+            )
+    return [
+        {**group, "params": [name for groups in by_stage for name in groups[number]["params"]]}
+        for number, group in enumerate(by_stage[0])
+    ]

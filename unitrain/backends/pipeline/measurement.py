@@ -1,0 +1,200 @@
+"""Time and memory of the blocks of a sequential model, measured on one micro-batch."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.pipeline.partition import StageCost
+from unitrain.errors import ModelError
+from unitrain.torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
+
+_REPETITIONS = 3
+# Weights, gradients and two states of an optimizer such as Adam, in the dtype of the weights.
+_BYTES_PER_TRAINED_BYTE = 4
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Cost of one block for one micro-batch.
+
+    Args:
+        seconds: time of its forward and backward pass.
+        state_bytes: weights, gradients, optimizer state (as for Adam) and buffers.
+        held_bytes: memory between its forward and backward pass: activations, and its output.
+        extra_bytes: additional memory during its forward or backward pass, such as recomputed activations.
+        input_bytes: size of its input.
+        can_start_stage: whether its input is a tensor that requires a gradient, so that a stage can start with it.
+        is_trained: whether it has trainable parameters.
+    """
+
+    seconds: float
+    state_bytes: int
+    held_bytes: int
+    extra_bytes: int
+    input_bytes: int
+    can_start_stage: bool
+    is_trained: bool
+
+
+def measure_blocks(blocks: Sequence[tuple[str, nn.Module]], inputs: Any, device: torch.device) -> list[BlockCost]:
+    """Run the forward and backward pass of each block on `inputs`, a micro-batch, and return their costs.
+
+    Each block is on `device` only while it is measured. Parameters, gradients, buffers and random number generators are
+    unchanged afterwards. Raises ModelError if a block fails.
+    """
+    costs = []
+    values: Any = inputs
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        for name, block in blocks:
+            home = next((tensor.device for tensor in [*block.parameters(), *block.buffers()]), device)
+            try:
+                with _unchanged(block.to(device)):
+                    cost, values = _measure(block, values, device)
+            except Exception as error:
+                raise ModelError(
+                    f"Block {name!r} failed on a micro-batch of example_inputs: {type(error).__name__}: {error}. Pass "
+                    "inputs that model(example_inputs) accepts."
+                ) from error
+            finally:
+                block.to(home)
+            costs.append(cost)
+    return costs
+
+
+def time_of_stage(costs: Sequence[BlockCost]) -> StageCost:
+    """Return the cost function of stages by seconds per micro-batch."""
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        blocks = costs[start:stop]
+        return sum(block.seconds for block in blocks) if _is_valid(blocks, stage) else math.inf
+
+    return cost
+
+
+def memory_of_stage(costs: Sequence[BlockCost], stages: int, micro_batches: int, schedule: str) -> StageCost:
+    """Return the cost function of stages by peak bytes. A stage holds several micro-batches at the same time."""
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        blocks = costs[start:stop]
+        if not _is_valid(blocks, stage):
+            return math.inf
+        held_micro_batches = min(micro_batches, stages - stage) if schedule == "1f1b" else micro_batches
+        held = sum(block.held_bytes for block in blocks) + (blocks[0].input_bytes if stage else 0)
+        state = sum(block.state_bytes for block in blocks)
+        return float(state + held_micro_batches * held + max(block.extra_bytes for block in blocks))
+
+    return cost
+
+
+def _is_valid(blocks: Sequence[BlockCost], stage: int) -> bool:
+    return any(block.is_trained for block in blocks) and (stage == 0 or blocks[0].can_start_stage)
+
+
+def _measure(block: nn.Module, values: Any, device: torch.device) -> tuple[BlockCost, Any]:
+    """Return the cost of `block` and its detached output."""
+    can_start = isinstance(values, Tensor) and values.requires_grad
+    trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    tensors = [*block.parameters(), *block.buffers()]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)  # as in all micro-batches but the first one
+    inputs = _copies(values)
+    with _LiveStorages([*tensors, *(parameter.grad for parameter in trained), *tree_leaves(inputs)]) as storages:
+        output = block(inputs)
+        held = storages.live_bytes
+        _backward(output)
+        peak = storages.peak_bytes
+    seconds = math.inf
+    for _ in range(_REPETITIONS):
+        inputs = _copies(values)
+        _synchronize(device)
+        started = time.perf_counter()
+        _backward(block(inputs))
+        _synchronize(device)
+        seconds = min(seconds, time.perf_counter() - started)
+    trained_bytes = sum(parameter.nbytes for parameter in trained)
+    other_bytes = sum(tensor.nbytes for tensor in tensors) - trained_bytes
+    cost = BlockCost(
+        seconds=seconds,
+        state_bytes=_BYTES_PER_TRAINED_BYTE * trained_bytes + other_bytes,
+        held_bytes=held,
+        extra_bytes=peak - held,
+        input_bytes=sum(value.nbytes for value in tree_leaves(values) if isinstance(value, Tensor)),
+        can_start_stage=can_start,
+        is_trained=bool(trained),
+    )
+    return cost, _map_tensors(output, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+
+
+def _backward(output: Any) -> None:
+    tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
+    if tensors:
+        torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+
+
+def _copies(values: Any) -> Any:
+    """Return copies of the tensors in `values`. They are not leaves, so that a block may overwrite its input."""
+    return _map_tensors(values, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone())
+
+
+def _map_tensors(values: Any, function: Any) -> Any:
+    return tree_map_only(Tensor, function, values)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _unchanged(block: nn.Module) -> Iterator[None]:
+    """Context manager that restores the gradients and buffers of `block`."""
+    gradients = [(parameter, parameter.grad) for parameter in block.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Counts the bytes of the tensors that are created inside the context and still exist. `known` tensors are not
+    counted."""
+
+    def __init__(self, known: Iterable[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = self.peak_bytes = 0
+        self._addresses = {value.untyped_storage().data_ptr() for value in known if isinstance(value, Tensor)}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor):
+                self._add(value.untyped_storage())
+        return output
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if not size or address in self._addresses:
+            return
+        self._addresses.add(address)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._remove, address, size)
+
+    def _remove(self, address: int, size: int) -> None:
+        self._addresses.discard(address)
+        self.live_bytes -= size

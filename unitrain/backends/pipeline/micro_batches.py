@@ -1,0 +1,93 @@
+"""Division of a batch into micro-batches, and the weights with which their mean losses add up to that of the batch."""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unitrain.backends.tensors import as_bytes
+from unitrain.errors import ModelError, TensorError
+from unitrain.torch_compat import tree_leaves, tree_map_only
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Target(NamedTuple):
+    """The targets of a micro-batch, and the weight of its loss: its share of the samples, times the loss weight."""
+
+    values: Any
+    weight: float
+
+
+def micro_batch_sizes(samples: int, micro_batches: int) -> list[int]:
+    """Return the numbers of samples of the micro-batches, which differ by at most 1.
+
+    A batch with fewer samples than `micro_batches` has one micro-batch per sample.
+    """
+    count = min(samples, micro_batches)
+    return [samples // count + (number < samples % count) for number in range(count)]
+
+
+def split_batch(inputs: Any, micro_batches: int) -> list[Tensor]:
+    """Return the micro-batches of `inputs`, a tensor [samples, ...]. Raises TensorError for anything else."""
+    if not isinstance(inputs, Tensor) or inputs.dim() == 0 or len(inputs) == 0:
+        found = f"shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
+        raise TensorError(f"The inputs of a Pipeline must be one tensor [samples, ...], got {found}. Pass a batch.")
+    return list(inputs.split(micro_batch_sizes(len(inputs), micro_batches)))
+
+
+def split_targets(targets: Any, sizes: list[int], loss_weight: float) -> list[Target]:
+    """Return the targets of micro-batches with `sizes` samples.
+
+    `targets` is a tensor [samples, ...], or tuples, lists and dictionaries of such tensors. Raises TensorError if a
+    tensor has another number of samples.
+    """
+    samples = sum(sizes)
+    for leaf in tree_leaves(targets):
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != samples):
+            raise TensorError(
+                f"The targets of a Pipeline have shape {list(leaf.shape)}, but there are {samples} inputs. Pass "
+                "targets of shape [samples, ...]."
+            )
+    parts = []
+    start = 0
+    for size in sizes:
+        part = slice(start, start + size)
+        values = tree_map_only(Tensor, operator.itemgetter(part), targets)
+        parts.append(Target(values, size / samples * loss_weight))
+        start += size
+    return parts
+
+
+def weighted_loss(loss_fn: LossFunction, output: Any, target: Target) -> Tensor:
+    """Return the loss of a micro-batch times its weight. Raises ModelError unless it is one floating-point number."""
+    loss = loss_fn(output, target.values)
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ModelError(
+            f"The loss_fn of a Pipeline must return the mean over the samples of a micro-batch, one floating-point "
+            f"number, got {found}. Return loss.mean()."
+        )
+    return loss * target.weight
+
+
+def checksum(values: Any) -> int:
+    """Return a number that is equal for equal shapes, dtypes and contents of the tensors in `values`."""
+    number = 0
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            number = zlib.crc32(f"{leaf.dtype} {list(leaf.shape)}".encode(), number)
+            number = zlib.crc32(as_bytes(leaf.cpu()).numpy().data, number)
+    return number
+
+
+def specification(tensor: Tensor) -> tuple[object, ...]:
+    """Return what determines the shapes and dtypes between stages: those of the inputs, and autocast."""
+    kind = tensor.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return (tuple(tensor.shape), tensor.dtype, autocast)

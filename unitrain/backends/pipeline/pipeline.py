@@ -1,0 +1,432 @@
+"""Pipeline: the stages of a sequential model on different ranks, combined with data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from unitrain import validation
+from unitrain.backends import checks
+from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsPointToPoint, require
+from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.pipeline.complete_state import (
+    gather_model_state,
+    gather_optimizer_state,
+    load_model_state,
+    load_optimizer_state,
+)
+from unitrain.backends.pipeline.measurement import measure_blocks, memory_of_stage, time_of_stage
+from unitrain.backends.pipeline.micro_batches import LossFunction, split_batch, split_targets
+from unitrain.backends.pipeline.partition import partition
+from unitrain.backends.pipeline.replicas import Replicas
+from unitrain.backends.pipeline.stage_module import StageModule
+from unitrain.backends.rank_groups import RankGroup
+from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.errors import ConfigError, ModelError
+
+Balance = Literal["time", "memory"]
+ScheduleName = Literal["1f1b", "gpipe"]
+# Gradients are reduced in pieces of about this size, which need as much additional memory.
+_BUCKET_BYTES = 25 * 2**20
+_MAX_LISTED = 4
+
+
+class Pipeline:
+    """A sequential model whose blocks are divided into stages, each on another rank (pipeline parallelism).
+
+        pipeline = unitrain.Pipeline(model, backend, loss_fn, stages=2, micro_batches=4, example_inputs=inputs)
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+        loader = unitrain.ShardedLoader(dataset, pipeline.replicas, batch_size=32)
+        for inputs, targets in loader:
+            loss = pipeline.forward_backward(inputs, targets, loss_weight=loader.loss_weight)
+            pipeline.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The ranks 0 to `stages` - 1 compute the stages of replica 0, the next `stages` ranks those of replica 1, and so on.
+    Each rank keeps the blocks of its stage, and trains them with its own optimizer. Every batch is divided into
+    micro-batches, which different stages process at the same time. Gradients are those of the mean loss over the
+    samples of all replicas.
+
+    All ranks create it, with the same model and arguments. Parameters and buffers are broadcast from rank 0. The blocks
+    of other stages are moved to the device "meta", and those of this stage to the device of the rank.
+
+    Args:
+        model: A torch.nn.Sequential. Its direct children are the blocks, and are never divided.
+        backend: The backend that `unitrain.init` returned. With several stages, it must support point-to-point
+            communication; backend ddp does.
+        loss_fn: Computes the mean loss over the samples of a micro-batch, `loss_fn(output, targets)`.
+        stages: The number of stages. It must divide the number of ranks. A single stage runs on any backend.
+        micro_batches: Micro-batches per batch. The fraction of time in which a stage waits for others is about
+            (stages - 1) / (micro_batches + stages - 1).
+        schedule: "1f1b", in which a stage holds the activations of at most `stages` micro-batches, or "gpipe", in which
+            it holds those of all micro-batches.
+        balance: How to divide the blocks: so that the slowest stage is as fast as possible ("time"), so that the
+            largest stage needs as little memory as possible ("memory"), or the number of blocks of each stage. Time and
+            memory are measured on rank 0, by a forward and backward pass of each block.
+        example_inputs: A batch of a replica, for that measurement.
+
+    Raises, on every rank: UnsupportedError if the backend has no point-to-point communication; ConfigError for invalid
+    arguments; ModelError for a model that is not sequential, for stages without trainable parameters, and for a
+    parameter that blocks of different stages share.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        backend: Backend,
+        loss_fn: LossFunction,
+        *,
+        stages: int,
+        micro_batches: int = 4,
+        schedule: ScheduleName = "1f1b",
+        balance: Balance | Sequence[int] = "time",
+        example_inputs: Tensor | None = None,
+    ) -> None:
+        fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
+        validation.check_instance("Pipeline(backend)", backend, Backend, "a backend", fix)
+        backend.check_running("Pipeline")
+        settings = {"stages": stages, "micro_batches": micro_batches, "schedule": schedule, "balance": balance}
+        call_on_all_ranks(backend, lambda: _check_arguments(model, backend, loss_fn, example_inputs, **settings))
+        checks.check_same_settings(backend, "Pipeline", **settings)
+        checks.check_same_model(backend, model)
+        self._backend, self._micro_batches = backend, micro_batches
+        self._names = list(model.state_dict())
+        self._counts = _divide(model, backend, stages, micro_batches, schedule, balance, example_inputs)
+        self._stages, self._stage = stages, backend.rank % stages
+        self._replicas = Replicas(backend, stages)
+        blocks = list(model.named_children())
+        _check_shared_parameters(blocks, self._counts)
+        start = sum(self._counts[: self._stage])
+        self._module = _take_stage(blocks, start, start + self._counts[self._stage], backend)
+        self._module.train(model.training)
+        self._group, self._twins = self._create_groups()
+        from unitrain.backends.pipeline.stage_runs import run_stages  # imports torch.distributed.pipelining, slowly
+
+        self._runs = run_stages(self._module, self._group, schedule, loss_fn, backend.device)
+
+    @property
+    def stage(self) -> int:
+        """The stage of this rank, from 0."""
+        return self._stage
+
+    @property
+    def blocks_per_stage(self) -> list[int]:
+        """The number of blocks of each stage."""
+        return list(self._counts)
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas as a communicator, for `ShardedLoader` and `MeanMetric`: all ranks of a replica read the same
+        batches."""
+        return self._replicas
+
+    @property
+    def module(self) -> nn.Sequential:
+        """The blocks of this rank's stage. Parameters have the same names as in the complete model."""
+        return self._module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of this rank's stage, for its optimizer."""
+        return self._module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters of this rank's stage, with their names in the complete model."""
+        return self._module.named_parameters()
+
+    def forward_backward(self, inputs: Tensor, targets: Any, *, loss_weight: float = 1.0) -> Tensor:
+        """Add the gradients of the mean loss to `.grad`, averaged over replicas, and return that loss. All ranks call
+        it.
+
+        All ranks of a replica pass the same batch: `inputs`, [samples, ...], and `targets`, a tensor [samples, ...] or
+        a tuple, list or dictionary of such tensors. Batches may differ in shape, also between replicas. A batch is
+        divided into micro-batches that differ by at most one sample; one with fewer samples than `micro_batches` has
+        fewer micro-batches. `loss_weight` is that of a ShardedLoader. The loss is float64 [], the same on every rank.
+
+        The first batch of a new shape takes an additional forward pass, in which the stages exchange the shapes of
+        their outputs. Raises DataError if the ranks of a replica have different batches at that time.
+        """
+        self._backend.check_collective_allowed("Pipeline.forward_backward")
+        micro_batches = split_batch(inputs, self._micro_batches)
+        parts = split_targets(targets, [len(values) for values in micro_batches], loss_weight)
+        loss = self._runs.forward_backward(micro_batches, parts)
+        self._reduce_gradients()
+        total = torch.zeros((), dtype=torch.float64, device=self._backend.device) if loss is None else loss
+        return self._backend.allreduce(total, "sum") / self._replicas.size
+
+    @torch.no_grad()
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the output of the model for a batch, without gradients. All ranks of a replica call it, with the same
+        batch, and get the same output. Other replicas need not call it.
+
+        Call `eval()` before, as for any model.
+        """
+        self._backend.check_collective_allowed("Pipeline.forward")
+        return self._runs.forward(split_batch(inputs, self._micro_batches))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm, over all stages, is at most `max_norm`, and return the norm before.
+        All ranks call it, after `forward_backward`.
+
+        It is like torch.nn.utils.clip_grad_norm_ for the complete model.
+        """
+        validation.check_positive("Pipeline.clip_grad_norm_(max_norm)", max_norm, "Use max_norm=1.0")
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients).double().to(self._backend.device)
+        # The gradients of all replicas are equal.
+        total = (self._backend.allreduce(norm.square(), "sum") / self._replicas.size).sqrt()
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
+
+    def train(self, mode: bool = True) -> None:
+        """Set the training mode of all blocks. All ranks call it.
+
+        When it changes to eval mode, buffers such as running statistics are broadcast from replica 0 to the others.
+        """
+        if self._module.training and not mode and self._replicas.size > 1:
+            buffers = [buffer.data for buffer in self._module.buffers()]
+            if self._twins is None:
+                broadcast_tensors(self._backend, buffers)
+            else:
+                self._twins.broadcast_tensors(buffers, 0)
+        self._module.train(mode)
+
+    def eval(self) -> None:
+        """Set eval mode: `train(False)`. All ranks call it."""
+        self.train(False)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the complete model on every rank, on the CPU. All ranks call it.
+
+        Its keys are those of the model that was passed to `Pipeline`, so that model can load it in one process.
+        """
+        state = gather_model_state(self._backend, self._stages, self._module)
+        return {name: state[name] for name in self._names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load `state`, a state dict of the complete model. All ranks call it, with equal states.
+
+        Raises CheckpointError on every rank if a tensor is missing or unknown.
+        """
+        call_on_all_ranks(self._backend, lambda: load_model_state(self._module, self._names, state))
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state dict of an optimizer of the complete model, on every rank. All ranks call it, with the
+        optimizer of their stage.
+
+        It is that of the same optimizer in one process. The parameter groups must be equal on all stages, except for
+        their parameters.
+        """
+        call_on_all_ranks(
+            self._backend, lambda: checks.check_is_optimizer("optimizer_state_dict(optimizer)", optimizer)
+        )
+        return gather_optimizer_state(self._backend, self._stages, self._module, optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load this stage's part of `state`, the state dict of an optimizer of the complete model, into `optimizer`.
+        All ranks call it.
+
+        Raises CheckpointError on every rank if the numbers of parameters differ.
+        """
+        load_optimizer_state(self._backend, self._stages, self._module, optimizer, state)
+
+    def _create_groups(self) -> tuple[RankGroup | None, RankGroup | None]:
+        """Return the group of this rank's replica, and the group of the same stage of all replicas. Each is None if it
+        would have one member or, with one stage, all ranks."""
+        if self._stages == 1:
+            return None, None
+        replicas, stages = range(self._replicas.size), range(self._stages)
+        point_to_point = require(self._backend, SupportsPointToPoint, f"Pipeline(stages={self._stages})")
+        groups = [[replica * self._stages + stage for stage in stages] for replica in replicas]
+        if self._replicas.size == 1:
+            return point_to_point.create_rank_groups(groups)[0], None
+        groups += [[replica * self._stages + stage for replica in replicas] for stage in stages]
+        own, twins = point_to_point.create_rank_groups(groups)
+        return own, twins
+
+    def _reduce_gradients(self) -> None:
+        """Replace every gradient by its mean over the replicas."""
+        if self._replicas.size == 1:
+            return
+        mean = self._backend.allreduce if self._twins is None else self._twins.mean
+        for gradients in _buckets(self._gradients()):
+            reduced = mean(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            pieces = reduced.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(
+                gradients, [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
+            )
+
+    def _gradients(self) -> list[Tensor]:
+        trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        unused = [name for name, parameter in trained if parameter.grad is None]
+        if unused:
+            raise ModelError(
+                f"{len(unused)} parameters of stage {self._stage} got no gradient: {', '.join(unused[:_MAX_LISTED])}. "
+                "Use all parameters in the forward pass of their block, or freeze them with requires_grad_(False)."
+            )
+        return [parameter.grad for _, parameter in trained if parameter.grad is not None]
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of gradients of one dtype with about _BUCKET_BYTES."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        bucket = by_dtype.setdefault(gradient.dtype, [])
+        bucket.append(gradient)
+        if sum(one.nbytes for one in bucket) >= _BUCKET_BYTES:
+            yield by_dtype.pop(gradient.dtype)
+    yield from by_dtype.values()
+
+
+def _check_arguments(
+    model: Any,
+    backend: Backend,
+    loss_fn: Any,
+    example_inputs: Any,
+    *,
+    stages: Any,
+    micro_batches: Any,
+    schedule: Any,
+    balance: Any,
+) -> None:
+    validation.check_integer("Pipeline(stages=...)", stages, 1, "Use stages=2 to divide the model into two stages")
+    fix = "Use micro_batches=4 to start with"
+    validation.check_integer("Pipeline(micro_batches=...)", micro_batches, 1, fix)
+    validation.check_choice("Pipeline(schedule=...)", schedule, get_args(ScheduleName))
+    validation.check_function("Pipeline(loss_fn)", _call_of(loss_fn), "Use a function loss_fn(output, targets)")
+    if backend.size % stages:
+        raise ConfigError(
+            f"Pipeline(stages={stages}) needs a number of ranks that is divisible by {stages}, but this job has "
+            f"{backend.size}. Start it with {stages} or {2 * stages} ranks, or use stages=1."
+        )
+    if stages > 1:
+        require(backend, SupportsPointToPoint, f"Pipeline(stages={stages})")
+    _check_model(model, backend, stages)
+    if stages == 1:
+        return
+    if isinstance(balance, str):
+        validation.check_choice("Pipeline(balance=...)", balance, get_args(Balance))
+        if example_inputs is None:
+            raise ConfigError(
+                f"Pipeline(balance={balance!r}) measures the blocks on a batch, but example_inputs is None. Pass a "
+                "batch, example_inputs=inputs, or the number of blocks of each stage, such as balance=[3, 5]."
+            )
+    elif not (
+        isinstance(balance, Sequence)
+        and all(isinstance(count, int) and count > 0 for count in balance)
+        and len(balance) == stages
+        and sum(balance) == len(model)
+    ):
+        raise ConfigError(
+            f"Pipeline(balance={validation.describe_value(balance)}) must be 'time', 'memory', or the numbers of "
+            f"blocks of {stages} stages, which add up to {len(model)}. Use balance='time'."
+        )
+
+
+def _call_of(function: Any) -> Any:
+    return function.forward if isinstance(function, nn.Module) else function
+
+
+def _check_model(model: Any, backend: Backend, stages: int) -> None:
+    checks.check_is_model("Pipeline(model)", model)
+    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+        raise ModelError(
+            f"Pipeline divides a torch.nn.Sequential into stages, got {type(model).__name__}. Write the model as "
+            "nn.Sequential(block, block, ...)."
+        )
+    if len(model) < stages:
+        raise ModelError(
+            f"Pipeline(stages={stages}) needs at least one block per stage, but the model has {len(model)}. Use fewer "
+            "stages, or divide the model into more blocks."
+        )
+    if next(model.parameters(recurse=False), None) is not None:
+        raise ModelError(
+            "The nn.Sequential has parameters that belong to no block, so they have no stage. Move them into a block."
+        )
+    for name, module in model.named_modules():
+        if any(kind.__name__ in ("SyncBatchNorm", "SyncedForward") for kind in type(module).__mro__):
+            raise ModelError(
+                f"Module {name!r} is a synchronized BatchNorm, whose ranks would wait for other stages. Use BatchNorm, "
+                "whose statistics are those of a micro-batch, or GroupNorm."
+            )
+    checks.check_model(model, "none", torch.device("cpu") if _is_on_cpu(model) else backend.device)
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def _divide(
+    model: nn.Sequential,
+    backend: Backend,
+    stages: int,
+    micro_batches: int,
+    schedule: str,
+    balance: Balance | Sequence[int],
+    example_inputs: Tensor | None,
+) -> list[int]:
+    """Return the number of blocks of each stage, the same on every rank. All ranks call it."""
+    blocks = list(model.named_children())
+    if stages == 1:
+        return [len(blocks)]
+    if not isinstance(balance, str):
+        return list(balance)
+
+    def measure() -> list[Any]:
+        if backend.rank:
+            return []
+        inputs = split_batch(example_inputs, micro_batches)[0].to(backend.device)
+        return measure_blocks(blocks, inputs, backend.device)
+
+    costs = backend.broadcast_object(call_on_all_ranks(backend, measure))
+    cost = time_of_stage(costs) if balance == "time" else memory_of_stage(costs, stages, micro_batches, schedule)
+    counts = partition(len(blocks), stages, cost)
+    if counts is None:
+        raise ModelError(
+            f"The model cannot be divided into {stages} stages. Each needs trainable parameters, and must begin with a "
+            f"block whose input is one tensor that requires a gradient. Use fewer than {stages} stages."
+        )
+    return counts
+
+
+def _check_shared_parameters(blocks: Sequence[tuple[str, nn.Module]], counts: Sequence[int]) -> None:
+    """Raise ModelError if a stage has no trainable parameter, or if two stages share a parameter or buffer."""
+    owners: dict[int, tuple[int, str]] = {}
+    start = 0
+    for stage, count in enumerate(counts):
+        names = [name for name, _ in blocks[start : start + count]]
+        is_trained = False
+        for name, block in blocks[start : start + count]:
+            for key, tensor in [*block.named_parameters(prefix=name), *block.named_buffers(prefix=name)]:
+                is_trained = is_trained or tensor.requires_grad
+                owner, owner_key = owners.setdefault(id(tensor), (stage, key))
+                if owner != stage:
+                    raise ModelError(
+                        f"{owner_key!r} in stage {owner} and {key!r} in stage {stage} are the same tensor, but stages "
+                        "are on different ranks. Use separate parameters, or put both blocks into one stage: "
+                        "Pipeline(balance=[...])."
+                    )
+        if not is_trained:
+            raise ModelError(
+                f"Stage {stage}, with blocks {', '.join(map(repr, names[:_MAX_LISTED]))}, has no trainable parameters. "
+                'Use balance="time", which gives every stage some, or another number of blocks per stage.'
+            )
+        start += count
+
+
+def _take_stage(blocks: Sequence[tuple[str, nn.Module]], start: int, stop: int, backend: Backend) -> StageModule:
+    """Return the module of the blocks [start, stop), with rank 0's values, and release the memory of the others. All
+    ranks call it."""
+    for index, (_, block) in enumerate(blocks):
+        with torch.no_grad():
+            broadcast_tensors(backend, [tensor.data for tensor in [*block.parameters(), *block.buffers()]])
+        block.to(backend.device if start <= index < stop else "meta")
+    module = StageModule()
+    for name, block in blocks[start:stop]:
+        module.add_module(name, block)
+    return module

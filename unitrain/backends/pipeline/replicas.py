@@ -1,0 +1,74 @@
+"""The replicas of a pipeline as a communicator: every rank of a replica has the replica's number as its rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unitrain.backends import checks
+from unitrain.backends.base import Backend, Communicator, ReduceOp
+from unitrain.backends.lifecycle import Lifecycle
+
+
+class Replicas(Lifecycle, Communicator):
+    """The replicas of a pipeline. `rank` is the replica that this rank belongs to, and `size` the number of replicas.
+
+    All ranks of the backend call its methods, and the ranks of one replica pass equal arguments. Pass it to
+    `ShardedLoader` and `MeanMetric`. Its collectives are meant for small tensors: they gather those of all ranks.
+    """
+
+    def __init__(self, backend: Backend, stages: int) -> None:
+        self._backend, self._stages = backend, stages
+        self.rank, self.size = backend.rank // stages, backend.size // stages
+        self.device = backend.device
+
+    def check_running(self, operation: str) -> None:
+        """Raise ConfigError after the backend was shut down."""
+        self._backend.check_running(operation)
+
+    def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        checks.check_reduce(tensor, op)
+        rows = self._rows(tensor)
+        if op in ("mean", "sum"):
+            is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+            total = (rows.float() if is_half else rows).sum(0, dtype=None if is_half else tensor.dtype)
+            return (total / self.size if op == "mean" else total).to(tensor.dtype)
+        if tensor.dtype == torch.bool:
+            return rows.any(0) if op == "max" else rows.all(0)
+        if op == "product":
+            return rows.prod(0, dtype=tensor.dtype)
+        return rows.amin(0) if op == "min" else rows.amax(0)
+
+    def allgather(self, tensor: Tensor) -> Tensor:
+        gathered = self.allgather_object(tensor.detach().reshape(tensor.shape or (1,)))
+        return torch.cat([rows.to(tensor.device) for rows in gathered])
+
+    def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        checks.check_divisible(tensor, self.size)
+        return self.allreduce(tensor, op).chunk(self.size)[self.rank].clone()
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        checks.check_root(root, self.size)
+        return self._backend.broadcast(tensor, root * self._stages)
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        checks.check_root(root, self.size)
+        return self._backend.broadcast_object(obj, root * self._stages)
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        return self._backend.allgather_object(obj)[:: self._stages]
+
+    def barrier(self) -> None:
+        self._backend.barrier()
+
+    def report_failure(self, error: BaseException) -> None:
+        self._backend.report_failure(error)
+
+    def shutdown(self) -> None:
+        """Do nothing: the backend is shut down by its own method."""
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all replicas, [replicas, ...]."""
+        return self._backend.allgather(tensor.unsqueeze(0))[:: self._stages]

@@ -1,0 +1,90 @@
+"""The blocks of one stage, and torch's PipelineStage with micro-batches of different sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from unitrain.backends.pipeline.stage_module import StageModule
+from unitrain.backends.rank_groups import RankGroup
+
+
+class TensorShape(NamedTuple):
+    """Shape and dtype of a tensor that stages send to each other."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return an uninitialized tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class ShapedStage(PipelineStage):
+    """A PipelineStage whose micro-batches may differ in shape: `inputs` and `outputs` are the shapes of each one.
+
+    torch's class allocates the receive buffers of all micro-batches, of one shape, and keeps them. This class allocates
+    a buffer when it is needed, and releases it after the backward pass. Checked with torch 2.14.
+    """
+
+    def __init__(self, module: StageModule, group: RankGroup, device: torch.device) -> None:
+        self.inputs: list[TensorShape] = []
+        self.outputs: list[TensorShape] = []
+        self._monitor = group.monitor
+        self._released = torch.empty(0, device=device)
+        # The placeholders determine only that all tensors require gradients, and that torch does not infer shapes.
+        placeholder = torch.empty(0, device=device, requires_grad=True)
+        super().__init__(
+            module, group.index, group.size, device, input_args=placeholder, output_args=placeholder,
+            group=group.process_group,
+        )  # fmt: skip
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        if not self.is_first:
+            self._set_buffers(self.args_recv_info[fwd_chunk_id], self.inputs[fwd_chunk_id].empty(self.device))
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if self.has_backward and not self.is_last:
+            self._set_buffers(self.grad_recv_info[bwd_chunk_id], self.outputs[bwd_chunk_id].empty(self.device))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return _contiguous(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return _contiguous(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._monitor.computing():
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:
+                if error.__cause__ is not None and "failed to run forward" in str(error):
+                    raise error.__cause__ from None  # the error of the block, which torch has replaced
+                raise
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if not self.has_backward:
+            return None  # torch's GPipe calls it also after forward passes only
+        with self._monitor.computing():
+            result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if not self.is_first:
+            self._set_buffers(self.args_recv_info[bwd_chunk_id], self._released)
+        if not self.is_last:
+            self._set_buffers(self.grad_recv_info[bwd_chunk_id], self._released)
+        return result
+
+    def _set_buffers(self, received: Iterable[Any], buffer: Tensor) -> None:
+        for info in received:
+            info.buffer = buffer
+
+
+def _contiguous(operations: list[Any]) -> list[Any]:
+    for operation in operations:
+        operation.tensor = operation.tensor.contiguous()
+    return operations

@@ -1,0 +1,102 @@
+"""Groups of some of the ranks of a backend, whose ranks send tensors to each other and reduce tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unitrain.backends.tensors import as_bytes, copy_into
+from unitrain.monitoring.flight_recorder import GradientPhase
+from unitrain.monitoring.monitor import FailureMonitor
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class RankGroup:
+    """The ranks `ranks` of a backend, in this order. `index` is this rank's position in `ranks`.
+
+    All ranks of the group call `broadcast` and `mean` in the same order.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int, monitor: FailureMonitor
+    ) -> None:
+        self._process_group: dist.ProcessGroup | None = process_group
+        self.ranks, self.index = tuple(ranks), list(ranks).index(rank)
+        self.monitor = monitor
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group as a process group of torch.distributed."""
+        assert self._process_group is not None, "the backend was shut down"
+        return self._process_group
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return len(self.ranks)
+
+    def send(self, tensor: Tensor, index: int, tag: int = 0) -> None:
+        """Send a contiguous `tensor` to the rank with `index`."""
+        work = dist.isend(tensor, self.ranks[index], self.process_group, tag=tag)
+        self.monitor.wait_for_ranks(work, polls=False)
+
+    def receive(self, tensor: Tensor, index: int, tag: int = 0) -> None:
+        """Receive into a contiguous `tensor` from the rank with `index`."""
+        work = dist.irecv(tensor, self.ranks[index], self.process_group, tag=tag)
+        self.monitor.wait_for_ranks(work, polls=False)
+
+    def broadcast(self, tensor: Tensor, index: int) -> None:
+        """Broadcast a contiguous `tensor`, of the same shape and dtype on all ranks, in place from the rank with
+        `index`."""
+        if tensor.numel():
+            work = dist.broadcast(as_bytes(tensor), self.ranks[index], self.process_group, async_op=True)
+            self.monitor.wait_for_ranks(work)
+
+    def broadcast_tensors(self, tensors: Sequence[Tensor], index: int) -> None:
+        """Broadcast `tensors`, of any dtypes, in place from the rank with `index`, in one collective."""
+        if not tensors or self.size == 1:
+            return
+        pieces = [as_bytes(tensor) for tensor in tensors]
+        shared = torch.cat(pieces)
+        self.broadcast(shared, index)
+        if self.index == index:
+            return
+        for tensor, piece in zip(tensors, shared.split([len(piece) for piece in pieces]), strict=True):
+            copy_into(tensor.detach(), piece.clone().view(tensor.dtype).view(tensor.shape))
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Return the mean of `tensor` over the ranks of the group. Half-precision numbers are added in float32."""
+        dtype = torch.float32 if tensor.dtype in _HALF_DTYPES else tensor.dtype
+        result = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self.monitor.wait_for_ranks(dist.all_reduce(result, group=self.process_group, async_op=True))
+        return result.div_(self.size).to(tensor.dtype)
+
+    @contextmanager
+    def waiting(self, phase: GradientPhase) -> Iterator[None]:
+        """Record `phase`, and count the time in this context as waiting for other ranks. A timeout raises
+        CollectiveTimeoutError, which names the missing ranks."""
+        self.monitor.record(phase)
+        with self.monitor.waiting(phase):
+            yield
+
+    def leave(self) -> None:
+        """Release the process group."""
+        self._process_group = None
+
+
+def create_rank_groups(
+    groups: Sequence[Sequence[int]], rank: int, monitor: FailureMonitor, timeout: timedelta
+) -> list[RankGroup]:
+    """Create a group for each list of ranks in `groups`, and return those that contain `rank`. All ranks call it."""
+    created = []
+    for ranks in groups:
+        process_group = dist.new_group(list(ranks), timeout=timeout)
+        if rank in ranks:
+            created.append(RankGroup(process_group, ranks, rank, monitor))  # type: ignore[arg-type]
+    return created
