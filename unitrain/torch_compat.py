@@ -107,6 +107,12 @@ def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeou
     getattr(transport, "wrapped_pg", transport)._set_default_timeout(timeout)
 
 
+def skip_shape_validation(stage: Any) -> None:
+    """Let a stage of torch.distributed.pipelining accept micro-batches of different shapes, also with
+    TORCH_DISTRIBUTED_DEBUG=DETAIL. Checked with torch 2.14."""
+    stage._runtime_validate = False
+
+
 # --- autograd ---
 
 # Return the ID of the current autograd graph task, or -1 outside a backward pass. IDs increase. Checked with torch

@@ -31,7 +31,8 @@ class Residual(nn.Module):
 def build(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Return the same model on every rank; its blocks have different costs."""
     torch.manual_seed(0)
-    layers = (nn.Linear(FEATURES, 8), nn.Tanh(), Residual(8), nn.ReLU(inplace=True), nn.Linear(8, 16), nn.LayerNorm(16))
+    shared = nn.Tanh()  # a module without parameters may occur in several stages
+    layers = (nn.Linear(FEATURES, 8), shared, Residual(8), nn.ReLU(inplace=True), nn.Linear(8, 16), shared)
     return nn.Sequential(*layers, nn.Linear(16, CLASSES)).to(dtype)
 
 

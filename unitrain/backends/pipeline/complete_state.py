@@ -11,6 +11,7 @@ from torch import Tensor
 from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_with_tensors
 from unitrain.backends.pipeline.stage_module import StageModule
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import CheckpointError, ModelError
 
 _MAX_LISTED = 4
@@ -47,7 +48,7 @@ def gather_optimizer_state(
 
     It equals that of the same optimizer in one process: parameters are numbered by group, in the order of the model.
     """
-    names = _names_by_group(module, optimizer)
+    names = call_on_all_ranks(communicator, lambda: _names_by_group(module, optimizer))
     own = optimizer.state_dict()
     order = [name for group in names for name in group]
     named = {
@@ -75,7 +76,7 @@ def load_optimizer_state(
 
     Raises CheckpointError if the groups have other numbers of parameters.
     """
-    own = _names_by_group(module, optimizer)
+    own = call_on_all_ranks(communicator, lambda: _names_by_group(module, optimizer))
     by_stage = [communicator.broadcast_object(own, root=stage) for stage in range(stages)]
     groups = [[name for names in by_stage for name in names[number]] for number in range(len(own))]
     saved = state["param_groups"]

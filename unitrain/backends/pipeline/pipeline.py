@@ -24,6 +24,7 @@ from unitrain.backends.pipeline.micro_batches import LossFunction, split_batch, 
 from unitrain.backends.pipeline.partition import partition
 from unitrain.backends.pipeline.replicas import Replicas
 from unitrain.backends.pipeline.stage_module import StageModule
+from unitrain.backends.pipeline.stage_runs import SingleStageRuns, StageRuns
 from unitrain.backends.rank_groups import RankGroup
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import ConfigError, ModelError
@@ -99,15 +100,13 @@ class Pipeline:
         self._counts = _divide(model, backend, stages, micro_batches, schedule, balance, example_inputs)
         self._stages, self._stage = stages, backend.rank % stages
         self._replicas = Replicas(backend, stages)
-        blocks = list(model.named_children())
+        blocks = _blocks(model)
         _check_shared_parameters(blocks, self._counts)
         start = sum(self._counts[: self._stage])
         self._module = _take_stage(blocks, start, start + self._counts[self._stage], backend)
         self._module.train(model.training)
         self._group, self._twins = self._create_groups()
-        from unitrain.backends.pipeline.stage_runs import run_stages  # imports torch.distributed.pipelining, slowly
-
-        self._runs = run_stages(self._module, self._group, schedule, loss_fn, backend.device)
+        self._runs = _create_runs(self._module, self._group, schedule, loss_fn, backend.device)
 
     @property
     def stage(self) -> int:
@@ -272,6 +271,22 @@ class Pipeline:
         return [parameter.grad for _, parameter in trained if parameter.grad is not None]
 
 
+def _create_runs(
+    module: StageModule, group: RankGroup | None, schedule: str, loss_fn: LossFunction, device: torch.device
+) -> StageRuns:
+    if group is None:
+        return SingleStageRuns(module, loss_fn)
+    from unitrain.backends.pipeline.scheduled_runs import ScheduledStageRuns  # imports torch's pipelining, for seconds
+
+    return ScheduledStageRuns(module, group, schedule, loss_fn, device)
+
+
+def _blocks(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """Return the children of `model` with their names. A module that occurs twice is two blocks."""
+    modules = model.named_modules(remove_duplicate=False)
+    return [(name, module) for name, module in modules if name and "." not in name]
+
+
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of gradients of one dtype with about _BUCKET_BYTES."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -371,7 +386,7 @@ def _divide(
     example_inputs: Tensor | None,
 ) -> list[int]:
     """Return the number of blocks of each stage, the same on every rank. All ranks call it."""
-    blocks = list(model.named_children())
+    blocks = _blocks(model)
     if stages == 1:
         return [len(blocks)]
     if not isinstance(balance, str):

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from unitrain.backends.pipeline.stage_module import StageModule
 from unitrain.backends.rank_groups import RankGroup
+from unitrain.torch_compat import skip_shape_validation
 
 
 class TensorShape(NamedTuple):
@@ -42,6 +43,7 @@ class ShapedStage(PipelineStage):
             module, group.index, group.size, device, input_args=placeholder, output_args=placeholder,
             group=group.process_group,
         )  # fmt: skip
+        skip_shape_validation(self)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         if not self.is_first:

@@ -1,0 +1,167 @@
+"""Runs of the micro-batches of a batch through several stages, by torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from unitrain.backends.checks import DTYPES
+from unitrain.backends.pipeline.micro_batches import LossFunction, Target, checksum, specification, weighted_loss
+from unitrain.backends.pipeline.stage_module import StageModule
+from unitrain.backends.pipeline.stage_runs import StageRuns
+from unitrain.backends.pipeline.stages import ShapedStage, TensorShape
+from unitrain.backends.rank_groups import RankGroup
+from unitrain.errors import DataError, ModelError
+from unitrain.monitoring.flight_recorder import GradientPhase
+
+_MAX_DIMS = 8
+_HEADER_LENGTH = 3 + _MAX_DIMS  # checksum, dtype, number of dims, dims
+_HEADER_TAG = 0x756E6A  # activations and gradients have tag 0
+_Shapes = tuple[TensorShape, TensorShape]
+
+
+class ScheduledStageRuns(StageRuns):
+    """One of several stages. `group` contains the ranks of the replica in the order of the stages."""
+
+    def __init__(
+        self, module: StageModule, group: RankGroup, schedule: str, loss_fn: LossFunction, device: torch.device
+    ) -> None:
+        self._module, self._group, self._schedule = module, group, schedule
+        self._loss_fn, self._device = loss_fn, device
+        self._is_first, self._is_last = group.index == 0, group.index == group.size - 1
+        # torch's stages and schedules are made for a fixed number of micro-batches, with or without backward passes.
+        self._schedules: dict[tuple[int, bool], tuple[ShapedStage, Any]] = {}
+        self._shapes: dict[object, _Shapes] = {}
+        self._numbers = count()
+
+    def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor | None:
+        losses: list[Tensor] = []
+        with self._waiting("pipeline step"):
+            schedule = self._prepare(inputs, targets, has_backward=True)
+            schedule.step(
+                arg_mbs=self._arguments(inputs),
+                target_mbs=list(targets) if self._is_last else None,
+                losses=losses,
+                return_outputs=False,
+            )
+        return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64) if self._is_last else None
+
+    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        with self._waiting("pipeline forward"):
+            schedule = self._prepare(inputs, (), has_backward=False)
+            return self._broadcast_output(schedule.step(arg_mbs=self._arguments(inputs)))
+
+    @contextmanager
+    def _waiting(self, kind: str) -> Iterator[None]:
+        with self._group.waiting(GradientPhase(kind, next(self._numbers))):
+            yield
+
+    def _arguments(self, inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        return [(values,) for values in inputs] if self._is_first else [()] * len(inputs)
+
+    def _prepare(self, inputs: Sequence[Tensor], targets: Sequence[Target], *, has_backward: bool) -> Any:
+        """Return the schedule for these micro-batches, with the shapes of the tensors between stages."""
+        key = (len(inputs), has_backward)
+        if key not in self._schedules:
+            stage = ShapedStage(self._module, self._group, self._device)
+            # torch's 1F1B needs as many micro-batches as stages. With fewer, GPipe holds as many activations.
+            is_1f1b = has_backward and self._schedule == "1f1b" and len(inputs) >= self._group.size
+            kind = Schedule1F1B if is_1f1b else ScheduleGPipe
+            self._schedules[key] = (
+                stage,
+                kind(stage, len(inputs), self._loss if has_backward else None, scale_grads=False),
+            )
+        stage, schedule = self._schedules[key]
+        shapes = []
+        for number, values in enumerate(inputs):
+            found = specification(values)
+            if found not in self._shapes:
+                content = (values, targets[number].values) if targets else values
+                self._shapes[found] = self._exchange_shapes(values, checksum(content))
+            shapes.append(self._shapes[found])
+        stage.inputs, stage.outputs = [shape for shape, _ in shapes], [shape for _, shape in shapes]
+        return schedule
+
+    def _loss(self, output: Any, target: Target) -> Tensor:
+        with self._group.monitor.computing():
+            return weighted_loss(self._loss_fn, output, target)
+
+    def _exchange_shapes(self, values: Tensor, own_checksum: int) -> _Shapes:
+        """Return the shapes of this stage's input and output for a micro-batch `values`. All ranks of the replica call
+        it.
+
+        Every stage runs one forward pass without gradients on a tensor of the right shape. Raises DataError if the
+        previous stage has another micro-batch.
+        """
+        header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
+        inputs = values
+        if not self._is_first:
+            self._group.receive(header, self._group.index - 1, _HEADER_TAG)
+            if int(header[0]) != own_checksum:
+                first, own = self._group.ranks[0], self._group.ranks[self._group.index]
+                raise DataError(
+                    f"Rank {own} has another batch than rank {first}, but both compute the same replica of the "
+                    "pipeline. Load the data with unitrain.ShardedLoader(dataset, pipeline.replicas, ...)."
+                )
+            inputs = torch.zeros_like(_read_shape(header).empty(self._device))
+        with self._group.monitor.computing():
+            output = self._run_without_effect(inputs)
+        if not self._is_last:
+            header[0] = own_checksum
+            _write_shape(header, output)
+            self._group.send(header, self._group.index + 1, _HEADER_TAG)
+        return TensorShape(tuple(inputs.shape), inputs.dtype), TensorShape(tuple(output.shape), output.dtype)
+
+    def _run_without_effect(self, inputs: Tensor) -> Tensor:
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            output = self._module(inputs)
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        if self._is_last:
+            return output if isinstance(output, Tensor) else torch.empty(0)
+        is_sent = isinstance(output, Tensor) and output.is_floating_point() and output.dtype in DTYPES
+        if not is_sent or output.dim() > _MAX_DIMS:
+            found = str(output.dtype) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+            name = list(self._module.named_children())[-1][0]
+            raise ModelError(
+                f"Block {name!r}, the last one of stage {self._group.index}, returned {found}, but a stage of a "
+                f"Pipeline sends one floating-point tensor of up to {_MAX_DIMS} dims to the next stage. Divide the "
+                "model after another block: Pipeline(balance=[...])."
+            )
+        return cast(Tensor, output)
+
+    def _broadcast_output(self, output: Any) -> Tensor:
+        """Return the output of the last stage on every rank of the replica."""
+        last = self._group.size - 1
+        header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
+        if self._is_last:
+            if not isinstance(output, Tensor):
+                raise ModelError(
+                    f"Pipeline.forward returns one tensor, but the model returned a {type(output).__name__}. Let its "
+                    "last block return a tensor."
+                )
+            output = output.contiguous()
+            _write_shape(header, output)
+        self._group.broadcast(header, last)
+        if not self._is_last:
+            output = _read_shape(header).empty(self._device)
+        self._group.broadcast(output, last)
+        return cast(Tensor, output)
+
+
+def _write_shape(header: Tensor, output: Tensor) -> None:
+    header[1], header[2] = DTYPES.index(output.dtype), output.dim()
+    header[3 : 3 + output.dim()] = torch.tensor(output.shape, dtype=torch.int64)
+
+
+def _read_shape(header: Tensor) -> TensorShape:
+    _, dtype, dims, *sizes = header.tolist()
+    return TensorShape(tuple(sizes[:dims]), DTYPES[dtype])
