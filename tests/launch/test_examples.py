@@ -36,10 +36,11 @@ def read_results(done: subprocess.CompletedProcess[str]) -> tuple[float, float]:
     return float(match[1]), float(match[2])
 
 
-def test_own_loop_prints_the_same_results_as_digits() -> None:
+def test_own_loop_and_pipeline_print_the_same_results_as_digits() -> None:
     tutorial = read_results(run("digits.py", "--epochs", "3"))
     assert tutorial[0] >= 0.92
     assert read_results(run("own_loop.py", "--epochs", "3")) == tutorial
+    assert read_results(run("pipeline.py", "--stages", "1", "--micro-batches", "1", "--epochs", "3")) == tutorial
 
 
 def test_digits_prints_the_same_results_after_a_resume(tmp_path: Path) -> None:
