@@ -29,7 +29,7 @@ class Replicas(Lifecycle, Communicator):
         self._backend.check_running(operation)
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        checks.check_reduce(tensor, op)
+        checks.check_reduction(tensor, op)
         rows = self._rows(tensor)
         if op in ("mean", "sum"):
             is_half = tensor.dtype in (torch.float16, torch.bfloat16)
