@@ -97,7 +97,7 @@ def trains_as_one_process(backend: Backend, stages: int, schedule: str, micro_ba
         pipeline.train()
 
     # Resume on other stages: the state of the complete model and optimizer loads everywhere.
-    other = pipeline_of(backend, build(dtype), stages, balance=[1] * (stages - 1) + [7 - stages + 1])
+    other = pipeline_of(backend, build(dtype), stages, balance={1: [7], 2: [1, 6], 3: [2, 1, 4]}[stages])
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
     other.load_state_dict(state)
     other.load_optimizer_state_dict(other_optimizer, copy.deepcopy(optimizer_state))
