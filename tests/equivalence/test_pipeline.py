@@ -12,7 +12,8 @@ from unitrain.testing import RankGroup
 from unitrain.testing.ranks import RankError
 
 # Backend, number of ranks and number of stages.
-LAYOUTS = {"one process": ("local", 1, 1), "2 stages": ("ddp", 2, 2), "3 stages": ("ddp", 3, 3), "2x2": ("ddp", 4, 2)}
+SEVERAL_STAGES = {"2 stages": ("ddp", 2, 2), "3 stages": ("ddp", 3, 3), "2x2": ("ddp", 4, 2)}
+LAYOUTS = {"one process": ("local", 1, 1), **SEVERAL_STAGES}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
@@ -34,6 +35,7 @@ def test_pipeline_trains_as_one_process(
     group.run(cases.trains_as_one_process, stages, schedule, micro_batches, dtype)
 
 
+@pytest.mark.parametrize("layout", SEVERAL_STAGES.values(), ids=SEVERAL_STAGES, indirect=True)
 @pytest.mark.parametrize(
     "case",
     [
@@ -48,8 +50,7 @@ def test_pipeline_trains_as_one_process(
 )
 def test_pipeline_with(layout: tuple[RankGroup, int], case: Callable[..., None]) -> None:
     group, stages = layout
-    if stages > 1:
-        group.run(case, stages)
+    group.run(case, stages)
 
 
 def test_different_batches_in_one_replica_raise_an_error_that_names_the_ranks() -> None:
