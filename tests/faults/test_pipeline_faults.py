@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launches import started_ranks
+from launches import running_ranks
 
 PROGRAM = """\
 import os, sys, time
@@ -51,7 +51,7 @@ def test_a_fault_of_one_stage_ends_all_ranks_and_is_reported_once(fault: str, tm
     report, timeout = FAULTS[fault]
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    with started_ranks(script, "ddp", 3, fault, str(timeout)) as processes:
+    with running_ranks(script, "ddp", 3, fault, str(timeout)) as processes:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
         ended = time.time()
     together = "\n".join(outputs)
