@@ -260,3 +260,15 @@ def ddp_finds_all(tensors: list[Tensor], output: Any) -> bool:
     """Return whether DDP finds all `tensors` in `output`, the result of a forward pass. If not, DDP treats some used
     parameters as unused. Checked with torch 2.14."""
     return set(map(id, tensors)) <= set(map(id, _find_tensors(output)))
+
+
+def bucket_bytes(module: nn.Module) -> int:
+    """Return the bytes of the buckets of a DistributedDataParallel that copies gradients to them, and 0 for other
+    modules or if the gradients are views of the buckets. Checked with torch 2.14."""
+    if not isinstance(module, DistributedDataParallel) or module.gradient_as_bucket_view:
+        return 0
+    if not hasattr(module, "logger"):  # deleted by `release_groups`
+        return 0
+    data = module._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    return sum(int(size) for size in sizes.split(",") if size.strip())

@@ -90,7 +90,7 @@ class Trainer:
         check_same_config(config, backend)
         if config.dry_run:
             config, loggers = dry_run_config(config), ()
-        if (overrides := load_overrides()) is not None:  # started by `unitrain verify` or `unitrain tune`
+        if (overrides := load_overrides()) is not None:  # started by `unitrain verify` or another tool
             given = TrainerArguments(model=model, loss_fn=loss_fn, config=config, callbacks=callbacks, forward=forward)
             used = overrides.override(given, backend)
             loss_fn, config, callbacks, forward, loggers = used.loss_fn, used.config, used.callbacks, used.forward, ()

@@ -1,8 +1,8 @@
 """Overrides of Trainer arguments by tools, without changes to the user's script.
 
-`unitrain verify` and `unitrain tune` run a script with the environment variable UNITRAIN_OVERRIDES, which names a
-function of the tool and its argument. The Trainer calls this function to create a TrainerOverrides object, and trains
-with the arguments that the object returns. The Trainer therefore does not import the tools.
+`unitrain verify`, `unitrain tune` and `unitrain memory` run a script with the environment variable UNITRAIN_OVERRIDES,
+which names a function of the tool and its argument. The Trainer calls this function to create a TrainerOverrides
+object, and trains with the arguments that the object returns. The Trainer therefore does not import the tools.
 """
 
 from __future__ import annotations

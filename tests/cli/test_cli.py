@@ -38,6 +38,10 @@ OPTIONS = {
         "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout", "--untuned",
         "--log-dir", "--dry-run", "--hostfile", "--interface", "-m", "--module", "SCRIPT", "ARGS",
     },
+    "unitrain memory": {
+        "-np", "-n", "--num-processes", "--backend", "--ranks", "--steps", "--timeout-seconds", "--json", "SCRIPT",
+        "ARGS",
+    },
     "unitrain ckpt": set(),
     "unitrain ckpt convert": {"SOURCE", "FOLDER", "--strip-prefix", "--epoch", "--step"},
     "unitrain ckpt ls": {"FOLDER", "--json"},
@@ -219,7 +223,7 @@ def test_invalid_arguments_are_reported_with_a_fix(script: str) -> None:
     assert "Did you mean 'build'?" in usage_error("horovod", "biuld")
     assert usage_error("lunch") == (
         "Unknown command 'lunch'. Did you mean 'launch'? "
-        "Available: bench, ckpt, doctor, horovod, launch, report, submit, translate, tune, verify."
+        "Available: bench, ckpt, doctor, horovod, launch, memory, report, submit, translate, tune, verify."
     )
     assert usage_error("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."

@@ -150,3 +150,14 @@ def test_slow_network_has_the_requested_bandwidth(two_hosts: list[Host], monkeyp
     slow_down(two_hosts[0], "1gbit")
     shown = two_hosts[0].run(["tc", "qdisc", "show", "dev", "eth0"]).stdout
     assert re.search(r"qdisc tbf .* rate 1Gbit ", shown), shown
+
+
+@pytest.mark.nightly
+def test_memory_limits(tmp_path: Path) -> None:
+    """The largest batch and model need at most the limit, and checkpointed activations allow a larger batch."""
+    shown = run("memory_limits.py", "--limit", "100", "--shard", "none", "--output", tmp_path)
+    table = (tmp_path / "memory_limits.md").read_text()
+    assert table.strip() in shown
+    plain, checkpointed = json.loads((tmp_path / "memory_limits.json").read_text())["rows"]
+    assert 0 < plain["batch"] < checkpointed["batch"]
+    assert 0 < plain["parameters"] <= checkpointed["parameters"]

@@ -19,6 +19,7 @@ _COMMANDS = {
     "doctor": ("unitrain.cli.doctor", "Diagnose problems on this machine, or in the ranks of a job."),
     "horovod": ("unitrain.cli.horovod", "Build Horovod for the installed torch, and check it."),
     "launch": ("unitrain.cli.launch", "Run a training script on several ranks."),
+    "memory": ("unitrain.cli.memory", "Report what fills the memory of a script, and which setting would save it."),
     "report": ("unitrain.cli.report", "Create a report of the metrics and timings of a run."),
     "submit": ("unitrain.cli.submit", "Submit a training script to Slurm or Kubernetes."),
     "translate": ("unitrain.cli.translate", "Convert the command line of one launcher to another launcher."),

@@ -1,0 +1,138 @@
+"""The largest batch and the largest model under a memory limit per rank, for each setting that saves memory.
+
+Two ranks train a transformer with Adam in float32 for two steps. The limit applies to the peak of the resident memory
+of a rank minus that of the process before the model is built. A search finds the largest batch of a model, and the
+largest number of blocks with a small batch, whose peak is below the limit.
+
+    python benchmarks/memory_limits.py            # starts its own ranks; writes benchmarks/results/memory_limits.*
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import torch
+from limited_training import LENGTH, TextClassifier, peak_bytes
+from rich.progress import Progress
+
+from unitrain.backends.base import Shard
+from unitrain.testing import RankGroup
+
+RESULTS = Path(__file__).parent / "results"
+MB = 2**20
+BLOCKS, BATCH = 8, 4  # of the model with the largest batch, and of the batch with the largest model
+_SHARDS: tuple[str, ...] = get_args(Shard)
+
+
+def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> int:
+    """Return the largest multiple of `step` whose peak is at most `limit`, or 0. The peak grows about linearly.
+
+    Starts with the sizes `first` and 2 * `first`, continues with linear interpolation, and ends when a size fits and
+    the next one does not.
+    """
+    known: dict[int, int] = {}
+
+    def fits(size: int) -> bool:
+        if size not in known:
+            known[size] = peak(size)
+        return known[size] <= limit
+
+    fits(first)
+    fits(2 * first)
+    low, high = 0, 0  # the largest size that fits, and the smallest that does not
+    while True:
+        low = max((size for size, used in known.items() if used <= limit), default=0)
+        high = min((size for size, used in known.items() if used > limit), default=0)
+        if high and high - low <= step:
+            return low
+        one, other = sorted(known, key=lambda size: abs(known[size] - limit))[:2]
+        slope = max((known[one] - known[other]) / (one - other), 1.0)
+        guess = int((one + (limit - known[one]) / slope) // step * step)
+        if high:
+            guess = min(max(guess, low + step), high - step)
+        elif guess <= low:
+            guess = low + step
+        fits(guess)
+
+
+def measure(
+    backend: str, shards: Sequence[str], ranks: int, limit: int, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return a row per setting with the largest batch, the largest number of blocks and its parameters."""
+    rows = []
+    for shard in shards:
+        for checkpoints in (False, True):
+            found: dict[str, Any] = {"shard": shard, "checkpoint_activations": checkpoints}
+
+            def run(blocks: int, batch: int, found: dict[str, Any] = found) -> tuple[int, int]:
+                with RankGroup(backend, ranks) as group:
+                    results = group.run(
+                        peak_bytes, found["shard"], found["checkpoint_activations"], blocks, batch, timeout_seconds=300
+                    )
+                progress(f"{found} blocks={blocks} batch={batch}: {max(results)[0] / MB:.0f} MB")
+                return max(peak for peak, _ in results), results[0][1]
+
+            found["batch"] = largest(lambda batch: run(BLOCKS, batch)[0], limit, 32, 4)
+            found["blocks"] = largest(lambda blocks: run(blocks, BATCH)[0], limit, 16, 1)
+            found["parameters"] = sum(one.numel() for one in TextClassifier(found["blocks"]).parameters())
+            rows.append(found)
+    return rows
+
+
+def table(rows: list[dict[str, Any]], backend: str, ranks: int, limit: int) -> list[str]:
+    """Return the table in Markdown."""
+    base = rows[0]
+    small = sum(one.numel() for one in TextClassifier(BLOCKS).parameters())
+    lines = [
+        "# The largest batch and the largest model under a memory limit",
+        "",
+        f"{ranks} ranks of {backend} on one host without a GPU, a limit of {limit // MB} MB per rank for everything "
+        f"except Python and the libraries, Adam in float32, {LENGTH} tokens per sample; torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {os.cpu_count()} CPU cores. Batch: samples per rank, for a model with "
+        f"{small / 1e6:.2f} million parameters. Model: parameters in millions, for {BATCH} samples per rank. "
+        "In brackets: relative to the first row. Command: `python benchmarks/memory_limits.py`.",
+        "",
+        "| shard | checkpoint_activations | largest batch | largest model |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        batch, parameters = row["batch"], row["parameters"]
+        lines.append(
+            f'| "{row["shard"]}" | {"blocks" if row["checkpoint_activations"] else "none"} | '
+            f"{batch} ({batch / base['batch']:.2f}) | {parameters / 1e6:.1f} ({parameters / base['parameters']:.2f}) |"
+        )
+    return lines
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--limit", "limit_mb", type=click.IntRange(min=1), default=200, show_default=True, metavar="MB")
+@click.option("--shard", "shards", type=click.Choice(_SHARDS), multiple=True, default=_SHARDS, show_default=True)
+@click.option("--backend", type=click.Choice(["ddp", "horovod"]), default="ddp", show_default=True)
+def main(output: Path, ranks: int, limit_mb: int, shards: list[str], backend: str) -> None:
+    """Measure, print the table and save it. Rows of an earlier run with other values of --shard are kept."""
+    limit = limit_mb * MB
+    settings = {"backend": backend, "ranks": ranks, "limit_bytes": limit}
+    saved = output / "memory_limits.json"
+    earlier = json.loads(saved.read_text()) if saved.exists() else {}
+    rows = earlier["rows"] if settings.items() <= earlier.items() else []
+    with Progress() as progress:
+        measured = measure(backend, shards, ranks, limit, progress.console.print)
+    rows = [*(row for row in rows if row["shard"] not in shards), *measured]
+    rows.sort(key=lambda row: (_SHARDS.index(row["shard"]), row["checkpoint_activations"]))
+    lines = table(rows, backend, ranks, limit)
+    click.echo("\n".join(lines))
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "memory_limits.md").write_text("\n".join(lines) + "\n")
+    saved.write_text(json.dumps({**settings, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

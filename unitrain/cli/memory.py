@@ -1,0 +1,100 @@
+"""`unitrain memory`: report what fills the memory of a script, and what each setting would save."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from unitrain.errors import ConfigError, UnsupportedError
+from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
+
+_DEFAULT_RANKS = 8
+_WARMUP_STEPS = 3
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-np",
+    "-n",
+    "--num-processes",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Number of ranks. Gradient buckets exist with two or more ranks.",
+)
+@click.option("--backend", metavar="NAME", help="ddp, horovod, local, or a plug-in. [default: ddp]")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of ranks for which sharding is predicted. [default: -np, or 8 with -np 1]",
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Measured steps, after three others."
+)
+@click.option(
+    "--timeout-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600,
+    show_default=True,
+    help="Time limit of the run.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Also write the report to this file."
+)
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def memory(
+    num_processes: int,
+    backend: str | None,
+    ranks: int | None,
+    steps: int,
+    timeout_seconds: float,
+    json_file: Path | None,
+    script: Path,
+    args: tuple[str, ...],
+) -> None:
+    """Report what fills the memory of SCRIPT on each rank, and what each setting would save.
+
+    Trains a few steps of the unmodified SCRIPT with its ARGS, and stops it. The script uses unitrain.Trainer or its own
+    loop with a module and an optimizer of torch. On CPUs, the command measures the resident memory of the process,
+    which requires Linux; on GPUs, the memory of torch's tensors.
+
+    \b
+      unitrain memory train.py
+      unitrain memory -np 4 --backend horovod train.py --batch-size 64
+      unitrain memory --ranks 64 --json memory.json train.py
+    """
+    try:
+        check_not_launched("Run unitrain memory without a launcher: it starts the ranks itself.")
+        check_started_once()
+        check_script(script)
+    except Exception as error:
+        raise click.UsageError(str(error)) from error
+    from unitrain.memory import report
+    from unitrain.memory.measurement import measure
+    from unitrain.memory.process_memory import check_host_memory
+    from unitrain.memory.record import Request
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # terminate the ranks before this process exits
+    options = ["-np", str(num_processes), *(["--backend", backend] if backend else [])]
+    try:
+        check_host_memory()
+        records = measure(
+            str(script),
+            args,
+            launch_options=options,
+            request=Request(warmup=_WARMUP_STEPS, steps=steps),
+            limit_seconds=timeout_seconds,
+        )
+    except (ConfigError, UnsupportedError) as error:
+        raise click.ClickException(str(error)) from error
+    predicted_ranks = ranks or (num_processes if num_processes > 1 else _DEFAULT_RANKS)
+    report.show(records, predicted_ranks)
+    if json_file is not None:
+        settings = {"script": str(script), "args": args, "predicted_ranks": predicted_ranks}
+        report.write_json(records, predicted_ranks, settings, json_file)

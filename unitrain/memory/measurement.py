@@ -1,0 +1,57 @@
+"""Run a script with recording on, and read the records of its ranks."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import unitrain
+from unitrain.bootstrap import environment
+from unitrain.errors import ConfigError
+from unitrain.memory.record import RECORDER, RankRecord, Request, read_records
+from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
+from unitrain.verify.commands import last_lines, run_command
+
+_PROGRAM = Path(__file__).with_name("run_script.py")
+
+
+def measure(
+    script: str, args: Sequence[str], *, launch_options: Sequence[str], request: Request, limit_seconds: float
+) -> list[RankRecord]:
+    """Run `script` with `args` under `unitrain launch` on this host, and return the record of each rank.
+
+    The run ends after the requested steps, and is terminated after `limit_seconds`. Raises ConfigError with the last
+    lines of the output if it ends without a record of each rank.
+    """
+    with tempfile.TemporaryDirectory(prefix="unitrain-memory-") as name:
+        folder = Path(name)
+        request.write(folder)
+        overrides = {OVERRIDES_VARIABLE: overrides_setting(RECORDER, name)}
+        exports = [word for one in overrides.items() for word in ("-x", "=".join(one))]
+        program = str(Path(unitrain.__file__).with_name("__main__.py"))
+        command = [
+            sys.executable, program, "launch", "--untuned", *launch_options, *exports, str(_PROGRAM), name, script,
+            *args,
+        ]  # fmt: skip
+        ended = run_command(
+            command,
+            environment.without_launcher_variables() | overrides,
+            marker=OVERRIDES_VARIABLE,
+            script=str(_PROGRAM),
+            output=folder / "output.txt",
+            limit_seconds=limit_seconds,
+        )
+        records = read_records(folder)
+        if ended.code == 0 and records is not None:
+            return records
+        steps = request.warmup + 1
+        if ended.code is None:
+            end = f"did not finish within {limit_seconds:g} s and was terminated. Allow more: --timeout-seconds"
+        elif ended.code:
+            end = f"ended with exit code {ended.code}"
+        else:
+            end = f"ended before {steps} optimizer steps of torch.optim. Train longer"
+        lines = "\n".join(last_lines(ended.output))
+        raise ConfigError(f"The run of {script} {end}. Its last lines:\n{lines}")

@@ -1,0 +1,112 @@
+"""The files of a recorded run: the request from `unitrain memory`, and the records of the ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Called by the Trainer in the ranks of a recorded run, see `trainer_overrides`.
+RECORDER = "unitrain.memory.recorder:active_recorder"
+_REQUEST = "request.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Request to train `warmup` steps, measure the memory of `steps` steps, and exit."""
+
+    warmup: int
+    steps: int
+
+    def write(self, folder: Path) -> None:
+        """Write the request to `folder` for the ranks."""
+        (folder / _REQUEST).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Request:
+        """Read the request from `folder`."""
+        return cls(**json.loads((folder / _REQUEST).read_text()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRecord:
+    """The activations of a model whose modules of class `name` are checkpointed, see `saved_tensors.Block`."""
+
+    name: str
+    calls: int
+    kept_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """The record of one rank. All sizes are bytes of this rank.
+
+    `steps` is the number of measured steps. `parameters` and `gradients` are the bytes of their elements, and `trained`
+    those of the parameters that require gradients. `gradient_storages` is the memory of the gradients, which may be
+    views of buckets. `buckets` are the buckets outside the gradients, and `fusion_buffer` is the size of Horovod's
+    fusion buffer. `state` is the optimizer state of this rank, `is_state_complete` is False if it is sharded, and
+    `formula_state` is the complete state by the definition of the optimizer, or None. `average` are the averaged
+    weights.
+
+    `activations` is the largest sum of saved tensors, `float32_activations` the float32 part, and `early_gradients` is
+    the memory of gradients at that time. `activations_at_peak` and `gradients_at_peak` have the largest sum. `other` is
+    the memory that was in use before the measured steps, apart from the tensors above: Python, libraries and data on a
+    CPU. `forward_backward_peak` and `step_peak` are the peaks between two optimizer steps and in an optimizer step, and
+    `startup_peak` is the peak before the measured steps.
+    """
+
+    rank: int
+    size: int
+    backend: str
+    device: str
+    optimizers: Sequence[str]
+    settings: dict[str, Any]
+    steps: int
+    parameters: int
+    trained: int
+    buffers: int
+    gradients: int
+    gradient_storages: int
+    buckets: int
+    fusion_buffer: int
+    state: int
+    is_state_complete: bool
+    formula_state: int | None
+    average: int
+    activations: int
+    float32_activations: int
+    early_gradients: int
+    activations_at_peak: int
+    gradients_at_peak: int
+    blocks: Sequence[BlockRecord]
+    other: int
+    forward_backward_peak: int
+    step_peak: int
+    startup_peak: int
+
+    def write(self, folder: Path) -> None:
+        """Write the record to `folder`, atomically."""
+        path = folder / f"rank-{self.rank}.json"
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(asdict(self)))
+        unfinished.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> RankRecord:
+        """Read the record of a rank from `path`."""
+        data = json.loads(path.read_text())
+        return cls(**data | {"blocks": [BlockRecord(**block) for block in data["blocks"]]})
+
+    @property
+    def peak(self) -> int:
+        """The largest memory of the measured steps."""
+        return max(self.forward_backward_peak, self.step_peak)
+
+
+def read_records(folder: Path) -> list[RankRecord] | None:
+    """Read the records of all ranks from `folder`, in rank order. Return None if the record of a rank is missing."""
+    found = sorted((RankRecord.read(path) for path in folder.glob("rank-*.json")), key=lambda record: record.rank)
+    return found if found and len(found) == found[0].size else None

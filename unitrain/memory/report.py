@@ -1,0 +1,211 @@
+"""The report of `unitrain memory`: a summary, the memory by kind, and what each setting would save."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from unitrain.bench.results import format_bytes
+from unitrain.memory.record import RankRecord
+from unitrain.memory.savings import Saving, Usage, list_savings, persistent_bytes
+
+_WIDTH = 80
+_REMAINDER = "remainder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A kind of memory: its predicted and measured bytes, and the bytes at the peak. None if not known."""
+
+    name: str
+    predicted: int | None
+    measured: int | None
+    at_peak: int
+
+
+def memory_rows(usage: Usage) -> list[Row]:
+    """Return the memory of a rank by kind. The bytes at the peak add up to the peak."""
+    record, size = usage.record, usage.record.size
+    parts = size if usage.shard == "parameters" else 1  # of each parameter; this rank has one of them
+    formula = persistent_bytes(
+        parameters=record.parameters * parts,
+        gradients=record.trained * parts,
+        state=record.formula_state or 0,
+        shard=usage.shard,
+        ranks=size,
+    )
+    is_in_step = record.step_peak > record.forward_backward_peak
+    rows = [
+        Row(
+            name="parameters",
+            predicted=round(formula["parameters"]),
+            measured=record.parameters,
+            at_peak=record.parameters,
+        ),
+        Row(
+            name="gradients",
+            predicted=round(formula["gradients"]),
+            measured=record.gradients,
+            at_peak=record.gradient_storages if is_in_step else usage.gradients,
+        ),
+        Row(
+            name="optimizer state",
+            predicted=None if record.formula_state is None else round(formula["state"]),
+            measured=record.state,
+            at_peak=record.state,
+        ),
+        Row(
+            name="activations",
+            predicted=None,
+            measured=record.activations,
+            at_peak=0 if is_in_step else record.activations_at_peak,
+        ),
+    ]
+    optional = {
+        "gradient buckets": record.buckets,
+        "buffers of the model": record.buffers,
+        "averaged weights": record.average,
+    }
+    rows[2:2] = [Row(name=name, predicted=size, measured=size, at_peak=size) for name, size in optional.items() if size]
+    fusion = min(record.fusion_buffer, record.other)
+    if fusion:
+        rows.append(Row(name="Horovod's fusion buffer", predicted=fusion, measured=None, at_peak=fusion))
+    rest = record.peak - (record.other - fusion) - sum(row.at_peak for row in rows)
+    rows.append(Row(name=_REMAINDER, predicted=None, measured=None, at_peak=rest))
+    libraries = "other tensors" if record.device.startswith("cuda") else "Python, libraries, data"
+    rows.append(Row(name=libraries, predicted=None, measured=None, at_peak=record.other - fusion))
+    return rows
+
+
+def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
+    """Return what fills the memory, and which setting would save most. Percentages refer to the memory of training."""
+    record = usage.record
+    *rows, others = memory_rows(usage)
+    training = record.peak - others.at_peak
+    largest = max(rows, key=lambda row: row.at_peak)
+    name = "Temporary tensors" if largest.name == _REMAINDER else largest.name
+    verb = "are" if name.endswith("s") else "is"
+    text = (
+        f"{name[0].upper()}{name[1:]} {verb} the largest part of the memory of training: "
+        f"{format_bytes(largest.at_peak)} of {format_bytes(training)} per rank ({_percent(largest.at_peak, training)})."
+    )
+    if not savings:
+        return (
+            f"{text} {others.name[0].upper()}{others.name[1:]} need {format_bytes(others.at_peak)}, so none of the "
+            "settings would save a significant part of the memory."
+        )
+    best = savings[0]
+    about = "about " if best.is_estimate else ""
+    over = f" over {ranks} ranks" if best.setting.startswith("shard") else ""
+    text += (
+        f" {best.setting}{over} would save most: {about}{format_bytes(best.saved_bytes)} "
+        f"({_percent(best.saved_bytes, training)})."
+    )
+    if largest.name == "activations" and ranks > 1 and usage.shard == "none":
+        sharding = [saving.saved_bytes for saving in savings if saving.setting.startswith("shard")]
+        text += f" Sharding over {ranks} ranks would save at most {_percent(max(sharding, default=0), training)}."
+    return text
+
+
+def show(records: Sequence[RankRecord], ranks: int, console: Console | None = None) -> None:
+    """Print the report. Sharding is predicted for `ranks` ranks."""
+    console = console or Console(width=_WIDTH, highlight=False)
+    usage = Usage.of_ranks(records)
+    savings = list_savings(usage, ranks)
+    console.print(summarize(usage, savings, ranks), markup=False)
+    console.print(_memory_table(usage))
+    if savings:
+        console.print(_savings_table(usage, savings, ranks))
+    for note in notes(usage):
+        console.print(note, markup=False)
+
+
+def _memory_table(usage: Usage) -> Table:
+    record = usage.record
+    optimizers = ", ".join(dict.fromkeys(record.optimizers))
+    table = _create_table(
+        f"Rank {record.rank} of {record.size}, {record.backend or 'own loop'}, {record.device}, {optimizers}"
+    )
+    table.add_column("")
+    for heading in ("predicted", "measured", "at the peak", "share"):
+        table.add_column(heading, justify="right")
+    *rows, others = memory_rows(usage)
+    training = record.peak - others.at_peak
+    for number, row in enumerate(rows):
+        table.add_row(
+            row.name,
+            "" if row.predicted is None else format_bytes(row.predicted),
+            "" if row.measured is None else format_bytes(row.measured),
+            format_bytes(row.at_peak) if row.at_peak >= 0 else f"-{format_bytes(-row.at_peak)}",
+            _percent(row.at_peak, training),
+            end_section=number + 1 == len(rows),
+        )
+    for name, size in (("training", training), (others.name, others.at_peak), ("peak", record.peak)):
+        table.add_row(name, "", "", format_bytes(size), "")
+    return table
+
+
+def _savings_table(usage: Usage, savings: Sequence[Saving], ranks: int) -> Table:
+    table = _create_table(f"What each setting would save per rank (shard: over {ranks} ranks; ~: estimate)")
+    table.add_column("setting", overflow="fold")
+    for heading in ("saves", "peak"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for saving in savings:
+        setting = f"{saving.setting}\n  {saving.note}" if saving.note else saving.setting
+        saved = f"{'~' if saving.is_estimate else ''}{format_bytes(saving.saved_bytes)}"
+        table.add_row(escape(setting), saved, format_bytes(usage.record.peak - saving.saved_bytes))
+    return table
+
+
+def notes(usage: Usage) -> list[str]:
+    """Return explanations of this run's figures."""
+    record = usage.record
+    found = [
+        "Activations are the tensors that autograd saves for the backward pass. The remainder is the measured peak "
+        "minus all other rows: temporary tensors, and memory that the allocator has not returned."
+    ]
+    if record.settings.get("checkpoint_activations"):
+        found.append("The remainder includes the activations of one block, which are recomputed in the backward pass.")
+    if record.step_peak > record.forward_backward_peak:
+        found.append("The peak is in the optimizer step, when activations are not in memory.")
+    if record.gradient_storages > record.early_gradients:
+        found.append(
+            f"Gradients need {format_bytes(record.gradient_storages)} after the backward pass, and "
+            f"{format_bytes(record.early_gradients)} when activations are at their maximum. With several ranks, "
+            "gradients are in memory all the time."
+        )
+    if record.startup_peak > record.peak:
+        found.append(f"The first steps needed more memory, up to {format_bytes(record.startup_peak)}.")
+    return found
+
+
+def write_json(records: Sequence[RankRecord], ranks: int, settings: dict[str, Any], path: Path) -> None:
+    """Write the summary, the memory by kind, the savings in bytes, and the records of all ranks to `path`."""
+    usage = Usage.of_ranks(records)
+    savings = list_savings(usage, ranks)
+    content = {
+        **settings,
+        "summary": summarize(usage, savings, ranks),
+        "rank": usage.record.rank,
+        "peak": usage.record.peak,
+        "memory": [asdict(row) for row in memory_rows(usage)],
+        "savings": [asdict(saving) for saving in savings],
+        "ranks": [asdict(record) for record in records],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _create_table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
+
+
+def _percent(size: int, peak: int) -> str:
+    return f"{size / peak:.0%}"

@@ -1,0 +1,226 @@
+"""The tensors that autograd saves for the backward pass: their bytes, and the modules that saved them.
+
+A saved tensor counts as long as a node of the graph holds it. Tensors that share memory count once, and parameters and
+buffers do not count.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from unitrain.memory.tensor_bytes import local_tensor
+from unitrain.modules.activation_checkpointing import CheckpointedForward
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """A forward pass of `module`, with the tensors among its arguments. `end` is the number of storages saved until its
+    end."""
+
+    module: nn.Module
+    inputs: list[SavedStorage] = field(default_factory=list)
+    end: int = 0
+
+
+@dataclass(eq=False)
+class SavedStorage:
+    """The memory of saved tensors that share it.
+
+    `number` is its position among all saved storages. `stacks` are the modules that saved it, from the outermost to the
+    innermost, for each saved tensor. `holders` is the number of saved tensors that are alive.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    size_bytes: int
+    is_float32: bool
+    number: int
+    stacks: set[tuple[ModuleCall, ...]] = field(default_factory=set)
+    holders: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """The effect of `checkpoint_activations` on modules of class `name`, which were called `calls` times.
+
+    `kept_bytes` are the activations that remain saved during the forward pass, and `peak_bytes` is the largest sum of
+    saved and recomputed activations in the backward pass.
+    """
+
+    name: str
+    calls: int
+    kept_bytes: int
+    peak_bytes: int
+
+
+class SavedTensors:
+    """Tracks the saved tensors of the calling thread from `start` to `stop`.
+
+    `before_release` is called when the first saved tensor is released after others were saved, so at each local maximum
+    of `total_bytes`. `on_root(module)` is called at the start of each outermost forward pass.
+    """
+
+    def __init__(self, before_release: Callable[[], None], on_root: Callable[[nn.Module], None]) -> None:
+        self.total_bytes = 0
+        self.excluded: set[int] = set()  # addresses of parameters and buffers
+        self._before_release, self._on_root = before_release, on_root
+        self._live: dict[int, SavedStorage] = {}
+        self._stack: list[ModuleCall] = []
+        self._count, self._is_growing = 0, False
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        """Start to track. Hooks of the user's code and of torch.utils.checkpoint take precedence in their contexts."""
+        self._hooks.__enter__()
+        self._handles = [
+            register_module_forward_pre_hook(self._begin_call),
+            register_module_forward_hook(self._end_call, with_kwargs=True, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        self._hooks.__exit__()
+        for handle in self._handles:
+            handle.remove()
+
+    def live(self) -> list[SavedStorage]:
+        """Return the storages that are saved now, with their current sizes. FSDP frees gathered parameters by resizing
+        them to zero bytes."""
+        for saved in self._live.values():
+            storage = saved.storage()
+            size_bytes = 0 if storage is None else storage.nbytes()
+            self.total_bytes += size_bytes - saved.size_bytes
+            saved.size_bytes = size_bytes
+        return list(self._live.values())
+
+    def _begin_call(self, module: nn.Module, args: Any) -> None:
+        if not self._stack:
+            self._on_root(module)
+        self._stack.append(ModuleCall(module))
+
+    def _end_call(self, module: nn.Module, args: Any, *others: Any) -> None:
+        # `others` are the keyword arguments and the output, or only the output if the forward raised an exception.
+        kwargs = others[0] if len(others) == 2 else {}
+        while self._stack:  # an exception may have skipped the ends of inner calls
+            call = self._stack.pop()
+            if call.module is module:
+                break
+        else:
+            return
+        call.end = self._count
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and (storage := self._storage_of(value)) is not None:
+                call.inputs.append(storage)
+
+    def _storage_of(self, tensor: Tensor) -> SavedStorage | None:
+        """Return the storage of an argument, or None for a parameter."""
+        memory = _memory_of(tensor)
+        if memory is None or memory.data_ptr() in self.excluded:
+            return None
+        return self._live.get(memory.data_ptr()) or _saved_storage(memory, tensor, self._count)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        memory = _memory_of(tensor)
+        # A saved output with its history would keep its own graph alive. Autograd restores the history.
+        tensor = tensor.detach()
+        if memory is None or memory.data_ptr() in self.excluded:
+            return tensor
+        address = memory.data_ptr()
+        saved = self._live.get(address)
+        if saved is None:
+            self._count += 1
+            saved = self._live[address] = _saved_storage(memory, tensor, self._count)
+            self.total_bytes += saved.size_bytes
+            self._is_growing = True
+        saved.stacks.add(tuple(self._stack))
+        saved.holders += 1
+        return _Saved(tensor, address, self._release)
+
+    def _release(self, address: int) -> None:
+        if self._is_growing:
+            self._is_growing = False
+            self._before_release()
+        storage = self._live[address]
+        storage.holders -= 1
+        if not storage.holders:
+            del self._live[address]
+            self.total_bytes -= storage.size_bytes
+
+
+def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[Block]:
+    """Return the effect of activation checkpointing for each class of modules that saved some of `storages`.
+
+    Only classes with submodules that were called at least twice are listed, because the activations of one block are
+    recomputed at a time. Blocks that are checkpointed already are not listed.
+    """
+    saved = list(storages)
+    calls = {call for storage in saved for stack in storage.stacks for call in stack}
+    kinds = {type(call.module) for call in calls if not isinstance(call.module, CheckpointedForward)}
+    found = []
+    for kind in sorted(kinds, key=lambda one: one.__name__):
+        blocks = {call for call in calls if type(call.module) is kind}
+        if any(any(True for _ in call.module.children()) for call in blocks):
+            found.append(_with_checkpointing(kind.__name__, saved, blocks))
+    return [block for block in found if block.calls > 1]
+
+
+def _with_checkpointing(name: str, saved: list[SavedStorage], blocks: set[ModuleCall]) -> Block:
+    """Return the saved bytes if each outermost call in `blocks` saved only its inputs.
+
+    In the backward pass, the activations of the blocks are recomputed one block at a time, last block first. Tensors
+    that were saved only after a block are released before it is recomputed.
+    """
+    kept: dict[SavedStorage, None] = {}
+    inside: dict[ModuleCall, list[SavedStorage]] = {}
+    for storage in saved:
+        for stack in storage.stacks:
+            block = next((call for call in stack if call in blocks), None)
+            if block is None:
+                kept[storage] = None
+            else:
+                inside.setdefault(block, []).append(storage)
+    for block in inside:
+        kept.update(dict.fromkeys(block.inputs))
+    kept_bytes = peak_bytes = sum(storage.size_bytes for storage in kept)
+    for block, storages in inside.items():
+        alive = sum(storage.size_bytes for storage in kept if storage.number <= block.end)
+        recomputed = sum(storage.size_bytes for storage in set(storages) if storage not in kept)
+        peak_bytes = max(peak_bytes, alive + recomputed)
+    return Block(name, len(inside), kept_bytes, peak_bytes)
+
+
+class _Saved:
+    """A saved tensor in a graph. Autograd deletes it when the node is released."""
+
+    __slots__ = ("_address", "_release", "tensor")
+
+    def __init__(self, tensor: Tensor, address: int, release: Callable[[int], None]) -> None:
+        self.tensor, self._address, self._release = tensor, address, release
+
+    def __del__(self) -> None:
+        self._release(self._address)
+
+
+def _unpack(saved: Any) -> Tensor:
+    tensor: Tensor = saved.tensor if isinstance(saved, _Saved) else saved
+    return tensor
+
+
+def _saved_storage(memory: torch.UntypedStorage, tensor: Tensor, number: int) -> SavedStorage:
+    return SavedStorage(weakref.ref(memory), memory.nbytes(), tensor.dtype == torch.float32, number)
+
+
+def _memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the memory of `tensor`, or None if it has none, as a sparse tensor."""
+    part = local_tensor(tensor)
+    if part.layout != torch.strided or part.device.type == "meta":
+        return None
+    storage = part.untyped_storage()
+    return storage if storage.nbytes() else None

@@ -1,0 +1,168 @@
+"""Predictions of what each setting saves, from the record of one rank.
+
+Bytes of parameters P, gradients G and optimizer state S on d ranks, with the stages of ZeRO
+(https://arxiv.org/abs/1910.02054): P + G + S / d, P + (G + S) / d, and (P + G + S) / d. For Adam in float32, these are
+8 + 8 / d, 4 + 12 / d and 16 / d bytes per parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from unitrain.backends.base import Shard
+from unitrain.memory.record import RankRecord
+
+# The stages, and the parts of the persistent memory that each of them shards: parameters, gradients, optimizer state.
+_STAGES = {
+    "none": (False, False, False),
+    "state": (False, False, True),
+    "gradients": (False, True, True),
+    "parameters": (True, True, True),
+}
+_MIN_SHARE = 0.005  # of the peak; smaller savings are not suggested
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """The memory of the rank with the highest peak, in bytes, with the complete state of the optimizer.
+
+    `gradients` are the gradients in memory at the peak of the forward and backward pass.
+    """
+
+    record: RankRecord
+    gradients: int
+    state: int
+    shard: str
+
+    @classmethod
+    def of_ranks(cls, records: Sequence[RankRecord]) -> Usage:
+        """Return the memory of the rank with the highest peak in the `records` of all ranks."""
+        highest = max(records, key=lambda record: record.peak)
+        is_complete = highest.size == 1 or all(record.is_state_complete for record in records)
+        shard = highest.settings.get("shard") or ("none" if is_complete else "state")
+        return cls(
+            record=highest,
+            gradients=highest.gradients_at_peak,
+            state=highest.state if shard == "none" else sum(record.state for record in records),
+            shard=shard,
+        )
+
+    @property
+    def batch_size(self) -> int | None:
+        """The samples per micro-batch, if the script states them."""
+        return self.record.settings.get("batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """The predicted saving of a setting in bytes of the peak. `is_estimate` is False if it is computed from the tensors
+    of the run, and `note` names the cost or the condition."""
+
+    setting: str
+    saved_bytes: int
+    is_estimate: bool
+    note: str = ""
+
+
+def persistent_bytes(*, parameters: int, gradients: int, state: int, shard: str, ranks: int) -> dict[str, float]:
+    """Return the bytes of parameters, gradients and optimizer state on one of `ranks` ranks with `shard`.
+
+    The arguments are those of the complete model without sharding.
+    """
+    sharded = _STAGES[shard]
+    sizes = {"parameters": parameters, "gradients": gradients, "state": state}
+    return {
+        name: size / ranks if is_sharded else float(size)
+        for (name, size), is_sharded in zip(sizes.items(), sharded, strict=True)
+    }
+
+
+def list_savings(usage: Usage, ranks: int) -> list[Saving]:
+    """Return what each setting saves in the peak of the run, the largest saving first. Sharding is over `ranks` ranks.
+
+    Settings that the script uses already, and settings that save almost nothing, are not listed.
+    """
+    record = usage.record
+    found = [
+        *_sharding(usage, ranks),
+        *_checkpointing(record),
+        *_smaller_batch(record, usage.batch_size),
+        *_precision(record),
+    ]
+    listed = [saving for saving in found if saving.saved_bytes >= _MIN_SHARE * record.peak]
+    return sorted(listed, key=lambda saving: -saving.saved_bytes)
+
+
+def _sharding(usage: Usage, ranks: int) -> list[Saving]:
+    record = usage.record
+    stages = [stage for stage in _STAGES if stage in get_args(Shard)]
+    if ranks < 2 or usage.shard not in stages:
+        return []
+    d = record.size
+    is_sharded = _STAGES[usage.shard]
+    parameters = record.parameters * (d if is_sharded[0] else 1)
+    gradients = usage.gradients * (d if is_sharded[1] else 1)
+    now = record.parameters + usage.gradients + record.state
+    found = []
+    for stage in stages[stages.index(usage.shard) + 1 :]:
+        sizes = persistent_bytes(
+            parameters=parameters, gradients=gradients, state=usage.state, shard=stage, ranks=ranks
+        )
+        saved = now - round(sum(sizes.values()))
+        note = "plus the gathered parameters of one block at a time" if stage == "parameters" else ""
+        found.append(Saving(setting=f'shard="{stage}"', saved_bytes=saved, is_estimate=False, note=note))
+    return found
+
+
+def _checkpointing(record: RankRecord) -> list[Saving]:
+    """Return the class of blocks with the largest saving, and the one with the largest saving per recomputation."""
+    blocks = sorted(record.blocks, key=lambda block: block.peak_bytes)
+    return [
+        Saving(
+            setting=f'checkpoint_activations=("{block.name}",)',
+            saved_bytes=_saved_between_steps(record, block.peak_bytes),
+            is_estimate=False,
+            note=f"recomputes the forward pass of {block.calls} blocks",
+        )
+        for block in blocks[:1]
+    ]
+
+
+def _smaller_batch(record: RankRecord, batch_size: int | None) -> list[Saving]:
+    if batch_size == 1:
+        return []
+    halved = "half the batch" if batch_size is None else f"batch_size={batch_size // 2}"
+    steps = 2 * (record.settings.get("gradient_accumulation_steps") or 1)
+    return [
+        Saving(
+            setting=f"{halved}, gradient_accumulation_steps={steps}",
+            saved_bytes=_saved_between_steps(record, record.activations // 2),
+            is_estimate=True,
+        )
+    ]
+
+
+def _precision(record: RankRecord) -> list[Saving]:
+    if record.settings.get("precision", "fp32") != "fp32":
+        return []
+    saved = _saved_between_steps(record, record.activations - record.float32_activations // 2)
+    return [
+        Saving(
+            setting='precision="bf16"',
+            saved_bytes=saved,
+            is_estimate=True,
+            note="at most; changes the results by rounding",
+        )
+    ]
+
+
+def _saved_between_steps(record: RankRecord, activations: int) -> int:
+    """Return how much the peak decreases if the activations need only `activations` bytes.
+
+    They are not in memory in an optimizer step, and at the end of the backward pass, when all gradients are.
+    """
+    now = record.activations_at_peak + record.gradients_at_peak
+    then = max(activations + record.early_gradients, record.gradient_storages)
+    return record.peak - max(record.forward_backward_peak - (now - then), record.step_peak)

@@ -1,0 +1,111 @@
+"""Bytes of the parameters, gradients and optimizer state of a training process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# Tensors of the size of the parameter that optimizers of torch.optim store per parameter.
+_STATE_TENSORS: dict[type[Optimizer], int] = {
+    torch.optim.Adadelta: 2, torch.optim.Adagrad: 1, torch.optim.Adam: 2, torch.optim.Adamax: 2,
+    torch.optim.AdamW: 2, torch.optim.ASGD: 1, torch.optim.NAdam: 2, torch.optim.RAdam: 2,
+    torch.optim.RMSprop: 1, torch.optim.Rprop: 2, torch.optim.SGD: 0,
+}  # fmt: skip
+_OPTIONAL_STATE_TENSORS = ("amsgrad", "centered", "momentum")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor (torch's DTensor or a ShardedGradient), or `tensor` itself."""
+    if hasattr(tensor, "to_local"):
+        part: Tensor = tensor.to_local()
+    else:
+        part = getattr(tensor, "local", tensor)
+    return part.detach()
+
+
+def element_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the elements of `tensors` on this rank. Each tensor object counts once."""
+    return sum(part.numel() * part.element_size() for part in map(_dense, _distinct(tensors)))
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Return the memory that `tensors` occupy or keep alive, by address. Tensors that share memory have one entry."""
+    found = {}
+    for tensor in tensors:
+        storage = _dense(tensor).untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage
+    return found
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the memory that `tensors` occupy or keep alive."""
+    return sum(storage.nbytes() for storage in storages_of(tensors).values())
+
+
+def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors in the state of `optimizer`, also those in nested containers."""
+    for entry in optimizer.state.values():
+        yield from _tensors(entry)
+
+
+def is_state_complete(optimizer: Optimizer) -> bool:
+    """Return whether this rank has the complete state of each parameter with a gradient. Otherwise it is sharded."""
+    for parameter in trained_parameters(optimizer):
+        if parameter.grad is None:
+            continue
+        if hasattr(parameter, "to_local") or parameter not in optimizer.state:
+            return False
+        for value in optimizer.state[parameter].values():
+            # A part of a sharded parameter has a one-dimensional state.
+            if isinstance(value, Tensor) and value.dim() == 1 != parameter.dim() and value.numel() != 1:
+                return False
+    return True
+
+
+def formula_state_bytes(optimizer: Optimizer) -> int | None:
+    """Return the bytes of the complete state by the definition of the optimizer: Adam stores two tensors per parameter.
+
+    Step counters are not included. Returns None for optimizers outside torch.optim and for LBFGS and others whose state
+    does not have the size of the parameters.
+    """
+    count = _STATE_TENSORS.get(type(optimizer))
+    if count is None:
+        return None
+    total = 0
+    for group in optimizer.param_groups:
+        copies = count + sum(bool(group.get(name)) for name in _OPTIONAL_STATE_TENSORS)
+        total += copies * sum(
+            parameter.numel() * parameter.element_size() for parameter in group["params"] if parameter.requires_grad
+        )
+    return total
+
+
+def trained_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of `optimizer` that require gradients."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return the tensor with the elements of `tensor`: the values of a sparse gradient, or this rank's part."""
+    part = local_tensor(tensor)
+    return part.coalesce().values() if part.layout == torch.sparse_coo else part
