@@ -1,4 +1,4 @@
-"""Time and memory of Adam with a sharded state, compared with a replicated state and ZeroRedundancyOptimizer.
+"""Time and memory of Adam with sharded state and gradients, compared with replicas and ZeroRedundancyOptimizer.
 
 Loops that differ in the optimizer take turns on the same ranks, in a new order in every round. The first table shows
 the step time relative to a replicated state in the same round. The second table shows the memory of weights, gradients
@@ -35,10 +35,10 @@ def table(results: Results, memory: dict[str, dict[int, tuple[float, float]]], r
     quoted = "Time of a step / time with a replicated state in the same round; below 1, it is faster."
     header = ["state", *columns(results)]
     lines = header_lines(
-        "A sharded optimizer state", quoted, "python benchmarks/sharded_state.py", ranks, header, "Adam"
+        "Sharded optimizer state and gradients", quoted, "python benchmarks/sharded_state.py", ranks, header, "Adam"
     )
     lines += rows(results, dict.fromkeys(WAYS, REPLICATED))
-    lines += ["", "Bytes per parameter on the rank with the most (formula: 16, or 8 + 8 / ranks):", ""]
+    lines += ["", "Bytes per parameter on the rank with the most (formula: 16, 8 + 8 / ranks, or 4 + 12 / ranks):", ""]
     lines += [f"| state | {' | '.join(f'{size} ranks' for size in SIZES)} |", "|---" * (1 + len(SIZES)) + "|"]
     for way, by_size in memory.items():
         shown = [f"{measured:.3f} ({measured / formula - 1:+.2%})" for measured, formula in by_size.values()]

@@ -160,6 +160,20 @@ def tensor_version(tensor: Tensor) -> int:
     return tensor._version
 
 
+# --- tensor subclasses ---
+
+# The value of `__torch_function__` in a tensor subclass that handles operations in `__torch_dispatch__` only. Checked
+# with torch 2.14.
+without_torch_function = torch._C._disabled_torch_function_impl
+
+
+def make_wrapper_tensor(kind: type[Tensor], tensor: Tensor) -> Any:
+    """Return a tensor of class `kind` without memory, with the shape, strides, dtype and device of `tensor`. Checked
+    with torch 2.14."""
+    make: Any = Tensor._make_wrapper_subclass
+    return make(kind, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
 # --- modules and torch.compile ---
 
 # Exclude a function from torch.compile (graph break). torch.compiler.disable has the same effect, but imports

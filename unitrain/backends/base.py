@@ -42,7 +42,7 @@ from unitrain.backends.lifecycle import Lifecycle
 from unitrain.bootstrap.environment import RankInfo
 
 ReduceOp = Literal["mean", "sum", "min", "max", "product"]
-Shard = Literal["none", "state"]
+Shard = Literal["none", "state", "gradients"]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,12 @@ class Backend(Lifecycle, Communicator):
         optimizer step. Parameters may be frozen and unfrozen later if all ranks do so before the same forward pass;
         otherwise a ModelError is raised. A backend may reject any `compression` but "none" with UnsupportedError.
 
-        `shard` is the value that is passed to `distributed_optimizer`. "none" and "state" do not change the model.
+        `shard` is the value that is passed to `distributed_optimizer`. "none" and "state" do not change the model. With
+        "gradients" (ZeRO-2), each rank keeps the slice of the mean gradients that it owns, and other gradients are
+        freed during the backward pass. `.grad` is a `ShardedGradient` then, for which clipping and loss scaling work as
+        for complete gradients. Backward passes inside `no_sync` are also reduced, unless gradients are compressed. With
+        one rank, there is nothing to shard. Raises ModelError on every rank for PowerSGD, and for a model that shares
+        parameters with another one whose gradients are sharded.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank.
@@ -159,7 +164,8 @@ class Backend(Lifecycle, Communicator):
         With `shard="state"` (ZeRO-1), each rank holds a shard of the optimizer state, updates the corresponding
         parameters, and broadcasts them. The results are the same as without sharding. All ranks call
         `optimizer.state_dict()`, which gathers the complete state. Elementwise optimizers of torch.optim are
-        partitioned by elements, others by tensors.
+        partitioned by elements, others by tensors. With `shard="gradients"`, each rank holds the same shard of the
+        gradients; `model` must be distributed with the same setting, otherwise ModelError is raised on every rank.
 
         Afterwards, a step on gradients that are not reduced over ranks raises ModelError before it updates a parameter.
         Gradients are not reduced if the last backward pass was inside `no_sync`, if it used the module that was passed

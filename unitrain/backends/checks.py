@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends.base import Communicator, ReduceOp, Shard
-from unitrain.backends.compression_setting import Compression, read_compression
+from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
 from unitrain.backends.pipeline.stage_module import StageModule
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, ModelError, TensorError, UnsupportedError, did_you_mean
@@ -159,6 +159,30 @@ def check_is_optimizer(name: str, optimizer: Any) -> None:
 def check_shard(method: str, shard: Shard) -> None:
     """Raise ConfigError unless `shard`, an argument of `method`, is a known value."""
     validation.check_choice(f"{method}(shard=...)", shard, get_args(Shard))
+
+
+def check_shard_of_model(model_shard: Shard | None, shard: Shard) -> None:
+    """Raise ModelError if `shard`, an argument of distributed_optimizer, needs another value at distributed_model.
+
+    `model_shard` is the setting of the model, or None if it is not distributed.
+    """
+    for value in ("gradients",):
+        if value in (model_shard, shard) and model_shard != shard:
+            found = "that is not distributed" if model_shard is None else f"with shard={model_shard!r}"
+            raise ModelError(
+                f"distributed_optimizer was called with shard={shard!r} and a model {found}. Pass the same value to "
+                f"both: model = backend.distributed_model(model, shard={value!r}), and "
+                f"backend.distributed_optimizer(optimizer, model, shard={value!r})."
+            )
+
+
+def check_shard_compression(shard: Shard, compression: Compression) -> None:
+    """Raise ModelError for a compression that needs complete gradients with sharded gradients."""
+    if shard == "gradients" and isinstance(read_compression(compression), PowerSGD):
+        raise ModelError(
+            "PowerSGD compresses complete gradients, so it cannot be used with shard='gradients'. "
+            'Use compression="bf16", or shard="state".'
+        )
 
 
 def check_model(model: nn.Module, compression: Compression, device: torch.device) -> None:

@@ -39,6 +39,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
         self._accumulating = self._has_accumulated = False
         self._compression_states = CompressionStates()
         self._gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
+        self._shards: WeakKeyDictionary[nn.Module, Shard] = WeakKeyDictionary()
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
@@ -109,6 +110,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
         self.check_running("distributed_model")
         checks.check_model(model, compression, self.device)
         checks.check_shard("distributed_model", shard)
+        checks.check_shard_compression(shard, compression)
         validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
         if not find_unused_parameters:
             check_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
@@ -119,6 +121,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
         if (previous := self._gradients.pop(inner, None)) is not None:
             previous.stop()
         self._gradients[inner] = gradients = LocalGradients(inner, lambda: self._accumulating)
+        self._shards[inner] = shard
         if self._has_accumulated:
             gradients.track()
         return model
@@ -131,6 +134,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
     ) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
         check_sharded_optimizer(optimizer, model, shard)
+        checks.check_shard_of_model(self._shards.get(self.unwrap(model)), shard)
         if (gradients := self._gradients.get(self.unwrap(model))) is not None:
             check_before_step(optimizer, gradients.check)
         return optimizer

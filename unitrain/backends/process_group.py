@@ -30,12 +30,14 @@ from unitrain.backends.composed_collectives import (
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.fork_safety import make_forks_safe
-from unitrain.backends.gradients.compression import CompressionStates
-from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel
+from unitrain.backends.gradients.compression import HALF_DTYPES, CompressionStates
+from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel, read_bucket_megabytes
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_tensors, broadcast_with_tensors, pack, unpack
+from unitrain.backends.sharding.distributed_model import ShardedGradientModel
+from unitrain.backends.sharding.gradient_reducer import Transfer
 from unitrain.backends.sharding.optimizer_state import check_sharded_optimizer, shard_optimizer_state
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import from_ordered_keys, is_expanded, needs_keys, ordered_keys
@@ -60,6 +62,7 @@ _TORCH_OPS = {
 }
 _COMBINE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
+_WRAPPERS = (DistributedModel, ShardedGradientModel)  # the modules that distributed_model returns
 # When its timeout expires, NCCL aborts the process without naming missing ranks, so this timeout must be longer than
 # that of the watchdog.
 NCCL_TIMEOUT_MARGIN = timedelta(seconds=30)
@@ -69,6 +72,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
     """A backend over torch.distributed's default process group, which a subclass has initialized."""
 
     tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW)
+    _uses_all_to_all = True  # whether an all-to-all reduces gradients to their owners faster than an allreduce
     _waits_on_stream = False  # whether a GPU stream, and not the host, waits for gradients
 
     def __init__(
@@ -87,7 +91,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         self._rendezvous = rendezvous
         self._is_group_destroyed = False
         self._pid = os.getpid()
-        self._models: WeakSet[DistributedModel] = WeakSet()
+        self._models: WeakSet[DistributedModel | ShardedGradientModel] = WeakSet()
         self._unused_parameters_group: Any = None
         self._compression_states = CompressionStates()
         own = rendezvous.node_positions[self.rank]
@@ -224,6 +228,9 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         def check() -> None:
             checks.check_model(model, compression, self.device)
             checks.check_shard("distributed_model", shard)
+            checks.check_shard_compression(shard, compression)
+            if shard == "gradients":
+                ShardedGradientModel.check_not_shared(model)
             validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
 
         self.check_running("distributed_model")
@@ -247,22 +254,45 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
                 timeout = self._rendezvous.timeout + NCCL_TIMEOUT_MARGIN
                 set_transport_timeout(self._unused_parameters_group, self.device, timeout)
         group = self._unused_parameters_group if find_unused_parameters else None
-        distributed = DistributedModel(
-            model,
-            self.device,
-            self._rendezvous,
-            find_unused_parameters=find_unused_parameters,
-            compressor=self._compression_states.create(compression, self.unwrap(model), self),
-            group=group,
-            buffers=ForwardBuffers(model, self) or None,
-            reducer_group=ReducerGroup(
-                group or default_process_group(),
-                self._monitor,
-                (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None,
-                waits_on_stream=self._waits_on_stream,
-                defers_allreduces=group is not None and self._needs_group_order,
-            ),
+        compressor = self._compression_states.create(compression, self.unwrap(model), self)
+        buffers = ForwardBuffers(model, self) or None
+        reducer_group = ReducerGroup(
+            group or default_process_group(),
+            self._monitor,
+            (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None,
+            waits_on_stream=self._waits_on_stream,
+            defers_allreduces=group is not None and self._needs_group_order,
         )
+        distributed: DistributedModel | ShardedGradientModel
+        if shard == "gradients" and self.size > 1:
+            first_mb, other_mb = read_bucket_megabytes()
+            distributed = ShardedGradientModel(
+                model,
+                self,
+                self._rendezvous,
+                find_unused_parameters=find_unused_parameters,
+                buffers=buffers,
+                reducer_group=reducer_group,
+                transfer=Transfer(
+                    group or default_process_group(),
+                    first_mb * 2**20,
+                    other_mb * 2**20,
+                    half=HALF_DTYPES.get(str(compressor)),
+                    uses_all_to_all=self._uses_all_to_all,
+                ),
+            )
+        else:
+            distributed = DistributedModel(
+                model,
+                self.device,
+                self._rendezvous,
+                find_unused_parameters=find_unused_parameters,
+                compressor=compressor,
+                group=group,
+                buffers=buffers,
+                reducer_group=reducer_group,
+            )
+            distributed.shard = shard
         self._models.add(distributed)
         return distributed
 
@@ -274,7 +304,13 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
     ) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
         inner = self.unwrap(model) if isinstance(model, nn.Module) else model  # the check rejects other objects
-        call_on_all_ranks(self, lambda: check_sharded_optimizer(optimizer, inner, shard))
+        distributed = unwrap_compiled(model) if isinstance(model, nn.Module) else model
+
+        def check() -> None:
+            check_sharded_optimizer(optimizer, inner, shard)
+            checks.check_shard_of_model(distributed.shard if isinstance(distributed, _WRAPPERS) else None, shard)
+
+        call_on_all_ranks(self, check)
         checks.check_same_settings(self, "distributed_optimizer", shard=shard)
         state = broadcast_with_tensors(self, optimizer.state_dict())
         if self.rank != 0:
@@ -283,23 +319,23 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
             optimizer.defaults = (
                 defaults  # load_state_dict adds entries, which later groups would have on this rank only
             )
-        distributed = unwrap_compiled(model)
-        if isinstance(distributed, DistributedModel):
+        if isinstance(distributed, _WRAPPERS):
             check_before_step(optimizer, distributed.check_reduced)
-        if shard == "state":
-            shard_optimizer_state(optimizer, self)
+        if shard != "none":
+            reducer = distributed.reducer if isinstance(distributed, ShardedGradientModel) else None
+            shard_optimizer_state(optimizer, self, reducer)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         distributed = unwrap_compiled(model)
-        checks.check_is_distributed(model, isinstance(distributed, DistributedModel))
-        assert isinstance(distributed, DistributedModel)
+        checks.check_is_distributed(model, isinstance(distributed, _WRAPPERS))
+        assert isinstance(distributed, _WRAPPERS)
         return distributed.no_sync()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         checks.check_is_module("unwrap(model)", model)
         model = unwrap_compiled(model)
-        return unwrap_compiled(model.module if isinstance(model, DistributedModel) else model)
+        return unwrap_compiled(model.module if isinstance(model, _WRAPPERS) else model)
 
     def report_failure(self, error: BaseException) -> None:
         self._monitor.report_failure(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,9 @@ class Histograms(Callback):
     """Logs a histogram of each parameter and of its gradient in every `every`-th step, on rank 0.
 
     The gradients are those of the global batch, before clipping and without the loss scale of fp16 (`wandb.watch` logs
-    the gradients of one rank). The names are "parameters/NAME" and "gradients/NAME". W&B and TensorBoard support
-    histograms. Values that are not finite are omitted. A logged step copies all parameters to the host.
+    the gradients of one rank). Sharded gradients are gathered one by one. The names are "parameters/NAME" and
+    "gradients/NAME". W&B and TensorBoard support histograms. Values that are not finite are omitted. A logged step
+    copies all parameters to the host.
     """
 
     def __init__(self, *, every: int = 1000, parameters: bool = True, gradients: bool = True) -> None:
@@ -28,14 +31,19 @@ class Histograms(Callback):
 
     def on_before_optimizer_step(self, trainer: RunningTrainer) -> None:
         """Log the gradients, and the parameters before the update."""
-        if trainer.backend.rank != 0 or (trainer.progress.step + 1) % self.every:
+        if (trainer.progress.step + 1) % self.every:
             return
-        scale = trainer.loss_scale
+        scale, logs = trainer.loss_scale, trainer.backend.rank == 0
         for name, parameter in trainer.backend.unwrap(trainer.model).named_parameters():
-            if self.parameters:
+            if self.parameters and logs:
                 trainer.log_histogram(f"parameters/{name}", parameter)
-            if self.gradients and parameter.grad is not None:
-                trainer.log_histogram(f"gradients/{name}", _unscale(parameter.grad, scale))
+            gradient: Any = parameter.grad
+            if not self.gradients or gradient is None:
+                continue
+            if hasattr(gradient, "full_tensor"):  # sharded over ranks; all ranks must call it
+                gradient = gradient.full_tensor()
+            if logs:
+                trainer.log_histogram(f"gradients/{name}", _unscale(gradient, scale))
 
 
 def _unscale(gradient: Tensor, scale: Tensor | None) -> Tensor:

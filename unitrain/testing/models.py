@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
+from unitrain.backends.sharding.gradient import ShardedGradient
 
 ROWS, FEATURES = 4, 6  # samples per rank, and features per sample
 
@@ -31,7 +32,12 @@ def compute_loss(output: Tensor) -> Tensor:
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Return a copy of every parameter's gradient by name."""
-    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+    return {name: None if p.grad is None else complete(p.grad).clone() for name, p in model.named_parameters()}
+
+
+def complete(gradient: Tensor) -> Tensor:
+    """Return the complete `gradient`, also if it is sharded. All ranks call it."""
+    return gradient.full_tensor() if isinstance(gradient, ShardedGradient) else gradient.detach()
 
 
 def mean_gradients(
@@ -64,7 +70,7 @@ def assert_gradients(actual: nn.Module, expected: dict[str, Tensor | None], tole
             assert parameter.grad is None, f"{name} has a gradient, but no rank used it"
             continue
         torch.testing.assert_close(
-            parameter.grad, want, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            complete(parameter.grad), want, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 

@@ -23,6 +23,7 @@ from unitrain.testing import (
     optimizers,
     parameters,
     power_sgd,
+    sharded_gradients,
     sharding,
     synchronization,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "optimizers",
     "parameters",
     "power_sgd",
+    "sharded_gradients",
     "sharding",
     "synchronization",
 ]  # importing them fills CASES

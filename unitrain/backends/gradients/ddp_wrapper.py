@@ -21,12 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unitrain.backends.base import Shard
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.gradients.compression import Compressor, compress_buckets
 from unitrain.backends.gradients.end_of_backward import gradient_tensors
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
+from unitrain.backends.gradients.trained_parameters import check_same_trained
 from unitrain.backends.gradients.unused_parameters import check_first_backward
 from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
@@ -78,6 +80,7 @@ class DistributedModel(ReducerDDP):
     broadcast before the forward passes in which DDP would broadcast them.
     """
 
+    shard: Shard = "none"  # or "gradients" on a single rank, where there is nothing to shard
     _instances: ClassVar[WeakSet[DistributedModel]] = WeakSet()
     _has_shared_parameters: bool
 
@@ -248,14 +251,7 @@ class DistributedModel(ReducerDDP):
         self._freeze_changes += 1
         by_rank = self._rendezvous.allgather(f"{self._key}/trains/{self._freeze_changes}", requires_grad)
         names = [name for name, _ in self.module.named_parameters()]
-        for rank, other in enumerate(by_rank):
-            if other != by_rank[0]:
-                name = next(name for name, one, two in zip(names, by_rank[0], other, strict=True) if one != two)
-                state, opposite = ("trained", "frozen") if by_rank[0][names.index(name)] else ("frozen", "trained")
-                raise ModelError(
-                    f"Parameter {name!r} is {state} on rank 0 and {opposite} on rank {rank}. "
-                    "Freeze and unfreeze the same parameters on every rank: parameter.requires_grad_(...)."
-                )
+        check_same_trained(names, by_rank)
         self._requires_grad = requires_grad
         self._local_gradients.set_reduced_parameters(self._trained_parameters())
         self.rebuild_reducer()
@@ -323,9 +319,17 @@ class DistributedModel(ReducerDDP):
 def read_bucket_settings() -> dict[str, Any]:
     """Return DDP's bucket settings from the environment. They affect the speed, and results only by rounding."""
     settings: dict[str, Any] = {"gradient_as_bucket_view": environment.get_variable(BUCKET_VIEW.variable) != "0"}
-    text = environment.get_variable(BUCKETS.variable)
-    if text is None:
+    if environment.get_variable(BUCKETS.variable) is None:
         return settings
+    first, others = read_bucket_megabytes()
+    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
+        return {**settings, "bucket_cap_mb_list": [first, others]}
+    return {**settings, "bucket_cap_mb": others}  # before torch 2.14, the size of the first bucket is fixed
+
+
+def read_bucket_megabytes() -> tuple[int, int]:
+    """Return the sizes in MiB of the first gradient bucket and of the others from the environment."""
+    text = environment.get_variable(BUCKETS.variable) or BUCKETS.default
     try:
         first, others = (int(part) for part in text.split(","))
         if min(first, others) < 1:
@@ -335,9 +339,7 @@ def read_bucket_settings() -> dict[str, Any]:
             f"UNITRAIN_BUCKETS_MB must be the sizes in MiB of the first gradient bucket and of the others, got "
             f"{text!r}. Use UNITRAIN_BUCKETS_MB=1,25"
         ) from None
-    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
-        return {**settings, "bucket_cap_mb_list": [first, others]}
-    return {**settings, "bucket_cap_mb": others}  # before torch 2.14, the size of the first bucket is fixed
+    return first, others
 
 
 def _raise_if_unused(error: RuntimeError) -> None:

@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.errors import ModelError
 
 _MAX_SHOWN = 5
@@ -52,7 +53,7 @@ class LocalGradients:
         """Register the hooks. Further calls do nothing."""
         if not self._handles:
             self._handles = [
-                _register_hook(parameter, _gradient_hook(id(parameter), self._local_ids, self._accumulates))
+                register_gradient_hook(parameter, _gradient_hook(id(parameter), self._local_ids, self._accumulates))
                 for parameter in self._parameters
                 if parameter.is_floating_point() or parameter.is_complex()
             ]
@@ -60,6 +61,10 @@ class LocalGradients:
     def set_reduced_parameters(self, trained: Iterable[Tensor]) -> None:
         """Restrict `mark_reduced` to the parameters in `trained`, which are the parameters of the reducer."""
         self._unreduced_ids = frozenset(self._names.keys() - set(map(id, trained)))
+
+    def mark_local(self, parameter: Tensor) -> None:
+        """Mark the gradient of `parameter` as local. Without `track`, a reducer calls it for every local gradient."""
+        self._local_ids.add(id(parameter))
 
     def mark_reduced(self) -> None:
         """Mark the gradients as global. Every rank calls this at the end of a backward pass that reduces them."""
@@ -98,7 +103,7 @@ class LocalGradients:
         names = [
             self._names[key]
             for key in self._names
-            if key in self._local_ids and key in held and held[key].grad is not None and bool(held[key].grad.any())
+            if key in self._local_ids and key in held and _has_values(held[key].grad)
         ]
         if names:
             raise ModelError(
@@ -165,13 +170,19 @@ def _gradient_hook(key: int, local: set[int], accumulates: Callable[[], bool] | 
     return add if accumulates is None else add_or_clear
 
 
-def _register_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Register `hook`, also on a frozen parameter that may be unfrozen later."""
+def register_gradient_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Register a post-accumulate `hook`, also on a frozen parameter that may be unfrozen later."""
     requires_grad = parameter.requires_grad
     try:
         return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     finally:
         parameter.requires_grad_(requires_grad)
+
+
+def _has_values(gradient: Tensor | None) -> bool:
+    if isinstance(gradient, ShardedGradient):
+        return not gradient.is_zero
+    return gradient is not None and bool(gradient.any())
 
 
 def _summarize(names: list[str]) -> str:

@@ -52,7 +52,7 @@ class ReducerGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(group.rank(), group.size())
         self._group, self._monitor, self._check_bucket = group, monitor, check_bucket
-        self._waits_on_stream, self.defers_allreduces = waits_on_stream, defers_allreduces
+        self.waits_on_stream, self.defers_allreduces = waits_on_stream, defers_allreduces
         self._deferred_works: list[_DeferredWork] = []
         self._phase = GradientPhase("backward", 0)
         self._works: list[dist.Work] = []
@@ -90,6 +90,10 @@ class ReducerGroup(dist.ProcessGroup):
     def add_work(self, work: dist.Work) -> None:
         """Wait at the end of the backward pass for `work`, the collective of a bucket."""
         self._works.append(work)
+
+    def raise_cause_of(self, error: BaseException) -> None:
+        """Re-raise another rank's ModelError if it caused `error`."""
+        self._monitor.raise_cause_of(error)
 
     def wait_for_ranks(self, work: dist.Work | None) -> None:
         """Wait for `work` of this backward pass. Raises CollectiveTimeoutError, which names the missing ranks."""
@@ -129,7 +133,7 @@ class ReducerGroup(dist.ProcessGroup):
             self._check_bucket(tensors[0])
         work = self._group.broadcast(tensors, opts)
         self._monitor.wait_for_ranks(work)
-        if self._waits_on_stream:
+        if self.waits_on_stream:
             self._monitor.set_deadline(work.is_completed, phase)
         return work
 
@@ -153,7 +157,7 @@ class ReducerGroup(dist.ProcessGroup):
             for late in self._deferred_works:
                 late.work = self._group.allreduce(late.tensors, late.opts)
                 self.add_work(late.work)
-            if not self._waits_on_stream:
+            if not self.waits_on_stream:
                 for work in self._works:
                     self._monitor.wait_for_ranks(work)
             for late in self._deferred_works:
@@ -170,7 +174,7 @@ class ReducerGroup(dist.ProcessGroup):
         works, self._works = self._works, []
         if deadline is None:
             return
-        if self._waits_on_stream:
+        if self.waits_on_stream:
             deadline.is_done = lambda: all(work.is_completed() for work in works)
         else:
             deadline.cancel()

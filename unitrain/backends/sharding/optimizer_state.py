@@ -23,6 +23,9 @@ from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.capabilities import SupportsAsyncBroadcasts
 from unitrain.backends.gradients.local_gradients import step_pre_hook
 from unitrain.backends.objects import broadcast_with_tensors
+from unitrain.backends.sharding.dense import flat, flat_like, is_dense
+from unitrain.backends.sharding.gradient import ShardedGradient
+from unitrain.backends.sharding.gradient_reducer import GradientReducer
 from unitrain.backends.sharding.partition import Piece, batches_of, divide_elements, divide_tensors
 from unitrain.errors import ModelError
 from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_nested_step, step_without_hooks
@@ -47,12 +50,12 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
     """
     checks.check_optimizer(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)
+    if optimizer in _sharded and _sharded[optimizer].shard != shard:
+        raise ModelError(
+            "The state of this optimizer is sharded over ranks already. Pass the same setting again, "
+            f'shard="{_sharded[optimizer].shard}", or build a new optimizer.'
+        )
     if shard == "none":
-        if optimizer in _sharded:
-            raise ModelError(
-                "The state of this optimizer is sharded over ranks already. Pass the same setting again, "
-                'shard="state", or build a new optimizer.'
-            )
         return
     if isinstance(optimizer, _INSEPARABLE):
         name = type(optimizer).__name__
@@ -61,7 +64,7 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
             'Use shard="none", or another optimizer: torch.optim.AdamW(model.parameters(), ...).'
         )
     for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        if not _is_dense(parameter):
+        if not is_dense(parameter):
             raise ModelError(
                 f"A parameter of shape {list(parameter.shape)} and stride {list(parameter.stride())} has gaps in its "
                 "memory, so its state cannot be sharded. Build it from a contiguous tensor: "
@@ -98,24 +101,27 @@ def _check_state_dict_methods(optimizer: Optimizer) -> None:
             )
 
 
-def shard_optimizer_state(optimizer: Optimizer, communicator: Communicator) -> None:
+def shard_optimizer_state(
+    optimizer: Optimizer, communicator: Communicator, reducer: GradientReducer | None = None
+) -> None:
     """Shard the state of `optimizer` over the ranks of `communicator`. All ranks call it, with equal parameters.
 
     Elementwise optimizers of torch.optim are partitioned by elements, all others by tensors. The state must be complete
     and equal on all ranks. Afterwards, all ranks must call `optimizer.state_dict()`, which gathers the complete state
-    on every rank. An optimizer without sharding can load it. Raises ModelError if the optimizer was sharded by another
-    backend.
+    on every rank. An optimizer without sharding can load it. `reducer` shards the gradients of its parameters in the
+    same way, or is None if gradients are complete. Raises ModelError if the optimizer was sharded by another backend or
+    with another model.
     """
     checks.check_is_optimizer("shard_optimizer_state(optimizer)", optimizer)
     fix = "Use shard_optimizer_state(optimizer, backend)"
     validation.check_instance("shard_optimizer_state(communicator)", communicator, Communicator, "a backend", fix)
     sharded = _sharded.get(optimizer)
     if sharded is None:
-        _sharded[optimizer] = ShardedState(optimizer, communicator)
-    elif not sharded.belongs_to(communicator):
+        _sharded[optimizer] = ShardedState(optimizer, communicator, reducer)
+    elif not sharded.belongs_to(communicator, reducer):
         raise ModelError(
-            "The state of this optimizer is sharded over the ranks of another backend. Build a new optimizer, and load "
-            "the state that was saved before: optimizer.load_state_dict(state)."
+            "The state of this optimizer is sharded over the ranks of another backend or model. Build a new optimizer, "
+            "and load the state that was saved before: optimizer.load_state_dict(state)."
         )
 
 
@@ -151,8 +157,12 @@ class ShardedState:
     that `add_param_group` adds are partitioned at the next step.
     """
 
-    def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(
+        self, optimizer: Optimizer, communicator: Communicator, reducer: GradientReducer | None = None
+    ) -> None:
+        self._communicator, self._reducer = communicator, reducer
+        self.shard: Shard = "state" if reducer is None else "gradients"
+        self._gradients: list[tuple[nn.Parameter, ShardedGradient]] = []  # replaced by this rank's parts in a step
         self._is_elementwise = type(optimizer) in _ELEMENTWISE
         self._owned: dict[nn.Parameter, _OwnedParameter] = {}
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
@@ -178,9 +188,9 @@ class ShardedState:
         optimizer.register_load_state_dict_pre_hook(self._select_own_state)
         optimizer.__getstate__ = _reject_copy  # type: ignore[method-assign]
 
-    def belongs_to(self, communicator: Communicator) -> bool:
-        """Return whether the state is sharded over the ranks of `communicator`."""
-        return self._communicator is communicator
+    def belongs_to(self, communicator: Communicator, reducer: GradientReducer | None) -> bool:
+        """Return whether the state is sharded over the ranks of `communicator`, like the gradients of `reducer`."""
+        return self._communicator is communicator and self._reducer is reducer
 
     # --- partitioning of the parameters ---
 
@@ -203,17 +213,33 @@ class ShardedState:
                     optimizer.state[parameter] = entry
 
     def _divide(self, parameters: Sequence[nn.Parameter]) -> None:
-        divide = divide_elements if self._is_elementwise else divide_tensors
         for parameter in parameters:
-            self._pieces[parameter] = []
             self._strides[parameter] = parameter.stride()
-        for piece in divide([parameter.numel() for parameter in parameters], self._communicator.size):
-            parameter = parameters[piece.index]
-            self._pieces[parameter].append(piece)
+            self._pieces[parameter] = self._assigned_pieces(parameter) or []
+        new = [parameter for parameter in parameters if not self._pieces[parameter]]
+        for piece in self._new_pieces(new):
+            self._pieces[new[piece.index]].append(piece)
+        if self._reducer is not None:
+            for parameter in new:
+                self._reducer.assign(parameter, self._pieces[parameter])
+        for parameter, piece in [(one, piece) for one in parameters for piece in self._pieces[one]]:
             if piece.owner == self._communicator.rank:
                 is_whole = piece.stop - piece.start == parameter.numel()
                 part = parameter if is_whole else nn.Parameter(self._view(parameter, piece), parameter.requires_grad)
                 self._owned[parameter] = _OwnedParameter(parameter, part, piece)
+
+    def _assigned_pieces(self, parameter: nn.Parameter) -> list[Piece] | None:
+        """Return the pieces in which the gradient of `parameter` is already sharded, if they suit this optimizer."""
+        pieces = None if self._reducer is None else self._reducer.pieces_of(parameter)
+        return pieces if pieces is None or self._is_elementwise or len(pieces) == 1 else None
+
+    def _new_pieces(self, parameters: Sequence[nn.Parameter]) -> list[Piece]:
+        sizes = [parameter.numel() for parameter in parameters]
+        if not self._is_elementwise:
+            return divide_tensors(sizes, self._communicator.size)
+        if self._reducer is not None:
+            return self._reducer.divide(parameters)
+        return divide_elements(sizes, self._communicator.size)
 
     def _arrange_batches(self, optimizer: Optimizer, held: list[nn.Parameter]) -> None:
         groups = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
@@ -239,7 +265,7 @@ class ShardedState:
         known = self._views.get(key)
         if known is None or known[0] != address:
             self._check_storage_order(parameter)
-            known = self._views[key] = (address, _flat(parameter.detach())[piece.start : piece.stop])
+            known = self._views[key] = (address, flat(parameter.detach())[piece.start : piece.stop])
         return known[1]
 
     def _check_storage_order(self, parameter: nn.Parameter) -> None:
@@ -300,15 +326,39 @@ class ShardedState:
         """Replace the optimizer's parameters by this rank's parts of `batch`."""
         for number, group in enumerate(optimizer.param_groups):
             group["params"] = [owned.part for owned in batch.owned.get(number, ())]
+        if self._reducer is not None:
+            self._hold_gradients(batch)
         for owned in self._divided(batch):
             part, parameter, piece = owned.part, owned.parameter, owned.piece
             part.data = self._view(parameter, piece)
-            if parameter.grad is not None:
-                part.grad = _flat_like(parameter.grad, parameter)[piece.start : piece.stop]
+            gradient = parameter.grad
+            if isinstance(gradient, ShardedGradient):
+                part.grad = gradient.local
+            elif gradient is not None:
+                part.grad = flat_like(gradient, parameter)[piece.start : piece.stop]
             if parameter in optimizer.state:
                 optimizer.state[part] = optimizer.state.pop(parameter)
 
+    def _hold_gradients(self, batch: _Batch) -> None:
+        """Replace the sharded gradients of the parameters that this rank owns completely by complete ones."""
+        for owned in chain.from_iterable(batch.owned.values()):
+            parameter, gradient, piece = owned.parameter, owned.parameter.grad, owned.piece
+            if not isinstance(gradient, ShardedGradient):
+                continue
+            if (gradient.start, gradient.stop) != (piece.start, piece.stop):
+                raise ModelError(
+                    f"The gradient of a parameter of shape {list(parameter.shape)} is sharded for another optimizer. "
+                    "Let one optimizer have it."
+                )
+            if owned.is_whole:
+                self._gradients.append((parameter, gradient))
+                parameter.grad = gradient.local.as_strided(parameter.shape, parameter.stride())
+
     def _release(self, optimizer: Optimizer, batch: _Batch) -> None:
+        for parameter, gradient in self._gradients:
+            gradient.forget_norms()
+            parameter.grad = gradient
+        self._gradients.clear()
         for owned in self._divided(batch):
             owned.part.grad = None
             if owned.part in optimizer.state:
@@ -381,7 +431,7 @@ class ShardedState:
         self._check_storage_order(parameter)
         start, stop = owned.piece.start, owned.piece.stop
         return {
-            key: _flat_like(value, parameter)[start:stop].clone()
+            key: flat_like(value, parameter)[start:stop].clone()
             if isinstance(value, Tensor) and value.shape == parameter.shape
             else value
             for key, value in entry.items()
@@ -430,31 +480,7 @@ def _join(parameter: nn.Parameter, entries: list[dict[Any, Any]], pieces: list[P
     for key, value in entries[0].items():
         if isinstance(value, Tensor) and value.shape == (pieces[0].stop - pieces[0].start,):
             complete = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
-            torch.cat([entry[key] for entry in entries], out=_flat(complete))
+            torch.cat([entry[key] for entry in entries], out=flat(complete))
             value = complete
         joined[key] = value
     return joined
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of `tensor` fill a contiguous range of memory without overlap."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in storage order, as a 1-D view."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _flat_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return the elements of `tensor` in the storage order of `parameter`: a view, or a copy if the orders differ."""
-    if tensor.stride() != parameter.stride():
-        ordered = torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device)
-        tensor = ordered.copy_(tensor.detach())
-    return _flat(tensor.detach())

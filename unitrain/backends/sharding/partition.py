@@ -1,4 +1,5 @@
-"""Partitioning of parameters among ranks (ZeRO-1): each rank stores optimizer state for its part and updates it."""
+"""Partitioning of parameters among ranks: each rank stores optimizer state and gradients of its part, and updates
+it."""
 
 from __future__ import annotations
 
@@ -39,6 +40,23 @@ def divide_elements(sizes: Sequence[int], ranks: int) -> list[Piece]:
             middle = first + (start + stop) / 2
             pieces.append(Piece(index, start, stop, owner=sum(limit <= middle for limit in limits)))
         first += size
+    return pieces
+
+
+def divide_runs(sizes: Sequence[int], ranks: int, limit: int) -> list[Piece]:
+    """Divide runs of consecutive tensors with about `limit` elements by `divide_elements`, from the last to the first.
+
+    Gradients are computed in this order, so each bucket of gradients is divided evenly among ranks.
+    """
+    pieces, run = [], list[int]()
+    for index in reversed(range(len(sizes))):
+        run.append(index)
+        if index == 0 or sum(sizes[one] for one in run) >= limit:
+            pieces += [
+                Piece(run[piece.index], piece.start, piece.stop, piece.owner)
+                for piece in divide_elements([sizes[one] for one in run], ranks)
+            ]
+            run = []
     return pieces
 
 

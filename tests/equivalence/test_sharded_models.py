@@ -1,0 +1,122 @@
+"""Training with sharded state and gradients equals replicated training, for models and precisions in common use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain import TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
+from unitrain.testing import RankGroup
+
+WIDTH, CLASSES, TOKENS, SAMPLES = 8, 4, 6, 36
+WORDS = 2 * MIN_DIVIDED_ELEMENTS // WIDTH  # the embedding is divided among ranks
+
+
+class TiedTransformer(nn.Module):
+    """Language model whose input and output layers share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        output: Tensor = self.head(self.block(self.embedding(words)).mean(1))
+        return output
+
+
+class ConvNet(nn.Module):
+    """Convolutional network with batch normalization, which the Trainer synchronizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 70, 3), nn.BatchNorm2d(70), nn.Flatten(),
+            nn.Linear(70 * 16, CLASSES * 4),
+        )  # fmt: skip
+
+    def forward(self, words: Tensor) -> Tensor:
+        pixels = torch.stack([words.float().sin() * scale for scale in range(1, 9)], 1)
+        pixels = nn.functional.pad(pixels, (0, 2)).unsqueeze(1).to(self.layers[0].weight.dtype)  # type: ignore[arg-type]
+        output: Tensor = self.layers(pixels)
+        return output
+
+
+class WordClassifier(nn.Module):
+    """Embedding of which each batch uses few rows, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(WORDS, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        output: Tensor = self.head(self.frozen(self.embedding(words)).tanh())
+        return output
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randint(WORDS, (SAMPLES, TOKENS), generator=generator),
+        torch.randint(CLASSES, (SAMPLES,), generator=generator),
+    )
+
+
+def train(backend: Backend, kind: type[nn.Module], precision: str, shard: Any) -> tuple[list[Tensor], float, float]:
+    """Train, and return the parameters, the last norm of the gradient, and the final loss scale."""
+    torch.manual_seed(0)
+    model = kind().double() if precision == "fp64" else kind()
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.002, eps=1e-3
+    )
+    # In fp16, the first scaled gradients overflow.
+    factor = 64.0 if precision == "fp16" else 1.0
+    trainer = Trainer(
+        model,
+        optimizer,
+        lambda output, target: factor * nn.functional.cross_entropy(output, target),
+        backend=backend,
+        config=TrainConfig(
+            global_batch_size=12, gradient_accumulation_steps=2, sync_batch_norm=True, max_grad_norm=0.5,
+            precision=precision if precision in ("bf16", "fp16") else "fp32",  # type: ignore[arg-type]
+            shard=shard, max_steps=12 if precision == "fp16" else 4, progress="off",
+        ),
+    )  # fmt: skip
+    trainer.fit(data())
+    scale = trainer.loss_scale
+    return (
+        [parameter.detach() for parameter in model.parameters()],
+        trainer._update.gradient_norm()["gradient_norm"],
+        1.0 if scale is None else scale.item(),
+    )
+
+
+def compare(backend: Backend) -> None:
+    for kind in (TiedTransformer, ConvNet, WordClassifier):
+        for precision, tolerance in (("fp64", 1e-12), ("fp32", 1e-6), ("bf16", 1e-6), ("fp16", 1e-6)):
+            expected, norm, scale = train(backend, kind, precision, "none")
+            for shard in ("state", "gradients"):
+                found, found_norm, found_scale = train(backend, kind, precision, shard)
+                where = f"{kind.__name__}, {precision}, {shard}"
+                torch.testing.assert_close(
+                    found, expected, rtol=0, atol=tolerance, msg=lambda text, where=where: f"{where}: {text}"
+                )
+                assert found_norm == pytest.approx(norm, rel=tolerance), where
+                assert found_scale == scale, where
+            assert precision != "fp16" or scale < 65536, "no gradient overflowed"
+
+
+@pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("horovod", 3)])
+def test_sharded_training_of_common_models_equals_replicated_training(backend: str, size: int) -> None:
+    with RankGroup(backend, size) as group:
+        group.run(compare, timeout_seconds=300)

@@ -1,0 +1,244 @@
+"""The module that `distributed_model(model, shard="gradients")` returns on several ranks (ZeRO-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.base import Communicator, Shard
+from unitrain.backends.gradients.end_of_backward import gradient_tensors
+from unitrain.backends.gradients.forward_buffers import ForwardBuffers
+from unitrain.backends.gradients.local_gradients import LocalGradients
+from unitrain.backends.gradients.reducer_group import ReducerGroup
+from unitrain.backends.gradients.trained_parameters import check_same_trained
+from unitrain.backends.gradients.unused_parameters import check_first_backward
+from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.sharding.gradient_reducer import GradientReducer, Transfer
+from unitrain.backends.tensors import is_expanded
+from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.errors import ModelError
+from unitrain.monitoring.loop_counters import CountedForward
+from unitrain.torch_compat import current_backward, disable_compile, unwrap_compiled
+
+_BROADCAST_BYTES = 2**25
+_numbers = count()
+
+
+@dataclass(slots=True)
+class _PendingForwards:
+    """`reducing` counts the forward passes outside `no_sync` since the last backward pass, whose ID is
+    `last_backward`."""
+
+    reducing: int = 0
+    last_backward: int = -1
+    broadcasts_buffers: bool = True  # whether the next forward pass broadcasts buffers first
+
+
+class ShardedGradientModel(nn.Module):
+    """Reduces each gradient to the ranks that own it. `module` is the user's model.
+
+    Without compression, the gradients of every backward pass are reduced, also inside `no_sync`, so that a rank never
+    stores all gradients. With compression, gradients are accumulated locally inside `no_sync`, and compressed once.
+    """
+
+    shard: ClassVar[Shard] = "gradients"
+    _instances: ClassVar[WeakSet[ShardedGradientModel]] = WeakSet()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        communicator: Communicator,
+        rendezvous: Rendezvous,
+        *,
+        find_unused_parameters: bool,
+        reducer_group: ReducerGroup,
+        buffers: ForwardBuffers | None,
+        transfer: Transfer,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        _broadcast_state(communicator, model)
+        self._device = communicator.device
+        self._reducer_group, self._forward_buffers = reducer_group, buffers
+        self._syncs, self._has_left = True, False
+        self._reduces_always = transfer.half is None
+        self._pending = _PendingForwards()
+        self._all_parameters = list(model.parameters())
+        self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
+        self._local = LocalGradients(unwrap_compiled(model), lambda: False)
+        self._rendezvous, self._key, self._freeze_changes = rendezvous, f"sharded_model/{next(_numbers)}", 0
+        self.reducer = GradientReducer(
+            dict(model.named_parameters()),
+            communicator,
+            reducer_group,
+            transfer,
+            find_unused_parameters=find_unused_parameters,
+            on_local=self._local.mark_local,
+            on_reduced=self._local.mark_reduced,
+        )
+        self._local.set_reduced_parameters(self._trained_parameters())
+        ShardedGradientModel._instances.add(self)
+        if not find_unused_parameters:
+            check_first_backward(
+                self,
+                model,
+                lambda names: rendezvous.allgather(f"{self._key}/unused", names),
+                lambda: self._syncs,
+            )
+
+    @classmethod
+    def check_not_shared(cls, model: nn.Module) -> None:
+        """Raise ModelError if another distributed model with sharded gradients has some parameters of `model`."""
+        own = {id(parameter): name for name, parameter in model.named_parameters()}
+        for other in cls._instances:
+            shared = [own[id(parameter)] for parameter in other._all_parameters if id(parameter) in own]
+            if shared and not other._has_left:
+                raise ModelError(
+                    f"Parameter {shared[0]!r} belongs to another distributed model with sharded gradients, and only "
+                    "one model can divide its gradient among ranks. Put both models into one module, and call "
+                    'backend.distributed_model once, or use shard="state".'
+                )
+
+    def leave_group(self) -> None:
+        """Release the process group. From then on, calling this module calls the user's model, and gradients are not
+        reduced."""
+        if not self._has_left:
+            self._has_left = True
+            self._local.stop()
+            self.reducer.stop()
+            del self._reducer_group, self._forward_buffers
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager in which backward passes do not complete the gradients of a step."""
+        previous, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = previous
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._has_left:
+            return self.module(*inputs, **kwargs)
+        if self._device.type == "cuda":  # like DistributedDataParallel
+            inputs, kwargs = _to_device(inputs, self._device), _to_device(kwargs, self._device)
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        self._before_forward()
+        output = self.module(*inputs, **kwargs)
+        self._after_forward(output)
+        return output
+
+    def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced.
+
+        Also re-raise the ModelError of another rank, so that no rank updates parameters. The check does not
+        communicate.
+        """
+        if self._has_left:
+            return
+        self._reducer_group.check_other_ranks()
+        self._reducer_group.loop_counters.count_step()
+        if missing := self.reducer.missing:
+            raise ModelError(
+                f"In the last backward pass, {len(missing)} parameters that were used earlier got no gradient on this "
+                f"rank: {', '.join(missing[:5])}. Use all parameters in every loss, or allow unused parameters: "
+                "backend.distributed_model(model, find_unused_parameters=True)."
+            )
+        self._local.check(optimizer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ModelError(
+            f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be copied, because its copy would "
+            "need a process group. Copy the model inside it: copy.deepcopy(backend.unwrap(model)), or "
+            "AveragedModel(backend.unwrap(model))."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ModelError(
+            f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be pickled, because it holds a "
+            "process group. Save the model inside it: torch.save(backend.unwrap(model).state_dict(), path)."
+        )
+
+    @disable_compile
+    def _before_forward(self) -> None:
+        reduces, pending = self._syncs, self._pending
+        if reduces or self._reduces_always:
+            requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
+            if requires_grad != self._requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
+                self._update_trained_parameters(requires_grad)
+        if self._forward_buffers is not None:
+            if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
+                self._forward_buffers.broadcast()
+            pending.broadcasts_buffers = reduces
+
+    @disable_compile
+    def _after_forward(self, output: Any) -> None:
+        reduces = self._syncs
+        self._pending.reducing += reduces
+        tensors = gradient_tensors(output)
+        if not tensors and (reduces or self._reduces_always):
+            self.reducer.expect_any_backward(accumulates=not reduces)
+        if tensors:
+            prepare = partial(self._prepare_backward, self._reducer_group.loop_counters.count_forward())
+            for tensor in tensors:
+                tensor.register_hook(prepare)
+
+    @disable_compile
+    def _prepare_backward(self, forward: CountedForward, gradient: Tensor) -> None:
+        """Start to reduce the gradients of the current backward pass. Called for each output that the pass reaches."""
+        forward.mark_used()
+        pending, backward = self._pending, current_backward()
+        if backward == pending.last_backward or self._has_left:
+            return
+        completes = pending.reducing > 0 or self._syncs
+        pending.reducing, pending.last_backward = 0, backward
+        if completes or self._reduces_always:
+            self.reducer.begin(accumulates=not completes)
+
+    def _update_trained_parameters(self, requires_grad: list[bool]) -> None:
+        """Reduce only gradients of parameters that currently require them. All ranks call it.
+
+        Raises ModelError on all ranks if their frozen parameters differ.
+        """
+        self._freeze_changes += 1
+        names = [name for name, _ in self.module.named_parameters()]
+        by_rank = self._rendezvous.allgather(f"{self._key}/trains/{self._freeze_changes}", requires_grad)
+        check_same_trained(names, by_rank)
+        self._requires_grad = requires_grad
+        self._local.set_reduced_parameters(self._trained_parameters())
+        self.reducer.set_trained()
+
+    def _trained_parameters(self) -> list[Tensor]:
+        return [parameter for parameter in self._all_parameters if parameter.requires_grad]
+
+
+def _broadcast_state(communicator: Communicator, model: nn.Module) -> None:
+    """Broadcast parameters and buffers from rank 0. Expanded buffers have been broadcast before."""
+    tensors, size = list[Tensor](), 0
+    for tensor in [*model.parameters(), *(buffer for buffer in model.buffers() if not is_expanded(buffer))]:
+        tensors.append(tensor.detach())
+        size += tensor.numel() * tensor.element_size()
+        if size >= _BROADCAST_BYTES:
+            broadcast_tensors(communicator, tensors)
+            tensors, size = [], 0
+    broadcast_tensors(communicator, tensors)
+
+
+def _to_device(inputs: Any, device: torch.device) -> Any:
+    """Return `inputs` with the tensors in lists, tuples and dictionaries on `device`."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device, non_blocking=True)
+    if type(inputs) in (list, tuple):
+        return type(inputs)(_to_device(one, device) for one in inputs)
+    if type(inputs) is dict:
+        return {key: _to_device(one, device) for key, one in inputs.items()}
+    return inputs

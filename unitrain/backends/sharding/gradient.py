@@ -1,0 +1,245 @@
+"""The `.grad` of a parameter whose gradient is sharded over ranks (ZeRO-2): a tensor of which each rank stores one
+slice.
+
+A gradient has the shape of its parameter, so that clipping and loss scaling are plain torch code:
+`nn.utils.clip_grad_norm_`, `nn.utils.clip_grad_value_`, `GradScaler` and `zero_grad` compute the same as with complete
+gradients. All other operations of torch raise ModelError, because their result would be that of this rank's slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from unitrain.backends.base import Communicator
+from unitrain.backends.sharding.dense import flat
+from unitrain.errors import ModelError
+from unitrain.torch_compat import make_wrapper_tensor, without_torch_function
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class ShardedGradient(Tensor):
+    """The mean gradient of a parameter. This rank stores the elements [start, stop) in storage order, in `local`.
+
+    `local` is 1-D, and empty on ranks that own no part. `added` is the gradient that backward passes have added on this
+    rank since the last reduction, or None. Norms are those of the complete gradient: all ranks must compute them. One
+    allreduce computes the norms of all gradients of a model. `full_tensor()` returns the complete gradient.
+    """
+
+    local: Tensor
+    start: int
+    stop: int
+    added: Tensor | None
+    is_zero: bool
+    _group: GradientGroup
+    _norms: dict[float, Tensor]
+
+    __torch_function__ = without_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, group: GradientGroup) -> ShardedGradient:
+        gradient: ShardedGradient = make_wrapper_tensor(cls, parameter)
+        gradient._group = group
+        gradient.local = parameter.new_empty(0)
+        gradient.start = gradient.stop = 0
+        gradient.added = None
+        gradient.is_zero = True
+        gradient._norms = {}
+        return gradient
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        handler = _HANDLERS.get(name)
+        if handler is None:
+            if name.rstrip("_") not in _ELEMENTWISE or not name.endswith("_"):
+                _raise_unsupported(name)
+            handler = _update_elements
+        return handler(function, args, kwargs or {})
+
+    def full_tensor(self) -> Tensor:
+        """Return the complete gradient as a new tensor. All ranks call it.
+
+        It needs the memory of the complete gradient on every rank, so use it for logging single parameters.
+        """
+        complete = self._group.communicator.allgather(self.local)
+        starts = self._group.communicator.allgather_object((self.start, self.stop))
+        parts = complete.split([stop - start for start, stop in starts])
+        ordered = [part for _, part in sorted(zip(starts, parts, strict=True), key=lambda pair: pair[0])]
+        result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+        flat(result).copy_(torch.cat(ordered))
+        return result
+
+    def forget_norms(self) -> None:
+        """Discard the cached norms after a change of `local`."""
+        if self._norms:
+            self._norms = {}
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedGradient(shape={list(self.shape)}, dtype={self.dtype}, elements={self.start}:{self.stop})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _raise_unsupported("pickle")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _raise_unsupported("deepcopy")
+
+
+class GradientGroup:
+    """The sharded gradients of one model, whose norms are computed together."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.gradients: list[ShardedGradient] = []
+
+    def norm(self, gradient: ShardedGradient, order: float) -> Tensor:
+        """Return the norm of the complete `gradient`, a 0-dim tensor. All ranks call it with the same gradients."""
+        if order not in gradient._norms:
+            self._compute_norms([one for one in self.gradients if order not in one._norms], order)
+        return gradient._norms[order]
+
+    def _compute_norms(self, gradients: Sequence[ShardedGradient], order: float) -> None:
+        if not order > 0:
+            raise ModelError(
+                f"The norm of order {order:g} of a gradient that is sharded over ranks was requested. Use a norm of "
+                "positive order: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type=2.0)."
+            )
+        for gradient in gradients:
+            if gradient.added is not None:
+                raise ModelError(
+                    "The norm of a gradient was requested that is not reduced over ranks. Run the last backward before "
+                    "clipping through the model that backend.distributed_model returned."
+                )
+        device = self.communicator.device
+        powers = torch.zeros(len(gradients), dtype=torch.float64, device=device)
+        stored = [(number, gradient.local) for number, gradient in enumerate(gradients) if gradient.local.numel()]
+        if stored:
+            norms = torch._foreach_norm([_wide(local) for _, local in stored], order)
+            values = torch.stack([norm.double() for norm in norms])
+            if not math.isinf(order):
+                values = values.pow(order)
+            powers[torch.tensor([number for number, _ in stored], device=device)] = values
+        total = self.communicator.allreduce(powers, "max" if math.isinf(order) else "sum")
+        if not math.isinf(order):
+            total = total.pow(1 / order)
+        for gradient, value in zip(gradients, total.unbind(), strict=True):
+            gradient._norms[order] = value.to(gradient.dtype.to_real())
+
+
+def _raise_unsupported(name: str) -> NoReturn:
+    raise ModelError(
+        f'{name} was called on a gradient of which each rank stores a part only (shard="gradients"). Supported are '
+        "torch.nn.utils.clip_grad_norm_, clip_grad_value_, GradScaler, norms, in-place multiplication and division by "
+        "a number, and zero_grad. Pass the optimizer to backend.distributed_optimizer(optimizer, model, "
+        'shard="gradients"), or use the complete gradient: parameter.grad.full_tensor(), called on every rank.'
+    )
+
+
+def _wide(local: Tensor) -> Tensor:
+    return local.float() if local.dtype in _HALF_DTYPES else local
+
+
+# In-place operations whose other arguments are numbers. Each rank applies them to its slice.
+_ELEMENTWISE = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "_foreach_")
+    for name in ("mul", "div", "neg", "clamp", "clamp_min", "clamp_max", "zero", "nan_to_num")
+)  # fmt: skip
+
+
+def _local_of(value: Any) -> Any:
+    if isinstance(value, ShardedGradient):
+        return value.local
+    return [_local_of(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _update_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply an in-place operation to the slices of this rank."""
+    targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+    name = function.overloadpacket.__name__
+    for value in (*args[1:], *kwargs.values()):
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, ShardedGradient) or (isinstance(one, Tensor) and one.dim() > 0):
+                _raise_unsupported(name)
+    function(_local_of(args[0]), *args[1:], **kwargs)
+    is_zeroed = name.endswith("zero_")
+    for gradient in targets:
+        if not isinstance(gradient, ShardedGradient):
+            continue
+        gradient.forget_norms()
+        if is_zeroed:
+            gradient.added, gradient.is_zero = None, True
+        elif gradient.added is not None:
+            raise ModelError(
+                f"{name} was called on a gradient that is not reduced over ranks. Run the last backward through the "
+                "model that backend.distributed_model returned."
+            )
+    return None if name.startswith("_foreach_") else args[0]
+
+
+def _add(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Add the gradient of a backward pass on this rank, which the next reduction distributes."""
+    gradient, other = args[:2]
+    is_accumulation = (
+        isinstance(gradient, ShardedGradient)
+        and isinstance(other, Tensor)
+        and not isinstance(other, ShardedGradient)
+        and other.shape == gradient.shape
+        and other.dtype == gradient.dtype
+        and not kwargs
+        and len(args) == 2
+    )
+    if not is_accumulation:
+        _raise_unsupported("add_")
+    # Autograd may use `other` elsewhere, so it is not changed.
+    gradient.added = other.detach() if gradient.added is None else gradient.added + other
+    gradient.is_zero = False
+    return gradient  # type: ignore[no-any-return]
+
+
+def _vector_norm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    gradient, order = args[0], args[1] if len(args) > 1 else 2
+    if len(args) > 2 or kwargs:
+        _raise_unsupported("linalg.vector_norm with dim, keepdim or dtype")
+    return gradient._group.norm(gradient, float(order))  # type: ignore[no-any-return]
+
+
+def _foreach_norm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    if len(args) > 2 or kwargs.keys() - {"ord"}:
+        _raise_unsupported("_foreach_norm with dtype")
+    return [
+        one._group.norm(one, float(order)) if isinstance(one, ShardedGradient) else function([one], order)[0]
+        for one in args[0]
+    ]
+
+
+def _unscale(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler: multiply the gradients by a number, and find inf and nan on any rank."""
+    gradients, found, factor = args
+    stored = [local for local in _local_of(gradients) if local.numel()]
+    if stored:
+        function(stored, found, factor)
+    group = None
+    for gradient in gradients:
+        if isinstance(gradient, ShardedGradient):
+            group = gradient._group
+            gradient.forget_norms()
+    if group is not None:
+        found.copy_(group.communicator.allreduce(found, "max"))
+
+
+_HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    "detach": lambda function, args, kwargs: args[0],
+    "add_": _add,
+    "linalg_vector_norm": _vector_norm,
+    "_foreach_norm": _foreach_norm,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}

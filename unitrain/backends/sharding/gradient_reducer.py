@@ -1,0 +1,465 @@
+"""ZeRO-2: reduction of gradients to the ranks that own them, bucket by bucket, during the backward pass.
+
+A bucket of gradients is sent with one all-to-all: each rank receives the other ranks' values of the elements that it
+owns, and sums them in rank order. It transfers half of the bytes of an allreduce, is as fast on every transport, and
+the result is the same on all of them. After that, the complete gradients of the bucket are freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unitrain.backends.base import Communicator
+from unitrain.backends.gradients.end_of_backward import Stage, end_of_backward
+from unitrain.backends.gradients.local_gradients import register_gradient_hook
+from unitrain.backends.gradients.reducer_group import ReducerGroup
+from unitrain.backends.sharding.dense import flat_like
+from unitrain.backends.sharding.gradient import GradientGroup, ShardedGradient
+from unitrain.backends.sharding.partition import Piece, divide_runs, divide_tensors
+from unitrain.errors import ModelError
+from unitrain.torch_compat import current_backward, is_reached_by_backward
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+# Buckets whose gradients are being sent. Further buckets wait, so that their memory remains bounded.
+_MAX_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How buckets are transferred.
+
+    group: the process group.
+    first_bytes, other_bytes: sizes of the first bucket, which is sent as early as possible, and of the others.
+    half: the dtype in which gradients are sent with compression, or None.
+    uses_all_to_all: whether to use an all-to-all instead of an allreduce. Half-precision values always use it, because
+        they are summed in float32.
+    """
+
+    group: dist.ProcessGroup
+    first_bytes: int
+    other_bytes: int
+    half: torch.dtype | None
+    uses_all_to_all: bool
+
+
+@dataclass
+class _Segment:
+    """Elements [start, stop) of a parameter in a bucket, which rank `owner` stores."""
+
+    parameter: int
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass
+class _Bucket:
+    """Gradients of the same dtype that are reduced together. `parameters` are indices of trained parameters.
+
+    `segments` are ordered by owner. Rank r owns `splits[r]` elements. `total` contains the mean of this rank's
+    elements.
+    """
+
+    number: int
+    parameters: list[int]
+    segments: list[_Segment]
+    splits: list[int]
+    total: Tensor
+    missing: int = 0
+
+
+@dataclass
+class _InFlight:
+    bucket: _Bucket
+    work: dist.Work | None
+    sent: Tensor  # the transport reads it until the work is complete
+    received: Tensor | None  # the values of all ranks after an all-to-all, as bytes; an allreduce overwrites `sent`
+    attached: set[int] = field(default_factory=set)
+
+
+class GradientReducer:
+    """Reduces the gradients of `parameters`, so that each rank stores the elements that it owns.
+
+    Args:
+        parameters: all parameters of the model, by name.
+        communicator: the backend.
+        reducer_group: records the buckets for the watchdog and the consistency check.
+        find_unused_parameters: whether a backward pass may leave gradients out.
+
+    After a backward pass for which `begin` was called, every `.grad` is a ShardedGradient, the mean over ranks, and is
+    added to an earlier `.grad`. An optimizer calls `assign` before the first backward pass. Parameters of no optimizer
+    are assigned by tensors.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        communicator: Communicator,
+        reducer_group: ReducerGroup,
+        transfer: Transfer,
+        *,
+        find_unused_parameters: bool,
+        on_local: Callable[[nn.Parameter], None],
+        on_reduced: Callable[[], None],
+    ) -> None:
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._index = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        self._communicator, self._reducer_group, self._group = communicator, reducer_group, transfer.group
+        self._transfer, self._half, self._finds_unused = transfer, transfer.half, find_unused_parameters
+        self._on_local, self._on_reduced = on_local, on_reduced
+        self._gradient_group = GradientGroup(communicator)
+        self._gradients: dict[int, ShardedGradient] = {}
+        self._pieces: dict[int, list[Piece]] = {}
+        self._trained: list[int] = []
+        self._order: list[int] | None = None  # of the gradients in a backward pass of rank 0
+        self._is_arranged = False
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._next = 0
+        self._backward = -1  # ID of the backward pass whose gradients are reduced
+        self._is_active = self._expects_any = self._accumulates = False
+        self._arrived: list[int] = []
+        self._has_arrived: set[int] = set()
+        self._used: set[int] = set()
+        self.missing: list[str] = []
+        self._handles = [
+            register_gradient_hook(parameter, _hook(weakref.ref(self), number))
+            for number, parameter in enumerate(self._parameters)
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
+        self.set_trained()
+
+    # --- ownership ---
+
+    def set_trained(self) -> None:
+        """Reduce the parameters that currently require gradients. All ranks call it."""
+        self._trained = [number for number, parameter in enumerate(self._parameters) if parameter.requires_grad]
+        self._order, self._is_arranged = None, False
+
+    def pieces_of(self, parameter: nn.Parameter) -> list[Piece] | None:
+        """Return the pieces of `parameter`, or None if it has not been assigned."""
+        number = self._index.get(id(parameter))
+        return None if number is None else self._pieces.get(number)
+
+    def divide(self, parameters: Sequence[nn.Parameter]) -> list[Piece]:
+        """Return pieces of `parameters` such that each rank owns about the same number of elements of each bucket."""
+        sizes = [parameter.numel() for parameter in parameters]
+        largest = max((parameter.element_size() for parameter in parameters), default=1)
+        return divide_runs(sizes, self._communicator.size, self._transfer.other_bytes // largest)
+
+    def assign(self, parameter: nn.Parameter, pieces: list[Piece]) -> None:
+        """Set the owners of the elements of `parameter`. All ranks call it with the same pieces."""
+        number = self._index[id(parameter)]
+        if isinstance(parameter.grad, ShardedGradient):
+            raise ModelError(
+                f"Gradient {self._names[number]!r} is already sharded by elements, which this optimizer does not "
+                "support. Call optimizer.zero_grad() before backend.distributed_optimizer."
+            )
+        self._pieces[number] = pieces
+        self._is_arranged = False
+        own = next((piece for piece in pieces if piece.owner == self._communicator.rank), None)
+        gradient = self._gradients.get(number)
+        if gradient is None:
+            with torch.no_grad():
+                gradient = self._gradients[number] = ShardedGradient(parameter.detach(), self._gradient_group)
+            self._gradient_group.gradients.append(gradient)
+        gradient.local = gradient.local[:0]
+        gradient.start, gradient.stop = (own.start, own.stop) if own is not None else (0, 0)
+
+    def _arrange(self) -> None:
+        """Assign the trained parameters to buckets in the order in which their gradients are computed."""
+        left = [number for number in self._trained if number not in self._pieces]
+        sizes = [self._parameters[number].numel() for number in left]
+        for piece in divide_tensors(sizes, self._communicator.size):
+            self.assign(self._parameters[left[piece.index]], [piece])
+        known = set(self._trained)
+        order = [number for number in self._order or () if number in known]
+        ordered = set(order)
+        order += [number for number in reversed(self._trained) if number not in ordered]
+        self._buckets = []
+        open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
+
+        def close(dtype: torch.dtype) -> None:
+            parameters, _ = open_buckets.pop(dtype)
+            self._buckets.append(self._bucket(len(self._buckets), parameters))
+
+        for number in order:
+            parameter = self._parameters[number]
+            members, size = open_buckets.get(parameter.dtype, ([], 0))
+            size += parameter.numel() * parameter.element_size()
+            open_buckets[parameter.dtype] = ([*members, number], size)
+            if size >= (self._transfer.other_bytes if self._buckets else self._transfer.first_bytes):
+                close(parameter.dtype)
+        for dtype in list(open_buckets):
+            close(dtype)
+        self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.parameters}
+        self._is_arranged = True
+
+    def _bucket(self, number: int, parameters: list[int]) -> _Bucket:
+        size, rank = self._communicator.size, self._communicator.rank
+        segments = [
+            _Segment(index, piece.start, piece.stop, piece.owner)
+            for index in parameters
+            for piece in self._pieces[index]
+            if piece.stop > piece.start
+        ]
+        segments.sort(key=lambda segment: segment.owner)
+        splits = [0] * size
+        for segment in segments:
+            splits[segment.owner] += segment.stop - segment.start
+        first = self._parameters[parameters[0]]
+        bucket = _Bucket(number, parameters, segments, splits, first.detach().new_empty(splits[rank]))
+        for index, part in self._own_parts(bucket, bucket.total):
+            gradient = self._gradients[index]
+            if gradient.local.numel() == part.numel() and self._is_attached(index):
+                part.copy_(gradient.local)
+            gradient.local = part
+        return bucket
+
+    def _own_parts(self, bucket: _Bucket, total: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the parameter and the elements in `total` of each segment that this rank owns."""
+        place = 0
+        for segment in bucket.segments:
+            if segment.owner == self._communicator.rank:
+                count = segment.stop - segment.start
+                yield segment.parameter, total[place : place + count]
+                place += count
+
+    def _is_attached(self, number: int) -> bool:
+        return self._parameters[number].grad is self._gradients.get(number)
+
+    # --- a backward pass ---
+
+    def expect_any_backward(self, *, accumulates: bool) -> None:
+        """Reduce the gradients of the next backward pass, whichever tensor it starts from."""
+        self._expects_any, self._accumulates = True, accumulates
+
+    def begin(self, *, accumulates: bool) -> None:
+        """Reduce the gradients of the current backward pass. All ranks call it in the same backward passes.
+
+        With `accumulates`, as inside `no_sync`, the gradients remain marked as local, because a later backward pass
+        completes them, and the pass may leave out parameters.
+        """
+        self._expects_any, self._accumulates = False, accumulates
+        reached: set[int] | None = None
+        if self._finds_unused:
+            try:
+                with torch.enable_grad():
+                    reached = {
+                        number for number in self._trained if is_reached_by_backward(self._parameters[number])
+                    }  # fmt: skip
+            except RuntimeError:  # torch.autograd.grad with respect to parameters
+                reached = set()
+            if not reached:
+                return
+        if not self._is_arranged:
+            self._arrange()
+        self._backward, self._is_active, self._next = current_backward(), True, 0
+        self._in_flight.clear()
+        self._arrived, self._has_arrived, self._used = [], set(), set()
+        self.missing = []
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters) if reached is None else len(reached.intersection(bucket.parameters))
+        self._reducer_group.expect_backward()
+        end_of_backward.add(Stage.REDUCE_BUCKETS, self._finish_backward)
+        if reached is not None and not self._reducer_group.deferred:
+            self._send_complete_buckets()
+
+    def add_gradient(self, number: int) -> None:
+        """Count the gradient of a parameter, which a backward pass has computed, and send its bucket if complete."""
+        if not self._is_active:
+            if self._expects_any:
+                self.begin(accumulates=self._accumulates)
+            if not self._is_active:
+                self._on_local(self._parameters[number])
+                return
+        if number in self._has_arrived:
+            self._raise_repeated(number)
+        self._has_arrived.add(number)
+        self._arrived.append(number)
+        bucket = self._bucket_of.get(number)
+        if bucket is None:  # frozen when the backward pass started
+            return
+        bucket.missing -= 1
+        if bucket.missing == 0 and bucket.number == self._next and not self._reducer_group.deferred:
+            self._send_complete_buckets()
+
+    def _raise_repeated(self, number: int) -> None:
+        raise ModelError(
+            f"Parameter {self._names[number]!r} got two gradients in one backward pass, because it is used in several "
+            "blocks with activation checkpointing, so its gradient cannot be sharded. Use "
+            "checkpoint(..., use_reentrant=False)."
+        )
+
+    def _send_complete_buckets(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._send(self._buckets[self._next])
+
+    @torch.no_grad()  # also in a backward pass with create_graph=True
+    def _send(self, bucket: _Bucket) -> None:
+        """Start to reduce `bucket`, and free its gradients."""
+        self._next = bucket.number + 1
+        if self._finds_unused:
+            # Ranks send different gradients early, so this rank must not wait for others here.
+            while self._in_flight and self._is_complete(self._in_flight[0]):
+                self._finish(self._in_flight.popleft())
+        else:
+            while len(self._in_flight) >= _MAX_IN_FLIGHT:
+                with self._reducer_group.monitored_wait():
+                    self._finish(self._in_flight.popleft())
+        values = self._take_values(bucket)
+        parts = []
+        for segment in bucket.segments:
+            value = values.get(segment.parameter)
+            if value is None:
+                parts.append(bucket.total.new_zeros(segment.stop - segment.start))
+            else:
+                parts.append(value[segment.start : segment.stop])
+        sent = torch.cat(parts) if parts else bucket.total.new_empty(0)
+        values.clear()
+        parts.clear()
+        size, rank = self._communicator.size, self._communicator.rank
+        if sent.is_complex():
+            sent = torch.view_as_real(sent).view(-1)
+        if self._half is not None:
+            sent = sent.div_(size).to(self._half)
+        self._reducer_group.begin_bucket(sent)
+        received: Tensor | None = None
+        try:
+            if self._transfer.uses_all_to_all or sent.dtype in _HALF_DTYPES:
+                width = sent.numel() * sent.element_size() // max(1, sum(bucket.splits))  # bytes per element
+                counts = [count * width for count in bucket.splits]
+                received = torch.empty(counts[rank] * size, dtype=torch.uint8, device=sent.device)
+                work = dist.all_to_all_single(
+                    received, sent.view(torch.uint8), [counts[rank]] * size, counts, group=self._group, async_op=True
+                )
+            else:
+                work = dist.all_reduce(sent, group=self._group, async_op=True)
+        except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
+            self._reducer_group.raise_cause_of(error)
+            raise
+        if self._reducer_group.on_stream and work is not None:
+            self._reducer_group.add_work(work)
+        attached = {number for number in bucket.parameters if self._is_attached(number)}
+        self._in_flight.append(_InFlight(bucket, work, sent, received, attached))
+
+    def _take_values(self, bucket: _Bucket) -> dict[int, Tensor]:
+        """Return the local gradients of `bucket` by parameter, as 1-D tensors, and remove them from `.grad`."""
+        values = {}
+        for number in bucket.parameters:
+            parameter, gradient = self._parameters[number], self._gradients[number]
+            value = parameter.grad
+            if value is gradient:
+                value, gradient.added = gradient.added, None
+            elif value is not None:
+                gradient.added = None
+                parameter.grad = None
+            if value is not None:
+                values[number] = flat_like(value, parameter)
+        if self._finds_unused:
+            self._used.update(values)
+        return values
+
+    def _is_complete(self, sent: _InFlight) -> bool:
+        return not self._reducer_group.on_stream and (sent.work is None or sent.work.is_completed())
+
+    @torch.no_grad()
+    def _finish(self, sent: _InFlight) -> None:
+        """Wait for a bucket, and add its mean to the slices of this rank."""
+        self._reducer_group.wait_for_ranks(sent.work)
+        bucket, size = sent.bucket, self._communicator.size
+        real = bucket.total.dtype.to_real()
+        if sent.received is not None:
+            rows = sent.received.view(self._half or real).view(size, -1).unbind()
+        else:
+            width = 2 if bucket.total.is_complex() else 1
+            place = sum(bucket.splits[: self._communicator.rank]) * width
+            rows = (sent.sent[place : place + bucket.total.numel() * width],)
+        is_new = not sent.attached
+        target = bucket.total if is_new else torch.empty_like(bucket.total)
+        elements = torch.view_as_real(target).view(-1) if target.is_complex() else target
+        is_half = rows[0].dtype in _HALF_DTYPES
+        total = torch.empty_like(elements, dtype=torch.float32) if is_half else elements
+        total.copy_(rows[0])
+        for row in rows[1:]:
+            total += row
+        if self._half is not None:
+            total = total.to(self._half)
+        else:
+            total /= size
+        if total is not elements:
+            elements.copy_(total)
+        if is_new:
+            return
+        for index, part in self._own_parts(bucket, target):
+            local = self._gradients[index].local
+            if index in sent.attached:
+                local += part
+            else:
+                local.copy_(part)
+
+    def _finish_backward(self) -> None:
+        """Reduce the remaining buckets at the end of the backward pass, and set every `.grad`."""
+        if not self._is_active or (current_backward() not in (-1, self._backward)):
+            return
+        self._is_active = False
+        if not self._arrived and not self._finds_unused:
+            return  # torch.autograd.grad
+        if not (self._finds_unused or self._accumulates):
+            self.missing = [self._names[number] for number in self._trained if number not in self._has_arrived]
+        with self._reducer_group.monitored_wait():
+            while self._next < len(self._buckets):
+                self._send(self._buckets[self._next])
+            while self._in_flight:
+                self._finish(self._in_flight.popleft())
+            used = self._used_on_any_rank()
+        for number in self._trained:
+            if number in used:
+                gradient = self._gradients[number]
+                gradient.is_zero = False
+                gradient.forget_norms()
+                self._parameters[number].grad = gradient
+        if self._order is None:
+            self._order = self._communicator.broadcast_object(self._arrived)
+            self._is_arranged = False
+        if self._accumulates:
+            for number in used:
+                self._on_local(self._parameters[number])
+        else:
+            end_of_backward.add(Stage.MARK_REDUCED, self._on_reduced)
+
+    def _used_on_any_rank(self) -> set[int]:
+        """Return the parameters that got a gradient on any rank. Others keep their `.grad`."""
+        if not self._finds_unused:
+            return set(self._trained)
+        flags = torch.tensor(
+            [number in self._used for number in self._trained], dtype=torch.int32, device=self._communicator.device
+        )
+        work = dist.all_reduce(flags, group=self._group, async_op=True)
+        self._reducer_group.wait_for_ranks(work)
+        return {number for number, count in zip(self._trained, flags.tolist(), strict=True) if count}
+
+    def stop(self) -> None:
+        """Remove the hooks from the parameters, and release the process group."""
+        for handle in self._handles:
+            handle.remove()
+        del self._group, self._reducer_group
+
+
+def _hook(reducer: weakref.ref[GradientReducer], number: int) -> Callable[[Tensor], None]:
+    """Return a hook without a reference to the parameter, which would keep a deleted model in memory."""
+
+    def on_gradient(_: Tensor) -> None:
+        if (found := reducer()) is not None:
+            found.add_gradient(number)
+
+    return on_gradient
