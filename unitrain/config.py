@@ -109,7 +109,8 @@ class TrainConfig:
     saved in checkpoints)."""
     shard: Shard = "none"
     """"state" shards the optimizer state over ranks (ZeRO-1): each rank updates its part of the parameters and
-    broadcasts it. Results and checkpoints are the same as with "none"."""
+    broadcasts it. "gradients" also shards the gradients (ZeRO-2). Results and checkpoints are the same as with
+    "none"."""
     lr_scaling: LrScaling = "none"
     """Multiply the optimizer's learning rates by k = global batch size / `reference_batch_size` ("linear") or by its
     square root ("sqrt")."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -284,6 +285,21 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
         raise ModelError(
             "The model's parameters are in a different order on some ranks. Build it by the same steps on every rank."
         )
+
+
+def check_same_trained_parameters(names: Sequence[str], by_rank: Sequence[Sequence[bool]]) -> None:
+    """Raise ModelError unless all ranks train the same parameters.
+
+    `by_rank` contains the values of requires_grad of every rank, in the order of `names`.
+    """
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
+            name = next(name for name, one, two in zip(names, by_rank[0], other, strict=True) if one != two)
+            state, opposite = ("trained", "frozen") if by_rank[0][names.index(name)] else ("frozen", "trained")
+            raise ModelError(
+                f"Parameter {name!r} is {state} on rank 0 and {opposite} on rank {rank}. "
+                "Freeze and unfreeze the same parameters on every rank: parameter.requires_grad_(...)."
+            )
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unitrain.backends import checks
 from unitrain.backends.base import Shard
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.gradients.compression import Compressor, compress_buckets
@@ -28,7 +29,6 @@ from unitrain.backends.gradients.end_of_backward import gradient_tensors
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
-from unitrain.backends.gradients.trained_parameters import check_same_trained
 from unitrain.backends.gradients.unused_parameters import check_first_backward
 from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
@@ -251,7 +251,7 @@ class DistributedModel(ReducerDDP):
         self._freeze_changes += 1
         by_rank = self._rendezvous.allgather(f"{self._key}/trains/{self._freeze_changes}", requires_grad)
         names = [name for name, _ in self.module.named_parameters()]
-        check_same_trained(names, by_rank)
+        checks.check_same_trained_parameters(names, by_rank)
         self._requires_grad = requires_grad
         self._local_gradients.set_reduced_parameters(self._trained_parameters())
         self.rebuild_reducer()

@@ -13,12 +13,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from unitrain.backends import checks
 from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.gradients.end_of_backward import gradient_tensors
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
-from unitrain.backends.gradients.trained_parameters import check_same_trained
 from unitrain.backends.gradients.unused_parameters import check_first_backward
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.sharding.gradient_reducer import GradientReducer, Transfer
@@ -212,7 +212,7 @@ class ShardedGradientModel(nn.Module):
         self._freeze_changes += 1
         names = [name for name, _ in self.module.named_parameters()]
         by_rank = self._rendezvous.allgather(f"{self._key}/trains/{self._freeze_changes}", requires_grad)
-        check_same_trained(names, by_rank)
+        checks.check_same_trained_parameters(names, by_rank)
         self._requires_grad = requires_grad
         self._local.set_reduced_parameters(self._trained_parameters())
         self.reducer.set_trained()
