@@ -323,7 +323,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
             check_before_step(optimizer, distributed.check_reduced)
         if shard != "none":
             reducer = distributed.reducer if isinstance(distributed, ShardedGradientModel) else None
-            shard_optimizer_state(optimizer, self, reducer)
+            shard_optimizer_state(optimizer, self, shard=shard, reducer=reducer)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

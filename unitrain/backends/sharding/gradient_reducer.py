@@ -172,7 +172,7 @@ class GradientReducer:
             with torch.no_grad():
                 gradient = self._gradients[number] = ShardedGradient(parameter.detach(), self._gradient_group)
             self._gradient_group.gradients.append(gradient)
-        gradient.local = gradient.local[:0]
+        gradient.local = parameter.detach().new_empty(0)
         gradient.start, gradient.stop = (own.start, own.stop) if own is not None else (0, 0)
 
     def _arrange(self) -> None:
@@ -282,13 +282,14 @@ class GradientReducer:
             if not self._is_active:
                 self._on_local(self._parameters[number])
                 return
+        bucket = self._bucket_of.get(number)
+        if bucket is None:  # frozen in the forward pass
+            self._on_local(self._parameters[number])
+            return
         if number in self._has_arrived:
             self._raise_repeated(number)
         self._has_arrived.add(number)
         self._arrived.append(number)
-        bucket = self._bucket_of.get(number)
-        if bucket is None:  # frozen when the backward pass started
-            return
         bucket.missing -= 1
         if bucket.missing == 0 and bucket.number == self._next and not self._reducer_group.deferred:
             self._send_complete_buckets()
@@ -319,11 +320,10 @@ class GradientReducer:
         values = self._take_values(bucket)
         parts = []
         for segment in bucket.segments:
-            value = values.get(segment.parameter)
-            if value is None:
-                parts.append(bucket.total.new_zeros(segment.stop - segment.start))
+            if segment.parameter in values:
+                parts.append(values[segment.parameter][segment.start : segment.stop])
             else:
-                parts.append(value[segment.start : segment.stop])
+                parts.append(bucket.total.new_zeros(segment.stop - segment.start))
         sent = torch.cat(parts) if parts else bucket.total.new_empty(0)
         values.clear()
         parts.clear()
@@ -334,8 +334,11 @@ class GradientReducer:
             sent = sent.div_(size).to(self._half)
         self._reducer_group.begin_bucket(sent)
         received: Tensor | None = None
+        work: dist.Work | None = None
         try:
-            if self._transfer.uses_all_to_all or sent.dtype in _HALF_DTYPES:
+            if not sent.numel():
+                pass
+            elif self._transfer.uses_all_to_all or sent.dtype in _HALF_DTYPES:
                 width = sent.numel() * sent.element_size() // max(1, sum(bucket.splits))  # bytes per element
                 counts = [count * width for count in bucket.splits]
                 received = torch.empty(counts[rank] * size, dtype=torch.uint8, device=sent.device)
@@ -357,11 +360,11 @@ class GradientReducer:
         values = {}
         for number in bucket.parameters:
             parameter, gradient = self._parameters[number], self._gradients[number]
-            value = parameter.grad
+            value, added = parameter.grad, gradient.added
+            gradient.added = None
             if value is gradient:
-                value, gradient.added = gradient.added, None
-            elif value is not None:
-                gradient.added = None
+                value = added
+            else:
                 parameter.grad = None
             if value is not None:
                 values[number] = flat_like(value, parameter)
@@ -377,13 +380,13 @@ class GradientReducer:
         """Wait for a bucket, and add its mean to the slices of this rank."""
         self._reducer_group.wait_for_ranks(sent.work)
         bucket, size = sent.bucket, self._communicator.size
-        real = bucket.total.dtype.to_real()
+        width = 2 if bucket.total.is_complex() else 1
+        count = bucket.total.numel() * width
         if sent.received is not None:
-            rows = sent.received.view(self._half or real).view(size, -1).unbind()
+            rows = sent.received.view(sent.sent.dtype).view(size, count).unbind()
         else:
-            width = 2 if bucket.total.is_complex() else 1
             place = sum(bucket.splits[: self._communicator.rank]) * width
-            rows = (sent.sent[place : place + bucket.total.numel() * width],)
+            rows = (sent.sent[place : place + count],)
         is_new = not sent.attached
         target = bucket.total if is_new else torch.empty_like(bucket.total)
         elements = torch.view_as_real(target).view(-1) if target.is_complex() else target
@@ -452,7 +455,7 @@ class GradientReducer:
         """Remove the hooks from the parameters, and release the process group."""
         for handle in self._handles:
             handle.remove()
-        del self._group, self._reducer_group
+        del self._group, self._transfer, self._reducer_group
 
 
 def _hook(reducer: weakref.ref[GradientReducer], number: int) -> Callable[[Tensor], None]:

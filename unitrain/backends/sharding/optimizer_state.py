@@ -102,22 +102,26 @@ def _check_state_dict_methods(optimizer: Optimizer) -> None:
 
 
 def shard_optimizer_state(
-    optimizer: Optimizer, communicator: Communicator, reducer: GradientReducer | None = None
+    optimizer: Optimizer,
+    communicator: Communicator,
+    *,
+    shard: Shard = "state",
+    reducer: GradientReducer | None = None,
 ) -> None:
     """Shard the state of `optimizer` over the ranks of `communicator`. All ranks call it, with equal parameters.
 
     Elementwise optimizers of torch.optim are partitioned by elements, all others by tensors. The state must be complete
     and equal on all ranks. Afterwards, all ranks must call `optimizer.state_dict()`, which gathers the complete state
-    on every rank. An optimizer without sharding can load it. `reducer` shards the gradients of its parameters in the
-    same way, or is None if gradients are complete. Raises ModelError if the optimizer was sharded by another backend or
-    with another model.
+    on every rank. An optimizer without sharding can load it. With `shard="gradients"`, `reducer` shards the gradients
+    in the same way; it is None if gradients are complete. Raises ModelError if the optimizer was sharded by another
+    backend or with another model.
     """
     checks.check_is_optimizer("shard_optimizer_state(optimizer)", optimizer)
     fix = "Use shard_optimizer_state(optimizer, backend)"
     validation.check_instance("shard_optimizer_state(communicator)", communicator, Communicator, "a backend", fix)
     sharded = _sharded.get(optimizer)
     if sharded is None:
-        _sharded[optimizer] = ShardedState(optimizer, communicator, reducer)
+        _sharded[optimizer] = ShardedState(optimizer, communicator, shard, reducer)
     elif not sharded.belongs_to(communicator, reducer):
         raise ModelError(
             "The state of this optimizer is sharded over the ranks of another backend or model. Build a new optimizer, "
@@ -158,10 +162,9 @@ class ShardedState:
     """
 
     def __init__(
-        self, optimizer: Optimizer, communicator: Communicator, reducer: GradientReducer | None = None
+        self, optimizer: Optimizer, communicator: Communicator, shard: Shard, reducer: GradientReducer | None
     ) -> None:
-        self._communicator, self._reducer = communicator, reducer
-        self.shard: Shard = "state" if reducer is None else "gradients"
+        self._communicator, self.shard, self._reducer = communicator, shard, reducer
         self._gradients: list[tuple[nn.Parameter, ShardedGradient]] = []  # replaced by this rank's parts in a step
         self._is_elementwise = type(optimizer) in _ELEMENTWISE
         self._owned: dict[nn.Parameter, _OwnedParameter] = {}
@@ -332,7 +335,7 @@ class ShardedState:
             part, parameter, piece = owned.part, owned.parameter, owned.piece
             part.data = self._view(parameter, piece)
             gradient = parameter.grad
-            if isinstance(gradient, ShardedGradient):
+            if self._reducer is not None and isinstance(gradient, ShardedGradient):
                 part.grad = gradient.local
             elif gradient is not None:
                 part.grad = flat_like(gradient, parameter)[piece.start : piece.stop]
