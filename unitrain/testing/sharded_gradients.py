@@ -16,7 +16,7 @@ from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
 from unitrain.errors import ConfigError, ModelError
 from unitrain.testing import gradients, local_gradients, parameters, sharding
 from unitrain.testing.cases import CASES, Case, assert_same_on_every_rank, contract, raises
-from unitrain.testing.models import FEATURES, assert_gradients, batch, complete, loss_of, mean_gradients
+from unitrain.testing.models import FEATURES, assert_gradients, batch, complete, compute_loss, mean_gradients
 from unitrain.testing.models import gradients as gradients_of
 
 
@@ -126,7 +126,7 @@ def _setup(backend: Backend, **settings: Any) -> tuple[nn.Module, nn.Module, tor
 
 
 def _run(model: nn.Module, rank: int, step: int = 0) -> None:
-    loss_of(model(batch(rank, step))).backward()
+    compute_loss(model(batch(rank, step))).backward()
 
 
 @contract
@@ -358,9 +358,9 @@ def missing_gradients_raise_before_the_step(backend: Backend) -> None:
     model = parameters.TwoHeads()
     wrapped = backend.distributed_model(model, shard="gradients")
     optimizer = backend.distributed_optimizer(torch.optim.Adam(model.parameters()), wrapped, shard="gradients")
-    loss_of(wrapped(batch(backend.rank), "left right")).backward()
+    compute_loss(wrapped(batch(backend.rank), "left right")).backward()
     optimizer.step()
     optimizer.zero_grad()
-    loss_of(wrapped(batch(backend.rank), "left")).backward()
+    compute_loss(wrapped(batch(backend.rank), "left")).backward()
     if backend.size > 1:
         raises(ModelError, "2 parameters that were used earlier got no gradient", optimizer.step)

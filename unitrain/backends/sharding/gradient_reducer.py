@@ -271,7 +271,7 @@ class GradientReducer:
             bucket.missing = len(bucket.parameters) if reached is None else len(reached.intersection(bucket.parameters))
         self._reducer_group.expect_backward()
         end_of_backward.add(Stage.REDUCE_BUCKETS, self._finish_backward)
-        if reached is not None and not self._reducer_group.deferred:
+        if reached is not None and not self._reducer_group.defers_allreduces:
             self._send_complete_buckets()
 
     def add_gradient(self, number: int) -> None:
@@ -291,7 +291,7 @@ class GradientReducer:
         self._has_arrived.add(number)
         self._arrived.append(number)
         bucket.missing -= 1
-        if bucket.missing == 0 and bucket.number == self._next and not self._reducer_group.deferred:
+        if bucket.missing == 0 and bucket.number == self._next and not self._reducer_group.defers_allreduces:
             self._send_complete_buckets()
 
     def _raise_repeated(self, number: int) -> None:
@@ -350,7 +350,7 @@ class GradientReducer:
         except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
             self._reducer_group.raise_cause_of(error)
             raise
-        if self._reducer_group.on_stream and work is not None:
+        if self._reducer_group.waits_on_stream and work is not None:
             self._reducer_group.add_work(work)
         attached = {number for number in bucket.parameters if self._is_attached(number)}
         self._in_flight.append(_InFlight(bucket, work, sent, received, attached))
@@ -373,7 +373,7 @@ class GradientReducer:
         return values
 
     def _is_complete(self, sent: _InFlight) -> bool:
-        return not self._reducer_group.on_stream and (sent.work is None or sent.work.is_completed())
+        return not self._reducer_group.waits_on_stream and (sent.work is None or sent.work.is_completed())
 
     @torch.no_grad()
     def _finish(self, sent: _InFlight) -> None:
