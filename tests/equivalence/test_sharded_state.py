@@ -48,7 +48,7 @@ def train(backend: Backend, settings: dict[str, Any]) -> tuple[list[Tensor], dic
 
 
 def assert_equal(one: tuple[list[Tensor], dict[str, float]], other: tuple[list[Tensor], dict[str, float]]) -> None:
-    torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-10)
     assert one[1] == pytest.approx(other[1], abs=1e-10)
 
 
