@@ -17,6 +17,7 @@ SchedulerUnit = Literal["step", "epoch"]
 ProgressStyle = Literal["auto", "bar", "lines", "off"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 BestMode = Literal["min", "max"]
+CheckpointFormat = Literal["auto", "full", "sharded"]
 LrScaling = Literal["none", "linear", "sqrt"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 StreamKind = Literal["shared", "own"]
@@ -109,8 +110,8 @@ class TrainConfig:
     saved in checkpoints)."""
     shard: Shard = "none"
     """"state" shards the optimizer state over ranks (ZeRO-1): each rank updates its part of the parameters and
-    broadcasts it. "gradients" also shards the gradients (ZeRO-2). Results and checkpoints are the same as with
-    "none"."""
+    broadcasts it. "gradients" also shards the gradients (ZeRO-2). Results are the same as with "none". Checkpoints are
+    sharded too, see `checkpoint_format`."""
     lr_scaling: LrScaling = "none"
     """Multiply the optimizer's learning rates by k = global batch size / `reference_batch_size` ("linear") or by its
     square root ("sqrt")."""
@@ -148,6 +149,9 @@ class TrainConfig:
     """Also save a checkpoint when this time has elapsed on rank 0 since the last one."""
     async_checkpoints: bool = True
     """Write checkpoints in a background thread; training waits only for the copy to host memory."""
+    checkpoint_format: CheckpointFormat = "auto"
+    """"full": rank 0 gathers the state and writes it. "sharded": every rank writes its part, in parallel and without
+    gathering. "auto" is "sharded" if `shard` is set, otherwise "full". A run can resume from either format."""
     keep_last: int | None = 3
     """Number of newest checkpoints to keep; None keeps all."""
     keep_every: int | None = None
@@ -303,6 +307,7 @@ _CHOICE_SETTINGS: dict[str, Any] = {
     "uneven": Uneven,
     "lr_scaling": LrScaling,
     "shard": Shard,
+    "checkpoint_format": CheckpointFormat,
     "keep_best_mode": BestMode,
 }
 _BOOLEAN_SETTINGS = (
@@ -318,6 +323,7 @@ CHECKPOINT_SETTINGS = (
     "checkpoint_every_epochs",
     "checkpoint_every_steps",
     "checkpoint_every_minutes",
+    "checkpoint_format",
     "keep_last",
     "keep_every",
     "keep_best",

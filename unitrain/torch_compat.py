@@ -202,6 +202,19 @@ def has_forward_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
     return hook in module._forward_pre_hooks.values()
 
 
+def loads_state_unchanged(model: nn.Module) -> bool:
+    """Return whether `model.load_state_dict` only copies each tensor into the model, without hooks and overridden
+    methods. Checked with torch 2.14."""
+    return all(
+        type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        and type(module).load_state_dict is nn.Module.load_state_dict
+        and type(module).set_extra_state is nn.Module.set_extra_state
+        and not module._load_state_dict_pre_hooks
+        and not module._load_state_dict_post_hooks
+        for module in model.modules()
+    )
+
+
 def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dictionary of the buffers of `module`, without those of its submodules. Checked with torch 2.14."""
     return module._buffers

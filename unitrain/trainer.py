@@ -165,6 +165,7 @@ class Trainer:
             self.model, lambda: self._precision.loss_scale(self._loss_weighting.loss_scale())
         )
         self.optimizer = backend.distributed_optimizer(optimizer, self.model, shard=config.shard)
+        self._run.restore_optimizer_state(self.optimizer)
         self._update = ParameterUpdate(
             self.optimizer,
             model,

@@ -20,14 +20,15 @@ from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsPowerSGD, require
 from unitrain.backends.compression_setting import PowerSGD, read_compression
 from unitrain.bootstrap import environment
-from unitrain.checkpoint import files
-from unitrain.checkpoint.checkpointer import GRADIENTS, Checkpointer
+from unitrain.checkpoint import loading
+from unitrain.checkpoint.checkpointer import AVERAGE, GRADIENTS, Checkpointer
 from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
 from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import broadcast_buffers
+from unitrain.optim.ema import WeightAverage
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
 from unitrain.progress.training_progress import TrainingProgress
 
@@ -85,6 +86,15 @@ class TrainingRun:
             self._restore(Path(resume), *parts, required=True)
         self._is_row_from_own_folder, self._is_history_rewound = restored, False
         self.description = _describe_parts(model, optimizer, scheduler)
+
+    def restore_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Restore the shard of the optimizer state that this rank holds, after `distributed_optimizer`.
+
+        Without sharding, `restore` loads the state on rank 0, and `distributed_optimizer` broadcasts it.
+        """
+        sharded = None if self._restored is None else self._restored.get(loading.SHARDED)
+        if sharded is not None and self._config.shard != "none":
+            self._checkpointer.load_optimizer_state(Path(sharded), optimizer)
 
     def track_compression_state(self, model: nn.Module, loss_scale: Callable[[], Tensor | None]) -> None:
         """Also save the PowerSGD state of the wrapped `model` in checkpoints, and restore it.
@@ -171,11 +181,12 @@ class TrainingRun:
         if not self._checkpointer.is_enabled:
             return
         broadcast_buffers(model, self._backend)
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        average = parts.pop(AVERAGE, None)
         training = {
-            **{name: part.state_dict() for name, part in self._parts.items()},
-            "optimizer": optimizer.state_dict(),
+            **parts,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "classes": files.classes(optimizer, scheduler),
+            "classes": loading.classes(optimizer, scheduler),
             "progress": self.progress.state_dict(),
             "seed": self._config.seed,
             "learning_rate": {name: getattr(self._config, name) for name in _RATE_SETTINGS},
@@ -190,7 +201,7 @@ class TrainingRun:
                 name: str(value) if isinstance(value, Path) else value for name, value in asdict(self._config).items()
             },
         }
-        self._checkpointer.save(self.progress.step, model, training, manifest)
+        self._checkpointer.save(self.progress.step, model, optimizer, average, training, manifest)
 
     def record_epoch(self, row: dict[str, Any]) -> None:
         """Append the `row` of an epoch to the history."""
@@ -256,6 +267,9 @@ class TrainingRun:
         self._data_order, self._restored_row = training.get("order"), training.get("row")
         for name, part in self._parts.items():
             part.load_state_dict(training.get(name, {}))
+        sharded, average = training.get(loading.SHARDED), self._parts.get(AVERAGE)
+        if sharded is not None and isinstance(average, WeightAverage) and AVERAGE in training:
+            self._checkpointer.load_average(Path(sharded), average.model)
         self._restored = training
         states = training.get("generators", [])
         self._generators = states[self._backend.rank] if len(states) == self._backend.size else None

@@ -1,4 +1,4 @@
-"""`unitrain ckpt`: list, verify and show checkpoints, and convert those of other programs."""
+"""`unitrain ckpt`: list, verify, show and consolidate checkpoints, and convert those of other programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import save_file
+from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
@@ -208,3 +208,54 @@ def test_converted_model_that_does_not_fit_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not fit Sequential with AdamW: .*net\.0\.weight"):
         trainer(network(), max_epochs=1, resume=str(tmp_path / "converted"))
     assert "exists already" in ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").output
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    settings = {"checkpoint_format": "sharded", "ema_decay": 0.5}
+    trainer(network(), max_epochs=2, output_dir=tmp_path / "sharded", **settings).fit(data(), data())
+    return tmp_path / "sharded"
+
+
+def test_sharded_checkpoints_are_listed_verified_and_shown(run: Path, sharded: Path) -> None:
+    assert ckpt("ls", sharded).output.count("step-") == 2
+    assert ckpt("verify", sharded).output == "step-000000004  valid\nstep-000000008  valid\n"
+    tensors = [line for line in ckpt("show", run).output.splitlines() if "  F32 [" in line]
+    assert tensors == [line for line in ckpt("show", sharded).output.splitlines() if "  F32 [" in line]
+    assert len(tensors) == 4
+    for name in ("model", "optimizer", "average"):
+        file = sharded / "step-000000008" / name / "rank-00000.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        done = ckpt("verify", sharded)
+        assert done.exit_code == 1
+        assert f"DAMAGED: the content of {name}/rank-00000.safetensors has changed since it was wri" in done.output
+        file.unlink()
+        assert "step-000000008  DAMAGED: FileNotFoundError" in ckpt("verify", sharded).output
+        file.write_bytes(content)
+    assert ckpt("verify", sharded).exit_code == 0
+
+
+def test_model_and_average_are_consolidated_to_one_file(run: Path, sharded: Path, tmp_path: Path) -> None:
+    full = trainer(network(), max_epochs=2, output_dir=tmp_path / "full", ema_decay=0.5)
+    full.fit(data(), data())
+    assert full.averaged_model is not None
+    for source in (sharded, tmp_path / "full"):
+        for name, options, expected in (("m", (), full.model), ("a", ("--average",), full.averaged_model)):
+            file = tmp_path / f"{source.name}-{name}.safetensors"
+            done = ckpt("consolidate", source, file, *options)
+            assert done.exit_code == 0, done.output
+            assert done.output.startswith(f"{file}  0.0 MB, sha256 ")
+            found, loaded = load_file(file), network()
+            assert found.keys() == expected.state_dict().keys()
+            load_model(loaded, file)
+            for key, value in expected.state_dict().items():
+                assert torch.equal(loaded.state_dict()[key], value)
+    again = ckpt("consolidate", sharded, tmp_path / "full-m.safetensors")
+    assert (again.exit_code, "exists already. Use another file name." in again.output) == (1, True)
+    lacking = ckpt("consolidate", run, tmp_path / "x.safetensors", "--average")
+    assert lacking.exit_code == 1
+    assert "has no averaged weights: its run has no ema_decay." in lacking.output
+    missing = ckpt("consolidate", run, tmp_path / "nowhere" / "x.safetensors")
+    assert (missing.exit_code, "cannot be written: No such file or directory." in missing.output) == (1, True)
+    assert not list(tmp_path.glob(".*"))

@@ -417,11 +417,11 @@ def test_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) ->
 def test_newer_format_raises_and_is_not_skipped(tmp_path: Path) -> None:
     trainer(tmp_path, max_epochs=2).fit(samples())
     newest = tmp_path / "step-000000012"
-    (newest / "manifest.json").write_text(json.dumps({"format": 2, "shards": []}))
+    (newest / "manifest.json").write_text(json.dumps({"format": 3, "shards": []}))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(
         CheckpointError,
-        match=rf"^Checkpoint '{newest}' was written by a newer unitrain, in format 2; .*Update unitrain",
+        match=rf"^Checkpoint '{newest}' was written by a newer unitrain, in format 3; .*Update unitrain",
     ):
         trainer(tmp_path, max_epochs=3, resume=True)
     assert sorted(tmp_path.rglob("*")) == before

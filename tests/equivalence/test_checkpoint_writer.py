@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
@@ -298,14 +299,15 @@ def test_fit_returns_after_the_last_checkpoint_is_written(tmp_path: Path, asynch
     assert [files.find_corruption(path) for path in files.list_checkpoints(tmp_path)] == [None, None]
 
 
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
 def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_format: str
 ) -> None:
-    flush, delays = files._flush, iter([1.0])
+    fsync, delays = os.fsync, iter([1.0])
 
-    def slow_flush(path: Path) -> None:  # the files are in the unfinished folder, which `fit` removes as it begins
+    def slow_fsync(file: int) -> None:  # the files are in the unfinished folder, which `fit` removes as it begins
         time.sleep(next(delays, 0.0))
-        flush(path)
+        fsync(file)
 
     class FailsOnce(Callback):
         failed = False
@@ -315,8 +317,8 @@ def test_fit_after_an_exception_waits_for_the_checkpoint_that_is_being_written(
                 self.failed = True
                 raise ValueError("stopped by the test")
 
-    monkeypatch.setattr(files, "_flush", slow_flush)
-    one = trainer(LOCAL, tmp_path, max_epochs=2, callbacks=[FailsOnce()])
+    monkeypatch.setattr(os, "fsync", slow_fsync)
+    one = trainer(LOCAL, tmp_path, max_epochs=2, callbacks=[FailsOnce()], checkpoint_format=checkpoint_format)
     with pytest.raises(CallbackError, match="stopped by the test"):
         one.fit(data())
     one.fit(data())

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from unitrain import TrainConfig, Trainer, init
 from unitrain.backends.base import Backend
-from unitrain.checkpoint import files
+from unitrain.checkpoint import files, loading
 from unitrain.errors import CheckpointError
 from unitrain.testing import RankGroup
 
@@ -99,8 +99,8 @@ def test_another_optimizer_is_detected_in_checkpoints_without_class_names(tmp_pa
     path = files.checkpoint_path(tmp_path, 3)
     files.write(path, model.state_dict(), {"optimizer": kept, "progress": {}}, {})
     with pytest.raises(CheckpointError, match=r"has no betas, eps, amsgrad.* of a Adam: another optimizer wrote it\."):
-        files.load(path, model, ADAM(model.parameters(), lr=0.1), None)
-    files.load(path, model, SGD(model.parameters(), lr=0.1), None)
+        loading.load(path, model, ADAM(model.parameters(), lr=0.1), None)
+    loading.load(path, model, SGD(model.parameters(), lr=0.1), None)
 
 
 def test_changed_settings_of_the_optimizer_are_named_and_not_used(

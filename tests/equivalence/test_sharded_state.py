@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
+from unitrain.checkpoint import files
 from unitrain.errors import ConfigError
 from unitrain.testing import RankGroup
 
@@ -53,21 +54,26 @@ def assert_equal(one: tuple[list[Tensor], dict[str, float]], other: tuple[list[T
 
 
 def test_sharded_training_equals_and_resumes_replicated_training(tmp_path: Path) -> None:
-    """Continue one run with 2, 3 and 1 ranks on both backends, with and without sharding."""
+    """Continue one run with 2, 3 and 1 ranks on both backends, with and without sharding, in both formats."""
     with RankGroup("local", 1) as group:
-        expected = {steps: group.run(train, {"max_steps": steps})[0] for steps in (3, 6, 9, 11, 13)}
+        expected = {steps: group.run(train, {"max_steps": steps})[0] for steps in (3, 6, 9, 11, 13, 15)}
     parts = [
-        ("ddp", 2, 3, "state"),
-        ("horovod", 3, 6, "gradients"),
-        ("ddp", 3, 9, "none"),
-        ("local", 1, 11, "gradients"),
-        ("ddp", 2, 13, "gradients"),
+        ("ddp", 2, 3, "state", "auto", 2),
+        ("horovod", 3, 6, "gradients", "auto", 3),
+        ("ddp", 3, 9, "none", "sharded", 3),
+        ("local", 1, 11, "gradients", "auto", 1),
+        ("ddp", 2, 13, "gradients", "full", None),
+        ("ddp", 2, 15, "none", "auto", None),
     ]
-    for backend, size, steps, shard in parts:
+    for backend, size, steps, shard, checkpoint_format, ranks in parts:
         with RankGroup(backend, size) as group:
-            settings = {"shard": shard, "output_dir": tmp_path, "resume": True, "max_steps": steps}
+            settings = {
+                "shard": shard, "checkpoint_format": checkpoint_format, "output_dir": tmp_path, "resume": True,
+                "max_steps": steps,
+            }  # fmt: skip
             for found in group.run(train, settings):
                 assert_equal(found, expected[steps])
+        assert files.read_manifest(files.checkpoint_path(tmp_path, steps)).get("ranks") == ranks
 
 
 def test_unknown_sharding_is_rejected() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,13 @@ from torch import nn
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
-from unitrain.backends.synchronized_errors import raise_on_all_ranks
-from unitrain.checkpoint import files, output_folder
+from unitrain.backends.sharding.state_parts import load_own_state, parameter_groups
+from unitrain.backends.sharding.tensor_parts import is_distributed_tensor
+from unitrain.backends.synchronized_errors import call_on_all_ranks, raise_on_all_ranks
+from unitrain.checkpoint import files, loading, output_folder, sharded_files
 from unitrain.checkpoint.folder_lock import FolderLock
-from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_all_ranks, on_rank_zero
+from unitrain.checkpoint.sharded_files import AVERAGE_FOLDER, StoredOptimizerState, collect_shard, load_module
 from unitrain.checkpoint.writer import (
     MAX_WAIT_PER_COLLECTIVE_SECONDS,
     CheckpointWriter,
@@ -28,7 +31,8 @@ from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError, ConfigError
 
-GRADIENTS = "gradients"
+GRADIENTS, AVERAGE = "gradients", "average"
+_FIX = "Read it with the versions of torch and unitrain that wrote it."
 
 
 class Checkpointer:
@@ -71,17 +75,58 @@ class Checkpointer:
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, required: bool
     ) -> dict[str, Any] | None:
-        """Call `load_checkpoint`."""
-        return load_checkpoint(path, model, optimizer, scheduler, self._communicator, required=required)
+        """Call `load_checkpoint`. If the run shards the optimizer state, that of a sharded checkpoint is loaded by
+        `load_optimizer_state`."""
+        later = self._config.shard != "none"
+        return load_checkpoint(path, model, optimizer, scheduler, self._communicator, required=required, later=later)
 
-    def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Save the weights of `model`, the state `training` and the values in `manifest` as the checkpoint of `step`.
+    def load_optimizer_state(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Load the part of the optimizer state that this rank holds from sharded checkpoint `path`."""
+        communicator, task = self._communicator, f"restore the optimizer state from '{path}'"
+        fix = "Use the same optimizer as the run that wrote it."
+        # Only rank 0 reads the positions of the tensors, so that not every rank opens the files of all ranks.
+        found = on_rank_zero(communicator, task, fix, lambda: StoredOptimizerState.open(path))
+        stored: StoredOptimizerState = communicator.broadcast_object(found)
+        on_all_ranks(communicator, task, fix, lambda: load_own_state(optimizer, stored))
 
-        Rank 0's values are saved. With `async_checkpoints` this returns as soon as they are copied to host memory.
+    def load_average(self, path: Path, average: nn.Module) -> None:
+        """Load the averaged weights of sharded checkpoint `path` into `average` on every rank."""
+        task = f"restore the averaged weights from '{path}'"
+        _load_modules(self._communicator, [average], task, lambda: load_module(path, AVERAGE_FOLDER, average))
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average: dict[str, Any] | None,
+        training: dict[str, Any],
+        manifest: dict[str, Any],
+    ) -> None:
+        """Save the checkpoint of `step`: the weights of `model`, the state of `optimizer`, and the state `average` of
+        the averaged weights, the state `training` and the values in `manifest` of rank 0.
+
+        In the sharded format, every rank saves its part. With `async_checkpoints` this returns as soon as the state is
+        copied to host memory.
         """
-        if self._writer is not None:
-            self._last_saved = time.monotonic()
+        if self._writer is None:
+            return
+        self._last_saved = time.monotonic()
+        if not self.is_sharded:
+            training = {**training, "optimizer": optimizer.state_dict()}
+            training |= {} if average is None else {AVERAGE: average}
             self._writer.save(step, model, training, manifest)
+            return
+        communicator = self._communicator
+        training = {**training, "optimizer": {"param_groups": parameter_groups(optimizer)}}
+        weights = None
+        if average is not None:
+            weights = average["model"]
+            training[AVERAGE] = {name: value for name, value in average.items() if name != "model"}
+        shard = call_on_all_ranks(
+            communicator, lambda: collect_shard(model, optimizer, weights, communicator.rank, communicator.size)
+        )
+        self._writer.save_sharded(step, shard, training, manifest)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
@@ -92,6 +137,12 @@ class Checkpointer:
     def is_enabled(self) -> bool:
         """Whether the run has an output folder."""
         return self._writer is not None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank writes its part of a checkpoint."""
+        checkpoint_format = self._config.checkpoint_format
+        return checkpoint_format == "sharded" or (checkpoint_format == "auto" and self._config.shard != "none")
 
     @property
     def is_due(self) -> bool:
@@ -184,26 +235,29 @@ def load_checkpoint(
     communicator: Communicator,
     *,
     required: bool,
+    later: bool = False,
 ) -> dict[str, Any] | None:
     """Load the checkpoint `path`, or the newest valid one in folder `path`; return its `training` state.
 
     All ranks call it. The result is equal on all ranks; it is None if there is no checkpoint and `required` is False.
     Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and `distributed_optimizer`
-    broadcast them later. Every rank loads `scheduler`. The state of gradient compression may be much larger than the
-    model, so only rank 0 returns it. Raises CheckpointError on every rank if no checkpoint is valid, or if it does not
-    match the model, optimizer or scheduler.
+    broadcast them later. With `later`, the optimizer state of a sharded checkpoint is not loaded. Every rank loads
+    `scheduler`. The state of gradient compression may be much larger than the model, so only rank 0 returns it. Raises
+    CheckpointError on every rank if no checkpoint is valid, or if it does not match the model, optimizer or scheduler.
     """
 
-    def load() -> dict[str, Any] | None:
-        checkpoint = files.find_newest_valid(path, required=required)
-        return None if checkpoint is None else files.load(checkpoint, model, optimizer, scheduler)
-
-    fix = "Read it with the versions of torch and unitrain that wrote it."
-    training: dict[str, Any] | None = on_rank_zero(communicator, f"restore from '{path}'", fix, load)
+    checkpoint = find_checkpoint(path, communicator, required=required)
+    if checkpoint is None:
+        return None
+    training: dict[str, Any] | None = on_rank_zero(
+        communicator,
+        f"restore from '{path}'",
+        _FIX,
+        lambda: loading.load(checkpoint, model, optimizer, scheduler, later=later),
+    )
     gradients = None if training is None else training.pop(GRADIENTS, None)
     training = communicator.broadcast_object(training)
-    if training is None:
-        return None
+    assert training is not None
     if gradients is not None:
         training[GRADIENTS] = gradients
     problem: CheckpointError | None = None
@@ -228,13 +282,51 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
     CheckpointError on every rank if no checkpoint is valid, or if it does not match the model.
     """
 
-    def load() -> None:
-        found = files.find_newest_valid(path, required=True)
-        assert found is not None
-        files.load_weights(found, model, average)
+    checkpoint = find_checkpoint(path, communicator, required=True)
+    assert checkpoint is not None
+    modules = [model] if average is None else [model, average]
+    task = f"load the weights of '{path}'"
+    _load_modules(communicator, modules, task, lambda: loading.load_weights(checkpoint, model, average))
 
-    on_rank_zero(communicator, f"load the weights of '{path}'", "Use the same model as the run that wrote it.", load)
+
+def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -> Path | None:
+    """Return checkpoint `path`, or the newest valid one in folder `path`; None if there is none. All ranks call it.
+
+    The ranks share the work of checking the files of a sharded checkpoint. Raises CheckpointError on every rank if all
+    checkpoints are corrupt, if there is none and `required` is True, or if one has a newer format.
+    """
+
+    def check(checkpoint: Path) -> str | None:
+        if not sharded_files.is_sharded(checkpoint):
+            return files.find_corruption(checkpoint)
+        communicator.broadcast_object(checkpoint)
+        found = communicator.allgather_object(files.find_corruption(checkpoint, 0, communicator.size))
+        return next((one for one in found if one is not None), None)
+
+    def find() -> Path | None:
+        try:
+            return files.find_newest_valid(path, required=required, check=check)
+        finally:
+            communicator.broadcast_object(None)  # ends the loop of the other ranks
+
+    if communicator.rank != 0:
+        while (checkpoint := communicator.broadcast_object(None)) is not None:
+            communicator.allgather_object(files.find_corruption(checkpoint, communicator.rank, communicator.size))
+    found: Path | None = communicator.broadcast_object(on_rank_zero(communicator, f"restore from '{path}'", _FIX, find))
+    return found
+
+
+def _load_modules(
+    communicator: Communicator, modules: Iterable[nn.Module], task: str, load: Callable[[], None]
+) -> None:
+    """Call `load`, which loads `modules`, on rank 0, and broadcast their tensors. If they contain DTensors, each rank
+    calls `load`."""
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    fix = "Use the same model as the run that wrote it."
+    if any(map(is_distributed_tensor, tensors)):
+        on_all_ranks(communicator, task, fix, load)
+        return
+    on_rank_zero(communicator, task, fix, load)
     with torch.no_grad():
-        for module in [model] if average is None else [model, average]:
-            for tensor in (*module.parameters(), *module.buffers()):
-                broadcast_tensors(communicator, [tensor])  # one at a time, to avoid a second copy of the model
+        for tensor in tensors:
+            broadcast_tensors(communicator, [tensor])  # one at a time, to avoid a second copy of the model

@@ -1,10 +1,12 @@
 """The file format of checkpoints. torch and safetensors can read the files without unitrain.
 
-A checkpoint is a folder `step-000000123` with three files:
+A checkpoint that rank 0 writes is a folder `step-000000123` with three files:
 
     model.safetensors   parameters and buffers under the user's names
     training.pt         all other state; read it with `torch.load(..., weights_only=True)`
     manifest.json       size and sha256 of both files, versions, step, epoch, results and configuration
+
+`sharded_files` describes the checkpoints that all ranks write.
 
 The folder is written under a temporary name and then renamed, so a folder with the final name is complete.
 
@@ -14,7 +16,6 @@ complex128, nor complex64 before version 0.6. Its metadata lists the names of th
 
 from __future__ import annotations
 
-import copy
 import errno
 import hashlib
 import json
@@ -23,7 +24,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,15 @@ from torch import Tensor, nn
 
 from unitrain import __version__
 from unitrain.checkpoint.state_copy import plain_state
+from unitrain.checkpoint.tensor_files import COMPLEX
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
-_FORMAT = 1
+_FORMAT, _NEWEST_FORMAT = 1, 2  # 2: sharded
+# Names of files in a manifest. Other names, such as ../model.safetensors, are not read.
+_FILE = re.compile(r"model\.safetensors|training\.pt|(model|optimizer|average)/rank-\d{5,}(-\d+)?\.(safetensors|pt)")
 _MAX_MANIFEST_BYTES = 64 << 20
-_COMPLEX = "unitrain.complex"  # in the metadata of safetensors: names of complex tensors, as JSON
 _STEP = re.compile(r"step-(\d{9,})")
 # Temporary names of folders that are being written or removed.
 _UNFINISHED = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
@@ -76,40 +79,49 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def find_corruption(path: Path) -> str | None:
-    """Return why checkpoint `path` is corrupt, or None if all files are present and match their checksums."""
+def find_corruption(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Return why checkpoint `path` is corrupt, or None if all files are present and match their checksums.
+
+    Several processes can check the files of a sharded checkpoint together: number `part` of `parts` checks its files.
+    """
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
         files = manifest["files"]
         named = _STEP.fullmatch(path.name)
         if named and "step" in manifest and manifest["step"] != int(named[1]):
             return f"it is the checkpoint of step {manifest['step']} under the name of another step"
-        for name in (MODEL, TRAINING):
+        if (unknown := next((name for name in files if not _FILE.fullmatch(name)), None)) is not None:
+            return f"its manifest has an unknown file {unknown!r}"
+        names = [TRAINING, *sorted({*files} - {TRAINING})] if "ranks" in manifest else [MODEL, TRAINING]
+        for name in names[part::parts]:
             if (found := (path / name).stat().st_size) != files[name]["bytes"]:
                 return f"{name} has {found} bytes instead of {files[name]['bytes']}"
-            if _sha256(path / name) != files[name]["sha256"]:
+            if sha256(path / name) != files[name]["sha256"]:
                 return f"the content of {name} has changed since it was written"
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def find_newest_valid(where: Path, *, required: bool) -> Path | None:
+def find_newest_valid(
+    where: Path, *, required: bool, check: Callable[[Path], str | None] = find_corruption
+) -> Path | None:
     """Return the checkpoint `where`, or the newest valid one in folder `where`; None if there is none.
 
-    Skipped checkpoints are logged. Raises CheckpointError if all checkpoints are corrupt, if there is none and
-    `required` is True, or if one has a newer format.
+    `check` returns why a checkpoint is corrupt, or None. Skipped checkpoints are logged. Raises CheckpointError
+    if all checkpoints are corrupt, if there is none and `required` is True, or if one has a newer format.
     """
     found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else list_checkpoints(where)
+    damages: list[str | None] = []
     for path in found:
         _check_format(path)
-        damaged = find_corruption(path)
+        damages.append(damaged := check(path))
         if damaged is None:
             return path
         _log.warning("Checkpoint '%s' is skipped: %s.", path, damaged)
     if found:
         raise CheckpointError(
-            f"None of the {len(found)} checkpoints in '{where}' is valid; in the newest, {find_corruption(found[0])}. "
+            f"None of the {len(found)} checkpoints in '{where}' is valid; in the newest, {damages[0]}. "
             "Restore the files from a copy, or start again in another output_dir."
         )
     if required:
@@ -120,11 +132,20 @@ def find_newest_valid(where: Path, *, required: bool) -> Path | None:
 def _check_format(path: Path) -> None:
     """Raise CheckpointError if the checkpoint has a newer format. Skipping it would resume from an older checkpoint."""
     written = read_manifest(path).get("format")
-    if isinstance(written, int) and written > _FORMAT:
+    if isinstance(written, int) and written > _NEWEST_FORMAT:
         raise CheckpointError(
             f"Checkpoint '{path}' was written by a newer unitrain, in format {written}; this version reads up to "
-            f"{_FORMAT}. Update unitrain, or start again in another output_dir."
+            f"{_NEWEST_FORMAT}. Update unitrain, or start again in another output_dir."
         )
+
+
+def is_written(target: Path, facts: dict[str, Any]) -> bool:
+    """Return whether `target` is a valid checkpoint of the position in `facts`: the run was resumed from it and had no
+    steps left."""
+    position_fields = ("step", "epoch", "sample")
+    return find_corruption(target) is None and all(
+        read_manifest(target).get(name) == facts.get(name) for name in position_fields
+    )
 
 
 def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -133,35 +154,41 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], fact
     Raises CheckpointError for state that `torch.load(..., weights_only=True)` rejects; OSError and the errors of
     safetensors are not converted.
     """
-    position_fields = ("step", "epoch", "sample")
-    if find_corruption(target) is None and all(
-        read_manifest(target).get(name) == facts.get(name) for name in position_fields
-    ):
-        return  # the run was resumed from this checkpoint and had no steps left
+    if is_written(target, facts):
+        return
     training = plain_state(training)
     unfinished = target.with_name(f".{target.name}.unfinished")
     remove(unfinished)
     unfinished.mkdir()
-    names = [name for name, value in model.items() if value.is_complex()]
-    metadata = {_COMPLEX: json.dumps(names)} if names else None
-    save_model(_Weights(model), str(unfinished / MODEL), metadata)  # type: ignore[arg-type]
+    save_model_file(model, unfinished / MODEL)
     torch.save(training, unfinished / TRAINING)
     files = {
-        name: {"bytes": (unfinished / name).stat().st_size, "sha256": _sha256(unfinished / name)}
+        name: {"bytes": (unfinished / name).stat().st_size, "sha256": sha256(unfinished / name)}
         for name in (MODEL, TRAINING)
     }
-    versions = {"format": _FORMAT, "unitrain": __version__, "torch": torch.__version__}
+    write_manifest(unfinished, _FORMAT, facts, files)
+    for name in (MODEL, TRAINING, "."):
+        flush(unfinished / name)
+    publish(unfinished, target)
+
+
+def write_manifest(unfinished: Path, file_format: int, facts: dict[str, Any], files: dict[str, Any]) -> None:
+    """Write the manifest to folder `unfinished` and flush it to disk. `files` are the sizes and digests by name."""
+    versions = {"format": file_format, "unitrain": __version__, "torch": torch.__version__}
     manifest = {**versions, **facts, "files": files}
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    for name in (MODEL, TRAINING, MANIFEST, "."):
-        _flush(unfinished / name)
+    flush(unfinished / MANIFEST)
+
+
+def publish(unfinished: Path, target: Path) -> None:
+    """Rename the complete folder `unfinished` to `target`, which it replaces."""
     replaced = unfinished.with_name(f".{target.name}.replaced.unfinished")
     if target.exists():  # it is corrupt, or was written at the last step of an epoch without the results
         remove(replaced)
         target.rename(replaced)
     unfinished.rename(target)
     remove(replaced)
-    _flush(target.parent)
+    flush(target.parent)
 
 
 class _Weights:
@@ -220,7 +247,7 @@ def _covers_storage(value: Tensor) -> bool:
 def complex_names(path: Path) -> list[str]:
     """Return the names of the complex tensors in safetensors file `path`, which are stored as real tensors."""
     with safe_open(path, framework="pt") as file:
-        names: list[str] = json.loads((file.metadata() or {}).get(_COMPLEX, "[]"))
+        names: list[str] = json.loads((file.metadata() or {}).get(COMPLEX, "[]"))
     return names
 
 
@@ -229,7 +256,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return _restore_complex(load_file(path), complex_names(path))
 
 
-def _load_model(model: nn.Module, path: Path) -> None:
+def save_model_file(state: dict[str, Tensor], path: Path) -> None:
+    """Write the state dict of a model to safetensors file `path`. Tied parameters are written once."""
+    names = [name for name, value in state.items() if value.is_complex()]
+    metadata = {COMPLEX: json.dumps(names)} if names else None
+    save_model(_Weights(state), str(path), metadata)  # type: ignore[arg-type]
+
+
+def load_model_file(model: nn.Module, path: Path) -> None:
     """Load safetensors file `path` into `model`. Raises RuntimeError, ValueError or LookupError on a mismatch."""
     # The error of safetensors names the class of the model, so use the user's class name.
     weights = type(type(model).__name__, (_Weights,), {})(model.state_dict(), model, complex_names(path))
@@ -240,120 +274,6 @@ def _restore_complex(state: dict[str, Tensor], names: Container[str]) -> dict[st
     return {name: torch.view_as_complex(value) if name in names else value for name, value in state.items()}
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-    """Load a valid checkpoint into `model`, `optimizer` and `scheduler`, and return the rest of its training state.
-
-    Raises CheckpointError if it does not match them.
-    """
-    training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
-    _check_classes(path, training.get("classes", {}), optimizer, scheduler)
-    # A checkpoint of another program may have no scheduler state. The scheduler then starts from its initial state.
-    has_scheduler = "scheduler" in training
-    if has_scheduler and (training["scheduler"] is None) != (scheduler is None):
-        has, lacks = ("no", "one") if scheduler is not None else ("a", "none")
-        raise CheckpointError(
-            f"Checkpoint '{path}' has {has} scheduler and this run has {lacks}. Create the Trainer as in the run that "
-            "wrote it."
-        )
-    try:
-        _load_model(model, path / MODEL)
-        if (state := training.pop("optimizer")) is not None:
-            _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
-            optimizer.load_state_dict(state)
-        if scheduler is not None and has_scheduler:
-            scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))  # CyclicLR removes a key
-    except (RuntimeError, ValueError, LookupError) as error:
-        found = " ".join(str(error).split())
-        raise CheckpointError(
-            f"Checkpoint '{path}' does not fit {type(model).__name__} with {type(optimizer).__name__}: {found}. "
-            "Use the same model and optimizer as the run that wrote it."
-        ) from error
-    return training
-
-
-def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> None:
-    """Load the weights of a valid checkpoint into `model`, and the averaged weights into `average`.
-
-    Raises CheckpointError if they do not match the model, or if the checkpoint has no average.
-    """
-    try:
-        _load_model(model, path / MODEL)
-        if average is not None:
-            training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
-            load_state(average, training["average"]["model"])
-    except (RuntimeError, ValueError, LookupError) as error:
-        found = " ".join(str(error).split())
-        raise CheckpointError(
-            f"The weights of checkpoint '{path}' do not fit {type(model).__name__}: {found}. "
-            "Use the same model as the run that wrote it."
-        ) from error
-
-
-def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str | None]:
-    """Return the class names of optimizer and scheduler, to be stored in a checkpoint."""
-    return {
-        "optimizer": type(optimizer).__name__,
-        "scheduler": None if scheduler is None else type(scheduler).__name__,
-    }
-
-
-def _check_classes(
-    path: Path, saved_classes: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any
-) -> None:
-    """Raise CheckpointError if the checkpoint has the state of another class of optimizer or scheduler."""
-    for part, name in classes(optimizer, scheduler).items():
-        if saved_classes.get(part) is not None and name is not None and saved_classes[part] != name:
-            raise CheckpointError(
-                f"Checkpoint '{path}' has the state of a {saved_classes[part]}, but the {part} of this run is a "
-                f"{name}. "
-                f"Use {saved_classes[part]}, or start a new run from the weights: "
-                f"safetensors.torch.load_model(model, '{path / MODEL}')."
-            )
-
-
-def _check_settings(
-    path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, scheduled: bool
-) -> None:
-    """Raise CheckpointError if the names of the settings do not match `optimizer`; log a warning if values differ.
-
-    The checkpoint's values are used, because schedulers and callbacks may have changed them during the run.
-    """
-    for number, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
-        missing = [name for name in current_settings if name not in saved_settings and name != "initial_lr"]
-        if "lr" in missing or (
-            missing and [name for name in saved_settings if name not in current_settings and name != "initial_lr"]
-        ):
-            raise CheckpointError(
-                f"Checkpoint '{path}' has no {', '.join(missing)} of a {type(optimizer).__name__}: another optimizer "
-                "wrote it. Use the same optimizer as the run that wrote it, or start a new run from the weights: "
-                f"safetensors.torch.load_model(model, '{path / MODEL}')."
-            )
-        for name in saved_settings:
-            # With a scheduler, compare the initial learning rate only, because the scheduler may have changed the other
-            # settings.
-            before = "initial_lr" if scheduled and name == "lr" else name
-            if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in saved_settings:
-                continue
-            saved_value = saved_settings[before]
-            current_value = current_settings.get(before, current_settings.get(name))
-            if (
-                current_value is not None
-                and _is_plain(saved_value)
-                and _is_plain(current_value)
-                and float(saved_value) != float(current_value)
-            ):
-                _log.warning(
-                    "Checkpoint '%s' has %s=%g in parameter group %d, and the optimizer of this run was built with "
-                    "%s=%g. The run continues with %g. To change it, set it after the Trainer is built: "
-                    "optimizer.param_groups[%d][%r] = %g",
-                    path, name, saved_value, number, name, current_value, saved_value, number, name, current_value,
-                )  # fmt: skip
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
 def remove(path: Path) -> None:
     """Remove a folder, a file or a link, if it exists."""
     if path.is_dir() and not path.is_symlink():
@@ -362,7 +282,8 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Return the SHA-256 digest of a file. Raises OSError for a FIFO or device, which could block."""
     if not path.is_file():  # reading a FIFO or a device would block
         raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
     with path.open("rb") as file:
@@ -386,7 +307,7 @@ def real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush the file or folder `path` to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -33,17 +33,24 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
 
     Raises CheckpointError on every rank if `action` fails: "Cannot `task`: ... `fix`".
     """
+    return on_all_ranks(communicator, task, fix, lambda: action() if communicator.rank == 0 else None)
+
+
+def on_all_ranks(communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]) -> _ResultT | None:
+    """Run `action` on every rank and return its result. All ranks call it.
+
+    Raises CheckpointError on every rank if `action` fails on any rank: "Cannot `task`: ... `fix`".
+    """
     result: _ResultT | None = None
     error: CheckpointError | None = None
-    if communicator.rank == 0:
-        try:
-            result = action()
-        except CheckpointError as caught:
-            error = caught
-        except Exception as caught:  # if only rank 0 raised the exception, the other ranks would hang
-            remedy = fix if fix != CHECK_WRITABLE or isinstance(caught, OSError) else _DAMAGED
-            error = CheckpointError(f"Cannot {task}: {type(caught).__name__}: {caught}. {remedy}")
-            error.__cause__ = caught
+    try:
+        result = action()
+    except CheckpointError as caught:
+        error = caught
+    except Exception as caught:  # if only this rank raised the exception, the other ranks would hang
+        remedy = fix if fix != CHECK_WRITABLE or isinstance(caught, OSError) else _DAMAGED
+        error = CheckpointError(f"Cannot {task}: {type(caught).__name__}: {caught}. {remedy}")
+        error.__cause__ = caught
     raise_on_all_ranks(communicator, error)
     return result
 

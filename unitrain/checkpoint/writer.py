@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
-from unitrain.checkpoint import files
-from unitrain.checkpoint.output_folder import CHECK_WRITABLE
+from unitrain.checkpoint import files, sharded_files
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
+from unitrain.checkpoint.sharded_files import StateShard
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.errors import CheckpointError
 
@@ -31,6 +34,7 @@ _WARN_AFTER_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 Mode = Literal["min", "max"]
+StateT = TypeVar("StateT")
 
 
 @dataclass(frozen=True)
@@ -93,29 +97,55 @@ class Retention:
         return [(min if self.mode == "min" else max)(numbers, key=lambda path: numbers[path])]
 
 
-# The writing threads of this process, by folder.
-_writing: dict[Path, threading.Thread] = {}
+# The writers of this process, by folder.
+_writers: dict[Path, CheckpointWriter] = {}
 
 
 def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
-    """Wait until no earlier Trainer in rank 0's process is writing to `folder`, as after an exception in `fit`.
+    """Wait until no earlier Trainer in the process of any rank is writing to `folder`, as after an exception in `fit`.
 
     All ranks call it.
     """
-    thread = _writing.get(files.real_path(folder)) if communicator.rank == 0 else None
-    _wait_until_written(folder, thread, communicator)
+    writer = _writers.get(files.real_path(folder))
+    _wait_until_written(folder, _NOTHING if writer is None else writer.current, communicator)
 
 
-def _wait_until_written(folder: Path, thread: threading.Thread | None, communicator: Communicator) -> None:
-    """Wait until rank 0's `thread`, which writes to `folder`, has finished. All ranks call it.
+@dataclass
+class _Writing:
+    """A checkpoint that this process is writing, or its error. With `abandoned`, rank 0 stops waiting for others."""
+
+    thread: threading.Thread | None = None
+    error: CheckpointError | None = None
+    abandoned: threading.Event = field(default_factory=threading.Event)
+
+    def is_running_after_wait(self) -> bool:
+        """Wait at most MAX_WAIT_PER_COLLECTIVE_SECONDS for the thread to finish, and return whether it is still
+        running."""
+        if self.thread is None:
+            return False
+        self.thread.join(MAX_WAIT_PER_COLLECTIVE_SECONDS)
+        return self.thread.is_alive()
+
+
+_NOTHING = _Writing()
+
+
+def _wait_until_written(folder: Path, writing: _Writing, communicator: Communicator) -> None:
+    """Wait until all ranks have finished writing a checkpoint to `folder`. All ranks call it.
 
     The wait has no timeout, because a large model may take long, but a long wait is logged.
     """
     began, warn_after_seconds = time.monotonic(), _WARN_AFTER_SECONDS
-    # Writing may take longer than the collective timeout, so rank 0 broadcasts its state periodically.
-    while communicator.broadcast_object(_is_running_after_wait(thread)):
+    while True:
+        # Writing may take longer than the collective timeout, so the ranks exchange their state periodically.
+        own = [writing.is_running_after_wait(), writing.error is not None]
+        is_running, has_failed = communicator.allreduce(torch.tensor(own, dtype=torch.int32), "max").tolist()
+        if not is_running:
+            return
+        if has_failed:
+            writing.abandoned.set()
         seconds = time.monotonic() - began
-        if thread is not None and seconds >= warn_after_seconds:
+        if writing.thread is not None and seconds >= warn_after_seconds:
             _log.warning(
                 "All ranks have waited for %.0f s for a checkpoint that is being written to '%s'. Check that its file "
                 "system responds and has free space: df -h '%s'",
@@ -124,43 +154,81 @@ def _wait_until_written(folder: Path, thread: threading.Thread | None, communica
             warn_after_seconds = 2 * seconds
 
 
-def _is_running_after_wait(thread: threading.Thread | None) -> bool:
-    """Wait at most MAX_WAIT_PER_COLLECTIVE_SECONDS for `thread` to finish, and return whether it is still running."""
-    if thread is None:
-        return False
-    thread.join(MAX_WAIT_PER_COLLECTIVE_SECONDS)
-    return thread.is_alive()
-
-
 class CheckpointWriter:
-    """Writes one checkpoint at a time on rank 0, then removes obsolete ones. All ranks call `save` and `wait`."""
+    """Writes one checkpoint at a time, then removes obsolete ones. All ranks call `save`, `save_sharded` and `wait`."""
 
     def __init__(self, folder: Path, communicator: Communicator, retention: Retention, *, asynchronous: bool) -> None:
         self._folder, self._communicator = folder, communicator
         self._retention, self._asynchronous = retention, asynchronous
         self._is_busy = False
-        self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self.current = _NOTHING
+        """The last checkpoint that this process started to write."""
 
     def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Wait for the previous checkpoint, and start to write that of `step`. Rank 0's arguments are used.
+        """Wait for the previous checkpoint, and start to write that of `step` on rank 0. Rank 0's arguments are used.
 
         Raises CheckpointError on every rank if writing the previous checkpoint failed, or, without asynchronous
         writing, this one.
         """
         self.wait()
-        self._is_busy = True
+        self.current = _Writing()
+        target = files.checkpoint_path(self._folder, step)
         if self._communicator.rank == 0:
-            self._start(files.checkpoint_path(self._folder, step), (model.state_dict(), training), manifest)
-        if not self._asynchronous:
-            self.wait()
+            state = model.state_dict(), training
+
+            def copied() -> tuple[dict[str, Any], dict[str, Any]]:
+                return host_copy((state[0], plain_state(state[1])))
+
+            def write(state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+                files.write(target, *state, manifest)
+                self._retention.apply(target)
+
+            self._start(target, state, copied, write)
+        self._wait_if_synchronous()
+
+    def save_sharded(self, step: int, shard: StateShard, training: dict[str, Any], manifest: dict[str, Any]) -> None:
+        """Wait for the previous checkpoint, and start to write this rank's `shard` of that of `step`.
+
+        Rank 0's `training` and `manifest` are used. Raises CheckpointError like `save`, if any rank cannot write.
+        """
+        self.wait()
+        rank, size = self._communicator.rank, self._communicator.size
+        target = files.checkpoint_path(self._folder, step)
+        unfinished = sharded_files.unfinished_path(target)
+
+        def prepare() -> str | None:
+            if files.is_written(target, manifest):
+                return None
+            files.remove(unfinished)
+            unfinished.mkdir()
+            return secrets.token_hex(8)
+
+        task = f"write checkpoint '{target}'"
+        token = self._communicator.broadcast_object(on_rank_zero(self._communicator, task, CHECK_WRITABLE, prepare))
+        if token is None:
+            return
+        self.current = writing = _Writing()
+
+        def copied() -> tuple[StateShard, dict[str, Any]]:
+            return shard.host_copy(), host_copy(plain_state(training)) if rank == 0 else {}
+
+        def write(state: tuple[StateShard, dict[str, Any]]) -> None:
+            sharded_files.write_shard(unfinished, state[0], rank, token)
+            if rank == 0:
+                abandoned = writing.abandoned
+                if sharded_files.commit(target, *state, manifest, size=size, token=token, abandoned=abandoned):
+                    self._retention.apply(target)
+
+        self._start(target, (shard, training), copied, write)
+        self._wait_if_synchronous()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
         if not self._is_busy:
             return
-        _wait_until_written(self._folder, self._thread, self._communicator)
-        self._is_busy, error, self._error = False, self._error, None
+        writing, self._is_busy = self.current, False
+        _wait_until_written(self._folder, writing, self._communicator)
+        error, writing.error = writing.error, None
         raise_on_all_ranks(self._communicator, error)
 
     def call_when_written(self, function: Callable[[], None]) -> None:
@@ -168,7 +236,7 @@ class CheckpointWriter:
 
         Writing may be unfinished after an exception in `fit`. This method does not communicate.
         """
-        thread = self._thread
+        thread = self.current.thread
         if thread is None or not thread.is_alive():
             function()
             return
@@ -179,26 +247,35 @@ class CheckpointWriter:
 
         threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True).start()
 
-    def _start(self, target: Path, state: tuple[dict[str, Any], dict[str, Any]], manifest: dict[str, Any]) -> None:
-        self._thread = None
+    def _wait_if_synchronous(self) -> None:
+        self._is_busy = True
+        if not self._asynchronous:
+            self.wait()
+
+    def _start(
+        self, target: Path, state: StateT, copied: Callable[[], StateT], write: Callable[[StateT], None]
+    ) -> None:
+        """Call `write` in a thread, with `state` or, in asynchronous writing, with the copy that `copied` returns."""
+        writing = self.current
         if self._asynchronous:
             try:
                 # Convert and check the state before training changes it.
-                state = host_copy((state[0], plain_state(state[1])))
+                state = copied()
             except CheckpointError as error:
-                self._error = error  # `wait` raises it on every rank
+                writing.error = error  # `wait` raises it on every rank
                 return
-        # Not a daemon thread, so that the interpreter completes the checkpoint before it exits.
-        self._thread = threading.Thread(target=self._write, args=(target, *state, manifest), name="unitrain checkpoint")
-        self._thread.start()
-        _writing[files.real_path(self._folder)] = self._thread
 
-    def _write(self, target: Path, model: dict[str, Any], training: dict[str, Any], manifest: dict[str, Any]) -> None:
-        try:
-            files.write(target, model, training, manifest)
-            self._retention.apply(target)
-        except CheckpointError as error:
-            self._error = error
-        except Exception as error:  # stored for `wait`; an exception lost in the thread would make the other ranks hang
-            self._error = CheckpointError(f"Cannot write checkpoint '{target}': {error}. {CHECK_WRITABLE}")
-            self._error.__cause__ = error
+        def run() -> None:
+            try:
+                write(state)
+            except CheckpointError as error:
+                writing.error = error
+            except Exception as error:  # stored for `wait`: without it, the other ranks would hang
+                where = f" on rank {self._communicator.rank}" if self._communicator.rank else ""
+                writing.error = CheckpointError(f"Cannot write checkpoint '{target}'{where}: {error}. {CHECK_WRITABLE}")
+                writing.error.__cause__ = error
+
+        # Not a daemon thread, so that the interpreter completes the checkpoint before it exits.
+        writing.thread = threading.Thread(target=run, name="unitrain checkpoint")
+        writing.thread.start()
+        _writers[files.real_path(self._folder)] = self

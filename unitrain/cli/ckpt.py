@@ -1,4 +1,4 @@
-"""`unitrain ckpt`: list, verify, show and convert checkpoints."""
+"""`unitrain ckpt`: list, verify, show, convert and consolidate checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATH = click.Path(path_type=Path, exists=True)
 
 @click.group()
 def ckpt() -> None:
-    """List, verify, show and convert checkpoints."""
+    """List, verify, show, convert and consolidate checkpoints."""
 
 
 def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -96,22 +96,34 @@ def verify(folder: Path) -> None:
 @_report_errors
 def show(checkpoint: Path) -> None:
     """Print the manifest and the model tensors of CHECKPOINT, or of the newest valid checkpoint in a folder."""
-    from safetensors import safe_open
-
-    from unitrain.checkpoint import files
+    from unitrain.checkpoint import files, sharded_files
 
     path = files.find_newest_valid(checkpoint, required=True)
     assert path is not None
     manifest = files.read_manifest(path)
     click.echo(json.dumps({"checkpoint": str(path), **manifest}, indent=2))
-    complex_names = files.complex_names(path / files.MODEL)
-    with safe_open(path / files.MODEL, framework="pt") as model:
-        for name in model.keys():  # noqa: SIM118 - not a dictionary
-            part = model.get_slice(name)
-            kind, shape = part.get_dtype(), part.get_shape()
-            if name in complex_names:  # stored as pairs of a real and an imaginary part
-                kind, shape = f"C{2 * int(kind.removeprefix('F'))}", shape[:-1]
-            click.echo(f"{name}  {kind} {shape}")
+    for name, tensor in sorted(sharded_files.open_model(path).tensors.items()):
+        click.echo(f"{name}  {tensor.kind} {list(tensor.original_shape)}")
+
+
+@ckpt.command()
+@click.argument("checkpoint", type=_PATH)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--average", is_flag=True, help="Write the averaged weights of a run with ema_decay.")
+@_report_errors
+def consolidate(checkpoint: Path, file: Path, average: bool) -> None:
+    """Write the model of CHECKPOINT, or of the newest valid checkpoint in a folder, to one safetensors file, FILE.
+
+    The checkpoint may be sharded. Tensors are read and written one at a time. FILE contains the tied parameters once.
+    Load it with safetensors.torch.load_model(model, FILE).
+    """
+    from unitrain.checkpoint import files
+    from unitrain.checkpoint.consolidation import consolidate_model
+
+    path = files.find_newest_valid(checkpoint, required=True)
+    assert path is not None
+    written = consolidate_model(path, file, average=average)
+    click.echo(f"{file}  {written.bytes / 1e6:.1f} MB, sha256 {written.sha256}")
 
 
 @ckpt.command()

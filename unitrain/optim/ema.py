@@ -63,10 +63,13 @@ class WeightAverage:
         return {"steps": self._steps, "model": self.model.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the average from a checkpoint. An empty state has no effect."""
-        if state:
+        """Restore the average from a checkpoint. An empty state has no effect.
+
+        A sharded checkpoint stores the averaged weights separately, and the state has no "model".
+        """
+        if "model" in state:
             load_state(self.model, state["model"])
-            self._steps = state["steps"]
+        self._steps = state.get("steps", self._steps)
 
     @torch.no_grad()
     def _copy_weights(self) -> None:

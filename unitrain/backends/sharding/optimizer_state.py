@@ -7,9 +7,11 @@ Source: Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054. The optimize
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -129,6 +131,11 @@ def shard_optimizer_state(
         )
 
 
+def sharded_state(optimizer: Optimizer) -> ShardedState | None:
+    """Return the hooks that shard the state of `optimizer`, or None if it is not sharded by them."""
+    return _sharded.get(optimizer)
+
+
 @dataclass
 class _OwnedParameter:
     """The part of `parameter` that this rank updates. `part` is the parameter itself, or a view of some elements."""
@@ -175,6 +182,7 @@ class ShardedState:
         self._held_ids: list[list[int]] = []
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
         self._is_stepping, self._nested_steps = False, 0
+        self._is_local = False  # while state dicts contain this rank's parts only
         self._all_parameters: list[list[nn.Parameter]] | None = None  # while the groups hold parts
         self._views: dict[tuple[nn.Parameter, int], tuple[int, Tensor]] = {}
         self._waits: list[Callable[[], None]] = []
@@ -194,6 +202,44 @@ class ShardedState:
     def belongs_to(self, communicator: Communicator, reducer: GradientReducer | None) -> bool:
         """Return whether the state is sharded over the ranks of `communicator`, like the gradients of `reducer`."""
         return self._communicator is communicator and self._reducer is reducer
+
+    def local_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state dict with the state of this rank's parts only. It does not communicate."""
+        with self._local_state_dicts():
+            return optimizer.state_dict()
+
+    def load_local_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Load a state dict with the state of this rank's parts, as `local_state_dict` returns it. It does not
+        communicate."""
+        with self._local_state_dicts():
+            optimizer.load_state_dict(state_dict)
+
+    def owned_range(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """Return the range of the elements of `parameter`, in storage order, whose state this rank holds, if any."""
+        owned = self._owned.get(parameter)
+        if owned is None:
+            return None
+        self._check_storage_order(parameter)
+        return owned.piece.start, owned.piece.stop
+
+    def owns_start(self, parameter: nn.Parameter) -> bool:
+        """Return whether this rank holds the state of the first element of `parameter`. One rank does."""
+        owned = self._owned.get(parameter)
+        return owned is not None and owned.piece.start == 0
+
+    def check_state_shape(self, parameter: nn.Parameter, key: Any, shape: Sequence[int]) -> None:
+        """Raise ModelError if loaded state `key` of `shape` does not fit `parameter`. The error is the same on every
+        rank."""
+        if self._is_elementwise:
+            _check_shape(parameter, key, shape)
+
+    @contextmanager
+    def _local_state_dicts(self) -> Iterator[None]:
+        self._is_local = True
+        try:
+            yield
+        finally:
+            self._is_local = False
 
     # --- partitioning of the parameters ---
 
@@ -395,6 +441,8 @@ class ShardedState:
 
     def _complete_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return `state_dict` with the state of all ranks. All ranks call it."""
+        if self._is_local:
+            return state_dict
         held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         own = {key: value for key, value in state_dict["state"].items() if isinstance(key, int)}
         by_rank = [
@@ -414,6 +462,8 @@ class ShardedState:
         """Return the complete `state_dict`, restricted to the state of this rank's parts."""
         self._restore(optimizer)
         self._divide_new_parameters(optimizer)
+        if self._is_local:
+            return state_dict
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         state = dict(state_dict["state"])
@@ -453,11 +503,16 @@ def _check_shapes(parameter: nn.Parameter, entry: dict[Any, Any]) -> None:
     element. The error is the same on every rank. Without this check, a step would fail only on the ranks that own the
     parameter."""
     for key, value in entry.items():
-        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
-            raise ModelError(
-                f"The loaded optimizer state has {key!r} of shape {list(value.shape)} for a parameter of shape "
-                f"{list(parameter.shape)}. Load the state of an optimizer with the same parameters in the same order."
-            )
+        if isinstance(value, Tensor):
+            _check_shape(parameter, key, value.shape)
+
+
+def _check_shape(parameter: nn.Parameter, key: Any, shape: Sequence[int]) -> None:
+    if prod(shape) != 1 and tuple(shape) != tuple(parameter.shape):
+        raise ModelError(
+            f"The loaded optimizer state has {key!r} of shape {list(shape)} for a parameter of shape "
+            f"{list(parameter.shape)}. Load the state of an optimizer with the same parameters in the same order."
+        )
 
 
 def _start_broadcasts(communicator: Communicator, pieces: list[tuple[Tensor, int]]) -> Callable[[], None]:

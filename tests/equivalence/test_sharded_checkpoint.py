@@ -1,0 +1,355 @@
+"""Sharded checkpoints: each rank writes and reads its part, and any run resumes from them."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from unitrain import Callback, TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
+from unitrain.backends.sharding.state_parts import load_own_state
+from unitrain.checkpoint import files
+from unitrain.checkpoint.consolidation import consolidate_model
+from unitrain.checkpoint.sharded_files import StoredOptimizerState, collect_shard, load_module
+from unitrain.checkpoint.writer import CheckpointWriter, Retention
+from unitrain.testing import RankGroup
+
+WIDTH = MIN_DIVIDED_ELEMENTS // 16 + 3  # so that weights are divided among ranks, within a row
+
+
+class Network(nn.Module):
+    """Tied, strided and half-precision parameters, and complex and integer buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WIDTH, 64)
+        self.convolution = nn.Conv2d(16, 40, 5).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(40)
+        self.half = nn.Linear(40, 8).bfloat16()
+        self.register_buffer("phase", torch.randn(3, dtype=torch.complex64))
+        self.head = nn.Linear(64, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def step(self, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        """Step on random gradients, equal on all ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
+        self.norm.num_batches_tracked.add_(1)
+        optimizer.step()
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer whose state has values that are not tensors, and a tensor of another shape."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                entry = self.state[parameter]
+                entry["count"] = entry.get("count", 0) + 1
+                entry["history"] = [*entry.get("history", []), {"norm": parameter.detach().norm().item()}]
+                entry["rows"] = parameter.detach().abs().float().reshape(len(parameter), -1).sum(1)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True),
+    "Counting": lambda model: Counting(model.parameters(), lr=0.1, momentum=0.9),
+    "groups": lambda model: torch.optim.SGD(
+        [{"params": list(model.parameters())[:2]}, {"params": list(model.parameters())[2:], "lr": 0.2}], 0.1, 0.5
+    ),
+}
+
+
+def save(backend: Backend, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    """Write a sharded checkpoint of step 1. With `change`, change the state while it is written."""
+    change = options.pop("change", None)
+    writer = CheckpointWriter(folder, backend, Retention(None), asynchronous=change is not None)
+    shard = collect_shard(model, optimizer, None, backend.rank, backend.size)
+    writer.save_sharded(1, shard, {"optimizer": {}}, {"step": 1})
+    if change is not None:
+        change()
+    writer.wait()
+
+
+def wrapped(backend: Backend, optimizer: torch.optim.Optimizer, model: nn.Module, shard: Any) -> None:
+    """Shard the optimizer's state, without a distributed model: the gradients are equal on all ranks."""
+    backend.distributed_optimizer(optimizer, model, shard=shard)
+
+
+def equal_state(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    return all(
+        entry.keys() == other[index].keys()
+        and all(
+            torch.equal(value, other[index][key]) if isinstance(value, Tensor) else value == other[index][key]
+            for key, value in entry.items()
+        )
+        for index, entry in one.items()
+    )
+
+
+def write_all(backend: Backend, root: str) -> dict[str, Any]:
+    """Write checkpoints of several optimizers with and without sharded state, and return the complete states."""
+    states = {}
+    for name, build in OPTIMIZERS.items():
+        for shard in ("state", "none"):
+            model = Network()
+            optimizer = build(model)
+            with torch.no_grad():
+                wrapped(backend, optimizer, model, shard)
+                model.step(optimizer, 1)
+            folder = Path(root) / name / shard
+            if backend.rank == 0:
+                folder.mkdir(parents=True)
+            backend.barrier()
+            expected = deepcopy(optimizer.state_dict())
+            weights = {key: value.clone() for key, value in model.state_dict().items()}
+            save(backend, folder, model, optimizer, change=lambda model=model, o=optimizer: model.step(o, 2))
+            stored = StoredOptimizerState.open(folder / "step-000000001")
+            states[name, shard] = (
+                equal_state(stored.complete(), expected["state"]),
+                loaded_equals(folder, weights),
+                [entry.stat().st_size for entry in sorted((folder / "step-000000001").glob("*/rank-*"))],
+            )
+    return states
+
+
+def loaded_equals(folder: Path, weights: dict[str, Tensor]) -> bool:
+    model = Network()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_module(folder / "step-000000001", "model", model)
+    assert model.head.weight is model.embedding.weight
+    return all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def read_all(backend: Backend, root: str) -> dict[str, Any]:
+    """Load the states that `write_all` wrote into sharded and replicated optimizers, and compare them."""
+    results = {}
+    for name, build in OPTIMIZERS.items():
+        for saved in ("state", "none"):
+            for shard in ("state", "none"):
+                model = Network()
+                optimizer = build(model)
+                wrapped(backend, optimizer, model, shard)
+                stored = StoredOptimizerState.open(Path(root) / name / saved / "step-000000001")
+                load_own_state(optimizer, stored)
+                results[name, saved, shard] = equal_state(stored.complete(), optimizer.state_dict()["state"])
+                model.step(optimizer, 2)
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_each_rank_writes_its_part_and_other_ranks_read_it(tmp_path: Path) -> None:
+    with RankGroup("ddp", 2) as group:
+        by_rank = group.run(write_all, str(tmp_path), timeout_seconds=200)
+    for states in by_rank:
+        for name, (is_state_equal, is_model_equal, sizes) in states.items():
+            assert is_state_equal, name
+            assert is_model_equal, name
+            assert max(sizes) < 0.7 * sum(sizes), (name, sizes)
+    for folder in tmp_path.glob("*/*/step-*"):
+        assert files.find_corruption(folder) is None
+    with RankGroup("horovod", 3) as group:
+        for results in group.run(read_all, str(tmp_path), timeout_seconds=200):
+            assert all(results.values()), results
+    read_by_other_programs(tmp_path / "AdamW" / "state" / "step-000000001", tmp_path)
+
+
+def read_by_other_programs(checkpoint: Path, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_model
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    expected, loaded = Network(), Network()
+    load_module(checkpoint, "model", expected)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+    # The tied parameter is stored under its first name, complex numbers as pairs of real numbers.
+    tensors: dict[str, Any] = {
+        name: torch.view_as_real(value) if value.is_complex() else value for name, value in loaded.state_dict().items()
+    }
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    reader = dcp.HuggingFaceStorageReader(str(checkpoint / "model"))
+    dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name]), name
+    state = StoredOptimizerState.open(checkpoint).complete()
+    moments = {"state.convolution.weight.exp_avg": torch.zeros(40, 16, 5, 5), "state.norm.bias.step": torch.zeros(())}
+    dcp.load(moments, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint / "optimizer")), no_dist=True)
+    names = [name for name, _ in expected.named_parameters()]
+    assert torch.equal(moments["state.convolution.weight.exp_avg"], state[names.index("convolution.weight")]["exp_avg"])
+    assert moments["state.norm.bias.step"] == 1
+    consolidate_model(checkpoint, folder / "model.safetensors", average=False)
+    plain = Network()
+    plain.phase = torch.view_as_real(plain.phase)
+    load_model(plain, folder / "model.safetensors")
+    plain.phase = torch.view_as_complex(plain.phase)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name]), name
+
+
+def test_fewer_parameters_than_ranks(tmp_path: Path) -> None:
+    with RankGroup("ddp", 3) as group:
+        group.run(write_one_parameter, str(tmp_path))
+    model = nn.Linear(1, 1, bias=False)
+    load_module(tmp_path / "step-000000001", "model", model)
+    assert model.weight.item() == 2
+    state = StoredOptimizerState.open(tmp_path / "step-000000001").complete()
+    assert state[0]["exp_avg"].shape == (1, 1)
+
+
+def write_one_parameter(backend: Backend, folder: str) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    wrapped(backend, optimizer, model, "state")
+    model.weight.grad = torch.ones(1, 1)
+    optimizer.step()
+    save(backend, Path(folder), model, optimizer)
+
+
+def write_distributed_tensors(backend: Backend, folder: str) -> None:
+    model, optimizer = fully_sharded(backend)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    full = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    moments = [optimizer.state[parameter]["exp_avg_sq"].full_tensor() for parameter in model.parameters()]
+    save(backend, Path(folder), model, optimizer)
+    path = Path(folder) / "step-000000001"
+    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))
+    load_module(path, "model", plain)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, full[name]), name
+    state = StoredOptimizerState.open(path).complete()
+    assert [torch.equal(state[index]["exp_avg_sq"], value) for index, value in enumerate(moments)] == [True] * 4
+    other, other_optimizer = fully_sharded(backend)
+    load_module(path, "model", other)
+    load_own_state(other_optimizer, StoredOptimizerState.open(path))
+    for name, value in other.state_dict().items():
+        assert torch.equal(value.full_tensor(), full[name]), name
+    for parameter, moment in zip(other.parameters(), moments, strict=True):
+        assert torch.equal(other_optimizer.state[parameter]["exp_avg_sq"].full_tensor(), moment)
+        assert other_optimizer.state[parameter]["step"] == 1
+
+
+def fully_sharded(backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model whose parameters are DTensors, some without elements on the last rank, and its optimizer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(backend.size)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (backend.size,)))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def test_distributed_tensors_are_written_and_read_by_the_ranks_that_hold_them(tmp_path: Path) -> None:
+    with RankGroup("ddp", 2) as group:
+        group.run(write_distributed_tensors, str(tmp_path))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    with RankGroup("ddp", 2) as group:
+        group.run(write_distributed_tensors, str(tmp_path))
+    return tmp_path / "step-000000001"
+
+
+def test_a_model_that_does_not_match_is_rejected(checkpoint: Path) -> None:
+    larger = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1), nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"for Sequential: missing '2.weight'; missing '2.bias'$"):
+        load_module(checkpoint, "model", larger)
+    with pytest.raises(RuntimeError, match=r"size mismatch for '0.weight': \[5, 7\] in the checkpoint, \[4, 7\]"):
+        load_module(checkpoint, "model", nn.Sequential(nn.Linear(7, 4), nn.Linear(4, 1)))
+    with pytest.raises(RuntimeError, match=r"unexpected '1.weight'; unexpected '1.bias'$"):
+        load_module(checkpoint, "model", nn.Sequential(nn.Linear(7, 5)))
+
+
+class Renamed(nn.Linear):
+    """A module that converts the state of an earlier version when it is loaded."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, *arguments)
+
+
+def test_modules_that_convert_their_state_are_loaded_by_load_state_dict(checkpoint: Path) -> None:
+    plain, converted = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1)), nn.Sequential(Renamed(7, 5), nn.Linear(5, 1))
+    load_module(checkpoint, "model", plain)
+    load_module(checkpoint, "model", converted)
+    assert torch.equal(converted[0].weight, 2 * plain[0].weight)
+
+
+class Remembering(Callback):
+    """A callback with state."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.steps.append(trainer.progress.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def run_trainer(folder: Path, max_steps: int, checkpoint_format: Any, **settings: Any) -> tuple[Trainer, Remembering]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(40, 6, generator=generator)
+    data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    callback = Remembering()
+    config = TrainConfig(
+        max_steps=max_steps, batch_size=8, output_dir=folder, resume=True, progress="off", ema_decay=0.5,
+        checkpoint_format=checkpoint_format, checkpoint_every_steps=2, keep_best="val_loss", **settings,
+    )  # fmt: skip
+    backend = LocalBackend(torch.device("cpu"))
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, callbacks=[callback])
+    trainer.fit(data, data)
+    return trainer, callback
+
+
+def weights(trainer: Trainer) -> Tensor:
+    assert trainer.averaged_model is not None
+    modules = (trainer.backend.unwrap(trainer.model), trainer.averaged_model)
+    return torch.cat([value.double().flatten() for one in modules for value in one.state_dict().values()])
+
+
+def test_everything_in_a_full_checkpoint_is_in_a_sharded_one(tmp_path: Path) -> None:
+    """Data position, RNG, callbacks, averaged weights, retention and the best checkpoint, within and between epochs."""
+    folders = {}
+    for checkpoint_format in ("full", "sharded"):
+        for last in (7, 13):
+            trainer, callback = run_trainer(tmp_path / checkpoint_format, last, checkpoint_format, keep_last=2)
+            folders[checkpoint_format, last] = weights(trainer), callback.steps
+        trainer.load_weights("best")
+        folders[checkpoint_format, 0] = (
+            weights(trainer),
+            sorted(p.name for p in trainer.checkpointer.folder.glob("s*-*")),
+        )
+    for last in (7, 13, 0):
+        assert torch.equal(folders["full", last][0], folders["sharded", last][0]), last
+        assert folders["full", last][1] == folders["sharded", last][1]
+    uninterrupted, _ = run_trainer(tmp_path / "uninterrupted", 13, "full")
+    assert torch.equal(weights(uninterrupted), folders["sharded", 13][0])
+    assert folders["sharded", 13][1] == list(range(1, 14))

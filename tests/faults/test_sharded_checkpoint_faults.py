@@ -1,0 +1,198 @@
+"""Sharded checkpoints with damaged files, killed ranks, full disks and little memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from unitrain import Callback, TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.checkpoint import files, sharded_files
+from unitrain.checkpoint.checkpointer import Checkpointer
+from unitrain.errors import CheckpointError
+from unitrain.testing import RankError, RankGroup
+
+WIDTH = 2**14 + 8  # so that a weight is divided among ranks
+
+
+class Fault(Callback):
+    """Calls `action` on rank 1 after step 3, before the checkpoint of step 4."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action = action
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 3:
+            trainer.checkpointer.wait()
+            if trainer.backend.rank == 1:
+                self.action()
+
+
+def kill_while_writing() -> None:
+    """Replace the function that writes one folder: it kills the process after the first one."""
+    write = sharded_files.write_parts
+
+    def write_and_die(*arguments: Any) -> Any:
+        write(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    sharded_files.write_parts = write_and_die
+
+
+def limit_file_size() -> None:
+    """Let files grow to 64 KiB only, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
+
+
+def train(backend: Backend, folder: str, max_steps: int, fault: Callable[[], None] | None = None) -> Any:
+    """Train with a checkpoint every two steps. Return the first step, the parameters, and the error if there is one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, WIDTH // 4), nn.ReLU(), nn.Linear(WIDTH // 4, 3)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(64, 4, generator=generator).double()
+    data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
+    config = TrainConfig(
+        max_steps=max_steps, global_batch_size=6, shard="state", output_dir=folder, resume=True, progress="off",
+        checkpoint_every_steps=2, keep_last=None,
+    )  # fmt: skip
+    callbacks = [] if fault is None else [Fault(fault)]
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, callbacks=callbacks)
+    first, error = trainer.progress.step, None
+    try:
+        trainer.fit(data)
+    except CheckpointError as caught:
+        error = str(caught)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return first, nn.utils.parameters_to_vector(model.parameters()).detach(), error
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def test_damaged_shard_files_are_detected_by_the_ranks_together(tmp_path: Path) -> None:
+    with RankGroup("ddp", 2) as group:
+        expected = group.run(train, str(tmp_path / "run"), 6)[0][1]
+        names = list(files.read_manifest(tmp_path / "run" / "step-000000006")["files"])
+        assert sorted(names) == [
+            "model/rank-00000.safetensors", "model/rank-00001.safetensors", "optimizer/rank-00000.safetensors",
+            "optimizer/rank-00001.safetensors", "training.pt",
+        ]  # fmt: skip
+        damages = [(names[0], flip), (names[1], Path.unlink), (names[2], flip), (names[3], truncate), (names[4], flip)]
+        for name, damage in damages:
+            copy = tmp_path / "copy"
+            shutil.copytree(tmp_path / "run", copy)
+            damage(copy / "step-000000006" / name)
+            for first, parameters, error in group.run(train, str(copy), 6):
+                assert (first, error) == (4, None), name
+                assert torch.equal(parameters, expected), name
+            assert files.find_corruption(copy / "step-000000006") is None  # written again
+            shutil.rmtree(copy)
+        for name in ("../run/training.pt", "/etc/passwd"):
+            manifest = tmp_path / "run" / "step-000000006" / "manifest.json"
+            manifest.write_text(manifest.read_text().replace('"model/rank-00000.safetensors"', f'"{name}"'))
+            assert files.find_corruption(manifest.parent) == f"its manifest has an unknown file {name!r}"
+            manifest.write_text(manifest.read_text().replace(f'"{name}"', '"model/rank-00000.safetensors"'))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_rank_that_is_killed_while_shards_are_written_leaves_an_invisible_checkpoint(
+    tmp_path: Path, backend: str
+) -> None:
+    with RankGroup(backend, 2) as group:
+        expected = group.run(train, str(tmp_path / "expected"), 6)[0][1]
+        with pytest.raises(RankError):
+            group.run(train, str(tmp_path / "run"), 6, kill_while_writing)
+        assert steps(tmp_path / "run") == [2]
+        for first, parameters, error in group.run(train, str(tmp_path / "run"), 6):
+            assert (first, error) == (2, None)
+            assert torch.equal(parameters, expected)
+    assert steps(tmp_path / "run") == [2, 4, 6]
+    assert not list((tmp_path / "run").glob(".*.unfinished"))
+
+
+def test_full_disk_on_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
+    with RankGroup("ddp", 2) as group:
+        for _, _, error in group.run(train, str(tmp_path), 6, limit_file_size):
+            assert error is not None
+            assert error.startswith(f"Cannot write checkpoint '{tmp_path}/step-000000004' on rank 1: [Errno 27]")
+            assert error.endswith("Check that the folder is writable and has room, or choose another output_dir.")
+        assert steps(tmp_path) == [2]
+        assert [first for first, _, _ in group.run(train, str(tmp_path), 6)] == [2, 2]
+    assert steps(tmp_path) == [2, 4, 6]
+
+
+# --- memory ---
+
+LAYERS, MB = 12, 2**20
+
+
+def peak_increase(action: Callable[[], Any]) -> float:
+    """Return by how many MB the resident memory of this process rises at most while `action` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the present size
+    before = resident("VmRSS")
+    action()
+    return (resident("VmHWM") - before) / 1024
+
+
+def resident(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1])
+
+
+def measure_memory(backend: Backend, folder: str) -> dict[str, float]:
+    """Return the additional memory for saving and loading. The parameters take 4 * LAYERS MB, the state the double."""
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(LAYERS)])
+    optimizer = torch.optim.Adam(model.parameters())
+    backend.distributed_optimizer(optimizer, model, shard="state")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    measured = {}
+    for name in ("sharded", "full"):
+        path = Path(folder) / name
+        path.mkdir(exist_ok=True)
+        config = TrainConfig(
+            max_steps=1, shard="state", output_dir=path, checkpoint_format=name, async_checkpoints=False
+        )
+        save = partial(Checkpointer(config, backend).save, 1, model, optimizer, None, {"scheduler": None}, {"step": 1})
+        measured[f"save {name}"] = peak_increase(save)
+    optimizer.state.clear()
+    checkpoint = Path(folder) / "sharded" / "step-000000001"
+    checkpointer = Checkpointer(config, backend)
+    measured["load"] = peak_increase(lambda: checkpointer.load_optimizer_state(checkpoint, optimizer))
+    assert sum(value.nbytes for entry in optimizer.state.values() for value in entry.values()) < 4.1 * LAYERS * MB
+    return measured
+
+
+def test_no_rank_holds_more_than_its_shard_and_one_tensor(tmp_path: Path) -> None:
+    """A tensor takes 4 MB, the shard of the state 48 MB, the complete state 96 MB."""
+    with RankGroup("ddp", 2, spawn=True) as group:
+        by_rank = group.run(measure_memory, str(tmp_path), timeout_seconds=120)
+    for measured in by_rank:
+        assert measured["save sharded"] < 20, by_rank
+        assert measured["load"] < 4 * LAYERS + 40, by_rank
+    assert by_rank[0]["save full"] > 4 * LAYERS, by_rank  # the measurement finds gathered state

@@ -1,0 +1,159 @@
+"""Parts of tensors: every element in one part, on one rank, and in files that other programs read."""
+
+from __future__ import annotations
+
+import hashlib
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from unitrain.backends.sharding.tensor_parts import TensorPart, own_parts, range_parts, whole
+from unitrain.checkpoint.tensor_files import StoredTensors, write_parts, write_tensors
+from unitrain.errors import CheckpointError
+
+
+def numbered(shape: list[int], order: list[int]) -> Tensor:
+    """Return a dense tensor of `shape` whose elements are numbered in storage order; `order` are its dimensions from
+    the largest to the smallest stride."""
+    elements = torch.arange(prod(shape), dtype=torch.int64)
+    return elements.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+
+
+def place(parts: list[TensorPart], tensor: Tensor) -> Tensor:
+    """Copy the parts into a new tensor like `tensor`, and check that none overlap."""
+    result = torch.full(tensor.shape, -1, dtype=tensor.dtype)
+    for part in parts:
+        assert part.shape == tuple(tensor.shape)
+        target = result[tuple(slice(first, first + n) for first, n in zip(part.offsets, part.data.shape, strict=True))]
+        assert target.shape == part.data.shape
+        assert (target == -1).all()
+        target.copy_(part.data)
+    return result
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_range_parts_contain_the_elements_of_a_range_in_storage_order(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 5), max_size=4))
+    tensor = numbered(shape, data.draw(st.permutations(range(len(shape)))))
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
+    parts = range_parts("t", tensor, start, stop, torch.arange(start, stop))
+    assert len(parts) <= max(1, 2 * tensor.ndim - 1)
+    expected = torch.where((tensor >= start) & (tensor < stop), tensor, -1)
+    assert torch.equal(place(parts, tensor), expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=6), st.integers(1, 5))
+def test_replicated_tensors_are_divided_once_among_ranks(shapes: list[list[int]], size: int) -> None:
+    tensors = {str(index): numbered(shape, list(range(len(shape)))) for index, shape in enumerate(shapes)}
+    by_rank = [own_parts(tensors, rank, size) for rank in range(size)]
+    for name, tensor in tensors.items():
+        parts = [part for parts in by_rank for part in parts if part.name == name]
+        assert torch.equal(place(parts, tensor), tensor)
+        assert len(parts) >= 1  # also of a tensor without elements
+    loads = [sum(part.data.nbytes for part in parts) for parts in by_rank]
+    largest_row = max(
+        (tensor.nbytes // max(tensor.shape[0], 1) for tensor in tensors.values() if tensor.ndim), default=8
+    )
+    assert max(loads) - min(loads) <= 2 * max(2**16, largest_row) + 8
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int64,
+    torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def example_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for dtype in DTYPES:
+        values = torch.randint(0, 100, (7, 3, 4), generator=generator)
+        tensors[str(dtype)] = (values.to(torch.complex64) * 1j if dtype.is_complex else values.float()).to(dtype)
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3), "conjugate": torch.ones(3, 2).mul(1j).conj()}
+    return tensors
+
+
+def write_in_boxes(folder: Path, tensors: dict[str, Tensor], ranks: int) -> list[str]:
+    """Write the elements of each tensor as ranges, `ranks` files with several boxes of the same tensor."""
+    names: list[str] = []
+    for rank in range(ranks):
+        parts = []
+        for name, tensor in tensors.items():
+            limits = [tensor.numel() * index // ranks for index in (rank, rank + 1)]
+            flat = tensor.contiguous().view(-1) if tensor.numel() else tensor
+            if tensor.ndim and tensor.numel():
+                parts += range_parts(name, tensor.contiguous(), *limits, flat[limits[0] : limits[1]])
+            elif rank == 1:
+                parts.append(whole(name, tensor))
+        written = write_parts(folder, f"rank-{rank:05d}", parts, {})
+        for name, facts in written.items():
+            content = (folder / name).read_bytes()
+            assert (facts.bytes, facts.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+            load_file(folder / name)  # a valid safetensors file
+        names += written
+    return names
+
+
+def test_parts_are_read_bit_for_bit_whole_and_as_other_parts(tmp_path: Path) -> None:
+    tensors = example_tensors()
+    names = write_in_boxes(tmp_path, tensors, 3)
+    assert len(names) > 3  # several boxes of one tensor are in several files
+    stored = StoredTensors.open(tmp_path, names)
+    for name, tensor in tensors.items():
+        assert torch.equal(stored.read_tensor(name).view(tensor.dtype), tensor), name
+        assert stored.tensors[name].original_shape == tuple(tensor.shape)
+        assert stored.tensors[name].original_dtype == tensor.dtype
+        read = torch.zeros_like(tensor)
+        stored.read(own_parts({name: read}, 0, 1))
+        assert torch.equal(read, tensor)
+    first = tensors["torch.float32"]
+    for start, stop in ((0, 84), (5, 6), (10, 71)):
+        elements = torch.zeros(stop - start)
+        stored.read(range_parts("torch.float32", first, start, stop, elements))
+        assert torch.equal(elements, first.reshape(-1)[start:stop])
+
+
+def test_special_views_are_read(tmp_path: Path) -> None:
+    tensors = {"conjugate": torch.tensor([1 + 2j, 3 - 1j]), "expanded": torch.full((4, 3), 2.5)}
+    stored = StoredTensors.open(tmp_path, write_in_boxes(tmp_path, tensors, 2))
+    targets = {"conjugate": torch.zeros(2, dtype=torch.complex64).conj(), "expanded": torch.zeros(1, 3).expand(4, 3)}
+    stored.read([whole(name, target) for name, target in targets.items()])
+    assert torch.equal(targets["conjugate"], tensors["conjugate"])
+    assert torch.equal(targets["expanded"], tensors["expanded"])
+
+
+def test_all_tensors_are_written_to_one_file(tmp_path: Path) -> None:
+    tensors = example_tensors()
+    stored = StoredTensors.open(tmp_path, write_in_boxes(tmp_path, tensors, 2))
+    write_tensors(tmp_path / "one.safetensors", stored, {})
+    found = load_file(tmp_path / "one.safetensors")
+    for name, tensor in tensors.items():
+        expected = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        assert torch.equal(found[name], expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_distributed_checkpoint_reads_the_files(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    tensors = {name: tensor for name, tensor in example_tensors().items() if not tensor.is_complex()}
+    write_in_boxes(tmp_path, tensors, 3)
+    loaded: dict[str, Any] = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_missing_elements_are_reported(tmp_path: Path) -> None:
+    names = write_in_boxes(tmp_path, {"weight": torch.zeros(6, 2)}, 3)
+    with pytest.raises(CheckpointError, match=r"^The files in '.*' contain 8 of 12 elements of tensor 'weight'\."):
+        StoredTensors.open(tmp_path, [name for name in names if not name.startswith("rank-00001")])

@@ -1,0 +1,223 @@
+"""Rectangular parts of tensors, the unit in which sharded checkpoints are written and read.
+
+The parts of a rank come from replicated tensors (each rank writes a balanced part), ranges of elements (ZeRO-1), or
+DTensors (FSDP2). Nothing in this module communicates.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.errors import ModelError
+
+# Replicated tensors with fewer bytes are written by one rank.
+_MIN_DIVIDED_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """The elements of tensor `name`, of global `shape`, from `offsets` to `offsets` + `data.shape`.
+
+    `data` may be a view of the tensor that this rank holds: saving reads it, and loading writes to it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: Tensor
+
+
+def is_distributed_tensor(value: Any) -> bool:
+    """Return whether `value` is a torch.distributed.tensor.DTensor. It does not import the module, which is slow."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def whole(name: str, tensor: Tensor) -> TensorPart:
+    """Return the complete `tensor` as one part."""
+    return TensorPart(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
+
+
+def own_parts(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorPart]:
+    """Return the parts of `tensors` that this rank writes. Over all ranks, they contain each element once.
+
+    Plain tensors are replicated. They are divided so that each rank writes about the same number of bytes. Of a
+    DTensor, a rank writes its local elements, divided among the ranks that have the same elements.
+    """
+    parts, replicated = [], {}
+    for name, tensor in tensors.items():
+        if is_distributed_tensor(tensor):
+            parts += _own_part_of_distributed(name, tensor)
+        else:
+            replicated[name] = tensor
+    return [*_balanced_parts(replicated, rank, size), *parts]
+
+
+def local_parts(name: str, tensor: Tensor) -> list[TensorPart]:
+    """Return all elements of `tensor` that this rank holds: the complete tensor, or the local elements of a DTensor."""
+    if not is_distributed_tensor(tensor):
+        return [whole(name, tensor)]
+    local = _local_part(name, tensor)
+    return [] if local is None else [local.part]
+
+
+def range_parts(name: str, tensor: Tensor, start: int, stop: int, elements: Tensor) -> list[TensorPart]:
+    """Return the elements [start, stop) of a dense `tensor`, in storage order, as parts.
+
+    `elements`, [stop - start], contains these elements. The data of the parts are views of it. Only the shape and the
+    strides of `tensor` are used. The number of parts is at most 2 * dimensions - 1.
+    """
+    order = sorted(range(tensor.ndim), key=lambda dim: tensor.stride(dim), reverse=True)
+    inverse = [order.index(dim) for dim in range(tensor.ndim)]
+    parts, position = [], 0
+    for offsets, lengths in _boxes([tensor.shape[dim] for dim in order], start, stop):
+        data = elements[position : position + prod(lengths)].view(lengths).permute(inverse)
+        position += prod(lengths)
+        parts.append(TensorPart(name, tuple(tensor.shape), tuple(offsets[dim] for dim in inverse), data))
+    return parts
+
+
+def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offsets, lengths) of the boxes that consist of the elements [start, stop) of a row-major tensor."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row_size = prod(shape[1:])
+    first, last = -(-start // row_size), stop // row_size
+    if first > last:  # inside one row
+        yield from _boxes_of_row(shape, last, start - last * row_size, stop - last * row_size)
+        return
+    yield from _boxes_of_row(shape, first - 1, start - (first - 1) * row_size, row_size)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _boxes_of_row(shape, last, 0, stop - last * row_size)
+
+
+def _boxes_of_row(
+    shape: Sequence[int], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offsets, lengths in _boxes(shape[1:], start, stop):
+        yield (row, *offsets), (1, *lengths)
+
+
+# --- replicated tensors ---
+
+
+def _balanced_parts(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorPart]:
+    """Return rank `rank`'s parts of replicated `tensors`. Large tensors are divided along dimension 0."""
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    parts, first = [], 0
+    for name, tensor in tensors.items():
+        begin, end = (_row_at(tensor, total * limit // size - first, limit, size) for limit in (rank, rank + 1))
+        if begin is None or end is None:
+            middle = first + tensor.nbytes // 2
+            if rank == (min(middle * size // total, size - 1) if total else 0):
+                parts.append(whole(name, tensor))
+        elif begin < end:
+            parts.append(_rows(whole(name, tensor), begin, end))
+        first += tensor.nbytes
+    return parts
+
+
+def _row_at(tensor: Tensor, position: int, limit: int, size: int) -> int | None:
+    """Return the row of `tensor` at byte `position`, where the part of rank `limit` begins; None if the tensor is not
+    divided."""
+    if not tensor.ndim or tensor.nbytes < _MIN_DIVIDED_BYTES:
+        return None
+    rows = tensor.shape[0]
+    return rows if limit == size else min(max(position * rows // tensor.nbytes, 0), rows)
+
+
+def _rows(part: TensorPart, begin: int, end: int) -> TensorPart:
+    offsets = (part.offsets[0] + begin, *part.offsets[1:])
+    return replace(part, offsets=offsets, data=part.data[begin:end])
+
+
+# --- DTensors ---
+
+
+@dataclass(frozen=True)
+class _LocalPart:
+    """The local elements of a DTensor. This rank is number `replica` of `replicas` ranks with the same elements."""
+
+    part: TensorPart
+    replica: int
+    replicas: int
+
+
+def _own_part_of_distributed(name: str, tensor: Any) -> list[TensorPart]:
+    local = _local_part(name, tensor)
+    if local is None:
+        return []
+    part, replica, replicas = local.part, local.replica, local.replicas
+    if not part.data.numel():
+        # Tensors without elements are written once, so that they exist in the checkpoint.
+        is_first = replica == 0 and not any(part.offsets) and not prod(part.shape)
+        return [part] if is_first else []
+    if replicas == 1 or not part.shape:
+        return [part] if replica == 0 else []
+    rows = part.data.shape[0]
+    begin, end = (rows * index // replicas for index in (replica, replica + 1))
+    return [_rows(part, begin, end)] if begin < end else []
+
+
+def _local_part(name: str, tensor: Any) -> _LocalPart | None:
+    """Return the local elements of a DTensor; None on a rank outside its mesh. Raises ModelError for placements other
+    than Shard and Replicate."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    offsets, lengths = [0] * tensor.ndim, list(tensor.shape)
+    replica, replicas = 0, 1
+    for index, (placement, place) in enumerate(zip(tensor.placements, coordinate, strict=True)):
+        ranks = mesh.size(index)
+        if type(placement) is Replicate:
+            replica, replicas = replica * ranks + place, replicas * ranks
+        elif type(placement) is Shard:
+            dim = placement.dim
+            chunk = -(-lengths[dim] // ranks)  # as in torch.chunk
+            begin = min(chunk * place, lengths[dim])
+            offsets[dim] += begin
+            lengths[dim] = min(chunk, lengths[dim] - begin)
+        else:
+            raise ModelError(
+                f"Tensor {name!r} has placement {placement}, which a sharded checkpoint does not support. Shard its "
+                'parameter by torch.distributed.tensor.Shard, or use TrainConfig(checkpoint_format="full").'
+            )
+    data = tensor.detach().to_local()
+    assert tuple(data.shape) == tuple(lengths), (name, data.shape, lengths)
+    return _LocalPart(TensorPart(name, tuple(tensor.shape), tuple(offsets), data), replica, replicas)
+
+
+def empty_like_local(tensor: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a new CPU tensor for the elements of `tensor` that this rank holds, and the tensor that contains it: the
+    same one, or a DTensor with the placements of `tensor`."""
+    if not is_distributed_tensor(tensor):
+        empty = torch.empty(tensor.shape, dtype=dtype)
+        return empty, empty
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty(tensor.to_local().shape, dtype=dtype, device=tensor.to_local().device)
+    return local, DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def is_storable(value: Any) -> bool:
+    """Return whether `value` is a tensor that can be divided into parts: strided and not quantized."""
+    if is_distributed_tensor(value):
+        return True
+    plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
+    return plain and value.layout == torch.strided and not value.is_quantized

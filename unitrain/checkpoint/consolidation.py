@@ -1,0 +1,56 @@
+"""Writing of the model of a checkpoint to one safetensors file, which plain torch and `from_pretrained` load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from unitrain.checkpoint import files, sharded_files
+from unitrain.checkpoint.tensor_files import WrittenFile, write_tensors
+from unitrain.errors import CheckpointError
+
+
+def consolidate_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
+    """Write the weights of valid checkpoint `path`, or their average, to the new safetensors file `file`.
+
+    Tensors of a sharded checkpoint are read and written one at a time. Tied parameters are written once, and the
+    metadata maps their other names to the name in the file, as `safetensors.torch.save_model` does. Raises
+    CheckpointError if `file` exists, its folder is missing or full, or the checkpoint has no average.
+    """
+    if file.exists():
+        raise CheckpointError(f"'{file}' exists already. Use another file name.")
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        unfinished.unlink(missing_ok=True)
+        written = _write(path, unfinished, average=average)
+        unfinished.rename(file)
+    except CheckpointError:  # also an OSError
+        raise
+    except OSError as error:
+        raise CheckpointError(f"File '{file}' cannot be written: {error.strerror}. Use another folder.") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return written
+
+
+def _write(path: Path, file: Path, *, average: bool) -> WrittenFile:
+    is_sharded = sharded_files.is_sharded(path)
+    if is_sharded:
+        folder = sharded_files.AVERAGE_FOLDER if average else sharded_files.MODEL_FOLDER
+        stored = sharded_files.open_tensors(path, folder)
+        if stored.tensors:
+            return write_tensors(file, stored, sharded_files.tied_names(path, folder))
+    elif not average:
+        shutil.copyfile(path / files.MODEL, file)
+    else:
+        training = torch.load(path / files.TRAINING, map_location="cpu", weights_only=True, mmap=True)
+        if "average" in training:
+            files.save_model_file(training["average"]["model"], file)
+    if not file.exists():
+        raise CheckpointError(
+            f"Checkpoint '{path}' has no averaged weights: its run has no ema_decay. Leave --average out."
+        )
+    files.flush(file)
+    return WrittenFile(file.stat().st_size, files.sha256(file))

@@ -1,0 +1,154 @@
+"""Loading of checkpoints, in either format, into a model, an optimizer and a scheduler that they must match."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.checkpoint import sharded_files
+from unitrain.checkpoint.files import MODEL, TRAINING, load_model_file
+from unitrain.errors import CheckpointError
+from unitrain.modules.buffers import load_state
+
+_log = logging.getLogger(__name__)
+
+
+SHARDED = "sharded"
+"""Key in the training state that `load` returns: the path of a sharded checkpoint."""
+
+
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, later: bool = False
+) -> dict[str, Any]:
+    """Load a valid checkpoint into `model`, `optimizer` and `scheduler`, and return the rest of its training state.
+
+    With `later`, the optimizer state of a sharded checkpoint is not loaded, because each rank will load its part, but
+    the hyperparameters are. The averaged weights of a sharded checkpoint are not loaded either. Raises CheckpointError
+    if the checkpoint does not match the arguments.
+    """
+    training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+    _check_classes(path, training.get("classes", {}), optimizer, scheduler)
+    # A checkpoint of another program may have no scheduler state. The scheduler then starts from its initial state.
+    has_scheduler = "scheduler" in training
+    if has_scheduler and (training["scheduler"] is None) != (scheduler is None):
+        has, lacks = ("no", "one") if scheduler is not None else ("a", "none")
+        raise CheckpointError(
+            f"Checkpoint '{path}' has {has} scheduler and this run has {lacks}. Create the Trainer as in the run that "
+            "wrote it."
+        )
+    is_sharded = sharded_files.is_sharded(path)
+    try:
+        _load_model(path, model)
+        if (state := training.pop("optimizer")) is not None:
+            _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
+            if is_sharded:
+                training[SHARDED] = str(path)
+                stored = {} if later else sharded_files.StoredOptimizerState.open(path).complete()
+                state = {**state, "state": stored}
+            optimizer.load_state_dict(state)
+        if scheduler is not None and has_scheduler:
+            scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))  # CyclicLR removes a key
+    except (RuntimeError, ValueError, LookupError) as error:
+        found = " ".join(str(error).split())
+        raise CheckpointError(
+            f"Checkpoint '{path}' does not fit {type(model).__name__} with {type(optimizer).__name__}: {found}. "
+            "Use the same model and optimizer as the run that wrote it."
+        ) from error
+    return training
+
+
+def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> None:
+    """Load the weights of a valid checkpoint into `model`, and the averaged weights into `average`.
+
+    Raises CheckpointError if they do not match the model, or if the checkpoint has no average.
+    """
+    try:
+        _load_model(path, model)
+        if average is not None and sharded_files.is_sharded(path):
+            sharded_files.load_module(path, sharded_files.AVERAGE_FOLDER, average)
+        elif average is not None:
+            training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+            load_state(average, training["average"]["model"])
+    except (RuntimeError, ValueError, LookupError) as error:
+        found = " ".join(str(error).split())
+        raise CheckpointError(
+            f"The weights of checkpoint '{path}' do not fit {type(model).__name__}: {found}. "
+            "Use the same model as the run that wrote it."
+        ) from error
+
+
+def _load_model(path: Path, model: nn.Module) -> None:
+    if sharded_files.is_sharded(path):
+        sharded_files.load_module(path, sharded_files.MODEL_FOLDER, model)
+    else:
+        load_model_file(model, path / MODEL)
+
+
+def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str | None]:
+    """Return the class names of optimizer and scheduler, to be stored in a checkpoint."""
+    return {
+        "optimizer": type(optimizer).__name__,
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
+    }
+
+
+def _check_classes(
+    path: Path, saved_classes: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any
+) -> None:
+    """Raise CheckpointError if the checkpoint has the state of another class of optimizer or scheduler."""
+    for part, name in classes(optimizer, scheduler).items():
+        if saved_classes.get(part) is not None and name is not None and saved_classes[part] != name:
+            raise CheckpointError(
+                f"Checkpoint '{path}' has the state of a {saved_classes[part]}, but the {part} of this run is a "
+                f"{name}. "
+                f"Use {saved_classes[part]}, or start a new run from the weights: "
+                f"trainer.load_weights('{path}')."
+            )
+
+
+def _check_settings(
+    path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, scheduled: bool
+) -> None:
+    """Raise CheckpointError if the names of the settings do not match `optimizer`; log a warning if values differ.
+
+    The checkpoint's values are used, because schedulers and callbacks may have changed them during the run.
+    """
+    for number, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
+        missing = [name for name in current_settings if name not in saved_settings and name != "initial_lr"]
+        if "lr" in missing or (
+            missing and [name for name in saved_settings if name not in current_settings and name != "initial_lr"]
+        ):
+            raise CheckpointError(
+                f"Checkpoint '{path}' has no {', '.join(missing)} of a {type(optimizer).__name__}: another optimizer "
+                "wrote it. Use the same optimizer as the run that wrote it, or start a new run from the weights: "
+                f"trainer.load_weights('{path}')."
+            )
+        for name in saved_settings:
+            # With a scheduler, compare the initial learning rate only, because the scheduler may have changed the other
+            # settings.
+            before = "initial_lr" if scheduled and name == "lr" else name
+            if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in saved_settings:
+                continue
+            saved_value = saved_settings[before]
+            current_value = current_settings.get(before, current_settings.get(name))
+            if (
+                current_value is not None
+                and _is_plain(saved_value)
+                and _is_plain(current_value)
+                and float(saved_value) != float(current_value)
+            ):
+                _log.warning(
+                    "Checkpoint '%s' has %s=%g in parameter group %d, and the optimizer of this run was built with "
+                    "%s=%g. The run continues with %g. To change it, set it after the Trainer is built: "
+                    "optimizer.param_groups[%d][%r] = %g",
+                    path, name, saved_value, number, name, current_value, saved_value, number, name, current_value,
+                )  # fmt: skip
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)

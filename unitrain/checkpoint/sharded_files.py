@@ -1,0 +1,377 @@
+"""The file format of sharded checkpoints: each rank writes its part of the tensors.
+
+A checkpoint is a folder `step-000000123`:
+
+    model/rank-00000.safetensors       parts of the parameters and buffers, under the user's names
+    optimizer/rank-00000.safetensors   parts of the optimizer state, named state.PARAMETER.KEY
+    optimizer/rank-00000.pt            values of the optimizer state that are not tensors, if there are any
+    average/rank-00000.safetensors     parts of the averaged weights, with `ema_decay`
+    training.pt                        all other state, and the hyperparameters of the optimizer
+    manifest.json                      size and sha256 of all files, versions, step, epoch, results and configuration
+
+`tensor_files` describes the safetensors files. The ranks write to a folder with a temporary name. Each rank then writes
+a report with the sizes and digests of its files. When rank 0 has the reports of all ranks, it writes the manifest and
+renames the folder, so a folder with the final name is complete. The ranks exchange reports through the file system,
+because background threads cannot use collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unitrain.backends.sharding.state_parts import StateKey, StoredState, own_state
+from unitrain.backends.sharding.tensor_parts import (
+    TensorPart,
+    is_distributed_tensor,
+    is_storable,
+    local_parts,
+    own_parts,
+)
+from unitrain.checkpoint.files import MODEL, TRAINING, flush, publish, read_manifest, sha256, write_manifest
+from unitrain.checkpoint.state_copy import host_copy, plain_state
+from unitrain.checkpoint.tensor_files import StoredTensors, WrittenFile, write_parts
+from unitrain.errors import CheckpointError
+from unitrain.modules.buffers import load_state
+from unitrain.torch_compat import loads_state_unchanged
+
+MODEL_FOLDER, OPTIMIZER_FOLDER, AVERAGE_FOLDER = "model", "optimizer", "average"
+_KEYS = "unitrain.optimizer"  # in the metadata: index of the parameter and key of each state tensor, as JSON
+_MAX_POLL_SECONDS = 0.25
+# After the main thread has ended, rank 0 stops waiting for a rank that has not written anything for this time.
+_ABANDON_AFTER_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """The part of the state that one rank writes.
+
+    `parts` are the parts of tensors by folder, `keys` the places of the optimizer's tensors, `values` its other values.
+    `tied` maps names of tensors to the name under which they are stored, by folder.
+    """
+
+    parts: dict[str, list[TensorPart]]
+    keys: dict[str, StateKey] = field(default_factory=dict)
+    values: dict[Any, Any] = field(default_factory=dict)
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def host_copy(self) -> StateShard:
+        """Return a copy in host memory. Raises CheckpointError for values that do not load safely."""
+        parts = {
+            folder: [replace(part, data=part.data.to("cpu", copy=True)) for part in parts]
+            for folder, parts in self.parts.items()
+        }
+        return replace(self, parts=parts, values=host_copy(plain_state({"values": self.values}))["values"])
+
+
+def collect_shard(
+    model: nn.Module, optimizer: Optimizer, average: Mapping[str, Tensor] | None, rank: int, size: int
+) -> StateShard:
+    """Return the part of the state that rank `rank` writes. Its tensors share the memory of the state.
+
+    `average` are the averaged weights. It does not communicate, because every rank holds its part.
+    """
+    parts, tied = {}, {}
+    for folder, tensors in ((MODEL_FOLDER, model.state_dict()), (AVERAGE_FOLDER, average)):
+        if tensors is not None:
+            stored, tied[folder] = _without_duplicates(tensors)
+            parts[folder] = own_parts(stored, rank, size)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    own = own_state(optimizer, names, rank, size)
+    return StateShard({**parts, OPTIMIZER_FOLDER: own.parts}, own.keys, own.values, tied)
+
+
+def _without_duplicates(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor once, and for tied parameters the name under which they are stored."""
+    first: dict[Any, str] = {}
+    stored, tied = {}, {}
+    for name, tensor in tensors.items():
+        if not is_storable(tensor):
+            raise CheckpointError(
+                f"{name!r} in the state of the model is a {type(tensor).__name__}, which a sharded checkpoint cannot "
+                "store. Register a dense tensor as parameter or buffer, or leave it out of the state_dict."
+            )
+        key = _identity(tensor)
+        if key in first:
+            tied[name] = first[key]
+        else:
+            if key is not None:
+                first[key] = name
+            stored[name] = tensor
+    return stored, tied
+
+
+def _identity(tensor: Any) -> Any:
+    """Return a value that is equal for tied parameters; None for a tensor without local elements."""
+    if is_distributed_tensor(tensor):
+        tensor = tensor.to_local()
+    if not tensor.numel():
+        return None
+    flags = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *flags
+
+
+# --- writing ---
+
+
+def is_sharded(path: Path) -> bool:
+    """Return whether checkpoint `path` is sharded."""
+    return "ranks" in read_manifest(path)
+
+
+def write_shard(unfinished: Path, shard: StateShard, rank: int, token: str) -> None:
+    """Write the files of one rank, and its report. On failure, mark the rank as failed, so that rank 0 stops waiting.
+
+    `token` identifies the checkpoint that is being written.
+    """
+    try:
+        written = _write_files(unfinished, shard, rank)
+        report = {"token": token, "files": {name: asdict(one) for name, one in written.items()}}
+        temporary = unfinished / f".{_stem(rank)}.new"
+        temporary.write_text(json.dumps(report))
+        flush(temporary)
+        temporary.rename(_report(unfinished, rank))
+    except BaseException:
+        _failure_mark(unfinished, rank).touch()  # without content, also possible on a full disk
+        raise
+
+
+def _write_files(unfinished: Path, shard: StateShard, rank: int) -> dict[str, WrittenFile]:
+    written: dict[str, WrittenFile] = {}
+    keys = {name: [place.index, place.key] for name, place in shard.keys.items()}
+    for name, parts in shard.parts.items():
+        folder = unfinished / name
+        folder.mkdir(exist_ok=True)
+        metadata = {_KEYS: json.dumps(keys)} if name == OPTIMIZER_FOLDER else {}
+        files = write_parts(folder, _stem(rank), parts, metadata)
+        written |= {f"{name}/{file}": found for file, found in files.items()}
+    if shard.values:
+        name = f"{OPTIMIZER_FOLDER}/{_stem(rank)}.pt"
+        torch.save(plain_state({"values": shard.values}), unfinished / name)
+        flush(unfinished / name)
+        written[name] = WrittenFile((unfinished / name).stat().st_size, sha256(unfinished / name))
+    return written
+
+
+def commit(
+    target: Path,
+    shard: StateShard,
+    training: dict[str, Any],
+    facts: dict[str, Any],
+    *,
+    size: int,
+    token: str,
+    abandoned: threading.Event,
+) -> bool:
+    """Write the rest of the checkpoint and make it visible when all ranks have written their files. Rank 0 calls it.
+
+    Return False if the checkpoint is incomplete, because `abandoned` is set, a rank failed, or a rank no longer writes
+    after the main thread of this process has ended.
+    """
+    unfinished = unfinished_path(target)
+    torch.save(plain_state(training), unfinished / TRAINING)
+    flush(unfinished / TRAINING)
+    files = {TRAINING: asdict(WrittenFile((unfinished / TRAINING).stat().st_size, sha256(unfinished / TRAINING)))}
+    reports = _wait_for_reports(unfinished, size, token, abandoned)
+    if reports is None:
+        return False
+    for rank, report in enumerate(reports):
+        files |= report["files"]
+        _report(unfinished, rank).unlink()
+    tied = {name: aliases for name, aliases in shard.tied.items() if aliases}
+    write_manifest(unfinished, 2, {**facts, "ranks": size, "tied": tied}, files)
+    for name in (*shard.parts, "."):
+        flush(unfinished / name)
+    publish(unfinished, target)
+    return True
+
+
+def unfinished_path(target: Path) -> Path:
+    """Return the name of the folder to which checkpoint `target` is written."""
+    return target.with_name(f".{target.name}.unfinished")
+
+
+def _wait_for_reports(
+    unfinished: Path, size: int, token: str, abandoned: threading.Event
+) -> list[dict[str, Any]] | None:
+    poll_seconds, written_bytes, changed = 0.002, -1, time.monotonic()
+    reports: dict[int, dict[str, Any]] = {}
+    while len(reports) < size:
+        for rank in range(size):
+            if rank not in reports and (report := _read_report(unfinished, rank)).get("token") == token:
+                reports[rank] = report
+            if _failure_mark(unfinished, rank).exists():
+                return None
+        if len(reports) == size:
+            break
+        if abandoned.wait(poll_seconds):
+            return None
+        poll_seconds = min(2 * poll_seconds, _MAX_POLL_SECONDS)
+        if not threading.main_thread().is_alive():
+            found_bytes = _size_of(unfinished)
+            if found_bytes != written_bytes:
+                written_bytes, changed = found_bytes, time.monotonic()
+            elif time.monotonic() - changed > _ABANDON_AFTER_SECONDS:
+                return None
+    return [reports[rank] for rank in range(size)]
+
+
+def _size_of(folder: Path) -> int:
+    sizes = []
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # renamed meanwhile
+            sizes.append(path.stat().st_size)
+    return sum(sizes)
+
+
+def _read_report(unfinished: Path, rank: int) -> dict[str, Any]:
+    try:
+        report: dict[str, Any] = json.loads(_report(unfinished, rank).read_text())
+    except FileNotFoundError:
+        return {}
+    return report
+
+
+def _stem(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _report(unfinished: Path, rank: int) -> Path:
+    return unfinished / f".{_stem(rank)}.json"
+
+
+def _failure_mark(unfinished: Path, rank: int) -> Path:
+    return unfinished / f".{_stem(rank)}.failed"
+
+
+# --- reading ---
+
+
+def open_tensors(path: Path, folder: str) -> StoredTensors:
+    """Return the tensors in `folder` of sharded checkpoint `path`."""
+    names = [name for name in read_manifest(path)["files"] if name.startswith(f"{folder}/")]
+    found = (name.partition("/")[2] for name in names)
+    return StoredTensors.open(path / folder, sorted(name for name in found if name.endswith(".safetensors")))
+
+
+def open_model(path: Path) -> StoredTensors:
+    """Return the tensors of the model in checkpoint `path`, of either format."""
+    return open_tensors(path, MODEL_FOLDER) if is_sharded(path) else StoredTensors.open(path, [MODEL])
+
+
+def tied_names(path: Path, folder: str) -> dict[str, str]:
+    """Return the names of tied parameters, and the names under which they are stored."""
+    tied: dict[str, str] = read_manifest(path).get("tied", {}).get(folder, {})
+    return tied
+
+
+def load_module(path: Path, folder: str, module: nn.Module) -> None:
+    """Load the tensors in `folder` of sharded checkpoint `path` into `module`, one at a time.
+
+    Raises RuntimeError if names or shapes do not match.
+    """
+    stored = open_tensors(path, folder)
+    state = module.state_dict()
+    _check_matches(stored, state, type(module).__name__)
+    if not loads_state_unchanged(module) and not any(map(is_distributed_tensor, state.values())):
+        aliases = {name: source for name, source in tied_names(path, folder).items() if name in state}
+        tensors = {name: stored.read_tensor(name) for name in stored.tensors}
+        load_state(module, tensors | {name: tensors[source] for name, source in aliases.items()})
+        return
+    stored.read(
+        chain.from_iterable(local_parts(name, tensor) for name, tensor in state.items() if name in stored.tensors)
+    )
+
+
+def _check_matches(stored: StoredTensors, state: Mapping[str, Any], model: str) -> None:
+    """Raise RuntimeError unless the stored tensors are those in `state`; tied parameters may be stored once."""
+    present = {_identity(tensor) for name, tensor in state.items() if name in stored.tensors}
+    problems = [
+        f"missing {name!r}"
+        for name, tensor in state.items()
+        if name not in stored.tensors and _identity(tensor) not in present and not _is_elsewhere(tensor)
+    ]
+    problems += [f"unexpected {name!r}" for name in stored.tensors if name not in state]
+    problems += [
+        f"size mismatch for {name!r}: {list(found.original_shape)} in the checkpoint, {list(state[name].shape)} in the "
+        "model"
+        for name, found in stored.tensors.items()
+        if name in state and found.original_shape != tuple(state[name].shape)
+    ]
+    if problems:
+        raise RuntimeError(f"Error(s) in loading state_dict for {model}: {'; '.join(problems)}")
+
+
+def _is_elsewhere(tensor: Any) -> bool:
+    """Return whether `tensor` is a DTensor without local elements. It may be tied to another tensor."""
+    return is_distributed_tensor(tensor) and not tensor.to_local().numel()
+
+
+@dataclass(frozen=True)
+class StoredOptimizerState(StoredState):
+    """The optimizer state in a sharded checkpoint. It contains positions only, except for values without tensors."""
+
+    stored: StoredTensors
+    places: dict[int, dict[Any, str]]
+    other_values: dict[Any, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> StoredOptimizerState:
+        """Read the headers of the files and the values that are not tensors."""
+        stored = open_tensors(path, OPTIMIZER_FOLDER)
+        places: dict[int, dict[Any, str]] = {}
+        for metadata in stored.metadata:
+            for name, (index, key) in json.loads(metadata.get(_KEYS, "{}")).items():
+                places.setdefault(index, {})[key] = name
+        values: dict[Any, Any] = {}
+        for name in read_manifest(path)["files"]:
+            if name.startswith(f"{OPTIMIZER_FOLDER}/") and name.endswith(".pt"):
+                _merge(values, torch.load(path / name, map_location="cpu", weights_only=True)["values"])
+        return cls(stored, places, values)
+
+    def tensors(self, index: int) -> Mapping[Any, str]:
+        """Return the names of the tensors in the state of parameter `index`, by key."""
+        return self.places.get(index, {})
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the global shape of tensor `name`."""
+        return self.stored.tensors[name].original_shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of tensor `name`."""
+        return self.stored.tensors[name].original_dtype
+
+    def values(self) -> Mapping[Any, Any]:
+        """Return the values that are not tensors, by index and key."""
+        return self.other_values
+
+    def read(self, parts: Iterable[TensorPart]) -> None:
+        """Copy the stored elements of each part into its data."""
+        self.stored.read(parts)
+
+    def complete(self) -> dict[Any, Any]:
+        """Return the complete state, as in `Optimizer.state_dict()["state"]`."""
+        state = {index: dict(entry) if isinstance(entry, dict) else entry for index, entry in self.other_values.items()}
+        for index, names in sorted(self.places.items()):
+            entry = state.setdefault(index, {})
+            entry |= {key: self.stored.read_tensor(name) for key, name in names.items()}
+        return state
+
+
+def _merge(values: dict[Any, Any], others: dict[Any, Any]) -> None:
+    for index, entry in others.items():
+        if isinstance(index, int) and isinstance(entry, dict):
+            values.setdefault(index, {}).update(entry)
+        else:
+            values[index] = entry

@@ -1,0 +1,347 @@
+"""safetensors files that contain parts of tensors, written and read one tensor at a time.
+
+Each file is a valid safetensors file. Its metadata contains the offsets of the parts in the form that
+`torch.distributed.checkpoint.HuggingFaceStorageReader` reads (torch 2.14). A file contains each tensor name once, so
+further parts of the same tensor are in further files of the same rank. The format is specified in
+https://huggingface.co/docs/safetensors/index#format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from unitrain.backends.sharding.tensor_parts import TensorPart
+from unitrain.backends.tensors import as_bytes, copy_into, is_expanded
+from unitrain.errors import CheckpointError
+
+COMPLEX = "unitrain.complex"  # in the metadata: names of complex tensors, as JSON
+_OFFSETS = "DCP_SHARDING_INFO"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 256 << 20
+# Written, hashed and read at once.
+_BLOCK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """Size and SHA-256 digest of a file."""
+
+    bytes: int
+    sha256: str
+
+
+def write_parts(
+    folder: Path, stem: str, parts: Iterable[TensorPart], metadata: dict[str, str]
+) -> dict[str, WrittenFile]:
+    """Write `parts` to the new files `STEM.safetensors`, `STEM-1.safetensors`, ... in `folder`, and flush them to disk.
+
+    Return the files by name. Complex tensors are written as the real tensors of torch.view_as_real.
+    """
+    files: list[list[TensorPart]] = []
+    count: dict[str, int] = {}
+    for part in parts:
+        number = count[part.name] = count.get(part.name, -1) + 1
+        if number == len(files):
+            files.append([])
+        files[number].append(part)
+    written = {}
+    for number, contents in enumerate(files):
+        name = f"{stem}-{number}.safetensors" if number else f"{stem}.safetensors"
+        written[name] = _write_file(folder / name, contents, metadata)
+    return written
+
+
+def _write_file(path: Path, parts: list[TensorPart], metadata: dict[str, str]) -> WrittenFile:
+    # In descending order of the size of an element, every tensor is aligned.
+    real_parts = sorted(map(_as_real, parts), key=lambda part: -part.data.element_size())
+    names = [part.name for part in real_parts if part.is_complex]
+    offsets = {part.name: {"saved_offsets": part.offsets} for part in real_parts}
+    facts = {"format": "pt", **metadata, _OFFSETS: json.dumps(offsets)}
+    if names:
+        facts[COMPLEX] = json.dumps(names)
+    with _TensorWriter(
+        path, {part.name: (part.data.dtype, tuple(part.data.shape)) for part in real_parts}, facts
+    ) as file:
+        for part in real_parts:
+            file.write(part.data)
+    return file.written
+
+
+def write_tensors(path: Path, tensors: StoredTensors, metadata: dict[str, str]) -> WrittenFile:
+    """Write all `tensors` to one safetensors file `path`, one tensor at a time, and flush it to disk."""
+    ordered = sorted(tensors.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    facts = {"format": "pt", **metadata}
+    if names := [name for name, tensor in ordered if tensor.is_complex]:
+        facts[COMPLEX] = json.dumps(names)
+    with _TensorWriter(path, {name: (tensor.dtype, tensor.shape) for name, tensor in ordered}, facts) as file:
+        for name, _ in ordered:
+            file.write(tensors.read_real(name))
+    return file.written
+
+
+@dataclass(frozen=True)
+class _RealPart:
+    """A part whose complex numbers are viewed as pairs of real numbers in an additional last dimension."""
+
+    name: str
+    offsets: tuple[int, ...]
+    data: Tensor
+    is_complex: bool
+
+
+def _as_real(part: TensorPart) -> _RealPart:
+    if not part.data.is_complex():
+        return _RealPart(part.name, part.offsets, part.data.resolve_neg(), is_complex=False)
+    return _RealPart(part.name, (*part.offsets, 0), torch.view_as_real(part.data.resolve_conj()), is_complex=True)
+
+
+class _TensorWriter:
+    """Writes a new safetensors file, and computes its digest. Tensors are written in the order of `layout`."""
+
+    written: WrittenFile
+
+    def __init__(
+        self, path: Path, layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
+    ) -> None:
+        header: dict[str, Any] = {"__metadata__": metadata}
+        position = 0
+        for name, (dtype, shape) in layout.items():
+            if dtype not in _DTYPE_NAMES:
+                raise CheckpointError(
+                    f"Tensor {name!r} has dtype {dtype}, which safetensors does not support. Convert it to another "
+                    "dtype, such as torch.float32."
+                )
+            end = position + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [position, end]}
+            position = end
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        self._header = struct.pack("<Q", len(encoded)) + encoded
+        self._path, self._bytes, self._digest = path, 0, hashlib.sha256()
+
+    def __enter__(self) -> _TensorWriter:
+        self._file = self._path.open("xb")
+        self._write(memoryview(self._header))
+        return self
+
+    def write(self, tensor: Tensor) -> None:
+        """Write the next tensor. A copy is made if it is not contiguous or not on the CPU."""
+        self._write(as_bytes(tensor.cpu()).numpy().data)
+
+    def _write(self, content: memoryview) -> None:
+        for start in range(0, len(content), _BLOCK_BYTES):
+            block = content[start : start + _BLOCK_BYTES]
+            self._digest.update(block)
+            self._file.write(block)
+        self._bytes += len(content)
+
+    def __exit__(self, *error: Any) -> None:
+        with self._file:
+            if error[0] is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self.written = WrittenFile(self._bytes, self._digest.hexdigest())
+
+
+# --- reading ---
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A stored part of a tensor: its first byte in `file`, its offsets in the tensor and its lengths."""
+
+    file: str
+    position: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in files. For complex numbers, `shape` has an additional last dimension 2 and `dtype` is real."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_complex: bool
+    chunks: list[_Chunk] = field(default_factory=list)
+
+    @property
+    def original_shape(self) -> tuple[int, ...]:
+        """The shape, also of complex tensors."""
+        return self.shape[:-1] if self.is_complex else self.shape
+
+    @property
+    def kind(self) -> str:
+        """The dtype in the notation of safetensors, such as "F32"; "C64" for complex numbers of 64 bits."""
+        return f"C{16 * self.dtype.itemsize}" if self.is_complex else _DTYPE_NAMES[self.dtype]
+
+    @property
+    def original_dtype(self) -> torch.dtype:
+        """The dtype, also of complex tensors."""
+        return self.dtype.to_complex() if self.is_complex else self.dtype
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """The tensors whose parts are in safetensors files in `folder`. It contains positions only, no data."""
+
+    folder: Path
+    tensors: dict[str, StoredTensor]
+    metadata: list[dict[str, str]]
+
+    @classmethod
+    def open(cls, folder: Path, names: Iterable[str]) -> StoredTensors:
+        """Read the headers of the files `names` in `folder`.
+
+        Raises ValueError for a file of another format, and CheckpointError if elements of a tensor are missing.
+        """
+        tensors: dict[str, StoredTensor] = {}
+        metadata = []
+        for name in names:
+            header, start = _read_header(folder / name)
+            facts = header.pop("__metadata__", {})
+            metadata.append(facts)
+            complex_names = json.loads(facts.get(COMPLEX, "[]"))
+            offsets = json.loads(facts[_OFFSETS]) if _OFFSETS in facts else {}
+            for tensor, found in header.items():
+                lengths = tuple(found["shape"])
+                place = tuple(offsets[tensor]["saved_offsets"]) if offsets else (0,) * len(lengths)
+                end = tuple(offset + length for offset, length in zip(place, lengths, strict=True))
+                chunk = _Chunk(name, start + found["data_offsets"][0], place, lengths)
+                known = tensors.get(tensor) or StoredTensor(end, _DTYPES[found["dtype"]], tensor in complex_names)
+                shape = tuple(map(max, known.shape, end))
+                tensors[tensor] = replace(known, shape=shape, chunks=[*known.chunks, chunk])
+        for tensor, stored in tensors.items():
+            found_elements = sum(prod(chunk.lengths) for chunk in stored.chunks)
+            if found_elements != prod(stored.shape):
+                raise CheckpointError(
+                    f"The files in '{folder}' contain {found_elements} of {prod(stored.shape)} elements of tensor "
+                    f"{tensor!r}. Restore the missing files from a copy."
+                )
+        return cls(folder, tensors, metadata)
+
+    def read(self, parts: Iterable[TensorPart]) -> None:
+        """Copy the stored elements of each part into its data. Dtypes are converted."""
+        with _OpenFiles(self.folder) as files:
+            for part in parts:
+                data = part.data
+                # Writes to these views would change other elements or the sign of the numbers.
+                is_special = is_expanded(data) or data.is_conj() or data.is_neg()
+                target = torch.empty(data.shape, dtype=data.dtype) if is_special else data
+                self._read_part(files, part, target)
+                if is_special:
+                    copy_into(data, target)
+
+    def _read_part(self, files: _OpenFiles, part: TensorPart, target: Tensor) -> None:
+        stored, offsets = self.tensors[part.name], part.offsets
+        if stored.is_complex:
+            if not target.is_complex():
+                raise ValueError(f"{part.name!r} is complex in the checkpoint and {target.dtype} in the model")
+            target, offsets = torch.view_as_real(target), (*offsets, 0)
+        for chunk in stored.chunks:
+            for block, place in _overlap(files, chunk, stored.dtype, offsets, tuple(target.shape)):
+                target[place].copy_(block)
+
+    def read_real(self, name: str) -> Tensor:
+        """Return tensor `name`; a complex tensor as a real tensor with an additional last dimension."""
+        stored = self.tensors[name]
+        result = torch.empty(stored.shape, dtype=stored.dtype)
+        with _OpenFiles(self.folder) as files:
+            for chunk in stored.chunks:
+                for block, place in _overlap(files, chunk, stored.dtype, (0,) * len(stored.shape), stored.shape):
+                    result[place].copy_(block)
+        return result
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Return tensor `name`."""
+        tensor = self.read_real(name)
+        return torch.view_as_complex(tensor) if self.tensors[name].is_complex else tensor
+
+
+class _OpenFiles:
+    """The files of one `read`, which are opened once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._files = folder, dict[str, BinaryIO]()
+
+    def __enter__(self) -> _OpenFiles:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def read(self, name: str, position: int, target: Tensor) -> None:
+        """Fill contiguous `target` from `position` on."""
+        if name not in self._files:
+            self._files[name] = (self._folder / name).open("rb")
+        file = self._files[name]
+        file.seek(position)
+        content = as_bytes(target).numpy().data
+        if file.readinto(content) != len(content):  # type: ignore[attr-defined]
+            raise ValueError(f"{name} ends within a tensor")
+
+
+def _overlap(
+    files: _OpenFiles, chunk: _Chunk, dtype: torch.dtype, offsets: tuple[int, ...], lengths: tuple[int, ...]
+) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """Yield the elements of `chunk` that are in the box (`offsets`, `lengths`), in blocks of rows, each with its place
+    in the box."""
+    starts = tuple(map(max, chunk.offsets, offsets))
+    stops = tuple(
+        min(first + length, other + other_length)
+        for first, length, other, other_length in zip(chunk.offsets, chunk.lengths, offsets, lengths, strict=True)
+    )
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return
+    if not starts:
+        scalar = torch.empty((), dtype=dtype)
+        files.read(chunk.file, chunk.position, scalar)
+        yield scalar, ()
+        return
+    row_shape = chunk.lengths[1:]
+    row_bytes = prod(row_shape) * dtype.itemsize
+    rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
+    in_row = tuple(
+        slice(start - offset, stop - offset)
+        for start, stop, offset in zip(starts[1:], stops[1:], chunk.offsets[1:], strict=True)
+    )
+    in_box = tuple(
+        slice(start - offset, stop - offset)
+        for start, stop, offset in zip(starts[1:], stops[1:], offsets[1:], strict=True)
+    )
+    for row in range(starts[0], stops[0], rows_per_block):
+        end = min(row + rows_per_block, stops[0])
+        block = torch.empty((end - row, *row_shape), dtype=dtype)
+        files.read(chunk.file, chunk.position + (row - chunk.offsets[0]) * row_bytes, block)
+        yield block[(slice(None), *in_row)], (slice(row - offsets[0], end - offsets[0]), *in_box)
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and the position of the first tensor."""
+    with path.open("rb") as file:
+        first = file.read(8)
+        size = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+        if not 0 < size <= _MAX_HEADER_BYTES:
+            raise ValueError(f"{path.name} is not a safetensors file")
+        header = json.loads(file.read(size))
+    if not isinstance(header, dict):
+        raise ValueError(f"{path.name} is not a safetensors file")
+    return header, 8 + size
