@@ -86,6 +86,20 @@ def test_saved_tensors_equal_a_calculation_by_hand() -> None:
     assert len(maxima) == 1
 
 
+def test_saved_tensors_of_a_compiled_model_are_those_of_the_plain_model() -> None:
+    found = []
+    for is_compiled in (False, True):
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        if is_compiled:
+            model.compile(backend="aot_eager")
+        with tracked(model) as (saved, _):
+            loss = model(torch.randn(10, 8)).square().mean()
+            found.append(saved.total_bytes)
+            loss.backward()
+            assert saved.total_bytes == 0
+    assert found == [4 * 10 * (8 + 16 + 16 + 4)] * 2
+
+
 def test_a_retained_graph_keeps_its_saved_tensors() -> None:
     model = nn.Linear(8, 16)
     with tracked(model) as (saved, _):

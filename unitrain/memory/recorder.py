@@ -126,6 +126,9 @@ class Recorder(Callback):
         if id(model) not in self._module_ids:
             self._module_ids.update(map(id, model.modules()))
             self._models.append(model)
+        self._exclude_parameters()
+
+    def _exclude_parameters(self) -> None:
         self._saved.excluded = set(storages_of(chain(self._parameters(), self._buffers())))
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -155,6 +158,7 @@ class Recorder(Callback):
         if optimizer is not self._optimizers[0]:
             return
         self._steps += 1
+        self._exclude_parameters()  # the forward pass of a compiled model does not call `_add_model`
         if self._steps == self._request.warmup:
             self._begin_measurement()
         elif self._steps == self._request.warmup + self._request.steps:

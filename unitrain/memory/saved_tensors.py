@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from unitrain.memory.tensor_bytes import local_tensor
 from unitrain.modules.activation_checkpointing import CheckpointedForward
+from unitrain.torch_compat import disable_compile
 
 
 @dataclass(eq=False)
@@ -101,11 +102,15 @@ class SavedTensors:
         return list(self._live.values())
 
     def _begin_call(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # in a compiled graph, tensors are not saved by single modules
+            return
         if not self._stack:
             self._on_root(module)
         self._stack.append(ModuleCall(module))
 
     def _end_call(self, module: nn.Module, args: Any, *others: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         # `others` are the keyword arguments and the output, or only the output if the forward raised an exception.
         kwargs = others[0] if len(others) == 2 else {}
         while self._stack:  # an exception may have skipped the ends of inner calls
@@ -126,6 +131,7 @@ class SavedTensors:
             return None
         return self._live.get(memory.data_ptr()) or _saved_storage(memory, tensor, self._count)
 
+    @disable_compile
     def _pack(self, tensor: Tensor) -> Any:
         memory = _memory_of(tensor)
         # A saved output with its history would keep its own graph alive. Autograd restores the history.
@@ -208,6 +214,7 @@ class _Saved:
         self._release(self._address)
 
 
+@disable_compile
 def _unpack(saved: Any) -> Tensor:
     tensor: Tensor = saved.tensor if isinstance(saved, _Saved) else saved
     return tensor
