@@ -110,8 +110,12 @@ class TrainConfig:
     saved in checkpoints)."""
     shard: Shard = "none"
     """"state" shards the optimizer state over ranks (ZeRO-1): each rank updates its part of the parameters and
-    broadcasts it. "gradients" also shards the gradients (ZeRO-2). Results are the same as with "none". Checkpoints are
-    sharded too, see `checkpoint_format`."""
+    broadcasts it. "gradients" also shards the gradients (ZeRO-2). "parameters" also shards the parameters (ZeRO-3):
+    those of a block are gathered for its forward and backward pass. Results are the same as with "none". Checkpoints
+    are sharded too, see `checkpoint_format`."""
+    shard_blocks: tuple[str, ...] = ()
+    """With shard="parameters", class names of the blocks whose parameters are gathered together, such as
+    "TransformerEncoderLayer". By default, blocks are the outermost modules whose class occurs several times."""
     lr_scaling: LrScaling = "none"
     """Multiply the optimizer's learning rates by k = global batch size / `reference_batch_size` ("linear") or by its
     square root ("sqrt")."""
@@ -172,7 +176,9 @@ class TrainConfig:
         for name in _BOOLEAN_SETTINGS:
             validation.check_boolean(_full_name(name), getattr(self, name))
         validation.check_boolean(_full_name("tf32"), self.tf32, optional=True)
-        self._check_checkpointed_classes()
+        self._check_class_names("checkpoint_activations")
+        self._check_class_names("shard_blocks")
+        self._check_sharded_parameters()
         if not isinstance(self.compile, bool):
             validation.check_choice(_full_name("compile"), self.compile, get_args(CompileMode))
         read_compression(self.compression, "TrainConfig.compression")
@@ -240,13 +246,33 @@ class TrainConfig:
                     f'Use TrainConfig(output_dir="runs/first", {name}={value!r}), or leave {name} out.'
                 )
 
-    def _check_checkpointed_classes(self) -> None:
-        names = self.checkpoint_activations
+    def _check_class_names(self, setting: str) -> None:
+        names = getattr(self, setting)
         if not (isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)):
             raise ConfigError(
-                "TrainConfig.checkpoint_activations must be a tuple of class names, got "
-                f"{validation.describe_value(names)}. Use checkpoint_activations=('TransformerEncoderLayer',)."
+                f"TrainConfig.{setting} must be a tuple of class names, got {validation.describe_value(names)}. "
+                f"Use {setting}=('TransformerEncoderLayer',)."
             )
+
+    def _check_sharded_parameters(self) -> None:
+        if self.shard != "parameters":
+            if self.shard_blocks:
+                raise ConfigError(
+                    "TrainConfig.shard_blocks selects the blocks of sharded parameters, but shard is "
+                    f'{self.shard!r}. Use TrainConfig(shard="parameters", ...), or leave shard_blocks out.'
+                )
+            return
+        for name, value in (
+            ("compile", self.compile),
+            ("channels_last", self.channels_last),
+            ("find_unused_parameters", self.find_unused_parameters),
+            ("compression", self.compression),
+        ):
+            if value not in (False, "none"):
+                raise ConfigError(
+                    f'TrainConfig.{name}={value!r} is not supported with shard="parameters". Leave {name} out, or use '
+                    'shard="state".'
+                )
 
     def _check_length(self) -> None:
         if (self.max_epochs is None) == (self.max_steps is None):

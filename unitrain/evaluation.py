@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from unitrain.backends.base import Communicator
+from unitrain.backends.sharding.forward_passes import align_forward_passes
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.sharding import EvaluationShard
@@ -86,8 +87,9 @@ class Evaluation:
             call_on_all_ranks(self._communicator, predict_shard)
         return outputs.gather(self._communicator, shard.stride_unit)
 
-    def _batches(self, shard: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterator[tuple[Any, int]]:
-        return self._prefetch(batches, ahead=shard.can_prefetch)
+    def _batches(self, shard: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
+        prefetched = self._prefetch(batches, ahead=shard.can_prefetch)
+        return align_forward_passes(self._model, prefetched, self._communicator)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

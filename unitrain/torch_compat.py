@@ -299,3 +299,48 @@ def bucket_bytes(module: nn.Module) -> int:
     data = module._get_ddp_logging_data()
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
     return sum(int(size) for size in sizes.split(",") if size.strip())
+
+
+# --- fully_shard (FSDP2) ---
+
+
+def fsdp_parameters(module: nn.Module) -> list[Any]:
+    """Return FSDP's records of the parameters that `fully_shard(module)` manages, without those of nested modules. Each
+    has the attribute `sharded_param`. Checked with torch 2.14."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    return [parameter for group in state._fsdp_param_groups for parameter in group.fsdp_params]
+
+
+def unsharded_parameter(parameter: Any) -> Tensor | None:
+    """Return the complete parameter of one of `fsdp_parameters`, whose memory exists only during its use; None before
+    the first forward pass. Checked with torch 2.14."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def is_fsdp_busy(module: nn.Module) -> bool:
+    """Return whether the last forward or backward pass of the root module of `fully_shard` has not completed, because
+    it raised an exception. Checked with torch 2.14."""
+    context: Any = module._get_fsdp_state()._state_ctx  # type: ignore[operator]
+    return context.iter_forward_root is not None or context.post_backward_final_callback_queued
+
+
+def is_fsdp_initialized(module: nn.Module) -> bool:
+    """Return whether the root module of `fully_shard` has run a forward pass. Checked with torch 2.14."""
+    return module._get_fsdp_state()._is_root is not None  # type: ignore[operator]
+
+
+def release_fsdp_groups(module: nn.Module) -> None:
+    """Delete the references of a module of `fully_shard` to process groups. Checked with torch 2.14."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    for group in state._fsdp_param_groups:
+        for holder in (group, *group.fsdp_params):
+            for name in ("mesh_info", "post_forward_mesh_info"):
+                if getattr(holder, name, None) is not None:
+                    holder.__dict__[name].shard_process_group = None
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor on this rank, without a copy, and other tensors unchanged. Checked with torch
+    2.14."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part

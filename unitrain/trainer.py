@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from unitrain import trainer_arguments
 from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsShardedParameters, require
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
@@ -156,10 +157,14 @@ class Trainer:
         self.model = backend.distributed_model(
             model,
             shard=config.shard,
+            shard_blocks=config.shard_blocks,
             find_unused_parameters=config.find_unused_parameters,
             compression=config.compression,
         )
         if self._weight_average is not None:
+            if config.shard == "parameters":
+                feature = "TrainConfig.shard 'parameters'"
+                require(backend, SupportsShardedParameters, feature).shard_copy(self._weight_average.model, self.model)
             self._weight_average.start()
         self._run.track_compression_state(
             self.model, lambda: self._precision.loss_scale(self._loss_weighting.loss_scale())

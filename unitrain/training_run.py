@@ -181,7 +181,8 @@ class TrainingRun:
         if not self._checkpointer.is_enabled:
             return
         broadcast_buffers(model, self._backend)
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        with self._checkpointer.state_format():
+            parts = {name: part.state_dict() for name, part in self._parts.items()}
         average = parts.pop(AVERAGE, None)
         training = {
             **parts,

@@ -29,6 +29,7 @@ with "All ranks call it". Calls during a backward pass, while gradients are bein
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,7 +44,7 @@ from unitrain.backends.lifecycle import Lifecycle
 from unitrain.bootstrap.environment import RankInfo
 
 ReduceOp = Literal["mean", "sum", "min", "max", "product"]
-Shard = Literal["none", "state", "gradients"]
+Shard = Literal["none", "state", "gradients", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class Backend(Lifecycle, Communicator):
         model: nn.Module,
         *,
         shard: Shard = "none",
+        shard_blocks: Sequence[type[nn.Module] | str] = (),
         find_unused_parameters: bool = False,
         compression: Compression = "none",
     ) -> nn.Module:
@@ -152,6 +154,14 @@ class Backend(Lifecycle, Communicator):
         one rank, there is nothing to shard. Raises ModelError on every rank for PowerSGD, and for a model that shares
         parameters with another one whose gradients are sharded.
 
+        With "parameters" (ZeRO-3), `model` is changed in place: its parameters are replaced by DTensors that hold the
+        rows of this rank, and so are gradients. The parameters of a block are gathered for its forward and backward
+        pass. All ranks must call the model the same number of times, also without gradients, and use the same blocks.
+        `state_dict` of the model, which all ranks call, is complete. `shard_blocks` are the classes of the blocks, or
+        their names. By default, blocks are the outermost modules whose class occurs several times. Backward passes
+        inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not supported. After the first
+        backward pass outside `no_sync`, the gradient of an unused parameter is zero.
+
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank.
         """
@@ -168,11 +178,15 @@ class Backend(Lifecycle, Communicator):
         partitioned by elements, others by tensors. With `shard="gradients"`, each rank holds the same shard of the
         gradients; `model` must be distributed with the same setting, otherwise ModelError is raised on every rank.
 
+        With `shard="parameters"`, each rank updates its shards. An optimizer that was built before `distributed_model`
+        then holds the shards instead of the complete parameters; its state is sharded. Only elementwise optimizers of
+        torch.optim are supported.
+
         Afterwards, a step on gradients that are not reduced over ranks raises ModelError before it updates a parameter.
         Gradients are not reduced if the last backward pass was inside `no_sync`, if it used the module that was passed
         to `distributed_model` instead of the returned one, or if the parameters belong to no distributed model. Raises
-        ModelError if the optimizer has parameters that do not belong to the model, or if its state cannot be sharded
-        (LBFGS).
+        ModelError if the optimizer has parameters that do not belong to the model, or if its state cannot be
+        sharded (LBFGS).
         """
 
     @abstractmethod

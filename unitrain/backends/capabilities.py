@@ -87,6 +87,19 @@ class SupportsPointToPoint(ABC):
         it, with the same arguments."""
 
 
+class SupportsShardedParameters(ABC):
+    """A backend that shards parameters over ranks, with `distributed_model(shard="parameters")`."""
+
+    @abstractmethod
+    def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
+        """Shard the parameters of `copy`, which is not trained, in the same way as those of `model`. All ranks call it.
+
+        `copy` is a copy of the user's module before it was sharded, with equal values on all ranks, such as an average
+        of weights. `model` is the module that `distributed_model` returned. Forward passes of `copy` then gather its
+        parameters block by block.
+        """
+
+
 def require(backend: object, capability: type[CapabilityT], feature: str) -> CapabilityT:
     """Return `backend` if it provides `capability`. Otherwise raise UnsupportedError, which names `feature`."""
     if not isinstance(capability, type):

@@ -167,7 +167,7 @@ def check_shard_of_model(model_shard: Shard | None, shard: Shard) -> None:
 
     `model_shard` is the setting of the model, or None if it is not distributed.
     """
-    for value in ("gradients",):
+    for value in ("gradients", "parameters"):
         if value in (model_shard, shard) and model_shard != shard:
             found = "that is not distributed" if model_shard is None else f"with shard={model_shard!r}"
             raise ModelError(

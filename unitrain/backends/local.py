@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend, ReduceOp, Shard, StartOptions
-from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD
+from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, SupportsShardedParameters
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.compression import CompressionStates, compress_each_backward
 from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
 from unitrain.backends.gradients.unused_parameters import check_first_backward
+from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.optimizer_state import check_sharded_optimizer
 from unitrain.bootstrap.devices import choose_device
 from unitrain.errors import ConfigError, LauncherMismatchError
 from unitrain.torch_compat import unwrap_compiled
 
 
-class LocalBackend(Backend, SupportsPowerSGD):
+class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
     """A group with one rank."""
 
     name = "local"
@@ -104,6 +105,7 @@ class LocalBackend(Backend, SupportsPowerSGD):
         model: nn.Module,
         *,
         shard: Shard = "none",
+        shard_blocks: Sequence[type[nn.Module] | str] = (),
         find_unused_parameters: bool = False,
         compression: Compression = "none",
     ) -> nn.Module:
@@ -112,6 +114,11 @@ class LocalBackend(Backend, SupportsPowerSGD):
         checks.check_shard("distributed_model", shard)
         checks.check_shard_compression(shard, compression)
         validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
+        check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
+        if shard == "parameters":
+            check_sharded_parameters(
+                model, shard_blocks, find_unused_parameters=find_unused_parameters, compression=compression
+            )
         if not find_unused_parameters:
             check_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
         compressor = self._compression_states.create(compression, self.unwrap(model), self)
@@ -125,6 +132,9 @@ class LocalBackend(Backend, SupportsPowerSGD):
         if self._has_accumulated:
             gradients.track()
         return model
+
+    def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
+        pass  # one rank holds all parameters
 
     def compression_state(self, model: nn.Module) -> CompressionState:
         return self._compression_states.get(self.unwrap(model))

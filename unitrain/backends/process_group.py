@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -21,7 +22,13 @@ from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend, ReduceOp, Shard
 from unitrain.backends.broadcasts import Broadcasts
-from unitrain.backends.capabilities import CompressionState, SupportsAsyncBroadcasts, SupportsPowerSGD, Tunable
+from unitrain.backends.capabilities import (
+    CompressionState,
+    SupportsAsyncBroadcasts,
+    SupportsPowerSGD,
+    SupportsShardedParameters,
+    Tunable,
+)
 from unitrain.backends.composed_collectives import (
     PiecewiseReduceScatter,
     gather_by_broadcasts,
@@ -35,7 +42,9 @@ from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, Distri
 from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
+from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_tensors, broadcast_with_tensors, pack, unpack
+from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.distributed_model import ShardedGradientModel
 from unitrain.backends.sharding.gradient_reducer import Transfer
 from unitrain.backends.sharding.optimizer_state import check_sharded_optimizer, shard_optimizer_state
@@ -53,6 +62,9 @@ from unitrain.torch_compat import (
     unwrap_compiled,
 )
 
+if TYPE_CHECKING:
+    from unitrain.backends.sharding.parameters import ShardedParameters
+
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,  # Gloo has no average; with a sum and a division, all transports round the same way
@@ -62,13 +74,12 @@ _TORCH_OPS = {
 }
 _COMBINE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_WRAPPERS = (DistributedModel, ShardedGradientModel)  # the modules that distributed_model returns
 # When its timeout expires, NCCL aborts the process without naming missing ranks, so this timeout must be longer than
 # that of the watchdog.
 NCCL_TIMEOUT_MARGIN = timedelta(seconds=30)
 
 
-class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
+class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, SupportsShardedParameters):
     """A backend over torch.distributed's default process group, which a subclass has initialized."""
 
     tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW)
@@ -91,7 +102,9 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         self._rendezvous = rendezvous
         self._is_group_destroyed = False
         self._pid = os.getpid()
-        self._models: WeakSet[DistributedModel | ShardedGradientModel] = WeakSet()
+        self._models: WeakSet[Any] = WeakSet()  # of WrappedModel
+        self._parameter_counts: Counter[str] = Counter()
+        self._mesh: Any = None  # of all ranks, for sharded parameters
         self._unused_parameters_group: Any = None
         self._compression_states = CompressionStates()
         own = rendezvous.node_positions[self.rank]
@@ -222,6 +235,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         model: nn.Module,
         *,
         shard: Shard = "none",
+        shard_blocks: Sequence[type[nn.Module] | str] = (),
         find_unused_parameters: bool = False,
         compression: Compression = "none",
     ) -> nn.Module:
@@ -232,6 +246,11 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
             if shard == "gradients":
                 ShardedGradientModel.check_not_shared(model)
             validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
+            check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
+            if shard == "parameters":
+                check_sharded_parameters(
+                    model, shard_blocks, find_unused_parameters=find_unused_parameters, compression=compression
+                )
 
         self.check_running("distributed_model")
         call_on_all_ranks(self, check)
@@ -240,11 +259,15 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
             self,
             "distributed_model",
             shard=shard,
+            shard_blocks=tuple(map(str, shard_blocks)),
             find_unused_parameters=find_unused_parameters,
             compression=compression,
             **{environment.DEBUG: is_debugging},
         )
         checks.check_same_model(self, model)
+        check_bucket = (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None
+        if shard == "parameters":
+            return self._shard_model(model, shard_blocks, check_bucket)
         broadcast_tensors(self, [buffer for buffer in model.buffers() if is_expanded(buffer)])
         if find_unused_parameters and self._unused_parameters_group is None:
             # Ranks that use different parameters start to reduce their buckets at different times, relative to
@@ -259,7 +282,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         reducer_group = ReducerGroup(
             group or default_process_group(),
             self._monitor,
-            (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None,
+            check_bucket,
             waits_on_stream=self._waits_on_stream,
             defers_allreduces=group is not None and self._needs_group_order,
         )
@@ -296,6 +319,43 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         self._models.add(distributed)
         return distributed
 
+    def _shard_model(
+        self,
+        model: nn.Module,
+        blocks: Sequence[type[nn.Module] | str],
+        check: Callable[[Tensor], object] | None,
+    ) -> nn.Module:
+        from unitrain.backends.sharding.parameters import ShardedModel
+
+        buffers = ForwardBuffers(model, self) or None
+        sharded = self._shard_parameters(model, blocks, check)
+        distributed = ShardedModel(sharded, self._rendezvous, self._monitor, buffers)
+        self._models.add(distributed)
+        return distributed
+
+    def _shard_parameters(
+        self,
+        model: nn.Module,
+        blocks: Sequence[type[nn.Module] | str],
+        check: Callable[[Tensor], object] | None,
+    ) -> ShardedParameters:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        from unitrain.backends.sharding.parameter_collectives import ParameterCollectives
+        from unitrain.backends.sharding.parameters import ShardedParameters
+
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(default_process_group(), self.device.type)
+        collectives = ParameterCollectives(
+            self._monitor, waits_on_stream=self._waits_on_stream, counts=self._parameter_counts, check=check
+        )
+        return ShardedParameters(model, blocks, self, self._mesh, collectives)
+
+    def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
+        distributed: Any = unwrap_compiled(model)
+        sharded = self._shard_parameters(copy, distributed.sharded.block_classes, distributed.sharded.collectives.check)
+        distributed.add_copy(sharded)
+
     def compression_state(self, model: nn.Module) -> CompressionState:
         return self._compression_states.get(self.unwrap(model))
 
@@ -307,11 +367,25 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         distributed = unwrap_compiled(model) if isinstance(model, nn.Module) else model
 
         def check() -> None:
+            wrapped_shard = distributed.shard if isinstance(distributed, WrappedModel) else None
+            if "parameters" in (wrapped_shard, shard):
+                checks.check_single_optimizer(optimizer)
+                checks.check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
+                checks.check_shard("distributed_optimizer", shard)
+                checks.check_shard_of_model(wrapped_shard, shard)
+                _hold_sharded_parameters(optimizer, distributed)
             check_sharded_optimizer(optimizer, inner, shard)
-            checks.check_shard_of_model(distributed.shard if isinstance(distributed, _WRAPPERS) else None, shard)
+            checks.check_shard_of_model(wrapped_shard, shard)
 
         call_on_all_ranks(self, check)
         checks.check_same_settings(self, "distributed_optimizer", shard=shard)
+        if isinstance(distributed, WrappedModel):
+            check_before_step(optimizer, distributed.check_reduced)
+        if shard == "parameters":
+            from unitrain.backends.sharding.optimizer_shards import shard_optimizer
+
+            shard_optimizer(optimizer, self)
+            return optimizer
         state = broadcast_with_tensors(self, optimizer.state_dict())
         if self.rank != 0:
             defaults = dict(optimizer.defaults)
@@ -319,8 +393,6 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
             optimizer.defaults = (
                 defaults  # load_state_dict adds entries, which later groups would have on this rank only
             )
-        if isinstance(distributed, _WRAPPERS):
-            check_before_step(optimizer, distributed.check_reduced)
         if shard != "none":
             reducer = distributed.reducer if isinstance(distributed, ShardedGradientModel) else None
             shard_optimizer_state(optimizer, self, shard=shard, reducer=reducer)
@@ -328,14 +400,14 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         distributed = unwrap_compiled(model)
-        checks.check_is_distributed(model, isinstance(distributed, _WRAPPERS))
-        assert isinstance(distributed, _WRAPPERS)
+        checks.check_is_distributed(model, isinstance(distributed, WrappedModel))
+        assert isinstance(distributed, WrappedModel)
         return distributed.no_sync()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         checks.check_is_module("unwrap(model)", model)
         model = unwrap_compiled(model)
-        return unwrap_compiled(model.module if isinstance(model, _WRAPPERS) else model)
+        return unwrap_compiled(model.module if isinstance(model, WrappedModel) else model)
 
     def report_failure(self, error: BaseException) -> None:
         self._monitor.report_failure(error)
@@ -363,7 +435,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         # interpreter exits occasionally abort the process (pytorch#179291).
         for model in self._models:
             model.leave_group()
-        self._unused_parameters_group = None
+        self._unused_parameters_group = self._mesh = None
         self._check_consistency.leave_group()
         if not self._is_group_destroyed and dist.is_initialized():
             dist.destroy_process_group()
@@ -378,6 +450,13 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD):
         if op == "mean":
             result /= self.size
         return result.to(dtype)
+
+
+def _hold_sharded_parameters(optimizer: Any, model: Any) -> None:
+    """Let `optimizer`, which may have been built before `distributed_model`, hold the shards of its parameters."""
+    from unitrain.backends.sharding.optimizer_shards import replace_parameters
+
+    replace_parameters(optimizer, model.sharded)
 
 
 def _transport_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unitrain.backends.sharding.state_format import complete_tensor
 from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError
 
@@ -35,8 +36,10 @@ class Histograms(Callback):
             return
         scale, logs = trainer.loss_scale, trainer.backend.rank == 0
         for name, parameter in trainer.backend.unwrap(trainer.model).named_parameters():
-            if self.parameters and logs:
-                trainer.log_histogram(f"parameters/{name}", parameter)
+            if self.parameters:
+                complete = complete_tensor(parameter, trainer.backend)
+                if logs:
+                    trainer.log_histogram(f"parameters/{name}", complete)
             gradient: Any = parameter.grad
             if not self.gradients or gradient is None:
                 continue

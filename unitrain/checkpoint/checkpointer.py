@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.sharding.state_format import state_dicts_of_shards, state_dicts_on_rank
 from unitrain.backends.sharding.state_parts import load_own_state, parameter_groups
 from unitrain.backends.sharding.tensor_parts import is_distributed_tensor
 from unitrain.backends.synchronized_errors import call_on_all_ranks, raise_on_all_ranks
@@ -113,20 +114,27 @@ class Checkpointer:
             return
         self._last_saved = time.monotonic()
         if not self.is_sharded:
-            training = {**training, "optimizer": optimizer.state_dict()}
-            training |= {} if average is None else {AVERAGE: average}
-            self._writer.save(step, model, training, manifest)
+            with self.state_format():
+                training = {**training, "optimizer": optimizer.state_dict()}
+                training |= {} if average is None else {AVERAGE: average}
+                self._writer.save(step, model, training, manifest)
             return
         communicator = self._communicator
-        training = {**training, "optimizer": {"param_groups": parameter_groups(optimizer)}}
         weights = None
         if average is not None:
             weights = average["model"]
             training[AVERAGE] = {name: value for name, value in average.items() if name != "model"}
-        shard = call_on_all_ranks(
-            communicator, lambda: collect_shard(model, optimizer, weights, communicator.rank, communicator.size)
-        )
+        with self.state_format():
+            training = {**training, "optimizer": {"param_groups": parameter_groups(optimizer)}}
+            shard = call_on_all_ranks(
+                communicator, lambda: collect_shard(model, optimizer, weights, communicator.rank, communicator.size)
+            )
         self._writer.save_sharded(step, shard, training, manifest)
+
+    def state_format(self) -> AbstractContextManager[None]:
+        """Return the context manager in which state dicts of sharded models and optimizers have the form to be saved:
+        shards, or, without a sharded format, complete tensors on rank 0, which the ranks gather one at a time."""
+        return state_dicts_of_shards() if self.is_sharded else state_dicts_on_rank(0)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
@@ -324,7 +332,8 @@ def _load_modules(
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     fix = "Use the same model as the run that wrote it."
     if any(map(is_distributed_tensor, tensors)):
-        on_all_ranks(communicator, task, fix, load)
+        with state_dicts_of_shards():
+            on_all_ranks(communicator, task, fix, load)
         return
     on_rank_zero(communicator, task, fix, load)
     with torch.no_grad():

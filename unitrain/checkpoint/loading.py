@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unitrain.backends.sharding.tensor_parts import is_distributed_tensor
 from unitrain.checkpoint import sharded_files
-from unitrain.checkpoint.files import MODEL, TRAINING, load_model_file
+from unitrain.checkpoint.files import MODEL, TRAINING, load_model_file, read_tensors
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
 
@@ -85,8 +86,21 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> Non
 def _load_model(path: Path, model: nn.Module) -> None:
     if sharded_files.is_sharded(path):
         sharded_files.load_module(path, sharded_files.MODEL_FOLDER, model)
+    elif any(map(is_distributed_tensor, model.parameters())):
+        _load_shards(model, read_tensors(path / MODEL))
     else:
         load_model_file(model, path / MODEL)
+
+
+def _load_shards(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Load this rank's shards of complete `tensors`, of which tied ones occur once."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for tied in names.values():
+        stored = next((tensors[name] for name in tied if name in tensors), None)
+        tensors |= {} if stored is None else dict.fromkeys(tied, stored)
+    load_state(model, tensors)
 
 
 def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str | None]:

@@ -173,8 +173,9 @@ class CheckpointWriter:
         self.wait()
         self.current = _Writing()
         target = files.checkpoint_path(self._folder, step)
+        weights = model.state_dict()  # on all ranks, because it gathers sharded parameters
         if self._communicator.rank == 0:
-            state = model.state_dict(), training
+            state = weights, training
 
             def copied() -> tuple[dict[str, Any], dict[str, Any]]:
                 return host_copy((state[0], plain_state(state[1])))

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from unitrain.errors import ModelError, did_you_mean
+from unitrain.backends.blocks import find_blocks
+from unitrain.errors import ModelError
 from unitrain.modules.run_time_classes import ReplacedForward, create_replacing_class
 from unitrain.torch_compat import buffers_by_name, disable_compile, tensor_version
 from unitrain.validation import check_instance
-
-_MAX_LISTED = 8
 
 
 def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str]) -> None:
@@ -34,18 +33,10 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
     check_instance("checkpoint_activations(model)", model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
     kinds = (type, str, list, tuple)
     check_instance("checkpoint_activations(blocks)", blocks, kinds, "classes or class names", fix, error=ModelError)
-    wanted = [blocks] if isinstance(blocks, type | str) else list(blocks)
-    for block in wanted:
-        _check_block(model, block)
-    changed: list[str] = []
-    for name, module in model.named_modules():
-        is_inside = any(name.startswith(f"{outer}.") or outer == "" for outer in changed)
-        if not is_inside and any(_is_of_class(module, block) for block in wanted):
-            _check_has_forward(module)
-            changed.append(name)
-            if not isinstance(module, CheckpointedForward):
-                kind: Any = type(module)
-                module.__class__ = create_replacing_class(CheckpointedForward, kind)
+    for module in find_blocks(model, blocks, "checkpoint_activations").values():
+        if not isinstance(module, CheckpointedForward):
+            kind: Any = type(module)
+            module.__class__ = create_replacing_class(CheckpointedForward, kind)
 
 
 class CheckpointedForward(ReplacedForward):
@@ -137,39 +128,3 @@ class _RestoredBuffers(AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         self._current.pop().restore()
-
-
-def _check_block(model: nn.Module, block: Any) -> None:
-    names = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
-    if isinstance(block, str):
-        if block not in names and not any(_is_of_class(module, block) for module in model.modules()):
-            shown = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
-            raise ModelError(
-                f"{type(model).__name__} has no module of class {block!r}, whose activations should be checkpointed. "
-                f"{did_you_mean(block, names)}Classes of its modules: {shown}."
-            )
-    elif not (isinstance(block, type) and issubclass(block, nn.Module)):
-        raise ModelError(
-            f"checkpoint_activations takes classes of modules or their names, got {block!r}. "
-            "Use checkpoint_activations(model, nn.TransformerEncoderLayer)."
-        )
-    elif not any(isinstance(module, block) for module in model.modules()):
-        raise ModelError(
-            f"{type(model).__name__} has no module of class {block.__name__!r}, whose activations should be "
-            f"checkpointed. Classes of its modules: {', '.join(names[:_MAX_LISTED])}."
-        )
-
-
-def _check_has_forward(module: nn.Module) -> None:
-    if type(module).forward is nn.Module.forward:
-        inner = next((type(one).__name__ for one in module.children()), "Block")
-        raise ModelError(
-            f"{type(module).__name__} is a container without a forward, so its activations cannot be checkpointed. "
-            f"Name the class of the modules in it: checkpoint_activations(model, {inner!r})."
-        )
-
-
-def _is_of_class(module: nn.Module, block: type[nn.Module] | str) -> bool:
-    if isinstance(block, str):
-        return any(kind.__name__ == block for kind in type(module).__mro__ if issubclass(kind, nn.Module))
-    return isinstance(module, block)

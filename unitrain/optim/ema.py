@@ -16,6 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from unitrain.backends.tensors import copy_into
 from unitrain.errors import ModelError
 from unitrain.modules.buffers import load_state
+from unitrain.torch_compat import local_part
 
 
 class WeightAverage:
@@ -30,10 +31,7 @@ class WeightAverage:
         """Copy `model`. Raises ModelError if it cannot be copied."""
         self._source, self.model = model, _copy(model)
         self._average = get_ema_multi_avg_fn(decay)
-        self._weights, self._averaged = list(model.parameters()), list(self.model.parameters())
-        # Frozen parameters may be integers, as in quantized models. They cannot be averaged and are copied.
-        pairs = [pair for pair in zip(self._averaged, self._weights, strict=True) if _has_mean(pair[0])]
-        self._moving, self._sources = [averaged for averaged, _ in pairs], [weight for _, weight in pairs]
+        self._find_weights()
         self._steps = 0
 
     @classmethod
@@ -42,7 +40,9 @@ class WeightAverage:
         return None if decay is None else cls(model, decay)
 
     def start(self) -> None:
-        """Start from the weights, unless an average was loaded. Call it after rank 0's weights are broadcast."""
+        """Start from the weights, unless an average was loaded. Call it after rank 0's weights are broadcast, and after
+        the parameters of the model and of `model` are sharded."""
+        self._find_weights()
         if not self._steps:
             self._copy_weights()
             self._copy_buffers()
@@ -70,6 +70,14 @@ class WeightAverage:
         if "model" in state:
             load_state(self.model, state["model"])
         self._steps = state.get("steps", self._steps)
+
+    def _find_weights(self) -> None:
+        """Find the parameters of both models. Of sharded parameters, each rank averages its shards."""
+        self._weights = [local_part(parameter) for parameter in self._source.parameters()]
+        self._averaged = [local_part(parameter) for parameter in self.model.parameters()]
+        # Frozen parameters may be integers, as in quantized models. They cannot be averaged and are copied.
+        pairs = [pair for pair in zip(self._averaged, self._weights, strict=True) if _has_mean(pair[0])]
+        self._moving, self._sources = [averaged for averaged, _ in pairs], [weight for _, weight in pairs]
 
     @torch.no_grad()
     def _copy_weights(self) -> None:

@@ -14,6 +14,7 @@ from unitrain.backends.base import Communicator
 from unitrain.data.order import MicroBatch
 from unitrain.errors import ModelError
 from unitrain.optim.step import optimizer_parameters
+from unitrain.torch_compat import local_part
 
 Count = Tensor | float
 # A loss function returns the mean over the batch, or a pair (sum, number of tokens in the sum).
@@ -114,7 +115,7 @@ class LossWeighting:
         gradients: dict[torch.dtype, list[Tensor]] = {}
         for parameter in optimizer_parameters(optimizer):
             if parameter.grad is not None:
-                gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+                gradients.setdefault(parameter.grad.dtype, []).append(local_part(parameter.grad))
         for dtype, same_dtype in gradients.items():
             # With a factor of the same dtype, one kernel handles many gradients. In half precision the factor would be
             # rounded.

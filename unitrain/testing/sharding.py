@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Backend, Communicator
 from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
 from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
 from unitrain.errors import ConfigError, ModelError
@@ -278,6 +278,7 @@ def sharded_state_rejects_a_step_on_local_gradients(backend: Backend) -> None:
     _step(backend, wrapped, optimizer, 0)
 
 
+@Communicator.register
 class _BroadcastOnly:
     """A communicator with blocking broadcasts only, as a third-party backend may provide it."""
 

@@ -24,6 +24,7 @@ from unitrain.testing import (
     parameters,
     power_sgd,
     sharded_gradients,
+    sharded_parameters,
     sharding,
     synchronization,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "parameters",
     "power_sgd",
     "sharded_gradients",
+    "sharded_parameters",
     "sharding",
     "synchronization",
 ]  # importing them fills CASES

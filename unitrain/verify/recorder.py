@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unitrain import randomness
+from unitrain.backends.sharding.state_format import complete_tensor
 from unitrain.callbacks.callback import Callback
 from unitrain.data.batch import map_tensors
 from unitrain.modules.sync_batch_norm import SyncedForward
@@ -143,8 +144,9 @@ class Recorder(Callback):
             if (compression := trainer.config.compression) in ("fp16", "bf16")
             else "none",
         )
+        tensors = _copy_tensors(trainer) if backend.rank == 0 or trainer.config.shard != "none" else {}
         if backend.rank == 0:
-            save_file(_copy_tensors(trainer), self._folder / TENSORS_FILE)
+            save_file(tensors, self._folder / TENSORS_FILE)
         record.write(self._folder)
         backend.barrier()
         atexit.register(backend.shutdown)
@@ -152,7 +154,9 @@ class Recorder(Callback):
 
 
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
-    return dict(trainer.backend.unwrap(trainer.model).named_parameters())
+    """Return the complete parameters by name. All ranks call it if parameters are sharded."""
+    named = trainer.backend.unwrap(trainer.model).named_parameters()
+    return {name: complete_tensor(parameter, trainer.backend) for name, parameter in named}
 
 
 def _batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
@@ -181,7 +185,7 @@ def _copy_tensors(trainer: Trainer) -> dict[str, Tensor]:
     parameters = _parameters(trainer)
     found = {f"parameter {name}": _copy_to_cpu(parameter) for name, parameter in parameters.items()}
     state = trainer.optimizer.state_dict()["state"]  # the full state, also with a sharded optimizer
-    names = {parameter: name for name, parameter in parameters.items()}
+    names = {parameter: name for name, parameter in trainer.backend.unwrap(trainer.model).named_parameters()}
     for index, parameter in enumerate(optimizer_parameters(trainer.optimizer)):
         name = names[parameter]
         for key, value in state.get(index, {}).items():

@@ -30,6 +30,7 @@ from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import check_first_backward
+from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
@@ -73,7 +74,7 @@ class _PendingForwards:
     broadcasts_buffers: bool = True  # whether the next forward pass broadcasts buffers first
 
 
-class DistributedModel(ReducerDDP):
+class DistributedModel(ReducerDDP, WrappedModel):
     """The module that `distributed_model` returns: DDP with corrections. `module` is the user's model.
 
     The reducer communicates in `reducer_group`, which uses `group`, or the default group if that is None. `buffers` are

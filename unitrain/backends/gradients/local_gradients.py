@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.errors import ModelError
+from unitrain.torch_compat import local_part
 
 _MAX_SHOWN = 5
 
@@ -182,7 +183,8 @@ def register_gradient_hook(parameter: Tensor, hook: Callable[[Tensor], None]) ->
 def _has_values(gradient: Tensor | None) -> bool:
     if isinstance(gradient, ShardedGradient):
         return not gradient.is_zero
-    return gradient is not None and bool(gradient.any())
+    # A shard may be zero on some ranks only, and all ranks must raise the same error.
+    return gradient is not None and (local_part(gradient) is not gradient or bool(gradient.any()))
 
 
 def _summarize(names: list[str]) -> str:

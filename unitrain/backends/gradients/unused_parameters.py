@@ -66,7 +66,7 @@ def check_first_backward(
             with torch.enable_grad():
                 torch.stack([parameter.sum() * 0 for parameter in unused]).sum().backward()
         if any(unused_by_rank):
-            end_of_backward.add(Stage.RAISE_ERRORS, lambda: _raise_unused(unused_by_rank))
+            end_of_backward.add(Stage.RAISE_ERRORS, lambda: raise_unused(unused_by_rank))
 
     def on_output_gradient(gradient: Tensor) -> None:
         nonlocal checked_backward
@@ -84,13 +84,17 @@ def check_first_backward(
     handles.extend(parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in names)
 
 
-def _raise_unused(unused_by_rank: list[list[str]]) -> None:
+def raise_unused(unused_by_rank: list[list[str]], *, can_be_allowed: bool = True) -> None:
+    """Raise ModelError, which names the unused parameters of each rank and, if possible, how to allow them."""
     ranks = [str(rank) for rank, names in enumerate(unused_by_rank) if names]
     names = list(dict.fromkeys(name for of_rank in unused_by_rank for name in of_rank))
     shown = ", ".join(names[:_MAX_SHOWN_NAMES])
     more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
     where = "every rank" if len(ranks) == len(unused_by_rank) else f"rank {', '.join(ranks)}"
-    raise ModelError(
-        f"{len(names)} parameters got no gradient on {where}: {shown}{more}. Use them in the loss, freeze them with "
-        "requires_grad_(False), or allow it: backend.distributed_model(model, find_unused_parameters=True)."
+    fix = (
+        "Use them in the loss, freeze them with requires_grad_(False), or allow it: "
+        "backend.distributed_model(model, find_unused_parameters=True)."
+        if can_be_allowed
+        else "Use them in the loss, for example with a factor of 0, or freeze them with requires_grad_(False)."
     )
+    raise ModelError(f"{len(names)} parameters got no gradient on {where}: {shown}{more}. {fix}")

@@ -20,6 +20,7 @@ from unitrain.backends.gradients.forward_buffers import ForwardBuffers
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import check_first_backward
+from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.sharding.gradient_reducer import GradientReducer, Transfer
 from unitrain.backends.tensors import is_expanded
@@ -42,14 +43,14 @@ class _PendingForwards:
     broadcasts_buffers: bool = True  # whether the next forward pass broadcasts buffers first
 
 
-class ShardedGradientModel(nn.Module):
+class ShardedGradientModel(nn.Module, WrappedModel):
     """Reduces each gradient to the ranks that own it. `module` is the user's model.
 
     Without compression, the gradients of every backward pass are reduced, also inside `no_sync`, so that a rank never
     stores all gradients. With compression, gradients are accumulated locally inside `no_sync`, and compressed once.
     """
 
-    shard: ClassVar[Shard] = "gradients"
+    shard: Shard = "gradients"
     _instances: ClassVar[WeakSet[ShardedGradientModel]] = WeakSet()
 
     def __init__(

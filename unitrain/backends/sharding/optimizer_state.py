@@ -33,7 +33,7 @@ from unitrain.errors import ModelError
 from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_nested_step, step_without_hooks
 
 # Elementwise optimizers, for which a tensor may be partitioned among ranks.
-_ELEMENTWISE = (
+ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
@@ -48,7 +48,8 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
     """Check the arguments of `distributed_optimizer`. It does not communicate.
 
     Raises ConfigError for an unknown `shard`, ModelError for parameters of another model, and, with `shard="state"`,
-    also if the update of one parameter depends on others or a parameter is not stored densely.
+    also if the update of one parameter depends on others or a parameter is not stored densely. With
+    `shard="parameters"`, raises ModelError unless the optimizer is an elementwise optimizer of torch.optim.
     """
     checks.check_optimizer(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)
@@ -57,7 +58,9 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
             "The state of this optimizer is sharded over ranks already. Pass the same setting again, "
             f'shard="{_sharded[optimizer].shard}", or build a new optimizer.'
         )
-    if shard == "none":
+    if shard == "parameters":
+        _check_elementwise(optimizer)
+    if shard in ("none", "parameters"):
         return
     if isinstance(optimizer, _INSEPARABLE):
         name = type(optimizer).__name__
@@ -74,6 +77,15 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
             )
     if optimizer not in _sharded:
         _check_state_dict_methods(optimizer)
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    if type(optimizer) not in ELEMENTWISE:
+        supported = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+        raise ModelError(
+            'distributed_optimizer(shard="parameters") updates shards of parameters, so it needs an elementwise '
+            f'optimizer of torch.optim, got {type(optimizer).__name__}. Use one of {supported}, or shard="state".'
+        )
 
 
 def _check_state_dict_methods(optimizer: Optimizer) -> None:
@@ -173,7 +185,7 @@ class ShardedState:
     ) -> None:
         self._communicator, self.shard, self._reducer = communicator, shard, reducer
         self._gradients: list[tuple[nn.Parameter, ShardedGradient]] = []  # replaced by this rank's parts in a step
-        self._is_elementwise = type(optimizer) in _ELEMENTWISE
+        self._is_elementwise = type(optimizer) in ELEMENTWISE
         self._owned: dict[nn.Parameter, _OwnedParameter] = {}
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
         self._batches: list[_Batch] = []
@@ -197,7 +209,7 @@ class ShardedState:
         optimizer.register_state_dict_pre_hook(self._restore)
         optimizer.register_state_dict_post_hook(self._complete_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._select_own_state)
-        optimizer.__getstate__ = _reject_copy  # type: ignore[method-assign]
+        optimizer.__getstate__ = reject_copy  # type: ignore[method-assign]
 
     def belongs_to(self, communicator: Communicator, reducer: GradientReducer | None) -> bool:
         """Return whether the state is sharded over the ranks of `communicator`, like the gradients of `reducer`."""
@@ -477,7 +489,7 @@ class ShardedState:
     def _own_entry(self, parameter: nn.Parameter, entry: Any) -> Any:
         """Return this rank's part of the complete `entry`, the state of `parameter`, or None if it owns no part."""
         if self._is_elementwise and isinstance(entry, dict):
-            _check_shapes(parameter, entry)
+            check_shapes(parameter, entry)
         owned = self._owned.get(parameter)
         if owned is None or owned.is_whole or not isinstance(entry, dict):
             return None if owned is None else entry
@@ -491,14 +503,14 @@ class ShardedState:
         }
 
 
-def _reject_copy() -> Any:
+def reject_copy() -> Any:
     raise ModelError(
         "This optimizer cannot be copied or pickled, because its state is sharded over ranks: a copy has the part of "
         "this rank only. Call optimizer.state_dict() on every rank, and copy or save the result."
     )
 
 
-def _check_shapes(parameter: nn.Parameter, entry: dict[Any, Any]) -> None:
+def check_shapes(parameter: nn.Parameter, entry: dict[Any, Any]) -> None:
     """Raise ModelError if a tensor in the complete `entry` differs in shape from `parameter`, unless it has one
     element. The error is the same on every rank. Without this check, a step would fail only on the ranks that own the
     parameter."""

@@ -1,0 +1,90 @@
+"""Blocks of a model: the modules of given classes, such as the layers of a transformer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from unitrain.errors import ModelError, did_you_mean
+
+_MAX_LISTED = 8
+BlockClass = type[nn.Module] | str
+
+
+def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], setting: str) -> dict[str, nn.Module]:
+    """Return the outermost modules of `model` with a class in `classes` (classes or class names), by name.
+
+    Raises ModelError, which names `setting`, if a class is not a class of modules, if the model has no module of that
+    class, and for containers without a forward, such as ModuleList.
+    """
+    wanted = [classes] if isinstance(classes, type | str) else list(classes)
+    for block in wanted:
+        _check_class(model, block, setting)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if not _is_inside(name, found) and any(is_of_class(module, block) for block in wanted):
+            _check_has_forward(module, setting)
+            found[name] = module
+    return found
+
+
+def find_repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules of `model` whose class occurs several times in it, by name.
+
+    Containers, and modules without submodules, are not blocks.
+    """
+    counts = Counter(type(module) for module in model.modules() if _is_composed(module))
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if _is_composed(module) and counts[type(module)] > 1 and not _is_inside(name, found):
+            found[name] = module
+    return found
+
+
+def is_of_class(module: nn.Module, block: BlockClass) -> bool:
+    """Return whether `module` has the class `block`, or one that descends from it."""
+    if isinstance(block, str):
+        return any(kind.__name__ == block for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    return isinstance(module, block)
+
+
+def _is_composed(module: nn.Module) -> bool:
+    is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    return not is_container and any(True for _ in module.children())
+
+
+def _is_inside(name: str, outer_names: dict[str, nn.Module]) -> bool:
+    return any(name.startswith(f"{outer}.") or outer == "" for outer in outer_names)
+
+
+def _check_class(model: nn.Module, block: Any, setting: str) -> None:
+    names = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
+    if isinstance(block, str):
+        if block not in names and not any(is_of_class(module, block) for module in model.modules()):
+            shown = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
+            raise ModelError(
+                f"{type(model).__name__} has no module of class {block!r}, which {setting} names. "
+                f"{did_you_mean(block, names)}Classes of its modules: {shown}."
+            )
+    elif not (isinstance(block, type) and issubclass(block, nn.Module)):
+        raise ModelError(
+            f"{setting} takes classes of modules or their names, got {block!r}. "
+            "Name the class of the repeated blocks, such as nn.TransformerEncoderLayer."
+        )
+    elif not any(isinstance(module, block) for module in model.modules()):
+        raise ModelError(
+            f"{type(model).__name__} has no module of class {block.__name__!r}, which {setting} names. "
+            f"Classes of its modules: {', '.join(names[:_MAX_LISTED])}."
+        )
+
+
+def _check_has_forward(module: nn.Module, setting: str) -> None:
+    if type(module).forward is nn.Module.forward:
+        inner = next((type(one).__name__ for one in module.children()), "Block")
+        raise ModelError(
+            f"{setting} names {type(module).__name__}, a container without a forward. Name the class of the modules in "
+            f"it: {inner!r}."
+        )

@@ -1,0 +1,138 @@
+"""Checks of the arguments of sharded parameters, and the choice of the blocks. They do not communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unitrain.backends.blocks import BlockClass, find_blocks, find_repeated_blocks
+from unitrain.backends.compression_setting import Compression
+from unitrain.errors import ConfigError, ModelError, UnsupportedError
+from unitrain.torch_compat import is_compiled
+from unitrain.validation import describe_value
+
+_SETTING = "shard_blocks"
+_ELSE = 'or use shard="state"'
+
+
+def check_shard_blocks(shard: str, blocks: Any, name: str) -> None:
+    """Raise ConfigError unless `blocks`, the argument `name`, is a tuple that `shard` allows."""
+    if not isinstance(blocks, list | tuple):
+        raise ConfigError(
+            f"{name} must be a tuple of classes or class names, got {describe_value(blocks)}. "
+            'Use shard_blocks=("TransformerEncoderLayer",).'
+        )
+    if blocks and shard != "parameters":
+        raise ConfigError(
+            f'{name} selects the blocks of sharded parameters, but shard is {shard!r}. Use shard="parameters", or '
+            "leave shard_blocks out."
+        )
+
+
+def check_sharded_parameters(
+    model: nn.Module, blocks: Sequence[BlockClass], *, find_unused_parameters: bool, compression: Compression
+) -> None:
+    """Raise an error unless the parameters of `model` can be sharded with these arguments of `distributed_model`.
+
+    Raises ConfigError for arguments that exclude each other, ModelError for parameters that cannot be sharded, and
+    UnsupportedError if torch is too old.
+    """
+    if compression != "none":
+        raise ConfigError(
+            f'distributed_model(shard="parameters") does not compress gradients, got compression={compression!r}. '
+            f"Leave compression out, {_ELSE}."
+        )
+    if find_unused_parameters:
+        raise ConfigError(
+            'distributed_model(shard="parameters") reduces the gradients of whole blocks and does not support '
+            f"find_unused_parameters=True. Use every parameter in every loss, for example with a factor of 0, {_ELSE}."
+        )
+    _check_torch()
+    if compiled := [name or type(model).__name__ for name, module in model.named_modules() if is_compiled(module)]:
+        raise ModelError(
+            f'Module {compiled[0]!r} is compiled, which distributed_model(shard="parameters") does not support. Leave '
+            f"torch.compile out, {_ELSE}."
+        )
+    _check_parameters(model)
+    chosen = choose_blocks(model, blocks)
+    for name, module in [*chosen.items(), (type(model).__name__, model)]:
+        _check_dtypes(name, module)
+
+
+def choose_blocks(model: nn.Module, blocks: Sequence[BlockClass]) -> dict[str, nn.Module]:
+    """Return the modules of `model` whose parameters are gathered together, by name.
+
+    These are the outermost modules of the classes `blocks`. If `blocks` is empty, these are the outermost modules whose
+    class occurs several times, such as the layers of a transformer. Raises ModelError if blocks of given classes share
+    parameters with other modules; without given classes, such modules are not blocks.
+    """
+    found = find_blocks(model, blocks, _SETTING) if blocks else find_repeated_blocks(model)
+    found.pop("", None)  # the model itself is always a block
+    owners: dict[int, set[str]] = {}
+    for name, module in model.named_modules():
+        block = next((block for block in found if name == block or name.startswith(f"{block}.")), "")
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(block)
+    for name, parameter in model.named_parameters():
+        sharing = owners[id(parameter)]
+        if len(sharing) > 1 and blocks:
+            inside = " and ".join(repr(block) if block else "other modules" for block in sorted(sharing))
+            raise ModelError(
+                f"Parameter {name!r} is shared by {inside}, but the parameters of each block are gathered separately. "
+                "Let shard_blocks name a class that contains all of them, or leave shard_blocks out."
+            )
+        for block in sharing if len(sharing) > 1 else ():
+            found.pop(block, None)
+    return {name: module for name, module in found.items() if any(True for _ in module.parameters())}
+
+
+def _check_torch() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise UnsupportedError(
+            f'shard="parameters" needs torch 2.14 or newer, but torch is {torch.__version__}. Install a newer torch, '
+            f"{_ELSE}."
+        )
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise ModelError(
+                f"Parameter {name!r} is sharded already. Pass a model to distributed_model once; the model that "
+                "returned from it is ready for training."
+            )
+        if parameter.dim() == 0:
+            raise ModelError(
+                f"Parameter {name!r} has 0 dimensions, so it cannot be sharded. Give it one dimension: "
+                f"nn.Parameter(torch.tensor([1.0])), {_ELSE}."
+            )
+        if not parameter.is_contiguous():
+            raise ModelError(
+                f"Parameter {name!r} of shape {list(parameter.shape)} is not contiguous, so it cannot be sharded. "
+                "Build it from a contiguous tensor, nn.Parameter(tensor.contiguous()), and leave channels_last out, "
+                f"{_ELSE}."
+            )
+        # Gradients arrive at complete parameters, which exist during a forward and backward pass only.
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ModelError(
+                f"Parameter {name!r} has a gradient hook, which would not be called, because the parameter is replaced "
+                f"by its shard. Register post-accumulate hooks after distributed_model, {_ELSE}."
+            )
+
+
+def _check_dtypes(name: str, module: nn.Module) -> None:
+    dtypes: dict[torch.dtype, str] = {}
+    for parameter_name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, parameter_name)
+    if len(dtypes) > 1:
+        found = ", ".join(f"{parameter} has {str(dtype).removeprefix('torch.')}" for dtype, parameter in dtypes.items())
+        raise ModelError(
+            f"The trained parameters of block {name!r} have different dtypes, but their gradients are reduced in one "
+            f"tensor: {found}. Convert them to one dtype, {_ELSE}."
+        )

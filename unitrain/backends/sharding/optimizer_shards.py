@@ -1,0 +1,165 @@
+"""Optimizers of sharded parameters: each rank updates its shards, and keeps their state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from unitrain.backends.base import Communicator
+from unitrain.backends.gradients.local_gradients import step_pre_hook
+from unitrain.backends.objects import broadcast_with_tensors
+from unitrain.backends.sharding.optimizer_state import check_shapes, reject_copy
+from unitrain.backends.sharding.parameters import ShardedParameters
+from unitrain.backends.sharding.shards import gather_rows, local_rows
+from unitrain.backends.sharding.state_format import keeps_shards
+from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, local_part
+
+_optimizers: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()
+
+
+def replace_parameters(optimizer: Optimizer, sharded: ShardedParameters) -> None:
+    """Replace complete parameters, which `optimizer` holds if it was built before `distributed_model`, by their shards.
+
+    The state is not changed. It does not communicate.
+    """
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            current = sharded.parameter_after_sharding(parameter)
+            if current is not parameter:
+                group["params"][index] = current
+                if parameter in optimizer.state:
+                    optimizer.state[current] = optimizer.state.pop(parameter)
+
+
+def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
+    """Shard the state of rank 0's `optimizer`, which holds sharded parameters. All ranks call it.
+
+    Each tensor is broadcast separately. A second call for the same optimizer only broadcasts the parameter groups.
+    """
+    own = optimizer.state_dict() if communicator.rank == 0 and optimizer not in _optimizers else {"param_groups": []}
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    settings = broadcast_with_tensors(communicator, settings)
+    for group, received in zip(optimizer.param_groups, settings, strict=True):
+        group.update(received)
+    if optimizer in _optimizers:
+        return
+    _optimizers[optimizer] = OptimizerShards(optimizer, communicator)
+    indices = communicator.broadcast_object(list(own.get("state", ())))
+    parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    optimizer.state.clear()
+    for index in indices:
+        entry = broadcast_with_tensors(communicator, own["state"][index] if communicator.rank == 0 else None)
+        optimizer.state[parameters[index]] = _select(parameters[index], entry, communicator)
+
+
+class OptimizerShards:
+    """Hooks that make `optimizer` update plain tensors, the shards of this rank, in each step.
+
+    Outside of `step`, the optimizer holds the parameters, which are DTensors. Updating plain tensors avoids the cost of
+    dispatching each operation on DTensors. `optimizer.state` contains plain tensors: the rows of this rank.
+    """
+
+    def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._parts: dict[nn.Parameter, nn.Parameter] = {}
+        self._held: list[list[nn.Parameter]] | None = None  # while the groups hold parts
+        begin = step_pre_hook(self._begin_step)
+        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._restore(optimizer))
+        add_innermost_step_hooks(optimizer, begin, lambda optimizer, args, kwargs: self._restore(optimizer))
+        optimizer.register_state_dict_pre_hook(self._restore)
+        optimizer.register_state_dict_post_hook(self._complete_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._select_own_state)
+        optimizer.__getstate__ = reject_copy  # type: ignore[method-assign]
+
+    def _begin_step(self, optimizer: Optimizer) -> None:
+        """Replace the parameters, gradients and state of `optimizer` by those of this rank's parts."""
+        self._held = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [self._part(optimizer, parameter) for parameter in group["params"]]
+
+    def _part(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        part, rows = self._parts.get(parameter), local_part(parameter)
+        if part is None or part.data_ptr() != rows.data_ptr():
+            part = self._parts[parameter] = nn.Parameter(rows.detach(), parameter.requires_grad)
+        part.grad = None if parameter.grad is None else local_part(parameter.grad)
+        if parameter in optimizer.state:
+            optimizer.state[part] = optimizer.state.pop(parameter)
+        return part
+
+    @disable_compile
+    def _restore(self, optimizer: Optimizer) -> None:
+        """Restore the parameters of the optimizer, also after a step that raised an exception."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+            for parameter, part in zip(parameters, group["params"], strict=True):
+                if part is not parameter:
+                    part.grad = None
+                    if part in optimizer.state:
+                        optimizer.state[parameter] = optimizer.state.pop(part)
+            group["params"] = parameters
+
+    # --- the state dict ---
+
+    def _complete_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return `state_dict` with complete tensors. All ranks call it."""
+        parameters = list(_parameters_of(optimizer))
+        state = dict(state_dict["state"])
+        for index in sorted(key for key in state if isinstance(key, int)):
+            parameter = parameters[index]
+            if isinstance(parameter, DTensor):
+                state[index] = {key: self._complete(parameter, value) for key, value in state[index].items()}
+        return {**state_dict, "state": state}
+
+    def _complete(self, parameter: DTensor, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != local_part(parameter).shape:
+            return value
+        if keeps_shards():
+            return DTensor.from_local(
+                value,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        return gather_rows(value, parameter.shape, self._communicator)
+
+    def _select_own_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the complete `state_dict`, restricted to the rows of this rank."""
+        self._restore(optimizer)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        state = dict(state_dict["state"])
+        # torch raises an error for groups of different lengths.
+        for key, parameter in zip(saved, _parameters_of(optimizer), strict=False):
+            if isinstance(state.get(key), dict):
+                state[key] = _select(parameter, state[key], self._communicator)
+        return {**state_dict, "state": state}
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterable[nn.Parameter]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _select(parameter: nn.Parameter, entry: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
+    """Return the state `entry` of `parameter`, complete tensors or DTensors, with the rows of this rank."""
+    if not isinstance(parameter, DTensor):
+        return entry
+    check_shapes(parameter, entry)
+    selected = {}
+    for key, value in entry.items():
+        if isinstance(value, DTensor):
+            value = local_part(value)
+        elif isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
+            value = local_rows(value, communicator)
+        selected[key] = value
+    return selected

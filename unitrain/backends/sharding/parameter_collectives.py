@@ -1,0 +1,153 @@
+"""The collectives of `fully_shard`: gathering the parameters of a block, and reducing its gradients.
+
+Between CPUs they are composed of broadcasts and allreduces, which are faster than the native collectives; see
+`composed_collectives`. The monitor records them, so timeouts name the missing ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unitrain.backends.composed_collectives import MAX_BROADCASTING_RANKS, MIN_BROADCAST_BYTES
+from unitrain.monitoring.flight_recorder import GradientPhase
+from unitrain.monitoring.monitor import FailureMonitor
+from unitrain.torch_compat import Work, all_gather, reduce_scatter
+
+GATHER, REDUCE = "parameter allgather", "gradient reducescatter"
+
+
+class ParameterCollectives:
+    """The collectives of all blocks of one model, in the default process group.
+
+    Args:
+        waits_on_stream: whether a GPU stream waits for the collectives instead of the host, as with NCCL. The watchdog
+            then checks that they complete, and otherwise terminates the process.
+        counts: the number of collectives of each kind that all models of the backend have started.
+        check: called with every tensor before its collective, or None.
+
+    `gathered` lists the blocks whose parameters were gathered since the last `start_recording`.
+    """
+
+    def __init__(
+        self,
+        monitor: FailureMonitor,
+        *,
+        waits_on_stream: bool,
+        counts: Counter[str],
+        check: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        self._monitor, self._waits_on_stream, self.check = monitor, waits_on_stream, check
+        self._counts = counts
+        self.gathered: list[int] = []
+
+    def start_recording(self) -> None:
+        """Empty `gathered`."""
+        self.gathered = []
+
+    def gather(self, output: Tensor, own: Tensor) -> dist.Work | None:
+        """Start to gather `own`, [elements], of every rank into `output`, [ranks * elements]. `own` is a view of its
+        place in `output`."""
+        phase, size = self._record(GATHER, own), dist.get_world_size()
+        if output.device.type == "cpu" and size <= MAX_BROADCASTING_RANKS and output.nbytes >= MIN_BROADCAST_BYTES:
+            parts = output.view(torch.uint8).view(size, -1)
+            return self._started(
+                phase, lambda: [dist.broadcast(part, root, async_op=True) for root, part in enumerate(parts)]
+            )
+        return self._started(phase, lambda: [all_gather(output, own, async_op=True)])
+
+    def reduce(self, output: Tensor, complete: Tensor) -> None:
+        """Sum `complete`, [ranks * elements], over ranks, and write this rank's part to `output`, [elements].
+
+        `complete` may be overwritten. On GPUs, the current stream waits for the result.
+        """
+        phase = self._record(REDUCE, complete)
+        if complete.device.type == "cpu":
+            work = self._started(phase, lambda: [dist.all_reduce(complete, async_op=True)])
+        else:
+            work = self._started(phase, lambda: [reduce_scatter(output, complete, async_op=True)])
+        if work is not None:
+            work.wait()
+        if complete.device.type == "cpu":
+            output.copy_(complete.view(dist.get_world_size(), -1)[dist.get_rank()])
+
+    def _record(self, kind: str, tensor: Tensor) -> GradientPhase:
+        phase = GradientPhase(kind, self._counts[kind])
+        self._counts[kind] += 1
+        self._monitor.record(phase)
+        if self.check is not None:
+            self.check(tensor)
+        return phase
+
+    def _started(self, phase: GradientPhase, start: Callable[[], Sequence[dist.Work | None]]) -> dist.Work | None:
+        try:
+            works = [work for work in start() if work is not None]
+        except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
+            self._monitor.raise_cause_of(error)
+            raise
+        if not self._waits_on_stream:
+            return _MonitoredWork(works, phase, self._monitor)
+        for work in works:
+            work.wait()  # the current stream waits
+        self._monitor.set_deadline(lambda: all(work.is_completed() for work in works), phase)
+        return None
+
+
+class _MonitoredWork(Work):
+    """Collectives on CPU tensors. A timeout in `wait` raises CollectiveTimeoutError, which names the missing ranks."""
+
+    def __init__(self, works: list[dist.Work], phase: GradientPhase, monitor: FailureMonitor) -> None:
+        super().__init__()
+        self._works, self._phase, self._monitor = works, phase, monitor
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        works, self._works = self._works, []
+        for work in works:
+            self._monitor.wait_for_ranks(work, phase=self._phase)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class GatherParameters:
+    """Argument of `set_custom_all_gather`: gathers the parameters of the block with index `block`."""
+
+    def __init__(self, collectives: ParameterCollectives, block: int) -> None:
+        self._collectives, self._block = collectives, block
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._collectives.gathered.append(self._block)
+        return self._collectives.gather(output_tensor, input_tensor)
+
+
+class ReduceGradients:
+    """Argument of `set_custom_reduce_scatter`: sums gradients over ranks. `fully_shard` divides them by the number of
+    ranks."""
+
+    def __init__(self, collectives: ParameterCollectives) -> None:
+        self._collectives = collectives
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._collectives.reduce(output_tensor, input_tensor)

@@ -1,0 +1,306 @@
+"""Sharded parameters (ZeRO-3): torch's `fully_shard` (FSDP2) on the process group of any backend.
+
+Each rank holds a shard of every parameter, of its gradient and of its optimizer state. The parameters of a block are
+gathered before its forward and backward pass and freed afterwards; its gradients are reduced in its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from unitrain.backends.base import Communicator
+from unitrain.backends.blocks import BlockClass
+from unitrain.backends.checks import check_same_trained_parameters
+from unitrain.backends.gradients.end_of_backward import Stage, end_of_backward, gradient_tensors
+from unitrain.backends.gradients.forward_buffers import ForwardBuffers
+from unitrain.backends.gradients.local_gradients import LocalGradients
+from unitrain.backends.gradients.unused_parameters import raise_unused
+from unitrain.backends.gradients.wrapped_model import WrappedModel
+from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.sharding.checks import choose_blocks
+from unitrain.backends.sharding.forward_passes import register_forward_without_batch
+from unitrain.backends.sharding.parameter_collectives import GatherParameters, ParameterCollectives, ReduceGradients
+from unitrain.backends.sharding.shards import make_state_dicts_complete
+from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.errors import ConfigError, ModelError
+from unitrain.monitoring.loop_counters import CountedForward
+from unitrain.monitoring.monitor import FailureMonitor
+from unitrain.torch_compat import (
+    current_backward,
+    disable_compile,
+    fsdp_parameters,
+    is_fsdp_busy,
+    is_fsdp_initialized,
+    release_fsdp_groups,
+    unsharded_parameter,
+    unwrap_compiled,
+)
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_models_wrapped = 0
+
+
+class ShardedParameters:
+    """Applies `fully_shard` to `model`, in place, and controls its collectives. All ranks create it.
+
+    It broadcasts the parameters and buffers of rank 0 first, one at a time. `blocks` are the classes of the modules
+    whose parameters are gathered together; see `choose_blocks`. All other parameters form one more block.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[BlockClass],
+        communicator: Communicator,
+        mesh: DeviceMesh,
+        collectives: ParameterCollectives,
+    ) -> None:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                broadcast_tensors(communicator, [tensor])
+        self.model, self.collectives, self.block_classes = model, collectives, tuple(blocks)
+        before = dict(model.named_parameters())
+        modules = [*choose_blocks(model, blocks).values(), model]
+        for module in modules:
+            fully_shard(module, mesh=mesh, mp_policy=_precision_policy(module))
+        self.blocks: list[FSDPModule] = modules  # type: ignore[assignment]
+        for index, block in enumerate(self.blocks):
+            block.set_force_sum_reduction_for_comms(True)
+            block.set_custom_all_gather(GatherParameters(collectives, index))  # type: ignore[arg-type]
+            block.set_custom_reduce_scatter(ReduceGradients(collectives))  # type: ignore[arg-type]
+        # All ranks then reduce tensors of the same size, also if they use different parameters.
+        self.root.set_reduce_scatter_unused_params(True)
+        after = dict(model.named_parameters())
+        # Keys are ids, because an optimizer that was built before holds the complete parameters.
+        self.replaced = {id(before[name]): (ref(before[name]), after[name]) for name in before}
+        make_state_dicts_complete(model, communicator)
+        # Before the hook of fully_shard that gathers the parameters of the root block.
+        model.register_forward_pre_hook(lambda module, inputs: self.collectives.start_recording(), prepend=True)
+        model.register_forward_hook(self._free_after_evaluation)
+        self._order: list[int] | None = None
+        register_forward_without_batch(model, self.take_part_in_forward)
+
+    @property
+    def root(self) -> FSDPModule:
+        """The user's module."""
+        return self.blocks[-1]
+
+    def parameter_after_sharding(self, parameter: Tensor) -> Tensor:
+        """Return the sharded parameter that has replaced `parameter`, or `parameter` itself."""
+        former, current = self.replaced.get(id(parameter), (None, parameter))
+        return current if former is not None and former() is parameter else parameter
+
+    def free_complete_parameters(self) -> None:
+        """Free the complete parameters of the root block, which remain in memory after a forward pass with gradients.
+
+        Otherwise, if no backward pass followed, the next forward pass would use them without the updates of a step in
+        between.
+        """
+        self.root.reshard()
+
+    @disable_compile
+    def take_part_in_forward(self) -> None:
+        """Gather and free the parameters of all blocks, as a forward pass without gradients does."""
+        # Without an earlier forward pass, the order in which blocks run is unknown: assume the order of definition.
+        order = self._order if self._order is not None else [len(self.blocks) - 1, *range(len(self.blocks) - 1)]
+        for index in order:
+            self.blocks[index].unshard()
+            self.blocks[index].reshard()
+
+    def reset_after_exception(self) -> None:
+        """Discard the state of a forward or backward pass that raised an exception."""
+        if is_fsdp_initialized(self.model) and is_fsdp_busy(self.model):
+            self.root.reset_iter_state()
+
+    def release_groups(self) -> None:
+        """Delete the references to process groups. The model cannot be used afterwards."""
+        for block in self.blocks:
+            release_fsdp_groups(block)  # type: ignore[arg-type]
+
+    def _free_after_evaluation(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.free_complete_parameters()
+            self._order = list(self.collectives.gathered)
+
+
+class ShardedModel(nn.Module, WrappedModel):
+    """The module that `distributed_model(shard="parameters")` returns. `module` is the user's model."""
+
+    shard = "parameters"
+
+    def __init__(
+        self,
+        sharded: ShardedParameters,
+        rendezvous: Rendezvous,
+        monitor: FailureMonitor,
+        buffers: ForwardBuffers | None,
+    ) -> None:
+        super().__init__()
+        model = sharded.model
+        self.module = model
+        self.sharded = sharded
+        self._monitor, self._rendezvous, self._forward_buffers = monitor, rendezvous, buffers
+        self._is_accumulating = self._has_left = False
+        self._broadcasts_buffers = True
+        self._last_backward = -1
+        self._names, self._all_parameters = map(list, zip(*model.named_parameters(), strict=True))
+        self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
+        self._local = LocalGradients(unwrap_compiled(model), lambda: self._is_accumulating)
+        global _models_wrapped
+        _models_wrapped += 1
+        self._key, self._freeze_changes = f"sharded_model/{_models_wrapped}", 0
+        self._used: set[str] | None = set()  # names, until the first backward pass has been checked
+        self._handles: list[Any] = []
+        self._copies: list[ShardedParameters] = []
+
+    def add_copy(self, sharded: ShardedParameters) -> None:
+        """Also release the process group of `sharded`, a copy of the user's model, in `leave_group`."""
+        self._copies.append(sharded)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._has_left:
+            raise ConfigError(
+                "The model was called after backend.shutdown(), but its parameters are sharded over the ranks. Call it "
+                "before, or load the saved weights into a new model."
+            )
+        has_gradients = torch.is_grad_enabled()
+        self.sharded.reset_after_exception()
+        if has_gradients:
+            self._check_trained_parameters()
+            if self._forward_buffers is not None:
+                if self._broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
+                    self._forward_buffers.broadcast()
+                self._broadcasts_buffers = not self._is_accumulating
+        output = self.module(*inputs, **kwargs)
+        if has_gradients and (tensors := gradient_tensors(output)):
+            if self._used is not None and not self._handles:
+                self._record_used_parameters()
+            forward = self._monitor.loop_counters.count_forward()
+            for tensor in tensors:
+                tensor.register_hook(lambda gradient: self._begin_backward(forward))
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients of several backward passes. Each pass reduces them, so each rank keeps its shard."""
+        was_accumulating, self._is_accumulating = self._is_accumulating, True
+        self._local.track()
+        try:
+            yield
+        finally:
+            self._is_accumulating = was_accumulating
+
+    def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ModelError if the last backward pass was inside `no_sync`. Also re-raise the ModelError of another
+        rank. The check does not communicate."""
+        if not self._has_left:
+            self._monitor.raise_model_error()
+            self._monitor.loop_counters.count_step()
+            self.sharded.free_complete_parameters()
+            self._local.check(optimizer)
+
+    def leave_group(self) -> None:
+        """Release the process group. The model cannot be used afterwards."""
+        if not self._has_left:
+            self._has_left = True
+            self._local.stop()
+            for sharded in (self.sharded, *self._copies):
+                sharded.release_groups()
+            self._forward_buffers = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ModelError(
+            f"The distributed {_class_name(self.module)} cannot be copied, because its parameters are sharded over "
+            "the ranks. Copy the model before backend.distributed_model, or load backend.unwrap(model).state_dict() "
+            "into a new model."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ModelError(
+            f"The distributed {_class_name(self.module)} cannot be pickled, because its parameters are sharded over "
+            "the ranks. Save its state: torch.save(backend.unwrap(model).state_dict(), path)."
+        )
+
+    def _check_trained_parameters(self) -> None:
+        """Raise ModelError on all ranks if parameters were frozen or unfrozen differently."""
+        requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
+        if requires_grad == self._requires_grad:
+            return
+        self._freeze_changes += 1
+        by_rank = self._rendezvous.allgather(f"{self._key}/trains/{self._freeze_changes}", requires_grad)
+        check_same_trained_parameters(self._names, by_rank)
+        self._requires_grad = requires_grad
+
+    @disable_compile
+    def _begin_backward(self, forward: CountedForward) -> None:
+        """Called for each output that a backward pass reaches."""
+        forward.mark_used()
+        backward = current_backward()
+        if backward == self._last_backward:
+            return
+        self._last_backward = backward
+        if not self._is_accumulating:
+            end_of_backward.add(Stage.MARK_REDUCED, self._monitor.loop_counters.count_backward)
+            if self._used is not None:
+                end_of_backward.add(Stage.FIND_UNUSED_PARAMETERS, self._find_unused_parameters)
+
+    def _record_used_parameters(self) -> None:
+        """Record the names of parameters that get a gradient. Complete parameters exist after the first forward
+        pass."""
+        # The module currently has complete parameters in its root block.
+        names = {id(parameter): name for name, parameter in zip(self._names, self._all_parameters, strict=True)}
+        for block in self.sharded.blocks:
+            for record in fsdp_parameters(block):  # type: ignore[arg-type]
+                complete, name = unsharded_parameter(record), names.get(id(record.sharded_param))
+                if complete is not None and complete.requires_grad and name is not None:
+                    hook = _recorder(name, self._used)
+                    self._handles.append(complete.register_post_accumulate_grad_hook(hook))
+
+    def _find_unused_parameters(self) -> None:
+        """Raise ModelError on every rank if the first backward pass left a parameter unused on any rank."""
+        if self._used is None:
+            return
+        pairs = zip(self._names, self._all_parameters, strict=True)
+        names = [name for name, parameter in pairs if parameter.requires_grad]
+        unused = [name for name in names if name not in self._used]
+        if len(unused) == len(names):
+            return  # the gradient of the inputs, or of a model whose output is this model's input
+        self._used = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        by_rank = self._rendezvous.allgather(f"{self._key}/unused", unused)
+        if any(by_rank):
+            end_of_backward.add(Stage.RAISE_ERRORS, lambda: raise_unused(by_rank, can_be_allowed=False))
+
+
+def _recorder(name: str, used: set[str] | None) -> Callable[[Tensor], None]:
+    def record(_: Tensor) -> None:
+        if used is not None:
+            used.add(name)
+
+    return record
+
+
+def _class_name(model: nn.Module) -> str:
+    kind = type(model)
+    return kind.__mro__[2].__name__ if issubclass(kind, FSDPModule) else kind.__name__
+
+
+def _precision_policy(module: nn.Module) -> MixedPrecisionPolicy:
+    """Return the policy under which results equal those of replicated parameters.
+
+    Parameters are gathered in their dtype, and autocast applies in the forward pass as without sharding. Gradients in
+    half precision are summed in float32.
+    """
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    reduce_dtype = torch.float32 if dtypes & set(_HALF_DTYPES) else None
+    return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)

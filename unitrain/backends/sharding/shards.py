@@ -1,0 +1,87 @@
+"""Shards of parameters: DTensors that are divided along dim 0, and complete tensors.
+
+`fully_shard` gives rank r the rows [r * n, (r + 1) * n) of a parameter, with n = ceil(rows / ranks). The shards of the
+last ranks may have fewer rows, or none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from unitrain.backends.base import Communicator
+from unitrain.backends.checks import DTYPES
+from unitrain.backends.sharding.state_format import keeps_shards, rank_of_complete_state
+from unitrain.backends.tensors import as_bytes
+from unitrain.torch_compat import local_part
+
+
+def rows_of_rank(rows: int, rank: int, size: int) -> slice:
+    """Return the rows that `rank` holds of a parameter with `rows` rows."""
+    count = -(-rows // size)
+    return slice(min(rank * count, rows), min((rank + 1) * count, rows))
+
+
+def local_rows(complete: Tensor, communicator: Communicator) -> Tensor:
+    """Return a copy of this rank's rows of `complete`, on the device of the rank."""
+    rows = complete[rows_of_rank(len(complete), communicator.rank, communicator.size)]
+    return rows.detach().to(communicator.device, copy=True, memory_format=torch.contiguous_format)
+
+
+def shard_like(parameter: DTensor, complete: Tensor, communicator: Communicator) -> DTensor:
+    """Return this rank's shard of `complete`, which has the shape of `parameter`, as a DTensor. No communication."""
+    return DTensor.from_local(
+        local_rows(complete, communicator),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> Tensor | None:
+    """Return the complete tensor of `shape` from the rows of every rank. All ranks call it.
+
+    Inside `state_dicts_on_rank`, the result is on the CPU on that rank, and None on the others.
+    """
+    if rows.dtype in DTYPES:
+        complete = communicator.allgather(rows.detach()).view(shape)
+    else:
+        gathered = communicator.allgather(as_bytes(rows))
+        complete = gathered.clone().view(rows.dtype).view(shape)  # the clone is aligned
+    root = rank_of_complete_state()
+    if root is None:
+        return complete
+    return complete.cpu() if communicator.rank == root else None
+
+
+def make_state_dicts_complete(model: nn.Module, communicator: Communicator) -> None:
+    """Let `state_dict` of `model` and its submodules return complete tensors, and `load_state_dict` accept them.
+
+    All ranks must call `state_dict`, which gathers the shards. Each rank loads its shard from a complete state dict
+    without communication.
+    """
+
+    def gather(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in module._parameters:
+            value = state.get(prefix + name)
+            if isinstance(value, DTensor) and not keeps_shards():
+                state[prefix + name] = gather_rows(local_part(value), value.shape, communicator)
+
+    def select(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
+            value = state.get(prefix + name)
+            if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+                continue
+            if value.shape == parameter.shape:  # otherwise torch raises an error with both shapes
+                state[prefix + name] = shard_like(parameter, value, communicator)
+
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_state_dict_post_hook(gather)
+            module.register_load_state_dict_pre_hook(select)

@@ -1,0 +1,445 @@
+"""Contract of `shard="parameters"` (ZeRO-3): training equals training with replicated parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.base import Backend
+from unitrain.errors import ConfigError, ModelError
+from unitrain.modules.activation_checkpointing import checkpoint_activations
+from unitrain.modules.buffers import broadcast_buffers
+from unitrain.modules.sync_batch_norm import sync_batch_norm
+from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
+
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+_WORDS, _WIDTH = 11, 6  # neither is divisible by 2 and by 3 and by 4
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(_WIDTH, 2, dropout=0.0, batch_first=True)
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 7), nn.Linear(7, _WIDTH, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        attended = inputs + self.attention(inputs, inputs, inputs, need_weights=False)[0]
+        output: Tensor = attended + self.down(torch.tanh(self.up(self.norm(attended))))
+        return output
+
+
+class _Transformer(nn.Module):
+    """A language model whose embedding and output layer share their weights. Many rows of the embedding are unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_WORDS, _WIDTH)
+        self.layers = nn.ModuleList(_Layer() for _ in range(2))
+        self.head = nn.Linear(_WIDTH, _WORDS)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        features = self.embedding(words)
+        for layer in self.layers:
+            features = layer(features)
+        output: Tensor = self.head(features)
+        return output
+
+
+class _ConvBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(channels, 5, 3, padding=1), nn.BatchNorm2d(5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.norm(self.convolution(inputs)).relu()
+        return output
+
+
+class _ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(_ConvBlock(3), _ConvBlock(5)), nn.Linear(5, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        output: Tensor = self.head(self.blocks(images).mean((2, 3)))
+        return output
+
+
+def _build(kind: type[nn.Module] = _Transformer, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().to(dtype)
+
+
+def _loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
+    """Return the loss of `model` on the samples of `ranks`, of which each has the same number."""
+    parts = []
+    for rank in ranks:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        # A rank uses 3 of the 11 words.
+        parts.append(
+            torch.randint(0, _WORDS, (3,), generator=generator)[torch.randint(0, 3, (4, 5), generator=generator)]
+        )
+    words = torch.cat(parts)
+    is_language = any(isinstance(module, nn.Embedding) for module in model.modules())
+    dtype = next(model.parameters()).dtype
+    inputs = words if is_language else words.reshape(-1, 1, 4, 5).expand(-1, 3, -1, -1).to(dtype)
+    output = model(inputs)
+    loss: Tensor = (output.sin() * torch.linspace(1, 2, output.shape[-1], dtype=output.dtype)).sum(-1).mean()
+    return loss
+
+
+def _adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=1e-3)
+
+
+def _setup(
+    backend: Backend, model: nn.Module, make: MakeOptimizer = _adam, blocks: tuple[Any, ...] = ()
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    optimizer = make(model.parameters())
+    wrapped = backend.distributed_model(model, shard="parameters", shard_blocks=blocks)
+    return wrapped, backend.distributed_optimizer(optimizer, wrapped, shard="parameters")
+
+
+def _complete(backend: Backend, model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in backend.unwrap(model).state_dict().items()}
+
+
+def _assert_same(backend: Backend, model: nn.Module, twin: nn.Module, tolerance: float = 1e-12) -> None:
+    broadcast_buffers(model, backend)
+    state, expected = _complete(backend, model), twin.state_dict()
+    assert list(state) == list(expected)
+    for name, value in state.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        assert_same_on_every_rank(backend, value.double().sum().item())
+
+
+def _everyone(backend: Backend) -> range:
+    return range(backend.size)
+
+
+@contract
+def sharded_parameters_train_as_plain_torch(backend: Backend) -> None:
+    """Train with several optimizers, clipping, and accumulation inside and outside `no_sync`."""
+    optimizers: list[tuple[MakeOptimizer, float | None]] = [
+        (_adam, 0.05),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1), None),
+        (lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, eps=0.01, foreach=True), 1e9),
+    ]
+    for make, max_norm in optimizers:
+        model, twin = _build(), _build()
+        wrapped, optimizer = _setup(backend, model, make)
+        twin_optimizer = make(twin.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            twin_optimizer.zero_grad()
+            with backend.no_sync(wrapped):
+                _loss(wrapped, [backend.rank], 10 + step).backward()
+            for micro_step in (0, 20):
+                _loss(wrapped, [backend.rank], micro_step + step).backward()
+            for micro_step in (10, 0, 20):
+                _loss(twin, _everyone(backend), micro_step + step).backward()
+            if max_norm is not None:
+                norms = [nn.utils.clip_grad_norm_(one.parameters(), max_norm) for one in (model, twin)]
+                assert abs(norms[0].item() - norms[1].item()) < 1e-12, norms
+            optimizer.step()
+            twin_optimizer.step()
+        _assert_same(backend, wrapped, twin)
+        assert [id(one) for group in optimizer.param_groups for one in group["params"]] == [
+            *map(id, model.parameters())
+        ]
+
+
+@contract
+def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12)) for _ in range(3)))
+    wrapped, optimizer = _setup(backend, model, torch.optim.Adam, (nn.Linear,))
+    complete = sum(parameter.numel() for parameter in model.parameters())
+    wrapped(torch.ones(2, 12)).sum().backward()
+    optimizer.step()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def elements(tensor: Tensor | None) -> int:
+        assert tensor is not None
+        return int(getattr(tensor, "_local_tensor", tensor).numel())
+
+    held = [
+        sum(map(elements, parameters)),
+        sum(elements(parameter.grad) for parameter in parameters),
+        sum(elements(entry["exp_avg"]) for entry in optimizer.state.values()),
+    ]
+    assert held == [complete // backend.size] * 3, (held, complete)
+    # The complete parameters are freed.
+    assert all(parameter.shape[0] >= elements(parameter) // parameter[0].numel() for parameter in parameters)
+
+
+@contract
+def sharded_parameters_of_a_conv_net_with_synchronized_batch_norm(backend: Backend) -> None:
+    model, twin = _build(_ConvNet), _build(_ConvNet)
+    sync_batch_norm(model, backend)
+    wrapped, optimizer = _setup(backend, model)
+    twin_optimizer = _adam(twin.parameters())
+    for step in range(3):
+        for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
+            one.zero_grad()
+            _loss(trained, ranks, step).backward()
+            one.step()
+    _assert_same(backend, wrapped, twin)
+    for trained in (wrapped, twin):
+        trained.eval()
+    with torch.no_grad():
+        values = [_loss(wrapped, [0], 7).item(), _loss(twin, [0], 7).item()]
+    assert abs(values[0] - values[1]) < 1e-12, values
+    _loss(wrapped.train(), [backend.rank], 8).backward()
+
+
+@contract
+def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend) -> None:
+    """Resume in one process from a state saved with sharded parameters, and the reverse."""
+    model, twin = _build(), _build()
+    wrapped, optimizer = _setup(backend, model)
+    twin_optimizer = _adam(twin.parameters())
+    assert optimizer.state_dict() == twin_optimizer.state_dict()
+
+    def step(number: int, *pairs: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+        for trained, one in pairs:
+            one.zero_grad()
+            _loss(trained, [backend.rank] if trained is not twin else _everyone(backend), number).backward()
+            one.step()
+
+    for number in range(2):
+        step(number, (wrapped, optimizer), (twin, twin_optimizer))
+    saved, expected = optimizer.state_dict(), twin_optimizer.state_dict()
+    assert saved["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=1e-12)
+    assert {type(value) for value in model.state_dict().values()} == {Tensor}
+    assert list(model.get_submodule("layers.0").state_dict()) == list(twin.get_submodule("layers.0").state_dict())
+
+    # Load the state of plain torch after training on, and into an optimizer that rank 0 restored before it was sharded.
+    step(5, (wrapped, optimizer))
+    model.load_state_dict(copy.deepcopy(twin.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(expected))
+    fresh = _build()
+    fresh_optimizer = _adam(fresh.parameters())
+    if backend.rank == 0:
+        fresh.load_state_dict(twin.state_dict())
+        fresh_optimizer.load_state_dict(copy.deepcopy(expected))
+        fresh_optimizer.param_groups[0]["lr"] = 0.02
+    fresh_wrapped = backend.distributed_model(fresh, shard="parameters")
+    for _ in range(2):
+        backend.distributed_optimizer(fresh_optimizer, fresh_wrapped, shard="parameters")
+    assert fresh_optimizer.param_groups[0]["lr"] == 0.02
+    fresh_optimizer.param_groups[0]["lr"] = 0.01
+    for number in (2, 3):
+        step(number, (wrapped, optimizer), (fresh_wrapped, fresh_optimizer), (twin, twin_optimizer))
+    _assert_same(backend, wrapped, twin)
+    _assert_same(backend, fresh_wrapped, twin)
+
+
+@contract
+def sharded_parameters_with_groups_freezing_and_schedulers(backend: Backend) -> None:
+    """Test parameter groups, a scheduler, `add_param_group`, and parameters that are frozen and unfrozen."""
+
+    def make(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        layers = list(model.get_submodule("layers").children())
+        groups: list[dict[str, Any]] = [
+            {"params": [*layers[0].parameters()], "lr": 0.05},
+            {"params": [*model.get_submodule("embedding").parameters()]},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    model, twin = _build(), _build()
+    for one in (model, twin):
+        one.get_submodule("layers.1").requires_grad_(False)
+    pairs = [make(model), make(twin)]
+    wrapped = backend.distributed_model(model, shard="parameters", shard_blocks=("_Layer",))
+    backend.distributed_optimizer(pairs[0][0], wrapped, shard="parameters")
+    for step in range(5):
+        for one, trained, ranks, (optimizer, scheduler) in (
+            (model, wrapped, [backend.rank], pairs[0]),
+            (twin, twin, _everyone(backend), pairs[1]),
+        ):
+            if step == 1:
+                optimizer.add_param_group({"params": [*one.get_submodule("layers.1").parameters()], "lr": 0.02})
+            if step in (2, 4):
+                one.get_submodule("layers.1").requires_grad_(step == 2)
+                one.get_parameter("layers.0.up.bias").requires_grad_(step == 4)
+            optimizer.zero_grad()
+            _loss(trained, ranks, step).backward()
+            optimizer.step()
+            scheduler.step()
+    _assert_same(backend, wrapped, twin)
+
+
+@contract
+def sharded_parameters_with_loss_scaling_and_autocast(backend: Backend) -> None:
+    """Train in fp16 with an overflow on one rank, and in bf16."""
+    for dtype, overflow_step in ((torch.float16, 1), (torch.bfloat16, -1)):
+        results = []
+        for shard in ("none", "parameters"):
+            model = _build(dtype=torch.float32)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            wrapped = backend.distributed_model(model, shard=shard)
+            backend.distributed_optimizer(optimizer, wrapped, shard=shard)
+            scaler = torch.amp.GradScaler(backend.device.type, init_scale=256.0, enabled=dtype == torch.float16)
+            for step in range(4):
+                optimizer.zero_grad()
+                with torch.autocast(backend.device.type, dtype):
+                    loss = _loss(wrapped, [backend.rank], step)
+                if step == overflow_step and backend.rank == backend.size - 1:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                scaler.step(optimizer)
+                scaler.update()
+            results.append((_complete(backend, wrapped), scaler.get_scale()))
+        torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-6)
+        assert results[0][1] == results[1][1]
+
+
+@contract
+def sharded_parameters_with_activation_checkpointing(backend: Backend) -> None:
+    choices: list[tuple[Any, tuple[str, ...]]] = [(_Layer, ()), ("_Layer", ("MultiheadAttention",))]
+    for checkpointed, blocks in choices:
+        model, twin = _build(), _build()
+        checkpoint_activations(model, checkpointed)
+        wrapped, optimizer = _setup(backend, model, blocks=blocks)
+        twin_optimizer = _adam(twin.parameters())
+        for step in range(2):
+            for one, trained, ranks in (
+                (optimizer, wrapped, [backend.rank]),
+                (twin_optimizer, twin, _everyone(backend)),
+            ):
+                one.zero_grad()
+                _loss(trained, ranks, step).backward()
+                one.step()
+        _assert_same(backend, wrapped, twin)
+
+
+@contract
+def sharded_parameters_after_forwards_without_backward(backend: Backend) -> None:
+    """A forward pass with gradients before the step must not leave outdated parameters in memory."""
+    model, twin = _build(), _build()
+    wrapped, optimizer = _setup(backend, model)
+    twin_optimizer = _adam(twin.parameters())
+    for step in range(2):
+        for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
+            one.zero_grad()
+            loss = _loss(trained, ranks, step)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            _loss(trained, ranks, 9)
+            one.step()
+    _assert_same(backend, wrapped, twin)
+
+
+class _Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.fails = self.skips = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.first(inputs)
+        if self.fails:
+            raise RuntimeError("failed")
+        output: Tensor = features if self.skips else self.second(features)
+        return output
+
+
+@contract
+def sharded_parameters_continue_after_an_exception(backend: Backend) -> None:
+    model = _Failing()
+    wrapped, optimizer = _setup(backend, model, blocks=(nn.Linear,))
+    model.fails = True
+    raises(RuntimeError, "failed", lambda: wrapped(torch.ones(2, 3)))
+    model.fails = False
+    wrapped(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if backend.size > 1 or backend.name != "local":
+        model.skips = True
+        wrapped(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+
+@contract
+def sharded_parameters_that_are_unused_raise(backend: Backend) -> None:
+    model = _Failing()
+    wrapped, _ = _setup(backend, model, blocks=())
+    model.skips = backend.rank == 0
+    text = raises(ModelError, "2 parameters got no gradient", lambda: wrapped(torch.ones(2, 3)).sum().backward())
+    assert "second.weight, second.bias" in text
+    assert_same_on_every_rank(backend, text)
+
+
+@contract
+def sharded_parameters_reject_a_step_on_local_gradients(backend: Backend) -> None:
+    model = _build()
+    wrapped, optimizer = _setup(backend, model)
+    before = _complete(backend, wrapped)
+    with backend.no_sync(wrapped):
+        _loss(wrapped, [backend.rank], 0).backward()
+    text = raises(ModelError, "not reduced over ranks", optimizer.step)
+    assert_same_on_every_rank(backend, text)
+    torch.testing.assert_close(_complete(backend, wrapped), before)
+    optimizer.zero_grad()
+    _loss(wrapped, [backend.rank], 0).backward()
+    optimizer.step()
+
+
+class _Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+
+@contract
+def parameters_that_cannot_be_sharded_raise(backend: Backend) -> None:
+    def check(kind: type[Exception], text: str, model: nn.Module, **arguments: Any) -> None:
+        arguments = {"shard": "parameters", **arguments}
+        message = raises(kind, text, lambda: backend.distributed_model(model, **arguments))
+        assert_same_on_every_rank(backend, message)
+
+    model = _build()
+    check(ConfigError, "does not compress gradients, got compression='fp16'", model, compression="fp16")
+    check(ConfigError, "does not support find_unused_parameters=True", model, find_unused_parameters=True)
+    check(ConfigError, "shard is 'state'", model, shard="state", shard_blocks=("_Layer",))
+    check(ConfigError, "must be a tuple of classes", model, shard_blocks="_Layer")
+    check(ModelError, "has no module of class 'Layer'", model, shard_blocks=("Layer",))
+    check(ModelError, "'embedding.weight' is shared by", model, shard_blocks=("Embedding",))
+    check(ModelError, "'factor' has 0 dimensions", _Scalar())
+    check(ModelError, "is not contiguous", nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last))
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    check(ModelError, "have different dtypes", mixed)
+    hooked = nn.Linear(2, 2)
+    hooked.weight.register_hook(lambda gradient: gradient)
+    check(ModelError, "has a gradient hook", hooked)
+
+    wrapped = backend.distributed_model(model, shard="parameters")
+    for optimizer in (torch.optim.LBFGS(model.parameters()), torch.optim.Adafactor(model.parameters())):
+        text = raises(
+            ModelError,
+            f"elementwise optimizer of torch.optim, got {type(optimizer).__name__}",
+            lambda optimizer=optimizer: backend.distributed_optimizer(optimizer, wrapped, shard="parameters"),
+        )
+        assert_same_on_every_rank(backend, text)
+    for shard in ("none", "state"):
+        text = raises(
+            ModelError,
+            f"was called with shard={shard!r} and a model with shard='parameters'",
+            lambda shard=shard: backend.distributed_optimizer(_adam(model.parameters()), wrapped, shard=shard),
+        )
+        assert_same_on_every_rank(backend, text)
+    if backend.name != "local":
+        check(ModelError, "is sharded already", model)
+        raises(ModelError, "cannot be copied", lambda: copy.deepcopy(wrapped))
