@@ -21,18 +21,18 @@ Seconds = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. `part` takes `seconds` per step on this rank; the median over the other ranks is `others_seconds`
+    """A slow rank. `part` takes `seconds` per step on this rank; the median over the other ranks is `others`
     seconds."""
 
     rank: int
     part: str
     seconds: float
-    others_seconds: float
+    others: float
 
     def __str__(self) -> str:
         return (
             f"rank {self.rank} is slow: {self.part} {_milliseconds(self.seconds)} ms a step, "
-            f"others {_milliseconds(self.others_seconds)} ms"
+            f"others {_milliseconds(self.others)} ms"
         )
 
 
@@ -44,14 +44,14 @@ def find_stragglers(seconds: Seconds, steps: int) -> list[Straggler]:
     if len(seconds) < 2:
         return []
     mine = {part: [rank[TRAINING.index(part)] for rank in seconds] for part in WORK}
-    others_seconds = {part: _medians_of_others(mine[part]) for part in WORK}
+    others = {part: _medians_of_others(mine[part]) for part in WORK}
     work = list(map(sum, zip(*mine.values(), strict=True)))
     min_excess = _MIN_EXCESS * max(map(sum, seconds))
     found = []
     for rank, typical in enumerate(_medians_of_others(work)):
         if work[rank] - typical > min_excess:
-            part = max(WORK, key=lambda part: mine[part][rank] - others_seconds[part][rank])
-            straggler = Straggler(rank, part, mine[part][rank] / steps, others_seconds[part][rank] / steps)
+            part = max(WORK, key=lambda part: mine[part][rank] - others[part][rank])
+            straggler = Straggler(rank, part, mine[part][rank] / steps, others[part][rank] / steps)
             found.append((work[rank], straggler))
     return [straggler for _, straggler in sorted(found, key=lambda one: -one[0])]
 
