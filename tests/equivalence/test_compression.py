@@ -477,7 +477,13 @@ class RaisingBackend(LocalBackend):
     """As a backend of somebody else's, which compresses nothing."""
 
     def distributed_model(
-        self, model: nn.Module, *, shard: Any = "none", find_unused_parameters: bool = False, compression: Any = "none"
+        self,
+        model: nn.Module,
+        *,
+        shard: Any = "none",
+        shard_blocks: Any = (),
+        find_unused_parameters: bool = False,
+        compression: Any = "none",
     ) -> Any:
         if compression != "none":
             raise UnsupportedError(f"Backend 'mine' does not compress, got compression {compression!r}.")

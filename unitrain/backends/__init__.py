@@ -11,11 +11,12 @@ process_group        collectives and distributed models of ddp and horovod, over
 composed_collectives reducescatter and allgather between CPUs, composed of allreduces and broadcasts
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments
+blocks               the modules of a model that have given classes
 checks               validation of arguments, the same on every backend
 synchronized_errors  an error on one rank raised on all ranks
 tensors, objects     tensors as bytes and ordered keys; Python objects as tensors
 compression_setting  the values of `compression=` and their arithmetic
-sharding/            ZeRO-1 and ZeRO-2: optimizer state and gradients sharded over the ranks
+sharding/            ZeRO: optimizer state, gradients and parameters sharded over the ranks
 gradients/           DDP's reducer, corrections to DDP, and the steps at the end of a backward pass
 
 Importing this package imports none of its modules; a backend is loaded only when it is requested by name.

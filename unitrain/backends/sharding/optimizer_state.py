@@ -504,6 +504,7 @@ class ShardedState:
 
 
 def reject_copy() -> Any:
+    """Raise ModelError. It replaces `__getstate__` of optimizers whose state is sharded."""
     raise ModelError(
         "This optimizer cannot be copied or pickled, because its state is sharded over ranks: a copy has the part of "
         "this rank only. Call optimizer.state_dict() on every rank, and copy or save the result."
