@@ -181,6 +181,30 @@ def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) ->
 
 
 @contract
+def sharded_parameters_of_large_blocks(backend: Backend) -> None:
+    """Blocks of more than 64 KB are gathered by other collectives than small ones."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 2001), nn.Tanh(), nn.Linear(2001, 5)).double()
+
+    def loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
+        inputs = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in ranks]
+        output: Tensor = model(torch.cat(inputs).double()).sin().mean()
+        return output
+
+    model, twin = build(), build()
+    wrapped, optimizer = _setup(backend, model, blocks=(nn.Linear,))
+    twin_optimizer = _adam(twin.parameters())
+    for step in range(3):
+        for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
+            one.zero_grad()
+            loss(trained, ranks, step).backward()
+            one.step()
+    _assert_same(backend, wrapped, twin)
+
+
+@contract
 def sharded_parameters_of_a_conv_net_with_synchronized_batch_norm(backend: Backend) -> None:
     model, twin = _build(_ConvNet), _build(_ConvNet)
     sync_batch_norm(model, backend)
