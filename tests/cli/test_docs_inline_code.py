@@ -210,7 +210,7 @@ def test_tables_of_values_contain_the_values_of_their_field() -> None:
         for header, rows in re.findall(r"^\| `(\w+)` \|.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE):
             if header in FIELDS and get_origin(types[header]) is Literal:
                 documented[header] = set(re.findall(r'^\| `"(\w+)"`', rows, re.MULTILINE))
-    assert documented == {name: set(get_args(types[name])) for name in ("uneven", "stream")}
+    assert documented == {name: set(get_args(types[name])) for name in ("uneven", "stream", "checkpoint_format")}
 
 
 @pytest.mark.parametrize(
