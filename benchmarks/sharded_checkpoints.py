@@ -9,60 +9,14 @@ The time is that of the slowest rank, from the call until the checkpoint is comp
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
-import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
+from checkpoint_turns import FULL, LAYERS, SHARDED, WAYS, take_turn
 from tables import BACKENDS, RESULTS, ratio, save_results
-from torch import nn
 from turns import measure
-
-from unitrain import TrainConfig
-from unitrain.backends.base import Backend
-from unitrain.checkpoint.checkpointer import Checkpointer
-
-FULL, SHARDED = WAYS = ("full", "sharded")
-WIDTH = 2048
-# Adam has 12 bytes of parameters and state per parameter.
-LAYERS = {"0.1 GB": 2, "1 GB": 20}
-
-_built: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-
-
-def build(backend: Backend, size: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model with `size` of parameters and Adam state, which is sharded."""
-    if size not in _built:
-        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS[size])])
-        optimizer = torch.optim.Adam(model.parameters())
-        backend.distributed_optimizer(optimizer, model, shard="state")
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-        _built.clear()
-        _built[size] = model, optimizer
-    return _built[size]
-
-
-def take_turn(backend: Backend, way: str, size: str, number: int) -> float:
-    """Save one checkpoint, and return the seconds it took on this rank."""
-    model, optimizer = build(backend, size)
-    folder: Path = backend.broadcast_object(Path(tempfile.mkdtemp(prefix="unitrain-")) if backend.rank == 0 else None)
-    settings: dict[str, Any] = {"checkpoint_format": way, "async_checkpoints": False}
-    checkpointer = Checkpointer(TrainConfig(max_steps=1, shard="state", output_dir=folder, **settings), backend)
-    backend.barrier()
-    started = time.perf_counter()
-    checkpointer.save(1, model, optimizer, None, {}, {"step": 1})
-    seconds = time.perf_counter() - started
-    backend.barrier()
-    if backend.rank == 0:
-        shutil.rmtree(folder)
-    return seconds
 
 
 @click.command()
