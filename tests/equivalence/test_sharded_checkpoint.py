@@ -58,7 +58,7 @@ class Counting(torch.optim.SGD):
                 entry = self.state[parameter]
                 entry["count"] = entry.get("count", 0) + 1
                 entry["history"] = [*entry.get("history", []), {"norm": parameter.detach().norm().item()}]
-                entry["rows"] = parameter.detach().abs().float().reshape(len(parameter), -1).sum(1)
+                entry["rows"] = parameter.detach().abs().reshape(len(parameter), -1).sum(1)
 
 
 OPTIMIZERS: dict[str, Any] = {
