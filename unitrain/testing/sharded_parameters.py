@@ -15,6 +15,7 @@ from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.modules.sync_batch_norm import sync_batch_norm
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
+from unitrain.torch_compat import fsdp_parameters, unsharded_parameter
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 _WORDS, _WIDTH = 11, 6  # neither is divisible by 2 and by 3 and by 4
@@ -176,8 +177,12 @@ def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) ->
         sum(elements(entry["exp_avg"]) for entry in optimizer.state.values()),
     ]
     assert held == [complete // backend.size] * 3, (held, complete)
-    # The complete parameters are freed.
-    assert all(parameter.shape[0] >= elements(parameter) // parameter[0].numel() for parameter in parameters)
+    sharded: Any = getattr(wrapped, "sharded", None)  # None on backend local
+    for block in () if sharded is None else sharded.blocks:
+        for record in fsdp_parameters(block):
+            complete_parameter = unsharded_parameter(record)
+            assert complete_parameter is not None
+            assert not complete_parameter.untyped_storage().nbytes(), "the complete parameter is still in memory"
 
 
 @contract
