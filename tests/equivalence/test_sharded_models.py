@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from unitrain import TrainConfig, Trainer
+from unitrain import GradientWatch, Histograms, Logger, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
 from unitrain.testing import RankGroup
@@ -72,8 +72,21 @@ def data() -> TensorDataset:
     )
 
 
-def train(backend: Backend, kind: type[nn.Module], precision: str, shard: Any) -> tuple[list[Tensor], float, float]:
-    """Train, and return the parameters, the last norm of the gradient, and the final loss scale."""
+class Edges(Logger):
+    """Keeps the range of each histogram."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[str, list[float]] = {}
+
+    def histogram(self, name: str, counts: Any, edges: Any, step: int) -> None:
+        self.ranges[name] = [float(edges[0]), float(edges[-1]), float(counts.sum())]
+
+
+def train(
+    backend: Backend, kind: type[nn.Module], precision: str, shard: Any
+) -> tuple[list[Tensor], float, float, dict[str, list[float]]]:
+    """Train, and return the parameters, the last norm of the gradient, the final loss scale, and rank 0's histograms
+    of gradients."""
     torch.manual_seed(0)
     model = kind().double() if precision == "fp64" else kind()
     optimizer = torch.optim.AdamW(
@@ -86,6 +99,8 @@ def train(backend: Backend, kind: type[nn.Module], precision: str, shard: Any) -
         optimizer,
         lambda output, target: factor * nn.functional.cross_entropy(output, target),
         backend=backend,
+        callbacks=[GradientWatch(), Histograms(every=2, parameters=False)],
+        loggers=[edges := Edges()],
         config=TrainConfig(
             global_batch_size=12, gradient_accumulation_steps=2, sync_batch_norm=True, max_grad_norm=0.5,
             precision=precision if precision in ("bf16", "fp16") else "fp32",  # type: ignore[arg-type]
@@ -98,6 +113,7 @@ def train(backend: Backend, kind: type[nn.Module], precision: str, shard: Any) -
         [parameter.detach() for parameter in model.parameters()],
         trainer._update.gradient_norm()["gradient_norm"],
         1.0 if scale is None else scale.item(),
+        edges.ranges,
     )
 
 
@@ -105,15 +121,19 @@ def compare(backend: Backend) -> None:
     for kind in (TiedTransformer, ConvNet, WordClassifier):
         # A difference in the last bit of a weight may change its rounding to half precision.
         for precision, tolerance in (("fp64", 1e-12), ("fp32", 1e-6), ("bf16", 1e-5), ("fp16", 1e-5)):
-            expected, norm, scale = train(backend, kind, precision, "none")
+            expected, norm, scale, ranges = train(backend, kind, precision, "none")
             for shard in ("state", "gradients"):
-                found, found_norm, found_scale = train(backend, kind, precision, shard)
+                found, found_norm, found_scale, found_ranges = train(backend, kind, precision, shard)
                 where = f"{kind.__name__}, {precision}, {shard}"
                 torch.testing.assert_close(
                     found, expected, rtol=0, atol=tolerance, msg=lambda text, where=where: f"{where}: {text}"
                 )
                 assert found_norm == pytest.approx(norm, rel=tolerance), where
                 assert found_scale == scale, where
+                assert found_ranges.keys() == ranges.keys(), where
+                assert all(
+                    one == pytest.approx(ranges[name], rel=0.01, abs=1e-6) for name, one in found_ranges.items()
+                ), where
             assert precision != "fp16" or scale < 65536, "no gradient overflowed"
 
 
