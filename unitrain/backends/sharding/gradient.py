@@ -101,8 +101,14 @@ class GradientGroup:
 
     def norm(self, gradient: ShardedGradient, order: float) -> Tensor:
         """Return the norm of the complete `gradient`, a 0-dim tensor. All ranks call it with the same gradients."""
+        if gradient.added is not None:
+            raise ModelError(
+                "The norm of a gradient was requested that is not reduced over ranks. Run the last backward before "
+                "clipping through the model that backend.distributed_model returned."
+            )
         if order not in gradient._norms:
-            self._compute_norms([one for one in self.gradients if order not in one._norms], order)
+            missing = [one for one in self.gradients if order not in one._norms and one.added is None]
+            self._compute_norms(missing, order)
         return gradient._norms[order]
 
     def _compute_norms(self, gradients: Sequence[ShardedGradient], order: float) -> None:
@@ -111,12 +117,6 @@ class GradientGroup:
                 f"The norm of order {order:g} of a gradient that is sharded over ranks was requested. Use a norm of "
                 "positive order: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type=2.0)."
             )
-        for gradient in gradients:
-            if gradient.added is not None:
-                raise ModelError(
-                    "The norm of a gradient was requested that is not reduced over ranks. Run the last backward before "
-                    "clipping through the model that backend.distributed_model returned."
-                )
         device = self.communicator.device
         powers = torch.zeros(len(gradients), dtype=torch.float64, device=device)
         stored = [(number, gradient.local) for number, gradient in enumerate(gradients) if gradient.local.numel()]
