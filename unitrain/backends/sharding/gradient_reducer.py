@@ -1,8 +1,9 @@
 """ZeRO-2: reduction of gradients to the ranks that own them, bucket by bucket, during the backward pass.
 
 A bucket of gradients is sent with one all-to-all: each rank receives the other ranks' values of the elements that it
-owns, and sums them in rank order. It transfers half of the bytes of an allreduce, is as fast on every transport, and
-the result is the same on all of them. After that, the complete gradients of the bucket are freed.
+owns, and sums them in rank order. This transfers half of the bytes of an allreduce, for any division of the elements
+among ranks. Horovod's all-to-all is slower than its allreduce, so its backend uses an allreduce, and keeps a slice of
+the result. After that, the complete gradients of the bucket are freed.
 """
 
 from __future__ import annotations
