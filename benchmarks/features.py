@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from loops import BATCH, CLASSES, FEATURES, MODELS, network
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -19,6 +21,7 @@ from unitrain.backends.base import Backend
 
 ACCUMULATE = 4
 PLAIN, NORMALISED, IMAGES = "baseline", "baseline with BatchNorm", "baseline with convolutions"
+EXCHANGES = "BatchNorm and bare allreduces of the size of sync_batch_norm's"
 COMMUNICATING = "accumulate, communication after each micro-batch"
 SIDE = 8  # an image has the same number of pixels as the other inputs have features
 
@@ -34,6 +37,45 @@ def normalised(hidden: list[int]) -> nn.Sequential:
     for width, layer in zip([*hidden, CLASSES], network(hidden)[::2], strict=True):
         layers += [layer, nn.BatchNorm1d(width), nn.ReLU()]
     return nn.Sequential(*layers[:-2])
+
+
+class _Exchange(torch.autograd.Function):
+    """The identity, with an allreduce in forward and one in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.width = x.shape[1]
+        _bare_allreduce(torch.zeros(2 * ctx.width + 3, dtype=torch.float64))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _bare_allreduce(torch.zeros(2 * ctx.width, dtype=torch.float64))
+        return gradient
+
+
+def _bare_allreduce(tensor: Tensor) -> None:
+    """Reduce `tensor` with torch.distributed only. Waiting without sleeping is faster for small tensors."""
+    work = dist.all_reduce(tensor, async_op=True)
+    while type(work) is dist.Work and not work.is_completed():
+        os.sched_yield()
+    work.wait()
+
+
+class BatchNormWithExchanges(nn.BatchNorm1d):
+    """BatchNorm of local samples that reduces tensors of the same size as synchronized statistics and discards them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(_Exchange.apply(input))
+
+
+def with_exchanges(hidden: list[int]) -> nn.Sequential:
+    """Return the network with BatchNorm and the communication of a synchronized BatchNorm."""
+    model = normalised(hidden)
+    for module in model:
+        if isinstance(module, nn.BatchNorm1d):
+            module.__class__ = BatchNormWithExchanges
+    return model
 
 
 def convolutional(hidden: list[int]) -> nn.Sequential:
@@ -72,6 +114,7 @@ FEATURES_ON = {
     "GradientWatch": Feature(arguments=lambda: {"callbacks": [unitrain.GradientWatch()]}),
     NORMALISED: Feature(network=normalised, against=NORMALISED),
     "sync_batch_norm": Feature(settings={"sync_batch_norm": True}, network=normalised, against=NORMALISED),
+    EXCHANGES: Feature(network=with_exchanges, against=NORMALISED),
     IMAGES: Feature(network=convolutional, against=IMAGES),
     "channels_last": Feature(settings={"channels_last": True}, network=convolutional, against=IMAGES),
     "accumulate": Feature(settings={"gradient_accumulation_steps": ACCUMULATE}),

@@ -30,7 +30,11 @@ from unitrain.testing import RankGroup
 BY_HAND = {"ddp": "DistributedDataParallel", "horovod": "hvd.DistributedOptimizer"}
 OURS = ("own loop", "Trainer")
 # Horovod's defaults for the settings that unitrain changes.
-HOROVOD_DEFAULTS = {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": str(128 << 20)}
+HOROVOD_DEFAULTS = {
+    "HOROVOD_CYCLE_TIME": "1",
+    "HOROVOD_IDLE_CYCLE_TIME": "0",
+    "HOROVOD_FUSION_THRESHOLD": str(128 << 20),
+}
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """The fixes of Horovod's Gloo, tested on the installed Horovod with real processes.
 
-Without them the first test hangs until its limit kills it, the second is hundreds of times too slow, and the third ends
-in `connect [127.0.1.1]: Connection refused`. None leaves a process behind: every rank is a session of its own that is
-killed at the end.
+Without them the first test hangs until its limit kills it, the second is hundreds of times too slow, the third waits
+for cycles, and the fourth ends in `connect [127.0.1.1]: Connection refused`. None leaves a process behind: every rank
+is a session of its own that is killed at the end.
 """
 
 from __future__ import annotations
@@ -70,6 +70,31 @@ def seconds():
 before = seconds()
 hvd.reducescatter(torch.ones(4), name="small")
 print("slower by", seconds() / before, flush=True)
+hvd.shutdown()
+"""
+
+# Prints the seconds of ten consecutive operations, and of twenty operations that are enqueued together.
+CYCLES = """
+import time, torch, horovod.torch as hvd
+hvd.init()
+values = torch.ones(4)
+
+def seconds(function):
+    hvd.allreduce(values, name="together")
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+def one_by_one():
+    for number in range(10):
+        assert hvd.allreduce(values, op=hvd.Sum, name=f"single {number}").tolist() == [2] * 4
+
+def at_once():
+    handles = [hvd.allreduce_async(values, name=f"burst {number}") for number in range(20)]
+    for handle in handles:
+        hvd.synchronize(handle)
+
+print("one by one:", seconds(one_by_one), "at once:", seconds(at_once), flush=True)
 hvd.shutdown()
 """
 
@@ -191,6 +216,18 @@ def test_broadcast_after_a_small_reducescatter_is_fast(processes: Processes) -> 
     found = re.search(r"slower by ([0-9.]+)", processes.message_text("rank0"))
     assert found is not None, processes.message_text("rank0")
     assert float(found.group(1)) < 30
+
+
+def test_operations_of_an_idle_thread_start_immediately(processes: Processes) -> None:
+    """Without the change, each of ten operations waits for a cycle of 0.4 s."""
+    cycles = {"HOROVOD_CYCLE_TIME": "400", "HOROVOD_IDLE_CYCLE_TIME": "2000"}
+    ranks = start_ranks(processes, CYCLES, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo", **cycles)
+    processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
+    found = re.search(r"one by one: ([0-9.]+) at once: ([0-9.]+)", processes.message_text("rank0"))
+    assert found is not None, processes.message_text("rank0")
+    one_by_one, at_once = map(float, found.groups())
+    assert one_by_one < 3
+    assert at_once < 3  # twenty separate cycles would take 8 s
 
 
 @pytest.fixture

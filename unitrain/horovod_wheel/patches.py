@@ -38,6 +38,64 @@ class Change:
 
 _CXX_STANDARD = ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)")
 _CHECK_CUDA_IF_REQUESTED = "if(DEFINED HOROVOD_GPU_OPERATIONS)\n    check_language(CUDA)\nendif()\n"
+_WAKE = """\
+namespace {
+
+struct Wake {
+  std::mutex mutex;
+  std::condition_variable condition;
+  bool was_operation_added = false;
+};
+
+// Never destroyed, because the background thread outlives static objects.
+Wake& wake = *new Wake;
+
+void WakeBackgroundThread() {
+  {
+    std::lock_guard<std::mutex> guard(wake.mutex);
+    wake.was_operation_added = true;
+  }
+  wake.condition.notify_one();
+}
+
+} // namespace
+
+void TensorQueue::SleepUntil(std::chrono::steady_clock::time_point deadline,
+                             bool wakes) {
+  std::unique_lock<std::mutex> lock(wake.mutex);
+  wake.condition.wait_until(
+      lock, deadline, [wakes] { return wakes && wake.was_operation_added; });
+  wake.was_operation_added = false;
+}
+
+bool TensorQueue::HasPendingOperations() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return !tensor_table_.empty();
+}
+
+"""
+_SLEEP_OF_A_CYCLE = """\
+  auto start_time = std::chrono::steady_clock::now();
+  auto sleep_duration = state.last_cycle_start +
+                        std::chrono::microseconds(long(
+                            state.parameter_manager.CycleTimeMs() * 1000.)) -
+                        start_time;
+  if (sleep_duration > std::chrono::steady_clock::duration::zero()) {
+    std::this_thread::sleep_for(sleep_duration);
+  }
+"""
+_SLEEP_UNTIL_AN_OPERATION = """\
+  // With several process sets, ranks wait for others that enqueue nothing.
+  bool is_idle = state.idle_cycle_ms > 0 &&
+                 state.process_set_table.Ids().size() == 1 &&
+                 !state.process_set_table.Get(0)
+                      .tensor_queue.HasPendingOperations();
+  double cycle_ms =
+      is_idle ? state.idle_cycle_ms : state.parameter_manager.CycleTimeMs();
+  TensorQueue::SleepUntil(state.last_cycle_start + std::chrono::microseconds(
+                                                       long(cycle_ms * 1000.)),
+                          is_idle);
+"""
 
 CHANGES: tuple[Change, ...] = (
     Change(
@@ -147,6 +205,85 @@ CHANGES: tuple[Change, ...] = (
                 file="third_party/gloo/gloo/transport/tcp/pair.cc",
                 before="      sendBufferSize_(0),",
                 after="      sendBufferSize_(kMaxSendBufferSize),",
+            ),
+        ),
+    ),
+    Change(
+        name="idle-cycle",
+        kind="fix",
+        reason="The background thread starts operations once per cycle, so each operation of a small model waits for "
+        "up to a cycle, and a shorter cycle takes CPU time from the training. With HOROVOD_IDLE_CYCLE_TIME, in "
+        "milliseconds, an idle thread wakes when an operation is enqueued, and otherwise only at the end of that time.",
+        edits=(
+            Edit(
+                file="horovod/common/tensor_queue.h",
+                before="#include <iostream>\n",
+                after="#include <chrono>\n#include <iostream>\n",
+            ),
+            Edit(
+                file="horovod/common/tensor_queue.h",
+                before="  void RemoveJoinTensor();\n",
+                after="  void RemoveJoinTensor();\n\n"
+                "  // Return whether operations have been enqueued that have not started.\n"
+                "  bool HasPendingOperations() const;\n\n"
+                "  // Sleep until `deadline`. With `wakes`, return early if an operation has\n"
+                "  // been added to any queue since the previous call.\n"
+                "  static void SleepUntil(std::chrono::steady_clock::time_point deadline,\n"
+                "                         bool wakes);\n",
+            ),
+            Edit(
+                file="horovod/common/tensor_queue.cc",
+                before="#include <assert.h>\n",
+                after="#include <assert.h>\n\n#include <condition_variable>\n",
+            ),
+            Edit(
+                file="horovod/common/tensor_queue.cc",
+                before="// Add a TensorTableEntry as well as its message to the queue.\n"
+                "Status TensorQueue::AddToTensorQueue(TensorTableEntry& e, Request& message) {\n"
+                "  std::lock_guard<std::mutex> guard(mutex_);\n",
+                after=_WAKE + "// Add a TensorTableEntry as well as its message to the queue.\n"
+                "Status TensorQueue::AddToTensorQueue(TensorTableEntry& e, Request& message) {\n"
+                "  std::unique_lock<std::mutex> guard(mutex_);\n",
+            ),
+            Edit(
+                file="horovod/common/tensor_queue.cc",
+                before="  message_queue_.push(std::move(message));\n  return Status::OK();\n",
+                after="  message_queue_.push(std::move(message));\n"
+                "  guard.unlock();\n  WakeBackgroundThread();\n  return Status::OK();\n",
+            ),
+            Edit(
+                file="horovod/common/tensor_queue.cc",
+                before="std::vector<Request>& messages) {\n  std::lock_guard<std::mutex> guard(mutex_);\n",
+                after="std::vector<Request>& messages) {\n  std::unique_lock<std::mutex> guard(mutex_);\n",
+            ),
+            Edit(
+                file="horovod/common/tensor_queue.cc",
+                before="    message_queue_.push(std::move(messages[i]));\n  }\n  return Status::OK();\n",
+                after="    message_queue_.push(std::move(messages[i]));\n  }\n"
+                "  guard.unlock();\n  WakeBackgroundThread();\n  return Status::OK();\n",
+            ),
+            Edit(
+                file="horovod/common/global_state.h",
+                before="  // Whether collective context has been completed on the background thread.\n",
+                after="  // Milliseconds between cycles while no operation is pending, or 0 to use the\n"
+                "  // cycle time.\n  double idle_cycle_ms = 0;\n\n"
+                "  // Whether collective context has been completed on the background thread.\n",
+            ),
+            Edit(
+                file="horovod/common/operations.cc",
+                before="  // Override response cache capacity, if it's set.\n",
+                after="  // Not with MPI, where a rank that waits for the others uses CPU time.\n"
+                '  auto horovod_idle_cycle_time = std::getenv("HOROVOD_IDLE_CYCLE_TIME");\n'
+                "  if (horovod_idle_cycle_time != nullptr &&\n"
+                "      state.control_operation == LibType::GLOO) {\n"
+                "    state.idle_cycle_ms = std::strtof(horovod_idle_cycle_time, nullptr);\n"
+                "  }\n\n"
+                "  // Override response cache capacity, if it's set.\n",
+            ),
+            Edit(
+                file="horovod/common/operations.cc",
+                before=_SLEEP_OF_A_CYCLE,
+                after=_SLEEP_UNTIL_AN_OPERATION,
             ),
         ),
     ),

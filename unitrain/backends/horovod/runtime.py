@@ -35,6 +35,9 @@ CYCLE = Tunable(
     "HOROVOD_CYCLE_TIME", "ms between two cycles in which Horovod starts operations", "0.5", ("0.1", "1", "2", "5")
 )
 FUSION = Tunable("HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod fuses buckets", "16777216", ("0", "134217728"))
+# Milliseconds after which Horovod starts a cycle if no operation is enqueued. A Horovod without unitrain's patches
+# ignores it.
+_IDLE_CYCLE_MS = "5"
 _CONNECT_TIMEOUT_SECONDS = 3.0  # time for a connection to rank 0: the kernel retransmits a lost packet after one second
 _servers: list[Any] = []  # keeps rank 0's rendezvous server alive until the process exits
 
@@ -57,6 +60,7 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
                 # ranks. unitrain's timeout must expire first.
                 "HOROVOD_GLOO_TIMEOUT_SECONDS": str(round(rendezvous.timeout.total_seconds()) + 5),
                 **{tunable.variable: tunable.default for tunable in chosen},
+                "HOROVOD_IDLE_CYCLE_TIME": _IDLE_CYCLE_MS,
             }
         )
         if rank_info.launcher not in ("none", "horovodrun", "mpirun"):
