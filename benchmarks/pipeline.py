@@ -21,7 +21,7 @@ from typing import Any
 import click
 import torch
 from pipeline_loops import ONE_PROCESS, SAMPLES, WAYS, peak_bytes, step_seconds
-from tables import RESULTS, keep, ratio
+from tables import RESULTS, ratio, save_results
 
 from unitrain.testing import RankGroup
 
@@ -97,7 +97,7 @@ def main(measure: list[str], rounds: int, output: Path) -> None:
         figures["memory"] = measure_memory()
     if "time" in measure:
         figures["seconds"] = measure_time(rounds)
-    keep(table(figures["memory"], figures["seconds"]), "pipeline", output, **figures)
+    save_results(table(figures["memory"], figures["seconds"]), "pipeline", output, **figures)
 
 
 if __name__ == "__main__":
