@@ -82,7 +82,7 @@ class RankGroup:
         """Record `phase`, and count the time in this context as waiting for other ranks. A timeout raises
         CollectiveTimeoutError, which names the missing ranks."""
         self.monitor.record(phase)
-        with self.monitor.waiting(phase):
+        with self.monitor.waiting():
             yield
 
     def leave(self) -> None:

@@ -77,8 +77,9 @@ class FailureMonitor:
                 self._recorder.is_main_thread_waiting = False
 
     @contextmanager
-    def waiting(self, phase: GradientPhase) -> Iterator[None]:
-        """Context manager in which the main thread waits for other ranks in `phase`, except inside `computing`.
+    def waiting(self) -> Iterator[None]:
+        """Context manager in which the main thread waits for other ranks in the latest recorded operation, except
+        inside `computing`.
 
         It raises the same errors as `wait_for_ranks`. Use it for library code that waits by itself.
         """
@@ -87,7 +88,7 @@ class FailureMonitor:
             yield
         except RuntimeError as error:
             if self._recorder.is_main_thread_waiting:  # the error does not come from `computing`
-                self._raise_cause_of_failed_wait(error, phase)
+                self._raise_cause_of_failed_wait(error, None)
             raise
         finally:
             self._recorder.is_main_thread_waiting = False
