@@ -19,7 +19,7 @@ from unitrain.monitoring.flight_recorder import CollectiveCall
 from unitrain.testing import RankGroup, collectives, gradients
 from unitrain.testing.cases import CASES as CONTRACT
 
-GROUPS = [("ddp", 3), ("horovod", 3), *nightly(("ddp", 1), ("ddp", 2))]
+GROUPS = [("ddp", 3), ("horovod", 2), *nightly(("ddp", 1), ("ddp", 2), ("horovod", 3))]
 CASES = [case for case in CONTRACT.values() if case.__module__ in (collectives.__name__, gradients.__name__)]
 EXCHANGES = ("all_reduce", "broadcast", "isend")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import nightly
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -29,7 +30,7 @@ VARIANTS = (
     "plain", "accumulate", "clip", "uneven", "tokens", "tokens accumulated", "learning rate", "batch norm", "average",
 )  # fmt: skip
 CASES = list(itertools.product(OPTIMIZERS, VARIANTS))
-GROUPS = [(backend, size) for backend in ("ddp", "horovod") for size in (1, 2, 3)]
+GROUPS = [("ddp", 1), ("ddp", 3), ("horovod", 1), ("horovod", 2), *nightly(("ddp", 2), ("horovod", 3))]
 Run = tuple[list[Tensor], float]
 
 

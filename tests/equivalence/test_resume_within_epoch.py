@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import GROUPS_ON_HOROVOD
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -103,10 +104,9 @@ INTERRUPTIONS = {
     "a stream": {"kill_at": STEPS + 4, "stream": True},
     "a stream at the end of an epoch": {"kill_at": STEPS, "stream": True},
 }
-GROUPS = [("local", 1), ("ddp", 2), ("horovod", 3)]
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+@pytest.fixture(scope="module", params=GROUPS_ON_HOROVOD, ids=lambda group: f"{group[0]}-{group[1]}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as group:
         yield group

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from groups import GROUPS
+from groups import GROUPS_ON_DDP
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -193,7 +193,7 @@ def train_sampled(backend: Backend, make: Callable[[], Any], workers: int, setti
     return train(backend, loader(make, backend.size, workers), **settings)
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+@pytest.fixture(scope="module", params=GROUPS_ON_DDP, ids=lambda group: f"{group[0]}-{group[1]}")
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as ranks:
         yield ranks

@@ -167,3 +167,15 @@ def test_a_process_joins_the_host_of_its_stub(script: Path, tmp_path: Path, two_
         expected = host.run(command, fresh=True).stdout
         assert host.run(command).stdout == expected.replace("False", "True")
         assert expected.split()[:3] == ["False", host.name, "10.77.0.2"]
+
+
+def test_a_process_that_writes_to_a_terminal_is_preloaded(script: Path) -> None:
+    """As mpirun's ranks do."""
+    controller, terminal = os.openpty()
+    subprocess.run(
+        [sys.executable, str(script), "is preloaded"],
+        env=preloaded(os.environ), stdin=subprocess.DEVNULL, stdout=terminal, check=True, timeout=60,
+    )  # fmt: skip
+    os.close(terminal)
+    with os.fdopen(controller, "rb") as file:
+        assert file.readline() == b"True\r\n"

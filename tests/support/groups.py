@@ -1,6 +1,7 @@
-"""Backends and sizes on which the tests of backend-neutral code run: each backend once, other sizes nightly.
+"""Backends and sizes on which the tests of backend-neutral code run; other pairs run nightly.
 
-Three ranks on one backend also cover shards of unequal sizes and sums of more than two terms.
+Three ranks on one backend also cover shards of unequal sizes and sums of more than two terms. Tests of gradients run on
+each backend. Tests of the order of the data, which calls the same few collectives on each backend, run on one.
 """
 
 from __future__ import annotations
@@ -15,3 +16,5 @@ def nightly(*values: object) -> list[object]:
 
 SEVERAL_RANKS = [("ddp", 3), ("horovod", 2), *nightly(("ddp", 2), ("horovod", 3))]
 GROUPS = [("local", 1), *SEVERAL_RANKS]
+GROUPS_ON_DDP = [("local", 1), ("ddp", 3), *nightly(("ddp", 2), ("horovod", 2), ("horovod", 3))]
+GROUPS_ON_HOROVOD = [("local", 1), ("horovod", 2), *nightly(("ddp", 2), ("ddp", 3), ("horovod", 3))]

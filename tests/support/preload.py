@@ -7,9 +7,9 @@ The stub remains the child of the launcher: it forwards signals and exits with t
 the stub is killed, the forked process is also killed. The forked process joins the namespaces of the stub, and /proc
 shows the stub's command line and environment for it. It differs from a normally started process in its process ID,
 session, hash seed and `sys.flags`, and does not destroy its objects at exit. Tests of these properties, of signals to
-process groups and of imports start their processes normally. A process also starts normally if it has a terminal, other
-interpreter options, or variables that a library reads during its import. With UNITRAIN_TEST_PRELOAD=0, all processes
-start normally.
+process groups and of imports start their processes normally. A process also starts normally if it reads from a
+terminal, or has other interpreter options or variables that a library reads during its import. With
+UNITRAIN_TEST_PRELOAD=0, all processes start normally.
 """
 
 from __future__ import annotations

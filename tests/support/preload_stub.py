@@ -58,7 +58,7 @@ def _hand_over() -> None:
                 kept.append(descriptor)
         except OSError:
             pass  # that of the listing
-    if kept[:3] != [0, 1, 2] or posix.isatty(0) or posix.isatty(1) or len(kept) > 100:
+    if kept[:3] != [0, 1, 2] or posix.isatty(0) or len(kept) > 100:
         return
     connection = _socket.socket(_socket.AF_UNIX)
     try:

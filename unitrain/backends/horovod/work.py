@@ -26,7 +26,9 @@ from unitrain.torch_compat import Work, current_backward
 # A wait polls without sleeping for this number of seconds. With 0.001, the step time of a small model increases by a
 # third if operations take 2 ms.
 _BUSY_POLL_SECONDS = 0.005
-_POLL_INTERVAL_SECONDS = 0.00005
+# Later it sleeps between polls for 1 % of the time waited so far: polls every 50 microseconds take a third of a core.
+_POLL_INTERVAL_FRACTION = 0.01
+_MAX_POLL_INTERVAL_SECONDS = 0.002
 _BACKGROUND_POLL_SECONDS = 0.001
 _MAX_IDLE_POLLS = 20  # limit for the background thread, after which it blocks until an operation is added
 
@@ -278,7 +280,7 @@ def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
     """Call `is_done` until it returns true, or for `seconds`.
 
     It first polls without sleeping, because waking a core takes longer than a small operation. Later it sleeps between
-    calls, so that other processes can use the core.
+    calls, the longer it has waited, so that other processes can use the core.
     """
     started = time.monotonic()
     while not is_done():
@@ -288,4 +290,4 @@ def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
         if waited < _BUSY_POLL_SECONDS:
             os.sched_yield()
         else:
-            time.sleep(_POLL_INTERVAL_SECONDS)
+            time.sleep(min(waited * _POLL_INTERVAL_FRACTION, _MAX_POLL_INTERVAL_SECONDS))
