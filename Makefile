@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 HOROVOD := $(VENV)/.horovod
 
-# Test processes. Files are not split, because their tests share ranks.
-WORKERS ?= 2
+# Test processes: more than the two cores of CI, because many tests wait. Files are not split, because their tests share
+# ranks.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 CASES ?= 1000

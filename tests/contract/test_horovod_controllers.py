@@ -1,4 +1,7 @@
-"""The complete contract on Horovod under horovodrun, with each of its two controllers."""
+"""The contract on Horovod under horovodrun, with each of its two controllers.
+
+`make test` runs the cases about collectives and gradients, on which the other cases are built.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from unitrain.backends.base import Backend
 from unitrain.bootstrap import environment
 from unitrain.testing import RankGroup
 from unitrain.testing.cases import CASES
-from unitrain.testing.test_contract import collectives, gradients, optimizers, parameters
+from unitrain.testing.test_contract import broadcasts, collectives, gradients, large_tensors, sharding
 
-__all__ = ["collectives", "gradients", "optimizers", "parameters"]
+BUILDING_BLOCKS = {module.__name__ for module in (broadcasts, collectives, gradients, large_tensors, sharding)}
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 
 
@@ -38,6 +41,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield group
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[] if case.__module__ in BUILDING_BLOCKS else pytest.mark.nightly)
+        for name, case in CASES.items()
+    ],
+)
 def test_contract(ranks: RankGroup, case: object) -> None:
     ranks.run(case, timeout_seconds=120)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups import GROUPS
+from groups import GROUPS_ON_DDP
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
@@ -24,7 +24,7 @@ EPOCHS = 3
 Params = list[Tensor]
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+@pytest.fixture(scope="module", params=GROUPS_ON_DDP, ids=lambda group: f"{group[0]}-{group[1]}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as group:
         yield group

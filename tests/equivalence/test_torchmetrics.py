@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from groups import GROUPS
+from groups import GROUPS_ON_HOROVOD
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torchmetrics import classification, regression, retrieval, wrappers
@@ -207,7 +207,7 @@ def flat(name: str, value: Any) -> dict[str, float]:
 
 @pytest.fixture(
     scope="module",
-    params=GROUPS,
+    params=GROUPS_ON_HOROVOD,
     ids=lambda group: f"{group[0]}-{group[1]}",
 )
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups import GROUPS
+from groups import GROUPS_ON_DDP
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
@@ -93,7 +93,7 @@ def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
-@pytest.fixture(scope="module", params=GROUPS, ids=str)
+@pytest.fixture(scope="module", params=GROUPS_ON_DDP, ids=str)
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as ranks:
         yield ranks

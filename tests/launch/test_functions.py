@@ -15,6 +15,7 @@ import nbformat
 import pytest
 from launches import running_launcher
 from nbclient import NotebookClient
+from preload import preloaded
 
 import unitrain
 from unitrain.errors import ConfigError, FunctionError
@@ -72,7 +73,7 @@ except RankFailedError as error:
 def test_a_notebook_runs_its_own_functions() -> None:
     cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, *CALLS)]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute(env=preloaded(os.environ))
     first, second = (
         "".join(output.text for output in cell.outputs if output.output_type == "stream") for cell in notebook.cells[1:]
     )

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 _IMPORTS = (
-    "numpy", "torch", "torch._dynamo", "torch.distributed.run", "unitrain", "unitrain.trainer",
+    "numpy", "torch", "torch._dynamo", "torch.distributed.run", "sklearn.datasets", "unitrain", "unitrain.trainer",
     "unitrain.testing.worker", "unitrain.backends.ddp", "unitrain.backends.horovod.backend",
 )  # fmt: skip
 _MODULES = (
