@@ -26,7 +26,7 @@ from unitrain.torch_compat import Work, current_backward
 # A wait polls without sleeping for this number of seconds. With 0.001, the step time of a small model increases by a
 # third if operations take 2 ms.
 _BUSY_POLL_SECONDS = 0.005
-# Later it sleeps between polls for 1 % of the time waited so far: polls every 50 microseconds take a third of a core.
+# Later it sleeps between polls for 1 % of the time waited so far, so that long waits leave the core to other processes.
 _POLL_INTERVAL_FRACTION = 0.01
 _MAX_POLL_INTERVAL_SECONDS = 0.002
 _BACKGROUND_POLL_SECONDS = 0.001
