@@ -37,7 +37,7 @@ def test_processes_of_a_test_host_are_found_and_ended(two_hosts: list[Host]) -> 
         second.wait_until_all_exited(0.2)
     second.kill_all()
     assert second.find_processes() == first.find_processes() == {}
-    with pytest.raises(TimeoutError, match=r"on h1 was ended after 0\.5 s, having said:\nhere"):
+    with pytest.raises(TimeoutError, match=r"on h1 was killed after 0\.5 s, having printed:\nhere"):
         first.run(["sh", "-c", "echo here; sleep 300"], seconds=0.5)
     assert first.find_processes() == {}
 

@@ -82,7 +82,7 @@ class Host:
         except subprocess.TimeoutExpired:
             self.kill_all()
             output, _ = process.communicate(timeout=SECONDS)
-            output_text = f"having said:\n{output}"
+            output_text = f"having printed:\n{output}"
             raise TimeoutError(f"{list(argv)} on {self.name} was killed after {seconds} s, {output_text}") from None
         return subprocess.CompletedProcess(list(argv), process.returncode, output)
 
