@@ -214,13 +214,13 @@ def laid_out(layout: str, rank: int, dtype: torch.dtype) -> Tensor:
     return LAYOUTS[layout](values(rank, dtype, 24))
 
 
-def layouts(backend: Backend, limit: int, dtypes: list[torch.dtype]) -> None:
+def layouts(backend: Backend, limit: int, dtypes: list[torch.dtype], every_layout: bool) -> None:
     """Reduce and move tensors that are not contiguous, empty, or without dimensions."""
     limit_pieces(limit)
     group: Any = dist.group.WORLD
     rank, size = backend.rank, backend.size
     for layout, dtype in itertools.product(LAYOUTS, dtypes):
-        if limit == LIMITS[0] and dtype not in TYPICAL_DTYPES and layout not in ("flat", "transposed"):
+        if not every_layout and dtype not in TYPICAL_DTYPES and layout not in ("flat", "transposed"):
             continue
         inputs = [laid_out(layout, one, dtype) for one in range(size)]
         for op in (
@@ -390,8 +390,11 @@ def test_every_dtype_and_operation_is_reduced_or_raises(
 
 
 @LIMITS_AND_DTYPES
-def test_every_layout_is_reduced_and_transferred(ranks: RankGroup, limit: int, dtypes: list[torch.dtype]) -> None:
-    ranks.run(layouts, limit, dtypes)
+@pytest.mark.parametrize("every_layout", [False, *nightly(True)])
+def test_every_layout_is_reduced_and_transferred(
+    ranks: RankGroup, limit: int, dtypes: list[torch.dtype], every_layout: bool
+) -> None:
+    ranks.run(layouts, limit, dtypes, every_layout)
 
 
 def test_lazily_conjugated_tensors_are_transferred(ranks: RankGroup) -> None:
