@@ -888,7 +888,7 @@ def test_run_of_unknown_length_shows_its_step_count(kind: str) -> None:
     with shown:
         shown.start(None, 2)
         for _ in range(3):
-            shown.step(1, 4)
+            shown.count_step(1, 4)
         text = console.file.getvalue()  # type: ignore[attr-defined]
     assert re.search(r"epoch 1/2.* 3  ", text)
     assert "left" not in text

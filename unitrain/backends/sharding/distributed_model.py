@@ -75,7 +75,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         self._all_parameters = list(model.parameters())
         self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._local = LocalGradients(unwrap_compiled(model), lambda: False)
-        self._rendezvous, self._key, self._freeze_changes = rendezvous, f"sharded_model/{next(_numbers)}", 0
+        self._rendezvous, self._key, self._freeze_changes = rendezvous, f"sharded_gradients/{next(_numbers)}", 0
         self.reducer = GradientReducer(
             dict(model.named_parameters()),
             communicator,

@@ -156,7 +156,7 @@ class ShardedModel(nn.Module, WrappedModel):
         self._local = LocalGradients(unwrap_compiled(model), lambda: self._is_accumulating)
         global _models_wrapped
         _models_wrapped += 1
-        self._key, self._freeze_changes = f"sharded_model/{_models_wrapped}", 0
+        self._key, self._freeze_changes = f"sharded_parameters/{_models_wrapped}", 0
         self._used: set[str] | None = set()  # names, until the first backward pass has been checked
         self._handles: list[Any] = []
         self._copies: list[ShardedParameters] = []
