@@ -1,4 +1,4 @@
-"""A rank of a pipeline that raises or is killed ends all ranks, and the report names it."""
+"""A rank of a pipeline that raises, is killed or hangs ends all ranks, and the report names it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 import unitrain
 
-FAULT = sys.argv[1]
+FAULT, TIMEOUT = sys.argv[1], float(sys.argv[2])
 
 class Faulty(nn.Linear):
     calls = 0
@@ -26,29 +26,32 @@ class Faulty(nn.Linear):
             print("fault", time.time(), flush=True)
             if FAULT == "raises":
                 raise ValueError("block 1 is broken")
-            os.kill(os.getpid(), 9)
+            if FAULT == "is killed":
+                os.kill(os.getpid(), 9)
+            time.sleep(300)
         return super().forward(inputs)
 
-with unitrain.init(device="cpu", timeout_seconds=60) as backend:
+with unitrain.init(device="cpu", timeout_seconds=TIMEOUT) as backend:
     model = nn.Sequential(nn.Linear(3, 3), Faulty(3, 3), nn.Linear(3, 3))
     pipeline = unitrain.Pipeline(model, backend, nn.CrossEntropyLoss(), stages=3, balance=[1, 1, 1])
     for number in range(20):
         pipeline.forward_backward(torch.ones(8, 3), torch.zeros(8, dtype=torch.long))
 """
 
-# Text of the report.
+# Text of the report, and the timeout of waits in seconds.
 FAULTS = {
-    "raises": "unitrain: rank 1 failed first: ValueError: block 1 is broken",
-    "is killed": "unitrain: rank 1 failed first: its process was killed or crashed",
+    "raises": ("unitrain: rank 1 failed first: ValueError: block 1 is broken", 60.0),
+    "is killed": ("unitrain: rank 1 failed first: its process was killed or crashed", 60.0),
+    "hangs": ("unitrain: rank 1 failed first: it did not join pipeline step #", 6.0),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_stage_ends_all_ranks_and_is_reported_once(fault: str, tmp_path: Path) -> None:
-    report = FAULTS[fault]
+    report, timeout = FAULTS[fault]
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    with running_ranks(script, "ddp", 3, fault) as processes:
+    with running_ranks(script, "ddp", 3, fault, str(timeout)) as processes:
         outputs = [process.communicate(timeout=100)[0] for process in processes]
         ended = time.time()
     together = "\n".join(outputs)
@@ -56,4 +59,4 @@ def test_a_fault_of_one_stage_ends_all_ranks_and_is_reported_once(fault: str, tm
     assert together.count(report) == 1, together
     assert not re.search(r"rank [02] failed first", together), together
     (began,) = re.findall(r"fault (\S+)", together)
-    assert ended - float(began) < 25, together
+    assert ended - float(began) < (timeout if timeout < 60 else 0) + 25, together

@@ -153,6 +153,10 @@ class Watchdog:
             self._continue_stopped(other_ranks)
         elif self._first_failure != Failure(0, _PROCESS_ENDED):
             self._publish_status(self._store)
+            if self._rank == 0:
+                # The store ends with this process, so the other ranks must have read the failure before.
+                ended = [rank for rank in range(self._size) if self._first_failure == Failure(rank, _PROCESS_ENDED)]
+                self._collect_statuses([rank for rank in range(1, self._size) if rank not in ended])
             if self._reporter is not None:  # another thread of this process that prints the report
                 self._reporter.join(_REPORT_SECONDS)
         if isinstance(error, SystemExit):  # Python does not call the excepthook for it
