@@ -29,8 +29,6 @@ WAITING_FILES = (
     "test_elastic", "test_functions", "test_reinitialization", "test_rendezvous", "test_installed_package",
     "test_chaos", "test_mismatches",
 )  # fmt: skip
-# Of the contract suite: each backend also runs on one rank, and on two or three.
-NIGHTLY_CONTRACT_GROUPS = (("ddp", 2), ("horovod", 3))
 ORDER = [name for pair in zip_longest(COMPUTING_FILES, WAITING_FILES) for name in pair if name]
 
 
@@ -38,8 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with the name of its folder (`unitrain.testing` has the contract suite), and sort the files."""
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else "contract")
-        if item.path.stem == "test_contract" and item.callspec.params["ranks"] in NIGHTLY_CONTRACT_GROUPS:  # type: ignore[attr-defined]
-            item.add_marker("nightly")
     ranking = {name: number for number, name in enumerate(ORDER)}
     items.sort(key=lambda item: ranking.get(item.path.stem, len(ranking)))  # stable within a file
 
