@@ -44,6 +44,7 @@ OPTIONS = {
     },
     "unitrain ckpt": set(),
     "unitrain ckpt convert": {"SOURCE", "FOLDER", "--strip-prefix", "--epoch", "--step"},
+    "unitrain ckpt consolidate": {"CHECKPOINT", "FILE", "--average"},
     "unitrain ckpt ls": {"FOLDER", "--json"},
     "unitrain ckpt show": {"CHECKPOINT"},
     "unitrain ckpt verify": {"FOLDER"},

@@ -131,8 +131,10 @@ def compare(backend: Backend) -> None:
                 assert found_norm == pytest.approx(norm, rel=tolerance), where
                 assert found_scale == scale, where
                 assert found_ranges.keys() == ranges.keys(), where
+                # The gradient of a bias before a BatchNorm is zero except for rounding.
+                rounding = 1e-6 if tolerance < 1e-5 else 1e-3
                 assert all(
-                    one == pytest.approx(ranges[name], rel=0.01, abs=1e-6) for name, one in found_ranges.items()
+                    one == pytest.approx(ranges[name], rel=0.01, abs=rounding) for name, one in found_ranges.items()
                 ), where
             assert precision != "fp16" or scale < 65536, "no gradient overflowed"
 
