@@ -56,8 +56,9 @@ class Elastic:
         uneven = next((host for host in hosts if host.slots != slots), None)
         if uneven is not None:
             raise LaunchError(
-                f"torchrun counts hosts, and {str(self)!r} counts ranks: hosts need equal slots, but -H has "
-                f"{hosts[0]} and {uneven}. Use -H {hosts[0].name}:{uneven.slots}, or --launcher horovodrun."
+                f"torchrun's range counts hosts, but --elastic {self} counts ranks, so all hosts need the same number "
+                f"of slots; -H gives {hosts[0]} and {uneven}. Use -H {hosts[0].name}:{uneven.slots}, or --launcher "
+                "horovodrun."
             )
         min_nodes, max_nodes = -(-self.min_ranks // slots), self.max_ranks // slots
         if max_nodes < min_nodes:
@@ -76,7 +77,7 @@ def parse_elastic(text: str) -> Elastic:
     min_ranks, max_ranks = int(match[1]), int(match[2])
     if min_ranks < 1 or max_ranks < min_ranks:
         raise LaunchError(
-            f"--elastic takes MIN:MAX ranks with MIN from 1 and MAX from MIN, got {text!r}. "
+            f"--elastic takes MIN:MAX ranks with 1 <= MIN <= MAX, got {text!r}. "
             f"Use --elastic {max(1, min(min_ranks, max_ranks))}:{max(1, min_ranks, max_ranks)}"
         )
     return Elastic(min_ranks, max_ranks)
@@ -105,7 +106,7 @@ def discover_hosts(script: Path) -> tuple[Host, ...]:
     except OSError as error:
         raise LaunchError(
             f"--host-discovery-script '{script}' cannot be run: {error.strerror}. "
-            f"Give it a first line such as #!/bin/sh, and: chmod +x {script}"
+            f"Add a shebang such as #!/bin/sh and make it executable: chmod +x {script}"
         ) from error
     if done.returncode:
         raise HostDiscoveryError(

@@ -29,10 +29,10 @@ def build(spec: LaunchSpec) -> Command:
     if controller == "mpi" and spec.backend == "ddp":
         raise LaunchError(
             "Backend 'ddp' needs a rendezvous address, which horovodrun --mpi does not provide. "
-            "Leave --mpi out, or use --backend horovod, or --launcher mpirun."
+            "Omit --mpi, or use --backend horovod, or --launcher mpirun."
         )
     if controller == "mpi":
-        fix = "Install Open MPI, sudo apt-get install openmpi-bin, or leave --mpi out"
+        fix = "Install Open MPI (sudo apt-get install openmpi-bin), or omit --mpi"
         find_program("mpirun", spec.python, fix, is_dry_run=spec.is_dry_run)
         variables |= slurm.mpirun_variables(spec.hosts)
     options.append(f"--{controller}")

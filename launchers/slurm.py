@@ -63,9 +63,9 @@ def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
         tasks = _tasks_of_job(job, len(names), environ) or tasks
     if len(names) != len(tasks):
         raise LaunchError(
-            f"Slurm job {job} has {len(names)} hosts by SLURM_JOB_NODELIST={environ['SLURM_JOB_NODELIST']}, but "
-            f"{len(tasks)} by SLURM_TASKS_PER_NODE={environ['SLURM_TASKS_PER_NODE']}. Start from a shell that salloc "
-            "or sbatch started"
+            f"Slurm job {job} has {len(names)} hosts according to SLURM_JOB_NODELIST={environ['SLURM_JOB_NODELIST']}, "
+            f"but {len(tasks)} according to SLURM_TASKS_PER_NODE={environ['SLURM_TASKS_PER_NODE']}. Start from a shell "
+            "that salloc or sbatch started"
         )
     cpus = environ.get("SLURM_CPUS_PER_TASK", "")
     hosts = tuple(Host(name, slots) for name, slots in zip(names, tasks, strict=True))
@@ -126,8 +126,8 @@ def mpirun_variables(hosts: tuple[Host, ...], job: Allocation | None = None) -> 
     """Return the variables that Open MPI's mpirun needs in an allocation to start ranks on `hosts`.
 
     If all ranks run on this host, mpirun must not read the allocation, which may have fewer tasks here. If `hosts` are
-    the hosts of the allocation `job` and this process runs in a step, the variables restore the values of the job,
-    because SLURM_TASKS_PER_NODE counts the tasks of the step, and the step holds the cores.
+    the hosts of the allocation `job` and this process runs in a step, SLURM_TASKS_PER_NODE is reset to the job's value,
+    because in a step it counts the step's tasks. SLURM_OVERLAP lets the new step share the cores that this step holds.
     """
     if job is not None and "SLURM_STEP_ID" in os.environ:
         return {"SLURM_TASKS_PER_NODE": ",".join(str(host.slots) for host in job.hosts), "SLURM_OVERLAP": "1"}
@@ -153,7 +153,7 @@ def _numbers_per_host(name: str, text: str) -> list[int]:
         match = _TASKS.fullmatch(part)
         if match is None:
             raise LaunchError(
-                f"{name} must be numbers of tasks as in 2(x3),1, got {text!r}. "
+                f"{name} must list counts per host, such as 2(x3),1, got {text!r}. "
                 "Start from a shell that salloc or sbatch started"
             )
         numbers += [int(match["tasks"])] * int(match["hosts"] or 1)

@@ -209,7 +209,10 @@ class TrainingRun:
         self._append(EPOCHS, row)
 
     def record_sync_point(self, row: dict[str, Any]) -> None:
-        """Append the `row` of a sync point to the history. No communication; `record_epoch` raises its errors."""
+        """Record the metrics of a logging interval.
+
+        Does not communicate: write errors are raised by the next `record_epoch`.
+        """
         folder = self._checkpointer.folder
         if folder is not None and self._backend.rank == 0 and self._history_error is None:
             try:
@@ -219,8 +222,8 @@ class TrainingRun:
 
     def _start(self, data: TrainingData) -> None:
         if not self._is_history_rewound:
-            # Also if no checkpoint was restored, because an attempt that failed before its first checkpoint wrote rows
-            # as well.
+            # Rewind even if no checkpoint was restored: an attempt that failed before its first checkpoint also wrote
+            # rows.
             self._change_history("", self._rewind)
             self._is_history_rewound = True
         self._data_order = data.order_settings
@@ -250,13 +253,13 @@ class TrainingRun:
             return False
         if not isinstance(training.get("progress"), dict):
             raise CheckpointError(
-                f"The checkpoint in '{path}' has no progress of a run, so another program wrote it. Start a new run "
-                f"from its weights: trainer.load_weights('{path}')."
+                f"The checkpoint in '{path}' contains no training progress, so unitrain did not write it during "
+                f"training. Start a new run from its weights: trainer.load_weights('{path}')."
             )
         if training.get("seed", config.seed) != config.seed:
             raise CheckpointError(
                 f"The run in '{path}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
-                f"would have another order. Use TrainConfig(seed={training['seed']})."
+                f"order would change. Use TrainConfig(seed={training['seed']})."
             )
         for name, value in training.get("learning_rate", {}).items():
             if value != getattr(config, name):

@@ -68,8 +68,10 @@ def parse(line: str) -> Job:
 
 
 def build(job: Job, target: str) -> Translation:
-    """Build the command lines, or the file, of a job for `target`. Raises LaunchError for an unknown target and for a
-    job that it cannot run."""
+    """Build the command lines, batch script or Kubernetes manifest of a job for `target`.
+
+    Raises LaunchError for an unknown target and for a job that it cannot run.
+    """
     if target not in TARGETS:
         near = difflib.get_close_matches(target, TARGETS, n=1)
         suggestion = f"Did you mean {near[0]!r}? " if near else ""

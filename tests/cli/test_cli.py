@@ -399,7 +399,7 @@ def test_mpi_without_mpirun_is_rejected(tmp_path: Path, monkeypatch: pytest.Monk
     result = CliRunner().invoke(unitrain, ["launch", "--backend", "horovod", "--mpi", str(script)])
     assert result.exit_code == 2
     assert "mpirun" in result.output
-    assert "apt-get install openmpi-bin, or leave --mpi out" in result.output
+    assert "apt-get install openmpi-bin), or omit --mpi" in result.output
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (nan_loss_on_one_rank, "The mean loss became nan on rank 1 in epoch 1, by step", "max_grad_norm=1.0"),
     (output_folder_is_a_file, "file", ""),
     (nothing_to_train, "has no parameter that requires a gradient", "requires_grad_(True)"),
-    (strange_optimizer, "2 of 2 parameters that are not Linear's", "SGD(model.parameters(), ...)"),
+    (strange_optimizer, "2 of the optimizer's 2 parameters do not belong to Linear", "SGD(model.parameters(), ...)"),
     (different_settings, "TrainConfig.seed differs between ranks: [0, 1]", "same TrainConfig"),
     (
         different_batch_sizes,

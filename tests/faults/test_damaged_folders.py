@@ -74,7 +74,10 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "FIFO metrics.jsonl": (fifo("metrics.jsonl"), "trained"),
     "FIFO step-000000004": (fifo("step-000000004"), "trained"),
     "FIFO .step-000000004.unfinished": (fifo(".step-000000004.unfinished"), "trained"),
-    "checkpoint without progress": (checkpoint_without_progress, "The checkpoint in '{}' has no progress of a run"),
+    "checkpoint without progress": (
+        checkpoint_without_progress,
+        "The checkpoint in '{}' contains no training progress",
+    ),
     "nested JSON in a held .lock": (nested_json_in_a_held_lock, "Output folder '{}' is in use by another job: a job"),
 }
 

@@ -169,10 +169,12 @@ def test_invalid_requests_for_srun_are_rejected(folder: Path, monkeypatch: pytes
 def test_invalid_slurm_variables_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x3)")
     assert error_message(folder).startswith(
-        "Slurm job 1234 has 2 hosts by SLURM_JOB_NODELIST=n[1-2], but 3 by SLURM_TASKS"
+        "Slurm job 1234 has 2 hosts according to SLURM_JOB_NODELIST=n[1-2], but 3 according to SLURM_TASKS"
     )
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "four")
-    assert error_message(folder).startswith("SLURM_TASKS_PER_NODE must be numbers of tasks as in 2(x3),1, got 'four'.")
+    assert error_message(folder).startswith(
+        "SLURM_TASKS_PER_NODE must list counts per host, such as 2(x3),1, got 'four'."
+    )
     monkeypatch.delenv("SLURM_TASKS_PER_NODE")
     assert error_message(folder).startswith(
         "SLURM_JOB_ID=1234 indicates a Slurm allocation, but SLURM_TASKS_PER_NODE is not set."

@@ -206,7 +206,10 @@ def test_elastic_ranges_are_parsed() -> None:
             "--elastic 2:4 changes the number of ranks, but without a launcher there is always exactly one rank",
         ),
         (["--launcher", "srun"], "but the hosts of a Slurm job are fixed. Leave --elastic out, and let"),
-        (["-H", "a:2,b:1"], "torchrun counts hosts, and '2:4' counts ranks: hosts need equal slots, but -H has a:2"),
+        (
+            ["-H", "a:2,b:1"],
+            "--elastic 2:4 counts ranks, so all hosts need the same number of slots; -H gives a:2 and b:1",
+        ),
         (
             ["-H", "a:3,b:3", "--elastic", "4:5"],
             "--elastic 4:5 contains no multiple of 3, the number of slots of each host. Use",

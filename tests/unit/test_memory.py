@@ -263,17 +263,13 @@ def summary(ranks: int = 4, **changes: Any) -> str:
 
 def test_the_first_sentence_names_the_largest_kind_and_the_best_setting() -> None:
     found = summary()
-    assert found.startswith(
-        "Activations are the largest part of the memory of training: 400 MB of 900 MB per rank (44%). "
-    )
-    assert 'checkpoint_activations=("Layer",) would save most: 400 MB (44%). ' in found
+    assert found.startswith("Activations are the largest part of training memory: 400 MB of 900 MB per rank (44%). ")
+    assert 'checkpoint_activations=("Layer",) would save the most: 400 MB (44%). ' in found
     assert "Sharding over 4 ranks would save at most" in found
     without = {"activations": 0, "activations_at_peak": 0, "float32_activations": 0, "blocks": []}
     found = summary(**without, state=600 * MB)
-    assert found.startswith(
-        "Optimizer state is the largest part of the memory of training: 600 MB of 900 MB per rank (67%). "
-    )
-    assert "over 4 ranks would save most: " in found
+    assert found.startswith("Optimizer state is the largest part of training memory: 600 MB of 900 MB per rank (67%). ")
+    assert "over 4 ranks would save the most: " in found
     found = summary(**without, forward_backward_peak=10_000 * MB, other=9_400 * MB, ranks=1)
     assert found.endswith(
         "Python, libraries, data need 9.18 GB, so none of the settings would save a significant part of the memory."

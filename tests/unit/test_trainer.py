@@ -406,7 +406,7 @@ def test_invalid_trainer_arguments_are_named() -> None:
     )
     with pytest.raises(ModelError, match=r"^The loss must be one number, got shape \[4\]\. .*loss\.mean\(\), or a"):
         trainer.fit(samples())
-    with pytest.raises(ModelError, match="The optimizer holds 1 of 1 parameters that are not Sequential's"):
+    with pytest.raises(ModelError, match="1 of the optimizer's 1 parameters do not belong to Sequential"):
         Trainer(
             network(), momentum([nn.Parameter(torch.ones(1))]), nn.CrossEntropyLoss(), backend=LOCAL, config=settings()
         )

@@ -73,13 +73,13 @@ class SupportsAsyncBroadcasts(ABC):
     def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
         """Start to broadcast each piece in place from its root, and return a function that waits for all broadcasts.
 
-        Each of `pieces` consists of a contiguous tensor, [elements], and the rank of its root. Sizes and roots are
+        Each of `pieces` is a contiguous 1-D tensor and the rank that broadcasts it. Sizes and roots are
         equal on every rank. The tensors must not be read or written before the returned function returns.
         """
 
 
 class SupportsPointToPoint(ABC):
-    """A backend with groups of some of its ranks, which send tensors to each other."""
+    """A backend that provides subgroups of ranks with point-to-point communication."""
 
     @abstractmethod
     def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[RankGroup]:

@@ -119,7 +119,7 @@ def check_is_no_pipeline(name: str, model: Any) -> None:
 
 
 def check_is_distributed(model: Any, is_distributed: bool) -> None:
-    """Raise ModelError unless `distributed_model` returned `model`."""
+    """Raise ModelError if no_sync got a model that `distributed_model` did not return."""
     if not is_distributed:
         raise ModelError(
             "no_sync takes the model that distributed_model returned, got "
@@ -163,7 +163,7 @@ def check_shard(method: str, shard: Shard) -> None:
 
 
 def check_shard_of_model(model_shard: Shard | None, shard: Shard) -> None:
-    """Raise ModelError if `shard`, an argument of distributed_optimizer, needs another value at distributed_model.
+    """Raise ModelError unless distributed_model and distributed_optimizer got compatible `shard` values.
 
     `model_shard` is the setting of the model, or None if it is not distributed.
     """
@@ -199,7 +199,7 @@ def check_model(model: nn.Module, compression: Compression, device: torch.device
     if meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ModelError(
             f"{type(model).__name__} has tensors on device meta, which have no values: {', '.join(meta[:4])}. Use "
-            "model.to_empty(device=backend.device), initialize or load the weights, and distribute it then."
+            "model.to_empty(device=backend.device), initialize or load the weights, then call distributed_model."
         )
     elsewhere = [p.device for p in model.parameters() if p.device.type != device.type]
     if elsewhere:
@@ -250,7 +250,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     unknown = sum(id(parameter) not in known for parameter in held)
     if unknown:
         raise ModelError(
-            f"The optimizer holds {unknown} of {len(held)} parameters that are not {type(model).__name__}'s, "
+            f"{unknown} of the optimizer's {len(held)} parameters do not belong to {type(model).__name__}, "
             "so their gradients would never be reduced. Build it from the parameters of this model: "
             f"{type(optimizer).__name__}(model.parameters(), ...), after moving the model to its device."
         )

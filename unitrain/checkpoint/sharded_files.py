@@ -57,8 +57,9 @@ _ABANDON_AFTER_SECONDS = 30.0
 class StateShard:
     """The part of the state that one rank writes.
 
-    `parts` are the parts of tensors by folder, `keys` the places of the optimizer's tensors, `values` its other values.
-    `tied` maps names of tensors to the name under which they are stored, by folder.
+    `parts` are the parts of tensors by folder. `keys` maps each optimizer tensor to its parameter index and state key;
+    `values` are the non-tensor optimizer values. `tied` maps names of tensors to the name under which they are stored,
+    by folder.
     """
 
     parts: dict[str, list[TensorPart]]
@@ -67,7 +68,10 @@ class StateShard:
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def host_copy(self) -> StateShard:
-        """Return a copy in host memory. Raises CheckpointError for values that do not load safely."""
+        """Return a copy in host memory.
+
+        Raises CheckpointError for values that torch.load(weights_only=True) rejects.
+        """
         parts = {
             folder: [replace(part, data=part.data.to("cpu", copy=True)) for part in parts]
             for folder, parts in self.parts.items()
@@ -80,7 +84,7 @@ def collect_shard(
 ) -> StateShard:
     """Return the part of the state that rank `rank` writes. Its tensors share the memory of the state.
 
-    `average` are the averaged weights. It does not communicate, because every rank holds its part.
+    `average` are the averaged weights. This function does not communicate, because every rank holds its part.
     """
     parts, tied = {}, {}
     for folder, tensors in ((MODEL_FOLDER, model.state_dict()), (AVERAGE_FOLDER, average)):
@@ -143,7 +147,7 @@ def write_shard(unfinished: Path, shard: StateShard, rank: int, token: str) -> N
         flush(temporary)
         temporary.rename(_report(unfinished, rank))
     except BaseException:
-        _failure_mark(unfinished, rank).touch()  # without content, also possible on a full disk
+        _failure_mark(unfinished, rank).touch()  # an empty file can be created even on a full disk
         raise
 
 
@@ -174,10 +178,10 @@ def commit(
     token: str,
     abandoned: threading.Event,
 ) -> bool:
-    """Write the rest of the checkpoint and make it visible when all ranks have written their files. Rank 0 calls it.
+    """Write the rest of the checkpoint and make it visible when all ranks have written their files.
 
-    Return False if the checkpoint is incomplete, because `abandoned` is set, a rank failed, or a rank no longer writes
-    after the main thread of this process has ended.
+    Called on rank 0 only. Return False if the checkpoint is incomplete, because `abandoned` is set, a rank failed, or a
+    rank no longer writes after the main thread of this process has ended.
     """
     unfinished = unfinished_path(target)
     torch.save(plain_state(training), unfinished / TRAINING)
@@ -198,7 +202,7 @@ def commit(
 
 
 def unfinished_path(target: Path) -> Path:
-    """Return the name of the folder to which checkpoint `target` is written."""
+    """Return the temporary folder in which the checkpoint is built before it is renamed to `target`."""
     return target.with_name(f".{target.name}.unfinished")
 
 
@@ -320,7 +324,10 @@ def _is_elsewhere(tensor: Any) -> bool:
 
 @dataclass(frozen=True)
 class StoredOptimizerState(StoredState):
-    """The optimizer state in a sharded checkpoint. It contains positions only, except for values without tensors."""
+    """The optimizer state in a sharded checkpoint.
+
+    Tensors stay on disk and are read on demand; non-tensor values are loaded by `open`.
+    """
 
     stored: StoredTensors
     places: dict[int, dict[Any, str]]

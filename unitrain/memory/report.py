@@ -86,7 +86,10 @@ def memory_rows(usage: Usage) -> list[Row]:
 
 
 def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
-    """Return what fills the memory, and which setting would save most. Percentages refer to the memory of training."""
+    """Return what fills the memory, and which setting would save the most.
+
+    Percentages are relative to training memory.
+    """
     record = usage.record
     *rows, others = memory_rows(usage)
     training = record.peak - others.at_peak
@@ -94,7 +97,7 @@ def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
     name = "Temporary tensors" if largest.name == _REMAINDER else largest.name
     verb = "are" if name.endswith("s") else "is"
     text = (
-        f"{name[0].upper()}{name[1:]} {verb} the largest part of the memory of training: "
+        f"{name[0].upper()}{name[1:]} {verb} the largest part of training memory: "
         f"{format_bytes(largest.at_peak)} of {format_bytes(training)} per rank ({_percent(largest.at_peak, training)})."
     )
     if not savings:
@@ -106,7 +109,7 @@ def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
     about = "about " if best.is_estimate else ""
     over = f" over {ranks} ranks" if best.setting.startswith("shard") else ""
     text += (
-        f" {best.setting}{over} would save most: {about}{format_bytes(best.saved_bytes)} "
+        f" {best.setting}{over} would save the most: {about}{format_bytes(best.saved_bytes)} "
         f"({_percent(best.saved_bytes, training)})."
     )
     if largest.name == "activations" and ranks > 1 and usage.shard == "none":

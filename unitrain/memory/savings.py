@@ -153,7 +153,7 @@ def _precision(record: RankRecord) -> list[Saving]:
             setting='precision="bf16"',
             saved_bytes=saved,
             is_estimate=True,
-            note="at most; changes the results by rounding",
+            note="upper bound; results differ by rounding",
         )
     ]
 

@@ -21,7 +21,7 @@ _MAX_NAMED_RANKS = 4
 
 @dataclass(frozen=True)
 class HeadlineValue:
-    """A headline value with a note."""
+    """A key figure at the top of the report, with an explanatory note."""
 
     name: str
     value: str
@@ -93,7 +93,11 @@ def headline_values(record: Record) -> list[HeadlineValue]:
                 )
             )
         found.append(
-            HeadlineValue("data", format_percent(times.time_fraction("data")), "of training time, for the next batch")
+            HeadlineValue(
+                "data loading",
+                format_percent(times.time_fraction("data")),
+                "of training time, waiting for the next batch",
+            )
         )
     return found
 
@@ -183,7 +187,7 @@ def _describe_times(record: Record, times: figures.RankTimes) -> list[str]:
     if times.size > 1 and not slow and not periods:
         work = times.work_seconds()
         difference = format_percent(1 - min(work) / (max(work) or 1.0))
-        sentences.append(f"No rank is much slower: their work differs by at most {difference}.")
+        sentences.append(f"No stragglers: compute time differs by at most {difference} between ranks.")
     if times.size > 1 and times.time_fraction("wait") > _MAX_WAIT_SHARE and not slow:
         sentences.append(
             f"{format_percent(times.time_fraction('wait'))} of training time is spent waiting for gradients. "
@@ -192,7 +196,7 @@ def _describe_times(record: Record, times: figures.RankTimes) -> list[str]:
     if times.time_fraction("data") > _MAX_DATA_SHARE:
         sentences.append(
             f"{format_percent(times.time_fraction('data'))} of training time is spent waiting for data. "
-            "More num_workers load data in parallel with training."
+            "Increase num_workers to load data in parallel with training."
         )
     return sentences
 

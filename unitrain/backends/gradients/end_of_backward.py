@@ -27,15 +27,15 @@ _OPAQUE_TYPES = (
 
 
 class Stage(IntEnum):
-    """The stages at the end of a backward pass. Steps run in increasing order. The functions of a stage run in the
+    """The stages at the end of a backward pass. Stages run in increasing order. The functions of a stage run in the
     order in which they were added.
 
     FIND_UNUSED_PARAMETERS: in the first backward pass, exchange the names of unused parameters, and reduce zeros for
         them. Other ranks wait for these gradients, so no bucket can complete before this stage.
     REDUCE_BUCKETS: start deferred allreduces, and wait for the first collective of every bucket.
     COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
-    COMPLETE_TRANSPORT: complete the works of process groups that are written in Python, and raise their errors. If
-        DDP's C++ code waited for them first, their errors would lose their type.
+    COMPLETE_TRANSPORT: wait for the `Work` objects of Python process groups, and raise their errors. If DDP's C++ code
+        waited for them first, their errors would lose their type.
     MARK_REDUCED: mark the gradients as reduced, so that an optimizer accepts them.
 
     After this stage, DDP copies the reduced buckets into the gradients, unless the gradients are views of the buckets.

@@ -12,8 +12,8 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.torch_compat import BatchNormBase, InstanceNormBase, buffers_by_name, disable_compile, tensor_version
 
-# Searches for written buffers take place in calls 1, 2, 4, 8, ... of `broadcast`, counted from 0. This is their maximum
-# interval.
+# The search for modified buffers runs in calls 1, 2, 4, 8, ... of `broadcast` (the first call is 0), and then every
+# 1024 calls.
 _MAX_SEARCH_INTERVAL = 1024
 
 
@@ -23,8 +23,8 @@ class ForwardBuffers:
     Running statistics of torch's normalization layers are not read in training mode. They differ between ranks while
     their layer is in training mode, and are broadcast from rank 0 when the layer changes to eval mode. All other
     buffers are broadcast in the first call of `broadcast`. Afterwards, each call broadcasts the buffers that a forward
-    pass on any rank has written. The ranks search for written buffers in only a few calls, which are the same on every
-    rank. After the first call, buffers that were never written are not broadcast.
+    pass on any rank has modified. The ranks search for modified buffers in only a few calls, which are the same on
+    every rank. After the first call, buffers that were never modified are not broadcast.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
@@ -82,7 +82,7 @@ class ForwardBuffers:
         return [buffer for module in changed for buffer in buffers_by_name(module).values() if buffer is not None]
 
     def _find_changed_buffers(self) -> None:
-        """Add the buffers that a forward pass on any rank has written to `_changed_indices`. All ranks call it."""
+        """Add to `_changed_indices` the buffers that a forward pass on any rank has modified. All ranks call it."""
         is_written = [
             initial is not buffer or version != initial_version
             for (initial, initial_version), (buffer, version) in zip(
