@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
 from unitrain.backends.sharding.gradient import ShardedGradient
@@ -217,6 +217,29 @@ def operations_on_incomplete_gradients_raise(backend: Backend) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     sum(parameter.pow(2).sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
     raises(ModelError, "that is not reduced over ranks", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+@contract
+def complete_gradients_of_complex_parameters(backend: Backend) -> None:
+    def loss(weight: Tensor, rank: int) -> Tensor:
+        return (weight * torch.view_as_complex(torch.tensor([rank + 1.0, 2.0]))).abs().sum()
+
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.view_as_complex(torch.arange(1.0, 15.0).view(7, 2)))
+
+        def forward(self, rank: int) -> Tensor:
+            return loss(self.weight, rank)
+
+    model, twin = Weight(), Weight()
+    wrapped = backend.distributed_model(model, shard="gradients")
+    backend.distributed_optimizer(torch.optim.Adam(model.parameters()), wrapped, shard="gradients")
+    wrapped(backend.rank).backward()
+    (sum(twin(rank) for rank in range(backend.size)) / backend.size).backward()  # type: ignore[union-attr]
+    gradient: Any = model.weight.grad
+    found = gradient.full_tensor() if isinstance(gradient, ShardedGradient) else gradient
+    torch.testing.assert_close(found, twin.weight.grad)
 
 
 @contract

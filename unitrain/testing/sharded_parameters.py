@@ -273,6 +273,27 @@ def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend)
 
 
 @contract
+def optimizer_state_that_was_created_from_sharded_parameters(backend: Backend) -> None:
+    """Adagrad creates its state when it is built; Adam has state if it was used before `distributed_optimizer`."""
+    makes: list[MakeOptimizer] = [lambda parameters: torch.optim.Adagrad(parameters, 0.01, 0, 0, 0.1), _adam]
+    for make in makes:
+        model, twin = _build(), _build()
+        wrapped = backend.distributed_model(model, shard="parameters")
+        optimizer, twin_optimizer = make(model.parameters()), make(twin.parameters())
+        pairs = ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend)))
+        for step in range(3):
+            if step == (0 if make is not _adam else 1):
+                backend.distributed_optimizer(optimizer, wrapped, shard="parameters")
+            for one, trained, ranks in pairs:
+                one.zero_grad()
+                _loss(trained, ranks, step).backward()
+                one.step()
+        _assert_same(backend, wrapped, twin)
+        state, expected = optimizer.state_dict()["state"], twin_optimizer.state_dict()["state"]
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+@contract
 def sharded_parameters_with_groups_freezing_and_schedulers(backend: Backend) -> None:
     """Test parameter groups, a scheduler, `add_param_group`, and parameters that are frozen and unfrozen."""
 
@@ -368,6 +389,33 @@ def sharded_parameters_after_forwards_without_backward(backend: Backend) -> None
             loss.backward()
             _loss(trained, ranks, 9)
             one.step()
+    _assert_same(backend, wrapped, twin)
+
+
+class _InPlace(nn.Sequential):
+    def forward(self, words: Tensor) -> Tensor:
+        output: Tensor = super().forward(words)
+        return output.mul_(2)
+
+
+@contract
+def gradients_of_sharded_parameters_after_another_forward(backend: Backend) -> None:
+    """Clip after a forward pass with gradients that follows the backward pass, call `model.zero_grad` between the
+    forward and the backward pass, and accumulate the gradients of an output that was changed in place."""
+    model, twin = _build(), _build()
+    wrapped, optimizer = _setup(backend, model)
+    twin_optimizer = _adam(twin.parameters())
+    for step in range(3):
+        norms = []
+        for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
+            loss = _loss(trained, ranks, step)
+            trained.zero_grad()
+            loss.backward()
+            _loss(_InPlace(trained), ranks, 9).backward()
+            _loss(trained, ranks, 9)
+            norms.append(nn.utils.clip_grad_norm_(trained.parameters(), 0.05).item())
+            one.step()
+        assert abs(norms[0] - norms[1]) < 1e-12, norms
     _assert_same(backend, wrapped, twin)
 
 

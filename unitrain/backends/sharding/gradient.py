@@ -69,7 +69,10 @@ class ShardedGradient(Tensor):
 
         It needs the memory of the complete gradient on every rank, so use it for logging single parameters.
         """
-        complete = self._group.communicator.allgather(self.local)
+        local = torch.view_as_real(self.local).view(-1) if self.is_complex() else self.local
+        complete = self._group.communicator.allgather(local)
+        if self.is_complex():
+            complete = torch.view_as_complex(complete.view(-1, 2))
         starts = self._group.communicator.allgather_object((self.start, self.stop))
         parts = complete.split([stop - start for start, stop in starts])
         ordered = [part for _, part in sorted(zip(starts, parts, strict=True), key=lambda pair: pair[0])]

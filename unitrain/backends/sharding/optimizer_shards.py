@@ -40,9 +40,10 @@ def replace_parameters(optimizer: Optimizer, sharded: ShardedParameters) -> None
 def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
     """Shard the state of rank 0's `optimizer`, which holds sharded parameters. All ranks call it.
 
-    Each tensor is broadcast separately. A second call for the same optimizer only broadcasts the parameter groups.
+    Each tensor is broadcast separately, except the DTensors of an optimizer that was built from sharded parameters, of
+    which each rank keeps its own rows. A second call for the same optimizer only broadcasts the parameter groups.
     """
-    own = optimizer.state_dict() if communicator.rank == 0 and optimizer not in _optimizers else {"param_groups": []}
+    own = optimizer.state_dict() if optimizer not in _optimizers else {"param_groups": []}
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     settings = broadcast_with_tensors(communicator, settings)
     for group, received in zip(optimizer.param_groups, settings, strict=True):
@@ -54,7 +55,11 @@ def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
     parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     optimizer.state.clear()
     for index in indices:
-        entry = broadcast_with_tensors(communicator, own["state"][index] if communicator.rank == 0 else None)
+        entry = own["state"].get(index, {})
+        shards = {key: value for key, value in entry.items() if isinstance(value, DTensor)}
+        complete = {key: None if key in shards else value for key, value in entry.items()}
+        entry = broadcast_with_tensors(communicator, complete)
+        entry = {key: shards.get(key) if value is None else value for key, value in entry.items()}
         optimizer.state[parameters[index]] = _select(parameters[index], entry, communicator)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.blocks import BlockClass
@@ -84,7 +85,9 @@ class ShardedParameters:
         make_state_dicts_complete(model, communicator)
         # Before the hook of fully_shard that gathers the parameters of the root block.
         model.register_forward_pre_hook(lambda module, inputs: self.collectives.start_recording(), prepend=True)
-        model.register_forward_hook(self._free_after_evaluation)
+        # Before the hook of fully_shard that gathers the parameters of the root block for the backward pass.
+        model.register_forward_hook(self._copy_views, prepend=True)
+        model.register_forward_hook(self._free_after_forward)
         self._order: list[int] | None = None
         register_forward_without_batch(model, self.take_part_in_forward)
 
@@ -125,10 +128,26 @@ class ShardedParameters:
         for block in self.blocks:
             release_fsdp_groups(block)  # type: ignore[arg-type]
 
-    def _free_after_evaluation(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _has_gradients(self) -> bool:
+        return any(after.grad is not None for _, after in self.replaced.values())
+
+    def _copy_views(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Return `output` without views, if the parameters of the root block are freed after this forward pass.
+
+        An in-place operation on a view would discard the hook that gathers the parameters for the backward pass.
+        """
+        if not torch.is_grad_enabled() or not self._has_gradients():
+            return output
+        return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
+
+    def _free_after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self.free_complete_parameters()
             self._order = list(self.collectives.gathered)
+        elif self._has_gradients():
+            # Otherwise model.parameters() would return the complete parameters of the root block, which have no
+            # gradient, so clipping and model.zero_grad() before the backward pass would omit these gradients.
+            self.free_complete_parameters()
 
 
 class ShardedModel(nn.Module, WrappedModel):
