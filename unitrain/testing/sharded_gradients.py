@@ -236,7 +236,7 @@ def complete_gradients_of_complex_parameters(backend: Backend) -> None:
     wrapped = backend.distributed_model(model, shard="gradients")
     backend.distributed_optimizer(torch.optim.Adam(model.parameters()), wrapped, shard="gradients")
     wrapped(backend.rank).backward()
-    (sum(twin(rank) for rank in range(backend.size)) / backend.size).backward()  # type: ignore[union-attr]
+    (sum(twin(rank) for rank in range(backend.size)) / backend.size).backward()
     gradient: Any = model.weight.grad
     found = gradient.full_tensor() if isinstance(gradient, ShardedGradient) else gradient
     torch.testing.assert_close(found, twin.weight.grad)

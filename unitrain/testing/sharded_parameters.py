@@ -394,7 +394,7 @@ def sharded_parameters_after_forwards_without_backward(backend: Backend) -> None
 
 class _InPlace(nn.Sequential):
     def forward(self, words: Tensor) -> Tensor:
-        output: Tensor = super().forward(words)
+        output: Tensor = super().forward(words)  # type: ignore[no-untyped-call]
         return output.mul_(2)
 
 
