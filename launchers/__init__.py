@@ -24,7 +24,13 @@ Another package adds a launcher through the entry-point group `unitrain.launcher
 
 from unitrain.launchers.agents import LAUNCH_ID_VARIABLE, add_cleanup
 from unitrain.launchers.arguments import parse_exports, parse_launcher_args
-from unitrain.launchers.elastic import Elastic, HostDiscoveryError, discover_hosts, find_reachable_hosts, parse_elastic
+from unitrain.launchers.elastic import (
+    ElasticRange,
+    HostDiscoveryError,
+    discover_hosts,
+    find_reachable_hosts,
+    parse_elastic,
+)
 from unitrain.launchers.errors import LaunchError, MissingLauncherError
 from unitrain.launchers.hosts import Host, is_this_host, parse_hosts, processes_per_host, read_hostfile
 from unitrain.launchers.preflight import check_hosts
@@ -36,7 +42,7 @@ __all__ = [
     "DEFAULT_LAUNCHERS",
     "LAUNCH_ID_VARIABLE",
     "Command",
-    "Elastic",
+    "ElasticRange",
     "Host",
     "HostDiscoveryError",
     "LaunchError",

@@ -27,7 +27,7 @@ class HostDiscoveryError(LaunchError):
 
 
 @dataclass(frozen=True)
-class Elastic:
+class ElasticRange:
     """The allowed number of ranks of an elastic job. One rank runs on each slot of the reachable hosts."""
 
     min_ranks: int
@@ -36,7 +36,7 @@ class Elastic:
     def __str__(self) -> str:
         return f"{self.min_ranks}:{self.max_ranks}"
 
-    def select_slots(self, hosts: Iterable[Host]) -> tuple[Host, ...]:
+    def select_hosts(self, hosts: Iterable[Host]) -> tuple[Host, ...]:
         """Return the hosts to use, filled in order, with the number of slots used per host.
 
         The result is empty if the hosts have fewer than `min_ranks` slots in total.
@@ -69,7 +69,7 @@ class Elastic:
         return min_nodes, max_nodes
 
 
-def parse_elastic(text: str) -> Elastic:
+def parse_elastic(text: str) -> ElasticRange:
     """Parse "MIN:MAX". Raises LaunchError."""
     match = _RANGE.fullmatch(text.strip())
     if match is None:
@@ -80,7 +80,7 @@ def parse_elastic(text: str) -> Elastic:
             f"--elastic takes MIN:MAX ranks with 1 <= MIN <= MAX, got {text!r}. "
             f"Use --elastic {max(1, min(min_ranks, max_ranks))}:{max(1, min_ranks, max_ranks)}"
         )
-    return Elastic(min_ranks, max_ranks)
+    return ElasticRange(min_ranks, max_ranks)
 
 
 def discover_hosts(script: Path) -> tuple[Host, ...]:

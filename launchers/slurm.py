@@ -14,7 +14,7 @@ from unitrain.launchers.hosts import Host, is_this_host
 from unitrain.launchers.rendezvous import DEFAULT_PORT
 
 _SCONTROL_TIMEOUT_SECONDS = 30
-_TASKS = re.compile(r"(?P<tasks>[1-9][0-9]*)(?:\(x(?P<hosts>[1-9][0-9]*)\))?")
+_COUNT_PER_HOST = re.compile(r"(?P<tasks>[1-9][0-9]*)(?:\(x(?P<hosts>[1-9][0-9]*)\))?")
 _DESCRIPTION_FIELD = re.compile(r"(NumTasks|CPUs/Task|NtasksPerN:B:S:C)=([0-9]+)")
 
 
@@ -22,7 +22,7 @@ _DESCRIPTION_FIELD = re.compile(r"(NumTasks|CPUs/Task|NtasksPerN:B:S:C)=([0-9]+)
 class Allocation:
     """The hosts of a job in Slurm's order. The slots of a host are its tasks."""
 
-    job: str
+    job_id: str
     hosts: tuple[Host, ...]
     cpus_per_task: int | None = None
 
@@ -34,13 +34,13 @@ class Allocation:
     @property
     def port(self) -> int:
         """The rendezvous port, 29500 to 30499. It depends on the job ID, so jobs that share a host rarely collide."""
-        return DEFAULT_PORT + int(self.job) % 1000 if self.job.isdecimal() else DEFAULT_PORT
+        return DEFAULT_PORT + int(self.job_id) % 1000 if self.job_id.isdecimal() else DEFAULT_PORT
 
     def check_slots(self, processes: int) -> None:
         """Raise LaunchError for more processes than tasks."""
         if processes > self.slots:
             raise LaunchError(
-                f"-np requests {processes} processes, but Slurm job {self.job} has {self.slots} "
+                f"-np requests {processes} processes, but Slurm job {self.job_id} has {self.slots} "
                 f"{'task' if self.slots == 1 else 'tasks'}. Use -np {self.slots}, or request more from Slurm: "
                 f"--ntasks {processes}"
             )
@@ -52,24 +52,24 @@ def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
     Raises LaunchError for a Slurm variable that is missing or invalid, and if scontrol fails.
     """
     environ = os.environ if environ is None else environ
-    job = environ.get("SLURM_JOB_ID")
-    if not job:
+    job_id = environ.get("SLURM_JOB_ID")
+    if not job_id:
         return None
-    names = _expand_host_names(_require_variable("SLURM_JOB_NODELIST", job, environ))
-    tasks_text = _require_variable("SLURM_TASKS_PER_NODE", job, environ)
+    names = _expand_host_names(_require_variable("SLURM_JOB_NODELIST", job_id, environ))
+    tasks_text = _require_variable("SLURM_TASKS_PER_NODE", job_id, environ)
     tasks = _numbers_per_host("SLURM_TASKS_PER_NODE", tasks_text)
     if tasks_text == environ.get("SLURM_STEP_TASKS_PER_NODE"):
         # In a step, such as the shell of `srun --pty`, the variable counts the tasks of the step.
-        tasks = _tasks_of_job(job, len(names), environ) or tasks
+        tasks = _tasks_of_job(job_id, len(names), environ) or tasks
     if len(names) != len(tasks):
         raise LaunchError(
-            f"Slurm job {job} has {len(names)} hosts according to SLURM_JOB_NODELIST={environ['SLURM_JOB_NODELIST']}, "
-            f"but {len(tasks)} according to SLURM_TASKS_PER_NODE={environ['SLURM_TASKS_PER_NODE']}. Start from a shell "
-            "that salloc or sbatch started"
+            f"Slurm job {job_id} has {len(names)} hosts according to SLURM_JOB_NODELIST="
+            f"{environ['SLURM_JOB_NODELIST']}, but {len(tasks)} according to SLURM_TASKS_PER_NODE="
+            f"{environ['SLURM_TASKS_PER_NODE']}. Start from a shell that salloc or sbatch started"
         )
     cpus = environ.get("SLURM_CPUS_PER_TASK", "")
     hosts = tuple(Host(name, slots) for name, slots in zip(names, tasks, strict=True))
-    return Allocation(job, hosts, int(cpus) if cpus.isdecimal() and int(cpus) else None)
+    return Allocation(job_id, hosts, int(cpus) if cpus.isdecimal() and int(cpus) else None)
 
 
 def multi_host_allocation() -> Allocation | None:
@@ -122,25 +122,28 @@ def _has_terminal() -> bool:
     return True
 
 
-def mpirun_variables(hosts: tuple[Host, ...], job: Allocation | None = None) -> dict[str, str]:
+def mpirun_variables(hosts: tuple[Host, ...], job_allocation: Allocation | None = None) -> dict[str, str]:
     """Return the variables that Open MPI's mpirun needs in an allocation to start ranks on `hosts`.
 
     If all ranks run on this host, mpirun must not read the allocation, which may have fewer tasks here. If `hosts` are
-    the hosts of the allocation `job` and this process runs in a step, SLURM_TASKS_PER_NODE is reset to the job's value,
+    the hosts of `job_allocation` and this process runs in a step, SLURM_TASKS_PER_NODE is reset to the job's value,
     because in a step it counts the step's tasks. SLURM_OVERLAP lets the new step share the cores that this step holds.
     """
-    if job is not None and "SLURM_STEP_ID" in os.environ:
-        return {"SLURM_TASKS_PER_NODE": ",".join(str(host.slots) for host in job.hosts), "SLURM_OVERLAP": "1"}
-    if job is None and "SLURM_JOB_ID" in os.environ and hosts and all(map(is_this_host, hosts)):
+    if job_allocation is not None and "SLURM_STEP_ID" in os.environ:
+        return {
+            "SLURM_TASKS_PER_NODE": ",".join(str(host.slots) for host in job_allocation.hosts),
+            "SLURM_OVERLAP": "1",
+        }
+    if job_allocation is None and "SLURM_JOB_ID" in os.environ and hosts and all(map(is_this_host, hosts)):
         return {"OMPI_MCA_ras": "^slurm"}
     return {}
 
 
-def _require_variable(name: str, job: str, environ: Mapping[str, str]) -> str:
+def _require_variable(name: str, job_id: str, environ: Mapping[str, str]) -> str:
     value = environ.get(name)
     if not value:
         raise LaunchError(
-            f"SLURM_JOB_ID={job} indicates a Slurm allocation, but {name} is not set. "
+            f"SLURM_JOB_ID={job_id} indicates a Slurm allocation, but {name} is not set. "
             "Start from a shell that salloc or sbatch started, or clear the leftover variable: unset SLURM_JOB_ID"
         )
     return value
@@ -150,7 +153,7 @@ def _numbers_per_host(name: str, text: str) -> list[int]:
     """Return the numbers in the variable `name`: "2(x3),1" is 2, 2, 2, 1. Raises LaunchError."""
     numbers: list[int] = []
     for part in text.split(","):
-        match = _TASKS.fullmatch(part)
+        match = _COUNT_PER_HOST.fullmatch(part)
         if match is None:
             raise LaunchError(
                 f"{name} must list counts per host, such as 2(x3),1, got {text!r}. "
@@ -160,9 +163,9 @@ def _numbers_per_host(name: str, text: str) -> list[int]:
     return numbers
 
 
-def _tasks_of_job(job: str, num_hosts: int, environ: Mapping[str, str]) -> list[int]:
+def _tasks_of_job(job_id: str, num_hosts: int, environ: Mapping[str, str]) -> list[int]:
     """Return the number of tasks of each host of the job from `scontrol show job`; empty if it does not show them."""
-    description = _scontrol(["show", "job", "--oneliner", job], f"describe job {job}")
+    description = _scontrol(["show", "job", "--oneliner", job_id], f"describe job {job_id}")
     fields = {name: int(value) for name, value in _DESCRIPTION_FIELD.findall(description)}
     total = fields.get("NumTasks", 0)
     if not total:
@@ -188,22 +191,23 @@ def _expand_host_names(nodes: str) -> list[str]:
     return _scontrol(["show", "hostnames", nodes], f"list the hosts of {nodes!r}").split()
 
 
-def _scontrol(words: list[str], task: str) -> str:
-    """Return the output of `scontrol` with these words. Raises LaunchError; its message names the `task`."""
+def _scontrol(words: list[str], action: str) -> str:
+    """Return the output of `scontrol` with these words. Raises LaunchError; its message names the `action`."""
     program = shutil.which("scontrol")
     if program is None:
         raise LaunchError(
-            f"scontrol, which is needed to {task}, is not on PATH. It is part of Slurm: run the command on a host that "
-            "has Slurm's programs"
+            f"scontrol, which is needed to {action}, is not on PATH. It is part of Slurm: run the command on a host "
+            "that has Slurm's programs"
         )
     try:
         done = subprocess.run(
             [program, *words], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"scontrol did not {task} within {_SCONTROL_TIMEOUT_SECONDS} s. Try: sinfo") from None
+        raise LaunchError(f"scontrol did not {action} within {_SCONTROL_TIMEOUT_SECONDS} s. Try: sinfo") from None
     if done.returncode or not done.stdout.split():
         raise LaunchError(
-            f"scontrol could not {task}: {done.stderr.strip() or 'it printed nothing'}. Try: scontrol {' '.join(words)}"
+            f"scontrol could not {action}: {done.stderr.strip() or 'it printed nothing'}. "
+            f"Try: scontrol {' '.join(words)}"
         )
     return done.stdout

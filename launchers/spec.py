@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from unitrain.launchers.elastic import Elastic
+from unitrain.launchers.elastic import ElasticRange
 from unitrain.launchers.errors import LaunchError, MissingLauncherError
 from unitrain.launchers.hosts import Host, processes_per_host
 from unitrain.launchers.rendezvous import parse_port
@@ -54,7 +54,7 @@ class LaunchSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     forwarded: tuple[str, ...] = ()
     launcher_args: tuple[str, ...] = ()
-    elastic: Elastic | None = None
+    elastic: ElasticRange | None = None
     max_restarts: int = 0
     interface: str | None = None
     port: int | None = None

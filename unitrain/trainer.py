@@ -483,7 +483,7 @@ class Trainer:
         values = {"loss": self._loss.mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
         values |= {"learning_rate": self._learning_rate(), "samples_per_second": self._timer.samples_per_second()}
         self._reporter.report_sync_point(step, values)
-        self._run.record_sync_point({"step": step, **values, **self._sync_point.slow_ranks()})
+        self._run.record_steps({"step": step, **values, **self._sync_point.slow_ranks()})
 
     def _is_loss_due(self) -> bool:
         step, interval = self.progress.step, self.config.log_every_n_steps

@@ -12,17 +12,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unitrain import validation
 from unitrain.backends.base import Backend
-from unitrain.backends.checks import check_is_model, check_is_optimizer, check_single_optimizer
+from unitrain.backends.checks import check_is_optimizer, check_single_optimizer, check_unwrapped_model
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, UnsupportedError
 
 _METRICS = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float()}'
 
 
-def check_backend(name: str, backend: Any) -> None:
+def check_backend(argument: str, backend: Any) -> None:
     """Raise ConfigError unless `backend` is a Backend, as returned by `unitrain.init`."""
     fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
-    validation.check_instance(name, backend, Backend, "a backend", fix)
+    validation.check_instance(argument, backend, Backend, "a backend", fix)
 
 
 def check_trainer(
@@ -35,7 +35,7 @@ def check_trainer(
     callbacks: Any,
 ) -> None:
     """Raise ConfigError, ModelError or UnsupportedError for an invalid argument of the Trainer."""
-    check_is_model("Trainer(model)", model)
+    check_unwrapped_model("Trainer(model)", model)
     check_single_optimizer(optimizer)
     check_is_optimizer("Trainer(optimizer)", optimizer)
     closure = inspect.signature(optimizer.step).parameters.get("closure")

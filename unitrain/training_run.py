@@ -32,7 +32,7 @@ from unitrain.optim.ema import WeightAverage
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
 from unitrain.progress.training_progress import TrainingProgress
 
-_RATE_SETTINGS = ("lr_scaling", "reference_batch_size", "warmup_steps")
+_LEARNING_RATE_SETTINGS = ("lr_scaling", "reference_batch_size", "warmup_steps")
 _PACKAGES = ("unitrain", "horovod", "numpy")
 
 
@@ -64,7 +64,7 @@ class TrainingRun:
         self.is_elastic = environment.is_elastic()
         self._config, self._backend, self._checkpointer, self._parts = config, backend, checkpointer, parts
         self._restored: dict[str, Any] | None = None
-        self._generators: dict[str, Any] | None = None
+        self._rng_states: dict[str, Any] | None = None
         self._data_order: dict[str, Any] | None = None
         self._restored_row: dict[str, Any] | None = None
         self._is_row_from_own_folder = self._is_history_rewound = False
@@ -96,17 +96,17 @@ class TrainingRun:
         if sharded is not None and self._config.shard != "none":
             self._checkpointer.load_optimizer_state(Path(sharded), optimizer)
 
-    def track_compression_state(self, model: nn.Module, loss_scale: Callable[[], Tensor | None]) -> None:
+    def track_compression_state(self, model: nn.Module, get_loss_scale: Callable[[], Tensor | None]) -> None:
         """Also save the PowerSGD state of the wrapped `model` in checkpoints, and restore it.
 
-        `loss_scale` returns the scale of the gradients, see CompressionState. Raises UnsupportedError if the backend
-        does not have such a state, CheckpointError if the state does not match.
+        `get_loss_scale` returns the scale of the gradients, see CompressionState. Raises UnsupportedError if the
+        backend does not have such a state, CheckpointError if the state does not match.
         """
         if not isinstance(read_compression(self._config.compression), PowerSGD):
             return
         feature = f"TrainConfig.compression {self._config.compression!r}"
         state = require(self._backend, SupportsPowerSGD, feature).compression_state(model)
-        state.loss_scale = loss_scale
+        state.get_loss_scale = get_loss_scale
         self._parts = {**self._parts, GRADIENTS: state}
         if self._restored is not None:
             state.load_state_dict(self._restored.pop(GRADIENTS, {}))
@@ -190,9 +190,9 @@ class TrainingRun:
             "classes": loading.classes(optimizer, scheduler),
             "progress": self.progress.state_dict(),
             "seed": self._config.seed,
-            "learning_rate": {name: getattr(self._config, name) for name in _RATE_SETTINGS},
+            "learning_rate": {name: getattr(self._config, name) for name in _LEARNING_RATE_SETTINGS},
             "order": self._data_order,
-            "row": None if row is None else self._add_epochs(row),
+            "row": None if row is None else self._with_epoch_count(row),
             "generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device)),
         }
         manifest = {
@@ -208,7 +208,7 @@ class TrainingRun:
         """Append the `row` of an epoch to the history."""
         self._append(EPOCHS, row)
 
-    def record_sync_point(self, row: dict[str, Any]) -> None:
+    def record_steps(self, row: dict[str, Any]) -> None:
         """Record the metrics of a logging interval.
 
         Does not communicate: write errors are raised by the next `record_epoch`.
@@ -216,7 +216,7 @@ class TrainingRun:
         folder = self._checkpointer.folder
         if folder is not None and self._backend.rank == 0 and self._history_error is None:
             try:
-                History(folder).append(STEPS, self._add_epochs(row))
+                History(folder).append(STEPS, self._with_epoch_count(row))
             except OSError as error:
                 self._history_error = error
 
@@ -227,12 +227,12 @@ class TrainingRun:
             self._change_history("", self._rewind)
             self._is_history_rewound = True
         self._data_order = data.order_settings
-        if self._generators is not None:
-            randomness.restore_generators(self._generators, self._backend.device)
+        if self._rng_states is not None:
+            randomness.restore_generators(self._rng_states, self._backend.device)
         elif not self._is_seeded:
             path = (self.progress.step, self._backend.rank)
             randomness.seed_generators(randomness.derive_seed(self._config.seed, randomness.SeedPurpose.RANK, *path))
-        self._generators, self._is_seeded = None, True
+        self._rng_states, self._is_seeded = None, True
         self._data, self._history_error = data, None
         self._store_batch_size(data)
         if not self.is_complete:
@@ -276,7 +276,7 @@ class TrainingRun:
             self._checkpointer.load_average(Path(sharded), average.model)
         self._restored = training
         states = training.get("generators", [])
-        self._generators = states[self._backend.rank] if len(states) == self._backend.size else None
+        self._rng_states = states[self._backend.rank] if len(states) == self._backend.size else None
         return True
 
     def _rewind(self, history: History) -> None:
@@ -284,15 +284,15 @@ class TrainingRun:
         if self._is_row_from_own_folder and self._restored_row is not None:
             history.append(EPOCHS, self._restored_row)
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
+    def _append(self, file_name: str, row: dict[str, Any]) -> None:
         def append(history: History) -> None:
             if self._history_error is not None:
                 raise self._history_error
-            history.append(name, self._add_epochs(row))
+            history.append(file_name, self._with_epoch_count(row))
 
-        self._change_history(name, append)
+        self._change_history(file_name, append)
 
-    def _add_epochs(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _with_epoch_count(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return `row` with the number of epochs trained so far, which is fractional within an epoch."""
         assert self._data is not None
         epochs: float | None = self.progress.epoch
@@ -301,10 +301,10 @@ class TrainingRun:
             epochs = None if length is None else self.progress.epoch + self.progress.sample / length
         return {**row, "epochs": epochs}
 
-    def _change_history(self, name: str, change: Callable[[History], None]) -> None:
+    def _change_history(self, file_name: str, change: Callable[[History], None]) -> None:
         folder = self._checkpointer.folder
         if folder is not None:
-            history, task = History(folder), f"write '{folder / name}'"
+            history, task = History(folder), f"write '{folder / file_name}'"
             on_rank_zero(self._backend, task, CHECK_WRITABLE, lambda: change(history))
 
 

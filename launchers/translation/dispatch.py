@@ -15,11 +15,11 @@ from unitrain.launchers.translation.job import Job, number
 from unitrain.launchers.translation.words import as_typed, has_expansion, split, split_assignments
 from unitrain.launchers.translation.writing import DEFAULT_BACKENDS, Translation
 
-_DIRECTORY = re.compile(r"\s*cd\s+((?:[^&|;<>()'\"\s]|'[^']*'|\"[^\"]*\")+)\s*&&")
+_CD_PREFIX = re.compile(r"\s*cd\s+((?:[^&|;<>()'\"\s]|'[^']*'|\"[^\"]*\")+)\s*&&")
 _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "unitrain.bootstrap.torchrun")
 _HOROVODRUN_MODULES = ("horovod.runner.launch", "unitrain.backends.horovod.horovodrun")
-_LOCAL = ("localhost", "127.0.0.1")
+_LOCAL_HOST_NAMES = ("localhost", "127.0.0.1")
 _PARSED_LAUNCHERS = "torchrun, horovodrun, mpirun, mpiexec, srun, python and unitrain launch"
 TARGETS: dict[str, Callable[[Job], Translation]] = {
     "torchrun": torchrun.build,
@@ -42,7 +42,7 @@ def parse(line: str) -> Job:
     and for unknown options.
     """
     directory = None
-    if (match := _DIRECTORY.match(line)) is not None:
+    if (match := _CD_PREFIX.match(line)) is not None:
         directory, line = split(match[1])[0], line[match.end() :]
     variables, words = split_assignments(split(line))
     if not words:
@@ -150,9 +150,9 @@ def _pop_rendezvous(variables: dict[str, str]) -> tuple[str | None, int | None]:
 
 def _without_defaults(job: Job) -> Job:
     """Return the same job without host, address and port if they are the defaults."""
-    if len(job.counts) == 1 and job.hosts and job.hosts[0] in _LOCAL:
+    if len(job.counts) == 1 and job.hosts and job.hosts[0] in _LOCAL_HOST_NAMES:
         job = replace(job, hosts=())
-    default_addresses = job.hosts[:1] or (_LOCAL if len(job.counts) == 1 else ())
+    default_addresses = job.hosts[:1] or (_LOCAL_HOST_NAMES if len(job.counts) == 1 else ())
     return replace(
         job,
         address=None if job.address in default_addresses else job.address,

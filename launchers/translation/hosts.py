@@ -9,7 +9,7 @@ from pathlib import Path
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host, parse_hosts, processes_per_host, read_lines
 
-_COUNT = re.compile(r"(slots|max_slots|max-slots)\s*=\s*")
+_SLOTS_KEY = re.compile(r"(slots|max_slots|max-slots)\s*=\s*")
 _RANGE = re.compile(r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<after>[^\[\]]*)")
 
 
@@ -86,9 +86,9 @@ def place_by_node(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def divide_evenly(size: int, hosts: int) -> tuple[int, ...]:
-    """Divide `size` processes evenly among `hosts` hosts, and return the number per host."""
-    return tuple(size // hosts + (place < size % hosts) for place in range(min(hosts, size)))
+def divide_evenly(size: int, num_hosts: int) -> tuple[int, ...]:
+    """Divide `size` processes evenly among `num_hosts` hosts, and return the number per host."""
+    return tuple(size // num_hosts + (place < size % num_hosts) for place in range(min(num_hosts, size)))
 
 
 def expand_nodelist(nodelist: str) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def _merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 def _parse_line(line: str) -> tuple[str, int | None] | None:
-    words = _COUNT.sub(r"\1=", line.partition("#")[0]).split()
+    words = _SLOTS_KEY.sub(r"\1=", line.partition("#")[0]).split()
     if not words:
         return None
     counts = {name.replace("_", "-"): count for name, equals, count in (word.partition("=") for word in words[1:])}

@@ -344,7 +344,7 @@ def test_error_feedback_keeps_its_scale_if_the_number_of_tokens_changes() -> Non
 def test_error_feedback_follows_the_loss_scale() -> None:
     run = trainer(LOCAL, LOW_RANK, torch.float32, precision="fp16", callbacks=[Overflow(4)], max_steps=8)
     run.fit(data(torch.float32))
-    scale = LOCAL.compression_state(run.model).loss_scale()
+    scale = LOCAL.compression_state(run.model).get_loss_scale()
     assert scale is not None
     assert scale.item() == 2**15, "halved once"
 

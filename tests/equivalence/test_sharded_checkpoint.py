@@ -118,7 +118,7 @@ def write_all(backend: Backend, root: str) -> dict[str, Any]:
             save(backend, folder, model, optimizer, change=lambda model=model, o=optimizer: model.step(o, 2))
             stored = StoredOptimizerState.open(folder / "step-000000001")
             states[name, shard] = (
-                equal_state(stored.complete(), expected["state"]),
+                equal_state(stored.full_state(), expected["state"]),
                 loaded_equals(folder, weights),
                 [entry.stat().st_size for entry in sorted((folder / "step-000000001").glob("*/rank-*"))],
             )
@@ -146,7 +146,7 @@ def read_all(backend: Backend, root: str) -> dict[str, Any]:
                 wrapped(backend, optimizer, model, shard)
                 stored = StoredOptimizerState.open(Path(root) / name / saved / "step-000000001")
                 load_own_state(optimizer, stored)
-                results[name, saved, shard] = equal_state(stored.complete(), optimizer.state_dict()["state"])
+                results[name, saved, shard] = equal_state(stored.full_state(), optimizer.state_dict()["state"])
                 model.step(optimizer, 2)
     return results
 
@@ -187,7 +187,7 @@ def read_by_other_programs(checkpoint: Path, folder: Path) -> None:
     dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, expected.state_dict()[name]), name
-    state = StoredOptimizerState.open(checkpoint).complete()
+    state = StoredOptimizerState.open(checkpoint).full_state()
     moments = {"state.convolution.weight.exp_avg": torch.zeros(40, 16, 5, 5), "state.norm.bias.step": torch.zeros(())}
     dcp.load(moments, storage_reader=dcp.HuggingFaceStorageReader(str(checkpoint / "optimizer")), no_dist=True)
     names = [name for name, _ in expected.named_parameters()]
@@ -208,7 +208,7 @@ def test_fewer_parameters_than_ranks(tmp_path: Path) -> None:
     model = nn.Linear(1, 1, bias=False)
     load_module(tmp_path / "step-000000001", "model", model)
     assert model.weight.item() == 2
-    state = StoredOptimizerState.open(tmp_path / "step-000000001").complete()
+    state = StoredOptimizerState.open(tmp_path / "step-000000001").full_state()
     assert state[0]["exp_avg"].shape == (1, 1)
 
 
@@ -235,7 +235,7 @@ def write_distributed_tensors(backend: Backend, folder: str) -> None:
     load_module(path, "model", plain)
     for name, value in plain.state_dict().items():
         assert torch.equal(value, full[name]), name
-    state = StoredOptimizerState.open(path).complete()
+    state = StoredOptimizerState.open(path).full_state()
     assert [torch.equal(state[index]["exp_avg_sq"], value) for index, value in enumerate(moments)] == [True] * 4
     other, other_optimizer = fully_sharded(backend)
     load_module(path, "model", other)

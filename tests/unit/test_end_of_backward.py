@@ -1,4 +1,4 @@
-"""The steps at the end of a backward run in the order of `Stage`, independent of the order of the hooks."""
+"""The steps at the end of a backward run in the order of `BackwardStage`, independent of the order of the hooks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from unitrain.backends.gradients.end_of_backward import EndOfBackward, Stage
+from unitrain.backends.gradients.end_of_backward import BackwardStage, EndOfBackwardCallbacks
 from unitrain.torch_compat import queue_backward_callback
 
 ORDER = [
-    "FIND_UNUSED_PARAMETERS", "REDUCE_BUCKETS", "COMPRESS", "COMPLETE_TRANSPORT", "MARK_REDUCED", "DDP", "RAISE_ERRORS",
+    "FIND_UNUSED_PARAMETERS", "REDUCE_BUCKETS", "COMPRESS", "WAIT_FOR_WORK_OBJECTS", "MARK_REDUCED", "DDP",
+    "RAISE_ERRORS",
 ]  # fmt: skip
 
 
@@ -24,9 +25,9 @@ def run_backward(on_gradient: object) -> None:
         output.backward()
 
 
-@pytest.mark.parametrize("order", [list(Stage), list(reversed(Stage))], ids=["in order", "reversed"])
-def test_steps_run_in_a_fixed_order_around_the_callback_of_ddp(order: list[Stage]) -> None:
-    end_of_backward, ran = EndOfBackward(), list[str]()
+@pytest.mark.parametrize("order", [list(BackwardStage), list(reversed(BackwardStage))], ids=["in order", "reversed"])
+def test_steps_run_in_a_fixed_order_around_the_callback_of_ddp(order: list[BackwardStage]) -> None:
+    end_of_backward, ran = EndOfBackwardCallbacks(), list[str]()
 
     def add_all(_: Tensor) -> None:
         for step in order:
@@ -38,44 +39,44 @@ def test_steps_run_in_a_fixed_order_around_the_callback_of_ddp(order: list[Stage
 
 
 def test_step_may_add_steps_to_the_same_backward() -> None:
-    end_of_backward, ran = EndOfBackward(), list[str]()
+    end_of_backward, ran = EndOfBackwardCallbacks(), list[str]()
 
-    def add(step: Stage, name: str) -> None:
+    def add(step: BackwardStage, name: str) -> None:
         end_of_backward.add(step, lambda: ran.append(name))
 
     def find_unused() -> None:
         ran.append("find")
-        add(Stage.RAISE_ERRORS, "raise")
-        add(Stage.COMPRESS, "compress")
+        add(BackwardStage.RAISE_ERRORS, "raise")
+        add(BackwardStage.COMPRESS, "compress")
 
     def add_first(_: Tensor) -> None:
-        add(Stage.MARK_REDUCED, "mark")
-        end_of_backward.add(Stage.FIND_UNUSED_PARAMETERS, find_unused)
+        add(BackwardStage.MARK_REDUCED, "mark")
+        end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, find_unused)
 
     run_backward(add_first)
     assert ran == ["find", "compress", "mark", "raise"]
 
 
 def test_nested_backward_has_separate_steps() -> None:
-    end_of_backward, ran = EndOfBackward(), list[str]()
+    end_of_backward, ran = EndOfBackwardCallbacks(), list[str]()
 
     def run_inner() -> None:
-        run_backward(lambda _: end_of_backward.add(Stage.MARK_REDUCED, lambda: ran.append("inner")))
+        run_backward(lambda _: end_of_backward.add(BackwardStage.MARK_REDUCED, lambda: ran.append("inner")))
         ran.append("outer")
 
     def add_outer(_: Tensor) -> None:
-        end_of_backward.add(Stage.MARK_REDUCED, lambda: ran.append("outer, last"))
-        end_of_backward.add(Stage.FIND_UNUSED_PARAMETERS, run_inner)
+        end_of_backward.add(BackwardStage.MARK_REDUCED, lambda: ran.append("outer, last"))
+        end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, run_inner)
 
     run_backward(add_outer)
     assert ran == ["inner", "outer", "outer, last"]
 
 
 def test_backward_that_raises_discards_its_steps() -> None:
-    end_of_backward, ran = EndOfBackward(), list[str]()
+    end_of_backward, ran = EndOfBackwardCallbacks(), list[str]()
 
     def add_and_raise(_: Tensor) -> None:
-        end_of_backward.add(Stage.MARK_REDUCED, lambda: ran.append("marked"))
+        end_of_backward.add(BackwardStage.MARK_REDUCED, lambda: ran.append("marked"))
         raise ValueError("in a hook")
 
     with pytest.raises(ValueError, match="in a hook"):

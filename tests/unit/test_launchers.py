@@ -356,7 +356,7 @@ def test_horovodrun_command(
 
 def test_horovodrun_with_mpi_rejects_ddp() -> None:
     with pytest.raises(
-        LaunchError, match=r"^Backend 'ddp' needs a rendezvous address.* Leave --mpi out, or use --backend horo"
+        LaunchError, match=r"^Backend 'ddp' needs a rendezvous address.* Omit --mpi, or use --backend horo"
     ):
         build("horovodrun", spec(controller="mpi", backend="ddp"))
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from unitrain.cli import unitrain
-from unitrain.launchers import Elastic, Host, LaunchError, discover_hosts, parse_elastic, parse_hosts
+from unitrain.launchers import ElasticRange, Host, LaunchError, discover_hosts, parse_elastic, parse_hosts
 from unitrain.launchers.elastic import find_reachable_hosts
 from unitrain.supervisor import membership
 from unitrain.supervisor.launch_plan import LaunchRequest, plan_launch
@@ -54,15 +54,15 @@ def stable_change(members: Membership) -> str | None:
 
 
 def test_hosts_are_filled_in_order_up_to_the_maximum(cluster: Cluster) -> None:
-    assert select(Membership(Elastic(1, 6), cluster.hosts, 1)) == "a:2,b:2,c:2"
-    assert select(Membership(Elastic(1, 3), cluster.hosts, 1)) == "a:2,b:1"
+    assert select(Membership(ElasticRange(1, 6), cluster.hosts, 1)) == "a:2,b:2,c:2"
+    assert select(Membership(ElasticRange(1, 3), cluster.hosts, 1)) == "a:2,b:1"
     cluster.silent = {"a"}
-    assert select(Membership(Elastic(3, 6), cluster.hosts, 1)) == "b:2,c:2"
+    assert select(Membership(ElasticRange(3, 6), cluster.hosts, 1)) == "b:2,c:2"
 
 
 def test_previous_hosts_come_first_after_hosts_are_added(cluster: Cluster) -> None:
     cluster.silent = {"a"}
-    members = Membership(Elastic(1, 6), cluster.hosts, 1)
+    members = Membership(ElasticRange(1, 6), cluster.hosts, 1)
     assert select(members) == "b:2,c:2"
     assert members.find_change() is None
     assert cluster.request_options == ["a"]  # those of a running job are left alone
@@ -73,7 +73,7 @@ def test_previous_hosts_come_first_after_hosts_are_added(cluster: Cluster) -> No
 
 
 def test_a_host_that_is_no_longer_listed_is_dropped_if_enough_remain(cluster: Cluster) -> None:
-    members = Membership(Elastic(3, 6), cluster.hosts, 1)
+    members = Membership(ElasticRange(3, 6), cluster.hosts, 1)
     select(members)
     cluster.listed = "a:2,c:1"
     assert stable_change(members) == "b, c is no longer in the list of hosts, and 3 slots remain"
@@ -85,7 +85,7 @@ def test_a_host_that_is_no_longer_listed_is_dropped_if_enough_remain(cluster: Cl
 
 def test_too_few_hosts_are_awaited_and_reported(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.silent = {"a", "b"}
-    members = Membership(Elastic(3, 6), cluster.hosts, 0.05)
+    members = Membership(ElasticRange(3, 6), cluster.hosts, 0.05)
     with pytest.raises(LaunchError) as caught:
         select(members)
     assert str(caught.value) == (
@@ -100,18 +100,18 @@ def test_too_few_hosts_are_awaited_and_reported(cluster: Cluster, capsys: pytest
 
 def test_a_failing_host_list_is_requested_again(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.listed = "broken"
-    members = Membership(Elastic(3, 6), cluster.hosts, 0.05)
+    members = Membership(ElasticRange(3, 6), cluster.hosts, 0.05)
     with pytest.raises(LaunchError, match=r"after 0\.05 s the hosts that respond are: none \(the script is broken\)\."):
         select(members)
     timer = threading.Timer(0.1, lambda: setattr(cluster, "listed", "a:2,b:2"))
     timer.start()
-    assert select(Membership(Elastic(3, 6), cluster.hosts, 10)) == "a:2,b:2"
+    assert select(Membership(ElasticRange(3, 6), cluster.hosts, 10)) == "a:2,b:2"
     timer.join()
     assert "waiting for slots for 3 ranks; hosts that respond: none (the script is broken)" in capsys.readouterr().err
 
 
 def test_a_host_whose_ranks_fail_first_twice_is_excluded(cluster: Cluster) -> None:
-    members = Membership(Elastic(3, 6), cluster.hosts, 1)
+    members = Membership(ElasticRange(3, 6), cluster.hosts, 1)
     select(members)
     for rank in (2, None, 3):
         members.record_failure(rank)
@@ -188,7 +188,7 @@ def test_an_invalid_range_is_rejected(text: str) -> None:
 
 
 def test_elastic_ranges_are_parsed() -> None:
-    assert parse_elastic("2:8") == Elastic(2, 8)
+    assert parse_elastic("2:8") == ElasticRange(2, 8)
     with pytest.raises(LaunchError, match=r"got '4:2'\. Use --elastic 2:4"):
         parse_elastic("4:2")
     with pytest.raises(LaunchError, match=r"got '0:2'\. Use --elastic 1:2"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from unitrain.backends.checks import check_model
+from unitrain.backends.checks import check_trainable_model
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import ModelError
 
@@ -22,23 +22,23 @@ class Pruned(nn.Module):
 
 
 def test_models_with_sparse_gradients_are_rejected() -> None:
-    check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2), nn.EmbeddingBag(3, 2)), "none", CPU)
+    check_trainable_model(nn.Sequential(Pruned(), nn.Embedding(3, 2), nn.EmbeddingBag(3, 2)), "none", CPU)
     with pytest.raises(ModelError, match=r"^Module '1' produces sparse .*: Embedding\(\.\.\., sparse=False\)\.$"):
-        check_model(nn.Sequential(Pruned(), nn.Embedding(3, 2, sparse=True)), "none", CPU)
+        check_trainable_model(nn.Sequential(Pruned(), nn.Embedding(3, 2, sparse=True)), "none", CPU)
 
     class Words(nn.EmbeddingBag):
         pass
 
     with pytest.raises(ModelError, match=r"^Module 'Words' produces sparse gradients"):
-        check_model(Words(3, 2, sparse=True), "none", CPU)
+        check_trainable_model(Words(3, 2, sparse=True), "none", CPU)
 
 
 def test_model_on_another_device_is_rejected() -> None:
-    check_model(nn.Linear(2, 2), "none", CPU)
+    check_trainable_model(nn.Linear(2, 2), "none", CPU)
     with pytest.raises(
         ModelError, match=r"^The model is on cpu and this rank computes on cuda:0\. Use model\.to\(backend\.device\) f"
     ):
-        check_model(nn.Linear(2, 2), "none", torch.device("cuda", 0))
+        check_trainable_model(nn.Linear(2, 2), "none", torch.device("cuda", 0))
     partly = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(
         ModelError, match=r"^Sequential has tensors on device meta, which have no values: 1\.weight, 1\.b"

@@ -36,11 +36,11 @@ class Tunable:
 class CompressionState(ABC):
     """State that gradient compression keeps between the reductions of a model's gradients, and that checkpoints store.
 
-    `loss_scale` returns the loss scale of the current backward pass, or None if losses are not scaled. It must be equal
-    on every rank. The state is stored unscaled, because the loss scale may change before the next reduction.
+    `get_loss_scale` returns the loss scale of the current backward pass, or None if losses are not scaled. It must be
+    equal on every rank. The state is stored unscaled, because the loss scale may change before the next reduction.
     """
 
-    loss_scale: Callable[[], Tensor | None]
+    get_loss_scale: Callable[[], Tensor | None]
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

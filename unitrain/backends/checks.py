@@ -102,23 +102,23 @@ def check_divisible(tensor: Tensor, size: int) -> None:
         )
 
 
-def check_is_module(name: str, model: Any) -> None:
+def check_is_module(argument: str, model: Any) -> None:
     """Raise ModelError unless `model` is a module."""
-    check_is_no_pipeline(name, model)
+    check_not_pipeline(argument, model)
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
-    validation.check_instance(name, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
+    validation.check_instance(argument, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
 
 
-def check_is_no_pipeline(name: str, model: Any) -> None:
+def check_not_pipeline(argument: str, model: Any) -> None:
     """Raise UnsupportedError for a Pipeline, and for the module of one of its stages."""
     if type(model).__name__ == "Pipeline" or isinstance(model, StageModule):
         raise UnsupportedError(
-            f"{name} got a Pipeline, which reduces its gradients itself, and supports neither gradient compression nor "
-            "a sharded optimizer state. Call pipeline.forward_backward(inputs, targets) and optimizer.step()."
+            f"{argument} got a Pipeline, which reduces its gradients itself, and supports neither gradient compression "
+            "nor a sharded optimizer state. Call pipeline.forward_backward(inputs, targets) and optimizer.step()."
         )
 
 
-def check_is_distributed(model: Any, is_distributed: bool) -> None:
+def check_no_sync_model(model: Any, is_distributed: bool) -> None:
     """Raise ModelError if no_sync got a model that `distributed_model` did not return."""
     if not is_distributed:
         raise ModelError(
@@ -127,16 +127,16 @@ def check_is_distributed(model: Any, is_distributed: bool) -> None:
         )
 
 
-def check_is_model(name: str, model: Any) -> None:
+def check_unwrapped_model(argument: str, model: Any) -> None:
     """Raise ModelError unless `model` is an unwrapped module whose lazy parameters are initialized."""
-    check_is_no_pipeline(name, model)
+    check_not_pipeline(argument, model)
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
     if isinstance(model, torch.optim.Optimizer):
         fix = "Pass the model first and the optimizer second"
-    validation.check_instance(name, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
+    validation.check_instance(argument, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
     if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
         raise ModelError(
-            f"{name} is wrapped in {type(model).__name__}, but unitrain reduces the gradients itself. "
+            f"{argument} is wrapped in {type(model).__name__}, but unitrain reduces the gradients itself. "
             "Pass the module inside it: model.module."
         )
     lazy = [key for key, value in model.named_parameters() if nn.parameter.is_lazy(value)]
@@ -147,14 +147,14 @@ def check_is_model(name: str, model: Any) -> None:
         )
 
 
-def check_is_optimizer(name: str, optimizer: Any) -> None:
+def check_is_optimizer(argument: str, optimizer: Any) -> None:
     """Raise ModelError unless `optimizer` is an optimizer."""
     built = optimizer.__name__ if isinstance(optimizer, type) else "torch.optim.SGD"
     fix = f"Build one from the model's parameters: {built}(model.parameters(), lr=0.1)"
     if isinstance(optimizer, nn.Module):
         fix = "Pass the model first and the optimizer second"
     kind = torch.optim.Optimizer
-    validation.check_instance(name, optimizer, kind, "a torch.optim.Optimizer", fix, error=ModelError)
+    validation.check_instance(argument, optimizer, kind, "a torch.optim.Optimizer", fix, error=ModelError)
 
 
 def check_shard(method: str, shard: Shard) -> None:
@@ -162,7 +162,7 @@ def check_shard(method: str, shard: Shard) -> None:
     validation.check_choice(f"{method}(shard=...)", shard, get_args(Shard))
 
 
-def check_shard_of_model(model_shard: Shard | None, shard: Shard) -> None:
+def check_matching_shard(model_shard: Shard | None, shard: Shard) -> None:
     """Raise ModelError unless distributed_model and distributed_optimizer got compatible `shard` values.
 
     `model_shard` is the setting of the model, or None if it is not distributed.
@@ -186,10 +186,10 @@ def check_shard_compression(shard: Shard, compression: Compression) -> None:
         )
 
 
-def check_model(model: nn.Module, compression: Compression, device: torch.device) -> None:
+def check_trainable_model(model: nn.Module, compression: Compression, device: torch.device) -> None:
     """Raise ModelError unless `model` can be trained on `device`, and ConfigError for an unknown compression."""
     read_compression(compression)
-    check_is_model("distributed_model(model)", model)
+    check_unwrapped_model("distributed_model(model)", model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "
@@ -237,9 +237,9 @@ def check_single_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def check_optimizer_of_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise ModelError unless `optimizer` is a single optimizer whose parameters all belong to `model`."""
-    check_is_no_pipeline("distributed_optimizer(model)", model)
+    check_not_pipeline("distributed_optimizer(model)", model)
     check_single_optimizer(optimizer)
     check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
     validation.check_instance(
@@ -287,15 +287,19 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
         )
 
 
-def check_same_trained_parameters(names: Sequence[str], by_rank: Sequence[Sequence[bool]]) -> None:
+def check_same_trained_parameters(names: Sequence[str], requires_grad_by_rank: Sequence[Sequence[bool]]) -> None:
     """Raise ModelError unless all ranks train the same parameters.
 
-    `by_rank` contains the values of requires_grad of every rank, in the order of `names`.
+    `requires_grad_by_rank` contains the values of requires_grad of every rank, in the order of `names`.
     """
-    for rank, other in enumerate(by_rank):
-        if other != by_rank[0]:
-            name = next(name for name, one, two in zip(names, by_rank[0], other, strict=True) if one != two)
-            state, opposite = ("trained", "frozen") if by_rank[0][names.index(name)] else ("frozen", "trained")
+    for rank, other in enumerate(requires_grad_by_rank):
+        if other != requires_grad_by_rank[0]:
+            name = next(
+                name for name, one, two in zip(names, requires_grad_by_rank[0], other, strict=True) if one != two
+            )
+            state, opposite = (
+                ("trained", "frozen") if requires_grad_by_rank[0][names.index(name)] else ("frozen", "trained")
+            )
             raise ModelError(
                 f"Parameter {name!r} is {state} on rank 0 and {opposite} on rank {rank}. "
                 "Freeze and unfreeze the same parameters on every rank: parameter.requires_grad_(...)."

@@ -110,7 +110,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         compression: Compression = "none",
     ) -> nn.Module:
         self.check_running("distributed_model")
-        checks.check_model(model, compression, self.device)
+        checks.check_trainable_model(model, compression, self.device)
         checks.check_shard("distributed_model", shard)
         checks.check_shard_compression(shard, compression)
         validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
@@ -144,14 +144,14 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
     ) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
         check_sharded_optimizer(optimizer, model, shard)
-        checks.check_shard_of_model(self._shards.get(self.unwrap(model)), shard)
+        checks.check_matching_shard(self._shards.get(self.unwrap(model)), shard)
         if (gradients := self._gradients.get(self.unwrap(model))) is not None:
             check_before_step(optimizer, gradients.check)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         is_distributed = isinstance(model, nn.Module) and unwrap_compiled(model) in self._gradients
-        checks.check_is_distributed(model, is_distributed)
+        checks.check_no_sync_model(model, is_distributed)
         return self._accumulate()
 
     @contextmanager

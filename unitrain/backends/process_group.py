@@ -39,7 +39,7 @@ from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.fork_safety import make_forks_safe
 from unitrain.backends.gradients.compression import HALF_DTYPES, CompressionStates
 from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel, read_bucket_megabytes
-from unitrain.backends.gradients.forward_buffers import ForwardBuffers
+from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
@@ -240,7 +240,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
         compression: Compression = "none",
     ) -> nn.Module:
         def check() -> None:
-            checks.check_model(model, compression, self.device)
+            checks.check_trainable_model(model, compression, self.device)
             checks.check_shard("distributed_model", shard)
             checks.check_shard_compression(shard, compression)
             if shard == "gradients":
@@ -278,7 +278,8 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
                 set_transport_timeout(self._unused_parameters_group, self.device, timeout)
         group = self._unused_parameters_group if find_unused_parameters else None
         compressor = self._compression_states.create(compression, self.unwrap(model), self)
-        buffers = ForwardBuffers(model, self) or None
+        broadcaster = ForwardBufferBroadcaster(model, self)
+        buffers = broadcaster if broadcaster.is_needed else None
         reducer_group = ReducerGroup(
             group or default_process_group(),
             self._monitor,
@@ -327,7 +328,8 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
     ) -> nn.Module:
         from unitrain.backends.sharding.parameters import ShardedModel
 
-        buffers = ForwardBuffers(model, self) or None
+        broadcaster = ForwardBufferBroadcaster(model, self)
+        buffers = broadcaster if broadcaster.is_needed else None
         sharded = self._shard_parameters(model, blocks, check)
         distributed = ShardedModel(sharded, self._rendezvous, self._monitor, buffers)
         self._models.add(distributed)
@@ -372,10 +374,10 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
                 checks.check_single_optimizer(optimizer)
                 checks.check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
                 checks.check_shard("distributed_optimizer", shard)
-                checks.check_shard_of_model(wrapped_shard, shard)
+                checks.check_matching_shard(wrapped_shard, shard)
                 _hold_sharded_parameters(optimizer, distributed)
             check_sharded_optimizer(optimizer, inner, shard)
-            checks.check_shard_of_model(wrapped_shard, shard)
+            checks.check_matching_shard(wrapped_shard, shard)
 
         call_on_all_ranks(self, check)
         checks.check_same_settings(self, "distributed_optimizer", shard=shard)
@@ -400,7 +402,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         distributed = unwrap_compiled(model)
-        checks.check_is_distributed(model, isinstance(distributed, WrappedModel))
+        checks.check_no_sync_model(model, isinstance(distributed, WrappedModel))
         assert isinstance(distributed, WrappedModel)
         return distributed.no_sync()
 

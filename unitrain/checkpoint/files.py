@@ -42,11 +42,13 @@ from unitrain.modules.buffers import load_state
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 _FORMAT, _NEWEST_FORMAT = 1, 2  # 2: sharded
 # Names of files in a manifest. Other names, such as ../model.safetensors, are not read.
-_FILE = re.compile(r"model\.safetensors|training\.pt|(model|optimizer|average)/rank-\d{5,}(-\d+)?\.(safetensors|pt)")
+_FILE_NAME_PATTERN = re.compile(
+    r"model\.safetensors|training\.pt|(model|optimizer|average)/rank-\d{5,}(-\d+)?\.(safetensors|pt)"
+)
 _MAX_MANIFEST_BYTES = 64 << 20
-_STEP = re.compile(r"step-(\d{9,})")
+_STEP_FOLDER_PATTERN = re.compile(r"step-(\d{9,})")
 # Temporary names of folders that are being written or removed.
-_UNFINISHED = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
+_UNFINISHED_NAME_PATTERN = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
 
 _log = logging.getLogger(__name__)
 
@@ -59,14 +61,15 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, newest first. Other names, such as step-000000006.old, are ignored."""
     return sorted(
-        (path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()), reverse=True
+        (path for path in folder.glob("step-*") if _STEP_FOLDER_PATTERN.fullmatch(path.name) and path.is_dir()),
+        reverse=True,
     )
 
 
 def remove_unfinished(folder: Path) -> None:
     """Remove the unfinished checkpoints of killed runs from `folder`, and files or links with such names."""
     for path in folder.glob(".*.unfinished"):
-        if _UNFINISHED.fullmatch(path.name):
+        if _UNFINISHED_NAME_PATTERN.fullmatch(path.name):
             remove(path)
 
 
@@ -87,10 +90,10 @@ def find_corruption(path: Path, part: int = 0, parts: int = 1) -> str | None:
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
         files = manifest["files"]
-        named = _STEP.fullmatch(path.name)
+        named = _STEP_FOLDER_PATTERN.fullmatch(path.name)
         if named and "step" in manifest and manifest["step"] != int(named[1]):
             return f"it is the checkpoint of step {manifest['step']} under the name of another step"
-        if (unknown := next((name for name in files if not _FILE.fullmatch(name)), None)) is not None:
+        if (unknown := next((name for name in files if not _FILE_NAME_PATTERN.fullmatch(name)), None)) is not None:
             return f"its manifest has an unknown file {unknown!r}"
         names = [TRAINING, *sorted({*files} - {TRAINING})] if "ranks" in manifest else [MODEL, TRAINING]
         for name in names[part::parts]:
@@ -139,54 +142,59 @@ def _check_format(path: Path) -> None:
         )
 
 
-def is_written(target: Path, facts: dict[str, Any]) -> bool:
-    """Return whether `target` is a valid checkpoint of the position in `facts`: the run was resumed from it and had no
-    steps left."""
+def is_written(target: Path, manifest_fields: dict[str, Any]) -> bool:
+    """Return whether `target` is a valid checkpoint of the position in `manifest_fields`.
+
+    If so, the run was resumed from it and had no steps left.
+    """
     position_fields = ("step", "epoch", "sample")
     return find_corruption(target) is None and all(
-        read_manifest(target).get(name) == facts.get(name) for name in position_fields
+        read_manifest(target).get(name) == manifest_fields.get(name) for name in position_fields
     )
 
 
-def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Write a checkpoint atomically. `facts` are JSON values for the manifest, in addition to versions and checksums.
+def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], manifest_fields: dict[str, Any]) -> None:
+    """Write a checkpoint atomically. `manifest_fields` are JSON values for the manifest, in addition to versions and
+    checksums.
 
     Raises CheckpointError for state that `torch.load(..., weights_only=True)` rejects; OSError and the errors of
     safetensors are not converted.
     """
-    if is_written(target, facts):
+    if is_written(target, manifest_fields):
         return
     training = plain_state(training)
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    remove(unfinished)
-    unfinished.mkdir()
-    save_model_file(model, unfinished / MODEL)
-    torch.save(training, unfinished / TRAINING)
+    staging_folder = target.with_name(f".{target.name}.unfinished")
+    remove(staging_folder)
+    staging_folder.mkdir()
+    save_model_file(model, staging_folder / MODEL)
+    torch.save(training, staging_folder / TRAINING)
     files = {
-        name: {"bytes": (unfinished / name).stat().st_size, "sha256": sha256(unfinished / name)}
+        name: {"bytes": (staging_folder / name).stat().st_size, "sha256": sha256(staging_folder / name)}
         for name in (MODEL, TRAINING)
     }
-    write_manifest(unfinished, _FORMAT, facts, files)
+    write_manifest(staging_folder, _FORMAT, manifest_fields, files)
     for name in (MODEL, TRAINING, "."):
-        flush(unfinished / name)
-    publish(unfinished, target)
+        flush(staging_folder / name)
+    publish(staging_folder, target)
 
 
-def write_manifest(unfinished: Path, file_format: int, facts: dict[str, Any], files: dict[str, Any]) -> None:
-    """Write the manifest to folder `unfinished` and flush it to disk. `files` are the sizes and digests by name."""
+def write_manifest(
+    staging_folder: Path, file_format: int, manifest_fields: dict[str, Any], files: dict[str, Any]
+) -> None:
+    """Write the manifest to folder `staging_folder` and flush it to disk. `files` are the sizes and digests by name."""
     versions = {"format": file_format, "unitrain": __version__, "torch": torch.__version__}
-    manifest = {**versions, **facts, "files": files}
-    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    flush(unfinished / MANIFEST)
+    manifest = {**versions, **manifest_fields, "files": files}
+    (staging_folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    flush(staging_folder / MANIFEST)
 
 
-def publish(unfinished: Path, target: Path) -> None:
-    """Rename the complete folder `unfinished` to `target`, which it replaces."""
-    replaced = unfinished.with_name(f".{target.name}.replaced.unfinished")
+def publish(staging_folder: Path, target: Path) -> None:
+    """Rename the complete folder `staging_folder` to `target`, which it replaces."""
+    replaced = staging_folder.with_name(f".{target.name}.replaced.unfinished")
     if target.exists():  # it is corrupt, or was written at the last step of an epoch without the results
         remove(replaced)
         target.rename(replaced)
-    unfinished.rename(target)
+    staging_folder.rename(target)
     remove(replaced)
     flush(target.parent)
 

@@ -49,7 +49,7 @@ def load(
             _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
             if is_sharded:
                 training[SHARDED] = str(path)
-                stored = {} if later else sharded_files.StoredOptimizerState.open(path).complete()
+                stored = {} if later else sharded_files.StoredOptimizerState.open(path).full_state()
                 state = {**state, "state": stored}
             optimizer.load_state_dict(state)
         if scheduler is not None and has_scheduler:

@@ -47,7 +47,8 @@ from unitrain.modules.buffers import load_state
 from unitrain.torch_compat import loads_state_unchanged
 
 MODEL_FOLDER, OPTIMIZER_FOLDER, AVERAGE_FOLDER = "model", "optimizer", "average"
-_KEYS = "unitrain.optimizer"  # in the metadata: index of the parameter and key of each state tensor, as JSON
+# The metadata entry that contains the index of the parameter and the key of each state tensor, as JSON.
+_STATE_KEYS_METADATA = "unitrain.optimizer"
 _MAX_POLL_SECONDS = 0.25
 # After the main thread has ended, rank 0 stops waiting for a rank that has not written anything for this time.
 _ABANDON_AFTER_SECONDS = 30.0
@@ -106,7 +107,7 @@ def _without_duplicates(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
                 f"{name!r} in the state of the model is a {type(tensor).__name__}, which a sharded checkpoint cannot "
                 "store. Register a dense tensor as parameter or buffer, or leave it out of the state_dict."
             )
-        key = _identity(tensor)
+        key = _storage_key(tensor)
         if key in first:
             tied[name] = first[key]
         else:
@@ -116,7 +117,7 @@ def _without_duplicates(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], 
     return stored, tied
 
 
-def _identity(tensor: Any) -> Any:
+def _storage_key(tensor: Any) -> Any:
     """Return a value that is equal for tied parameters; None for a tensor without local elements."""
     if is_distributed_tensor(tensor):
         tensor = tensor.to_local()
@@ -134,37 +135,37 @@ def is_sharded(path: Path) -> bool:
     return "ranks" in read_manifest(path)
 
 
-def write_shard(unfinished: Path, shard: StateShard, rank: int, token: str) -> None:
+def write_shard(staging_folder: Path, shard: StateShard, rank: int, token: str) -> None:
     """Write the files of one rank, and its report. On failure, mark the rank as failed, so that rank 0 stops waiting.
 
     `token` identifies the checkpoint that is being written.
     """
     try:
-        written = _write_files(unfinished, shard, rank)
+        written = _write_files(staging_folder, shard, rank)
         report = {"token": token, "files": {name: asdict(one) for name, one in written.items()}}
-        temporary = unfinished / f".{_stem(rank)}.new"
+        temporary = staging_folder / f".{_stem(rank)}.new"
         temporary.write_text(json.dumps(report))
         flush(temporary)
-        temporary.rename(_report(unfinished, rank))
+        temporary.rename(_report_path(staging_folder, rank))
     except BaseException:
-        _failure_mark(unfinished, rank).touch()  # an empty file can be created even on a full disk
+        _failure_marker_path(staging_folder, rank).touch()  # an empty file can be created even on a full disk
         raise
 
 
-def _write_files(unfinished: Path, shard: StateShard, rank: int) -> dict[str, WrittenFile]:
+def _write_files(staging_folder: Path, shard: StateShard, rank: int) -> dict[str, WrittenFile]:
     written: dict[str, WrittenFile] = {}
     keys = {name: [place.index, place.key] for name, place in shard.keys.items()}
     for name, parts in shard.parts.items():
-        folder = unfinished / name
+        folder = staging_folder / name
         folder.mkdir(exist_ok=True)
-        metadata = {_KEYS: json.dumps(keys)} if name == OPTIMIZER_FOLDER else {}
+        metadata = {_STATE_KEYS_METADATA: json.dumps(keys)} if name == OPTIMIZER_FOLDER else {}
         files = write_parts(folder, _stem(rank), parts, metadata)
         written |= {f"{name}/{file}": found for file, found in files.items()}
     if shard.values:
         name = f"{OPTIMIZER_FOLDER}/{_stem(rank)}.pt"
-        torch.save(plain_state({"values": shard.values}), unfinished / name)
-        flush(unfinished / name)
-        written[name] = WrittenFile((unfinished / name).stat().st_size, sha256(unfinished / name))
+        torch.save(plain_state({"values": shard.values}), staging_folder / name)
+        flush(staging_folder / name)
+        written[name] = WrittenFile((staging_folder / name).stat().st_size, sha256(staging_folder / name))
     return written
 
 
@@ -172,7 +173,7 @@ def commit(
     target: Path,
     shard: StateShard,
     training: dict[str, Any],
-    facts: dict[str, Any],
+    manifest_fields: dict[str, Any],
     *,
     size: int,
     token: str,
@@ -183,39 +184,41 @@ def commit(
     Called on rank 0 only. Return False if the checkpoint is incomplete, because `abandoned` is set, a rank failed, or a
     rank no longer writes after the main thread of this process has ended.
     """
-    unfinished = unfinished_path(target)
-    torch.save(plain_state(training), unfinished / TRAINING)
-    flush(unfinished / TRAINING)
-    files = {TRAINING: asdict(WrittenFile((unfinished / TRAINING).stat().st_size, sha256(unfinished / TRAINING)))}
-    reports = _wait_for_reports(unfinished, size, token, abandoned)
+    staging_folder = staging_path(target)
+    torch.save(plain_state(training), staging_folder / TRAINING)
+    flush(staging_folder / TRAINING)
+    files = {
+        TRAINING: asdict(WrittenFile((staging_folder / TRAINING).stat().st_size, sha256(staging_folder / TRAINING)))
+    }
+    reports = _wait_for_reports(staging_folder, size, token, abandoned)
     if reports is None:
         return False
     for rank, report in enumerate(reports):
         files |= report["files"]
-        _report(unfinished, rank).unlink()
+        _report_path(staging_folder, rank).unlink()
     tied = {name: aliases for name, aliases in shard.tied.items() if aliases}
-    write_manifest(unfinished, 2, {**facts, "ranks": size, "tied": tied}, files)
+    write_manifest(staging_folder, 2, {**manifest_fields, "ranks": size, "tied": tied}, files)
     for name in (*shard.parts, "."):
-        flush(unfinished / name)
-    publish(unfinished, target)
+        flush(staging_folder / name)
+    publish(staging_folder, target)
     return True
 
 
-def unfinished_path(target: Path) -> Path:
+def staging_path(target: Path) -> Path:
     """Return the temporary folder in which the checkpoint is built before it is renamed to `target`."""
     return target.with_name(f".{target.name}.unfinished")
 
 
 def _wait_for_reports(
-    unfinished: Path, size: int, token: str, abandoned: threading.Event
+    staging_folder: Path, size: int, token: str, abandoned: threading.Event
 ) -> list[dict[str, Any]] | None:
     poll_seconds, written_bytes, changed = 0.002, -1, time.monotonic()
     reports: dict[int, dict[str, Any]] = {}
     while len(reports) < size:
         for rank in range(size):
-            if rank not in reports and (report := _read_report(unfinished, rank)).get("token") == token:
+            if rank not in reports and (report := _read_report(staging_folder, rank)).get("token") == token:
                 reports[rank] = report
-            if _failure_mark(unfinished, rank).exists():
+            if _failure_marker_path(staging_folder, rank).exists():
                 return None
         if len(reports) == size:
             break
@@ -223,7 +226,7 @@ def _wait_for_reports(
             return None
         poll_seconds = min(2 * poll_seconds, _MAX_POLL_SECONDS)
         if not threading.main_thread().is_alive():
-            found_bytes = _size_of(unfinished)
+            found_bytes = _size_of(staging_folder)
             if found_bytes != written_bytes:
                 written_bytes, changed = found_bytes, time.monotonic()
             elif time.monotonic() - changed > _ABANDON_AFTER_SECONDS:
@@ -239,9 +242,9 @@ def _size_of(folder: Path) -> int:
     return sum(sizes)
 
 
-def _read_report(unfinished: Path, rank: int) -> dict[str, Any]:
+def _read_report(staging_folder: Path, rank: int) -> dict[str, Any]:
     try:
-        report: dict[str, Any] = json.loads(_report(unfinished, rank).read_text())
+        report: dict[str, Any] = json.loads(_report_path(staging_folder, rank).read_text())
     except FileNotFoundError:
         return {}
     return report
@@ -251,12 +254,12 @@ def _stem(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def _report(unfinished: Path, rank: int) -> Path:
-    return unfinished / f".{_stem(rank)}.json"
+def _report_path(staging_folder: Path, rank: int) -> Path:
+    return staging_folder / f".{_stem(rank)}.json"
 
 
-def _failure_mark(unfinished: Path, rank: int) -> Path:
-    return unfinished / f".{_stem(rank)}.failed"
+def _failure_marker_path(staging_folder: Path, rank: int) -> Path:
+    return staging_folder / f".{_stem(rank)}.failed"
 
 
 # --- reading ---
@@ -298,13 +301,13 @@ def load_module(path: Path, folder: str, module: nn.Module) -> None:
     )
 
 
-def _check_matches(stored: StoredTensors, state: Mapping[str, Any], model: str) -> None:
+def _check_matches(stored: StoredTensors, state: Mapping[str, Any], model_name: str) -> None:
     """Raise RuntimeError unless the stored tensors are those in `state`; tied parameters may be stored once."""
-    present = {_identity(tensor) for name, tensor in state.items() if name in stored.tensors}
+    present = {_storage_key(tensor) for name, tensor in state.items() if name in stored.tensors}
     problems = [
         f"missing {name!r}"
         for name, tensor in state.items()
-        if name not in stored.tensors and _identity(tensor) not in present and not _is_elsewhere(tensor)
+        if name not in stored.tensors and _storage_key(tensor) not in present and not _has_no_local_elements(tensor)
     ]
     problems += [f"unexpected {name!r}" for name in stored.tensors if name not in state]
     problems += [
@@ -314,10 +317,10 @@ def _check_matches(stored: StoredTensors, state: Mapping[str, Any], model: str) 
         if name in state and found.original_shape != tuple(state[name].shape)
     ]
     if problems:
-        raise RuntimeError(f"Error(s) in loading state_dict for {model}: {'; '.join(problems)}")
+        raise RuntimeError(f"Error(s) in loading state_dict for {model_name}: {'; '.join(problems)}")
 
 
-def _is_elsewhere(tensor: Any) -> bool:
+def _has_no_local_elements(tensor: Any) -> bool:
     """Return whether `tensor` is a DTensor without local elements. It may be tied to another tensor."""
     return is_distributed_tensor(tensor) and not tensor.to_local().numel()
 
@@ -330,26 +333,26 @@ class StoredOptimizerState(StoredState):
     """
 
     stored: StoredTensors
-    places: dict[int, dict[Any, str]]
+    names_by_index: dict[int, dict[Any, str]]
     other_values: dict[Any, Any]
 
     @classmethod
     def open(cls, path: Path) -> StoredOptimizerState:
         """Read the headers of the files and the values that are not tensors."""
         stored = open_tensors(path, OPTIMIZER_FOLDER)
-        places: dict[int, dict[Any, str]] = {}
+        names_by_index: dict[int, dict[Any, str]] = {}
         for metadata in stored.metadata:
-            for name, (index, key) in json.loads(metadata.get(_KEYS, "{}")).items():
-                places.setdefault(index, {})[key] = name
+            for name, (index, key) in json.loads(metadata.get(_STATE_KEYS_METADATA, "{}")).items():
+                names_by_index.setdefault(index, {})[key] = name
         values: dict[Any, Any] = {}
         for name in read_manifest(path)["files"]:
             if name.startswith(f"{OPTIMIZER_FOLDER}/") and name.endswith(".pt"):
                 _merge(values, torch.load(path / name, map_location="cpu", weights_only=True)["values"])
-        return cls(stored, places, values)
+        return cls(stored, names_by_index, values)
 
-    def tensors(self, index: int) -> Mapping[Any, str]:
+    def tensor_names(self, index: int) -> Mapping[Any, str]:
         """Return the names of the tensors in the state of parameter `index`, by key."""
-        return self.places.get(index, {})
+        return self.names_by_index.get(index, {})
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the global shape of tensor `name`."""
@@ -367,10 +370,10 @@ class StoredOptimizerState(StoredState):
         """Copy the stored elements of each part into its data."""
         self.stored.read(parts)
 
-    def complete(self) -> dict[Any, Any]:
+    def full_state(self) -> dict[Any, Any]:
         """Return the complete state, as in `Optimizer.state_dict()["state"]`."""
         state = {index: dict(entry) if isinstance(entry, dict) else entry for index, entry in self.other_values.items()}
-        for index, names in sorted(self.places.items()):
+        for index, names in sorted(self.names_by_index.items()):
             entry = state.setdefault(index, {})
             entry |= {key: self.stored.read_tensor(name) for key, name in names.items()}
         return state

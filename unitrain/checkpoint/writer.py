@@ -195,13 +195,13 @@ class CheckpointWriter:
         self.wait()
         rank, size = self._communicator.rank, self._communicator.size
         target = files.checkpoint_path(self._folder, step)
-        unfinished = sharded_files.unfinished_path(target)
+        staging_folder = sharded_files.staging_path(target)
 
         def prepare() -> str | None:
             if files.is_written(target, manifest):
                 return None
-            files.remove(unfinished)
-            unfinished.mkdir()
+            files.remove(staging_folder)
+            staging_folder.mkdir()
             return secrets.token_hex(8)
 
         task = f"write checkpoint '{target}'"
@@ -214,7 +214,7 @@ class CheckpointWriter:
             return shard.host_copy(), host_copy(plain_state(training)) if rank == 0 else {}
 
         def write(state: tuple[StateShard, dict[str, Any]]) -> None:
-            sharded_files.write_shard(unfinished, state[0], rank, token)
+            sharded_files.write_shard(staging_folder, state[0], rank, token)
             if rank == 0:
                 abandoned = writing.abandoned
                 if sharded_files.commit(target, *state, manifest, size=size, token=token, abandoned=abandoned):

@@ -326,14 +326,14 @@ def check_same_data(subject: str, communicator: Communicator, length: int | None
         raise DataError(f"{subject} is empty. Give a dataset with at least one sample.")
 
 
-def check_is_dataset(name: str, data: Any) -> None:
-    """Raise DataError if `data`, the argument `name`, is not a dataset, or is a list of batches instead of samples."""
+def check_is_dataset(argument: str, data: Any) -> None:
+    """Raise DataError if `data` is not a dataset, or is a list of batches instead of samples."""
     fix = "Pass a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader"
     if data is None or isinstance(data, type | str | bytes | Mapping | nn.Module | torch.optim.Optimizer):
-        raise DataError(f"{name} must be a dataset or a DataLoader, got {validation.describe_value(data)}. {fix}.")
+        raise DataError(f"{argument} must be a dataset or a DataLoader, got {validation.describe_value(data)}. {fix}.")
     if isinstance(data, list | tuple) and data and all(map(_is_batch, data[:8])):
         raise DataError(
-            f"{name} is a {type(data).__name__} of {len(data)} pairs of tensors that are probably batches, but "
+            f"{argument} is a {type(data).__name__} of {len(data)} pairs of tensors that are probably batches, but "
             "each pair counts as one sample. Use TensorDataset(inputs, targets), which has samples, or, if each pair "
             "is one sample, DataLoader(data, batch_size=32)."
         )

@@ -15,7 +15,7 @@ from unitrain.report.contents import all_charts, result_charts, shown_ranks, tim
 from unitrain.report.record import Record, read_records
 
 # The report mentions phases with a larger fraction of the training time.
-_MAX_DATA_SHARE, _MAX_WAIT_SHARE = 0.15, 0.15
+_DATA_SHARE_THRESHOLD, _WAIT_SHARE_THRESHOLD = 0.15, 0.15
 _MAX_NAMED_RANKS = 4
 
 
@@ -124,11 +124,11 @@ def format_percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
-def _describe_run(record: Record, run: int) -> dict[str, Any]:
+def _describe_run(record: Record, run_index: int) -> dict[str, Any]:
     start, times = record.start, figures.rank_times(record)
     return {
         "name": record.name,
-        "color": f"run-{run % RUNS}",
+        "color": f"run-{run_index % RUNS}",
         "state": "finished" if figures.run_progress(record).is_finished else "not finished",
         "written": f"{record.last_modified:%Y-%m-%d %H:%M} UTC",
         "environment": _describe_environment(start),
@@ -155,8 +155,8 @@ def _compare(headlines: list[list[HeadlineValue]]) -> list[tuple[str, str, list[
 def _describe_environment(start: dict[str, Any]) -> str:
     if not start:
         return ""
-    ranks, nodes = _count(start["size"], "rank"), start["num_nodes"]
-    where = f" on {_count(nodes, 'node')}" if nodes > 1 else ""
+    ranks, nodes = _pluralize(start["size"], "rank"), start["num_nodes"]
+    where = f" on {_pluralize(nodes, 'node')}" if nodes > 1 else ""
     transport = f" over {start['transport']}" if start["transport"] != "none" else ""
     return f"{start['backend']}{transport}, {ranks}{where}, {start['device']}"
 
@@ -175,7 +175,9 @@ def _describe_start(start: dict[str, Any]) -> dict[str, str]:
 def _describe_times(record: Record, times: figures.RankTimes) -> list[str]:
     """Return sentences about slow ranks and the fractions of waiting time."""
     slow = times.stragglers()
-    sentences = [f"{_sentence(str(straggler))} The other ranks wait for it." for straggler in slow[:_MAX_NAMED_RANKS]]
+    sentences = [
+        f"{_to_sentence(str(straggler))} The other ranks wait for it." for straggler in slow[:_MAX_NAMED_RANKS]
+    ]
     if len(slow) > _MAX_NAMED_RANKS:
         sentences.append(f"{len(slow) - _MAX_NAMED_RANKS} more ranks are slow.")
     periods = figures.slow_periods(record, in_epochs=False)
@@ -183,17 +185,17 @@ def _describe_times(record: Record, times: figures.RankTimes) -> list[str]:
     for period in sorted(longest, key=lambda period: period.steps):
         first, last = period.steps
         when = f"at step {first:,}" if first == last else f"from step {first:,} to step {last:,}"
-        sentences.append(_sentence(str(period.straggler).replace(" is slow:", f" was slow {when}:")))
+        sentences.append(_to_sentence(str(period.straggler).replace(" is slow:", f" was slow {when}:")))
     if times.size > 1 and not slow and not periods:
         work = times.work_seconds()
         difference = format_percent(1 - min(work) / (max(work) or 1.0))
         sentences.append(f"No stragglers: compute time differs by at most {difference} between ranks.")
-    if times.size > 1 and times.time_fraction("wait") > _MAX_WAIT_SHARE and not slow:
+    if times.size > 1 and times.time_fraction("wait") > _WAIT_SHARE_THRESHOLD and not slow:
         sentences.append(
             f"{format_percent(times.time_fraction('wait'))} of training time is spent waiting for gradients. "
             "Larger batches, gradient accumulation or compression reduce communication."
         )
-    if times.time_fraction("data") > _MAX_DATA_SHARE:
+    if times.time_fraction("data") > _DATA_SHARE_THRESHOLD:
         sentences.append(
             f"{format_percent(times.time_fraction('data'))} of training time is spent waiting for data. "
             "Increase num_workers to load data in parallel with training."
@@ -201,7 +203,7 @@ def _describe_times(record: Record, times: figures.RankTimes) -> list[str]:
     return sentences
 
 
-def _sentence(text: str) -> str:
+def _to_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
@@ -258,5 +260,5 @@ def _format_setting(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _count(number: int, noun: str) -> str:
+def _pluralize(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

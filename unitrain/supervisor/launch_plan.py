@@ -25,7 +25,7 @@ from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, did_you_mean
-from unitrain.launchers import Command, Elastic, Host, LaunchError, LaunchSpec
+from unitrain.launchers import Command, ElasticRange, Host, LaunchError, LaunchSpec
 from unitrain.supervisor import rank_logs
 from unitrain.supervisor.checks import check_module, check_not_launched, check_script, check_started_once
 from unitrain.supervisor.membership import Membership
@@ -209,7 +209,7 @@ def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, use
 
 
 def _plan_elastic_job(
-    request: LaunchRequest, launcher: str, spec: LaunchSpec, limits: Elastic
+    request: LaunchRequest, launcher: str, spec: LaunchSpec, limits: ElasticRange
 ) -> tuple[Job, Command, Membership]:
     """Return an elastic job, the command of its first attempt, and its membership.
 
@@ -233,7 +233,7 @@ def _plan_elastic_job(
     if launcher == "torchrun" and len(listed) > 1:
         hosts = listed  # `job.command` then raises an error with instructions per host
     else:
-        hosts = limits.select_slots(listed) or (Host("localhost", limits.min_ranks),)
+        hosts = limits.select_hosts(listed) or (Host("localhost", limits.min_ranks),)
     return job, job.command(hosts), membership
 
 
@@ -267,7 +267,7 @@ def _create_log_folder(folder: Path) -> None:
         ) from None
 
 
-def _check_elastic(request: LaunchRequest, launcher: str, limits: Elastic) -> None:
+def _check_elastic(request: LaunchRequest, launcher: str, limits: ElasticRange) -> None:
     """Raise LaunchError for options that are not supported with --elastic."""
     if launcher == "none":
         raise LaunchError(
@@ -291,7 +291,7 @@ def _check_elastic(request: LaunchRequest, launcher: str, limits: Elastic) -> No
         )
 
 
-def _host_source(request: LaunchRequest, spec: LaunchSpec, limits: Elastic) -> Callable[[], tuple[Host, ...]]:
+def _host_source(request: LaunchRequest, spec: LaunchSpec, limits: ElasticRange) -> Callable[[], tuple[Host, ...]]:
     """Return a function that lists the hosts of an elastic job. Raises LaunchError if they have too few slots."""
     if request.host_discovery_script is not None:
         return partial(launchers.discover_hosts, request.host_discovery_script)

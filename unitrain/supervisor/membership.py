@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import click
 
-from unitrain.launchers import Elastic, Host, LaunchError, find_reachable_hosts
+from unitrain.launchers import ElasticRange, Host, LaunchError, find_reachable_hosts
 
 # Interval between host discoveries, and between probes of an unresponsive host.
 POLL_SECONDS = 2.0
@@ -26,7 +26,9 @@ class Membership:
     the job grows. `list_hosts` may raise LaunchError.
     """
 
-    def __init__(self, elastic: Elastic, list_hosts: Callable[[], tuple[Host, ...]], timeout_seconds: float) -> None:
+    def __init__(
+        self, elastic: ElasticRange, list_hosts: Callable[[], tuple[Host, ...]], timeout_seconds: float
+    ) -> None:
         self._elastic, self._list_hosts, self._timeout_seconds = elastic, list_hosts, timeout_seconds
         self._selected: tuple[Host, ...] = ()
         self._latest_choice: tuple[Host, ...] = ()
@@ -125,7 +127,7 @@ class Membership:
         available = [host for host in listed if host.name in responding or host.name in not_probed]
         available.sort(key=lambda host: host.name not in members)
         not_excluded = [host for host in available if self._excluded_until.get(host.name, 0.0) <= now]
-        return self._elastic.select_slots(not_excluded) or self._elastic.select_slots(available)
+        return self._elastic.select_hosts(not_excluded) or self._elastic.select_hosts(available)
 
     def _host_of(self, rank: int) -> str | None:
         for host in self._selected:

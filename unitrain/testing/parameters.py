@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from unitrain import broadcast_buffers
 from unitrain.backends.base import Backend
-from unitrain.backends.checks import check_model
+from unitrain.backends.checks import check_trainable_model
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import (
@@ -343,7 +343,7 @@ def model_on_another_device_raises(backend: Backend) -> None:
     """The check compares device types only, so the device need not exist on this machine."""
     device = torch.device("cuda", 1) if backend.device.type == "cpu" else torch.device("cpu")
     model = build().to(backend.device)
-    text = raises(ModelError, f"The model is on {backend.device}", lambda: check_model(model, "none", device))
+    text = raises(ModelError, f"The model is on {backend.device}", lambda: check_trainable_model(model, "none", device))
     assert f"this rank computes on {device}. Use model.to(backend.device) first." in text
 
 

@@ -309,7 +309,7 @@ def powersgd_error_follows_the_loss_scale(backend: Backend) -> None:
     wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
     reference_wrapped, _ = with_compression_state(backend, twin, LOW_RANK)
     for step, scale in enumerate((1.0, 4.0, 1024.0, 2.0)):
-        compression_state.loss_scale = lambda scale=scale: torch.tensor(scale)
+        compression_state.get_loss_scale = lambda scale=scale: torch.tensor(scale)
         model.zero_grad()
         (scale * compute_loss(wrapped(batch(backend.rank, step)))).backward()
         twin.zero_grad()

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
-from unitrain.backends.gradients.end_of_backward import Stage, end_of_backward, gradient_tensors
+from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.power_sgd import PowerSGDCompressor, Wait
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.errors import ModelError
@@ -99,7 +99,7 @@ class _BucketCompression:
         in_flight = _BucketInFlight(buffer, stages, future)
         self._in_flight.append((in_flight, next(in_flight.stages)))
         if bucket.is_last():
-            end_of_backward.add(Stage.COMPRESS, self._finish)
+            end_of_backward.add(BackwardStage.COMPRESS, self._finish)
         return in_flight.future
 
     @torch.no_grad()
@@ -216,7 +216,7 @@ def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gra
         nonlocal backward
         if (current := current_backward()) != backward and reduces_gradients():
             backward = current
-            end_of_backward.add(Stage.COMPRESS, compress)
+            end_of_backward.add(BackwardStage.COMPRESS, compress)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -225,7 +225,7 @@ def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gra
             if parameter.requires_grad and parameter not in hooked:  # the user may have unfrozen it
                 hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(on_gradient)
-        for tensor in gradient_tensors(output):
+        for tensor in tensors_requiring_grad(output):
             tensor.register_hook(on_output_gradient)
 
     model.register_forward_hook(on_forward)

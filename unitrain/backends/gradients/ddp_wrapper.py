@@ -25,8 +25,8 @@ from unitrain.backends import checks
 from unitrain.backends.base import Shard
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.gradients.compression import Compressor, compress_buckets
-from unitrain.backends.gradients.end_of_backward import gradient_tensors
-from unitrain.backends.gradients.forward_buffers import ForwardBuffers
+from unitrain.backends.gradients.end_of_backward import tensors_requiring_grad
+from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import check_first_backward
@@ -94,7 +94,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         find_unused_parameters: bool,
         compressor: Compressor,
         reducer_group: ReducerGroup,
-        buffers: ForwardBuffers | None,
+        buffers: ForwardBufferBroadcaster | None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         # DDP broadcasts parameters and buffers, but cannot write to an expanded view, so the backend broadcasts these.
@@ -160,7 +160,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             _raise_if_unused(error)
             raise
         if has_gradients:
-            tensors, reducer_group = gradient_tensors(output), self._gradient_group
+            tensors, reducer_group = tensors_requiring_grad(output), self._gradient_group
             pending.forwards += 1
             if reduces:
                 pending.reducing += 1

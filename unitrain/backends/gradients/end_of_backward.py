@@ -2,7 +2,7 @@
 
 At the end of a backward pass, autograd calls the callbacks that were queued during it, in the order in which they were
 queued. That order depends on which hook happens to run first. `end_of_backward` therefore queues one callback per
-backward, which runs all stages in the order of `Stage`.
+backward, which runs all stages in the order of `BackwardStage`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPAQUE_TYPES = (
 )  # fmt: skip
 
 
-class Stage(IntEnum):
+class BackwardStage(IntEnum):
     """The stages at the end of a backward pass. Stages run in increasing order. The functions of a stage run in the
     order in which they were added.
 
@@ -34,8 +34,8 @@ class Stage(IntEnum):
         them. Other ranks wait for these gradients, so no bucket can complete before this stage.
     REDUCE_BUCKETS: start deferred allreduces, and wait for the first collective of every bucket.
     COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
-    COMPLETE_TRANSPORT: wait for the `Work` objects of Python process groups, and raise their errors. If DDP's C++ code
-        waited for them first, their errors would lose their type.
+    WAIT_FOR_WORK_OBJECTS: wait for the `Work` objects of Python process groups, and raise their errors. If DDP's C++
+        code waited for them first, their errors would lose their type.
     MARK_REDUCED: mark the gradients as reduced, so that an optimizer accepts them.
 
     After this stage, DDP copies the reduced buckets into the gradients, unless the gradients are views of the buckets.
@@ -47,12 +47,12 @@ class Stage(IntEnum):
     FIND_UNUSED_PARAMETERS = 1
     REDUCE_BUCKETS = 2
     COMPRESS = 3
-    COMPLETE_TRANSPORT = 4
+    WAIT_FOR_WORK_OBJECTS = 4
     MARK_REDUCED = 5
     RAISE_ERRORS = 6
 
 
-class EndOfBackward:
+class EndOfBackwardCallbacks:
     """Runs the stages at the end of each backward pass.
 
     No other object of a backend queues callbacks with autograd. A nested backward pass has a separate sequence of
@@ -63,7 +63,7 @@ class EndOfBackward:
         # Autograd holds the only strong reference to a sequence, and drops it if the backward pass raises an exception.
         self._sequences: WeakValueDictionary[int, _StageSequence] = WeakValueDictionary()
 
-    def add(self, stage: Stage, function: Callable[[], None]) -> None:
+    def add(self, stage: BackwardStage, function: Callable[[], None]) -> None:
         """Call `function` in `stage` at the end of the current backward pass, which may already be executing these
         stages.
 
@@ -82,15 +82,15 @@ class _StageSequence:
 
     def __init__(self) -> None:
         self.has_run = False
-        self._pending: list[tuple[Stage, int, Callable[[], None]]] = []
+        self._pending: list[tuple[BackwardStage, int, Callable[[], None]]] = []
         self._number = itertools.count()
 
-    def add(self, stage: Stage, function: Callable[[], None]) -> None:
+    def add(self, stage: BackwardStage, function: Callable[[], None]) -> None:
         heapq.heappush(self._pending, (stage, next(self._number), function))
 
     def run(self) -> None:
         """Run all stages before RAISE_ERRORS, including those that a stage adds."""
-        while self._pending and self._pending[0][0] < Stage.RAISE_ERRORS:
+        while self._pending and self._pending[0][0] < BackwardStage.RAISE_ERRORS:
             heapq.heappop(self._pending)[2]()
         self.has_run = True
         if self._pending:
@@ -101,10 +101,10 @@ class _StageSequence:
             heapq.heappop(self._pending)[2]()
 
 
-end_of_backward = EndOfBackward()
+end_of_backward = EndOfBackwardCallbacks()
 
 
-def gradient_tensors(output: Any) -> list[Tensor]:
+def tensors_requiring_grad(output: Any) -> list[Tensor]:
     """Return the tensors in the output of a forward pass that require gradients, from which a backward pass can start.
 
     The search covers tuples, lists, dictionaries, and the attributes of other objects, and inspects at most 100
@@ -113,11 +113,11 @@ def gradient_tensors(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
     found: list[Tensor] = []
-    _collect_gradient_tensors(output, found, set())
+    _collect_tensors_requiring_grad(output, found, set())
     return found
 
 
-def _collect_gradient_tensors(output: Any, found: list[Tensor], seen: set[int]) -> None:
+def _collect_tensors_requiring_grad(output: Any, found: list[Tensor], seen: set[int]) -> None:
     if isinstance(output, Tensor):
         if output.requires_grad:
             found.append(output)
@@ -135,7 +135,7 @@ def _collect_gradient_tensors(output: Any, found: list[Tensor], seen: set[int]) 
         if isinstance(output, dict):
             parts = [*output.values(), *parts]
     for part in parts:
-        _collect_gradient_tensors(part, found, seen)
+        _collect_tensors_requiring_grad(part, found, seen)
 
 
 def _attributes(output: object) -> list[Any]:

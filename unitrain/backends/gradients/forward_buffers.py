@@ -17,7 +17,7 @@ from unitrain.torch_compat import BatchNormBase, InstanceNormBase, buffers_by_na
 _MAX_SEARCH_INTERVAL = 1024
 
 
-class ForwardBuffers:
+class ForwardBufferBroadcaster:
     """Broadcasts the buffers that a training forward pass reads, like DDP with broadcast_buffers=True.
 
     Running statistics of torch's normalization layers are not read in training mode. They differ between ranks while
@@ -44,14 +44,15 @@ class ForwardBuffers:
         self._changed_indices: list[int] = []
         self._num_calls = 0
 
-    def __bool__(self) -> bool:
-        """Return whether there is more than one rank and the model has buffers."""
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is more than one rank and the model has buffers."""
         return self._communicator.size > 1 and bool(self._statistics_layers or self._slots)
 
     @disable_compile
     def broadcast(self) -> None:
         """Broadcast, from rank 0, the buffers that the next forward pass reads. All ranks call it in the same steps."""
-        shared = self._statistics_of_layers_in_eval()
+        shared = self._statistics_of_layers_switched_to_eval()
         if self._slots:
             if self._num_calls == 0:
                 shared += [buffer for buffer in self._get_buffers(range(len(self._slots))) if buffer is not None]
@@ -68,7 +69,7 @@ class ForwardBuffers:
         if self._num_calls == 1 and not self._initial_versions:
             self._initial_versions = self._buffer_versions()
 
-    def _statistics_of_layers_in_eval(self) -> list[Tensor]:
+    def _statistics_of_layers_switched_to_eval(self) -> list[Tensor]:
         """Return the running statistics of the layers that changed from training to eval mode since the last call."""
         modes = [module.training for module in self._statistics_layers]
         if modes == self._last_modes:

@@ -56,7 +56,7 @@ class PowerSGDCompressor(CompressionState):
     max_gathered_bytes = 4 << 30
 
     def __init__(self, settings: PowerSGD, model: nn.Module, communicator: Communicator) -> None:
-        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        self.get_loss_scale: Callable[[], Tensor | None] = lambda: None
         self._settings, self._communicator = settings, communicator
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._shapes = {name: _matrix_shape(p) for p, name in self._names.items() if self._is_compressed(p)}
@@ -226,7 +226,7 @@ class PowerSGDCompressor(CompressionState):
         shape = self._shapes[name]
         dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         if not self._is_scale_known:
-            self._scale, self._is_scale_known = self.loss_scale(), True
+            self._scale, self._is_scale_known = self.get_loss_scale(), True
         # M is a separate tensor: in a resumed run, the gradient may have a different alignment in its bucket, and the
         # matrix product may then sum in a different order.
         remainder = self._scratch.pop(name, None)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unitrain.backends.gradients.end_of_backward import Stage, end_of_backward
+from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
 from unitrain.monitoring.deadlines import Deadline
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
@@ -82,8 +82,8 @@ class ReducerGroup(dist.ProcessGroup):
         backward = current_backward()
         if backward not in (-1, self._last_backward):
             self._last_backward = backward
-            end_of_backward.add(Stage.REDUCE_BUCKETS, self._wait_for_buckets)
-            end_of_backward.add(Stage.MARK_REDUCED, self._mark_reduced)
+            end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._wait_for_buckets)
+            end_of_backward.add(BackwardStage.MARK_REDUCED, self._mark_reduced)
         if self._check_bucket is not None:
             self._check_bucket(bucket)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unitrain.backends.gradients.end_of_backward import Stage, end_of_backward, gradient_tensors
+from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward, drop_empty_gradient_hooks
 
@@ -66,18 +66,18 @@ def check_first_backward(
             with torch.enable_grad():
                 torch.stack([parameter.sum() * 0 for parameter in unused]).sum().backward()
         if any(unused_by_rank):
-            end_of_backward.add(Stage.RAISE_ERRORS, lambda: raise_unused(unused_by_rank))
+            end_of_backward.add(BackwardStage.RAISE_ERRORS, lambda: raise_unused(unused_by_rank))
 
     def on_output_gradient(gradient: Tensor) -> None:
         nonlocal checked_backward
         backward = current_backward()
         if is_active and backward != checked_backward and reduces_gradients():
             checked_backward = backward
-            end_of_backward.add(Stage.FIND_UNUSED_PARAMETERS, on_end_of_backward)
+            end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, on_end_of_backward)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            for tensor in gradient_tensors(output):
+            for tensor in tensors_requiring_grad(output):
                 tensor.register_hook(on_output_gradient)
 
     handles.append(wrapped.register_forward_hook(on_forward))

@@ -19,7 +19,7 @@ import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 
-from unitrain.backends.gradients.end_of_backward import Stage, end_of_backward
+from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.torch_compat import Work, current_backward
 
@@ -222,7 +222,7 @@ class CompletionQueue:
         backward = current_backward()
         if backward not in (-1, self._last_backward):
             self._last_backward = backward
-            end_of_backward.add(Stage.COMPLETE_TRANSPORT, self._finish_backward)
+            end_of_backward.add(BackwardStage.WAIT_FOR_WORK_OBJECTS, self._finish_backward)
 
     def wait_for(self, work: HorovodWork, seconds: float | None) -> None:
         """Return when `work` is complete, or after `seconds`."""

@@ -348,7 +348,7 @@ def _call_of(function: Any) -> Any:
 
 
 def _check_model(model: Any, backend: Backend, stages: int) -> None:
-    checks.check_is_model("Pipeline(model)", model)
+    checks.check_unwrapped_model("Pipeline(model)", model)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise ModelError(
             f"Pipeline divides a torch.nn.Sequential into stages, got {type(model).__name__}. Write the model as "
@@ -369,7 +369,7 @@ def _check_model(model: Any, backend: Backend, stages: int) -> None:
                 f"Module {name!r} is a synchronized BatchNorm, whose ranks would wait for other stages. Use BatchNorm, "
                 "whose statistics are those of a micro-batch, or GroupNorm."
             )
-    checks.check_model(model, "none", torch.device("cpu") if _is_on_cpu(model) else backend.device)
+    checks.check_trainable_model(model, "none", torch.device("cpu") if _is_on_cpu(model) else backend.device)
 
 
 def _is_on_cpu(model: nn.Module) -> bool:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from unitrain.backends import checks
 from unitrain.backends.base import Communicator, Shard
-from unitrain.backends.gradients.end_of_backward import gradient_tensors
-from unitrain.backends.gradients.forward_buffers import ForwardBuffers
+from unitrain.backends.gradients.end_of_backward import tensors_requiring_grad
+from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import check_first_backward
@@ -61,7 +61,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         *,
         find_unused_parameters: bool,
         reducer_group: ReducerGroup,
-        buffers: ForwardBuffers | None,
+        buffers: ForwardBufferBroadcaster | None,
         transfer: Transfer,
     ) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     def _after_forward(self, output: Any) -> None:
         reduces = self._syncs
         self._pending.reducing += reduces
-        tensors = gradient_tensors(output)
+        tensors = tensors_requiring_grad(output)
         if not tensors and (reduces or self._reduces_always):
             self.reducer.expect_any_backward(accumulates=not reduces)
         if tensors:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.gradients.end_of_backward import Stage, end_of_backward
+from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
 from unitrain.backends.gradients.local_gradients import register_gradient_hook
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.sharding.dense import flat_like
@@ -271,7 +271,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters) if reached is None else len(reached.intersection(bucket.parameters))
         self._reducer_group.expect_backward()
-        end_of_backward.add(Stage.REDUCE_BUCKETS, self._finish_backward)
+        end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._finish_backward)
         if reached is not None and not self._reducer_group.defers_allreduces:
             self._send_complete_buckets()
 
@@ -439,7 +439,7 @@ class GradientReducer:
             for number in used:
                 self._on_local(self._parameters[number])
         else:
-            end_of_backward.add(Stage.MARK_REDUCED, self._on_reduced)
+            end_of_backward.add(BackwardStage.MARK_REDUCED, self._on_reduced)
 
     def _used_on_any_rank(self) -> set[int]:
         """Return the parameters that got a gradient on any rank. Others keep their `.grad`."""

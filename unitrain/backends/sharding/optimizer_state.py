@@ -51,7 +51,7 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
     also if the update of one parameter depends on others or a parameter is not stored densely. With
     `shard="parameters"`, raises ModelError unless the optimizer is an elementwise optimizer of torch.optim.
     """
-    checks.check_optimizer(optimizer, model)
+    checks.check_optimizer_of_model(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)
     if optimizer in _sharded and _sharded[optimizer].shard != shard:
         raise ModelError(

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 from unitrain.backends.base import Communicator
 from unitrain.backends.blocks import BlockClass
 from unitrain.backends.checks import check_same_trained_parameters
-from unitrain.backends.gradients.end_of_backward import Stage, end_of_backward, gradient_tensors
-from unitrain.backends.gradients.forward_buffers import ForwardBuffers
+from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
+from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.unused_parameters import raise_unused
 from unitrain.backends.gradients.wrapped_model import WrappedModel
@@ -160,7 +160,7 @@ class ShardedModel(nn.Module, WrappedModel):
         sharded: ShardedParameters,
         rendezvous: Rendezvous,
         monitor: FailureMonitor,
-        buffers: ForwardBuffers | None,
+        buffers: ForwardBufferBroadcaster | None,
     ) -> None:
         super().__init__()
         model = sharded.model
@@ -199,7 +199,7 @@ class ShardedModel(nn.Module, WrappedModel):
                     self._forward_buffers.broadcast()
                 self._broadcasts_buffers = not self._is_accumulating
         output = self.module(*inputs, **kwargs)
-        if has_gradients and (tensors := gradient_tensors(output)):
+        if has_gradients and (tensors := tensors_requiring_grad(output)):
             if self._used is not None and not self._handles:
                 self._record_used_parameters()
             forward = self._monitor.loop_counters.count_forward()
@@ -267,9 +267,9 @@ class ShardedModel(nn.Module, WrappedModel):
             return
         self._last_backward = backward
         if not self._is_accumulating:
-            end_of_backward.add(Stage.MARK_REDUCED, self._monitor.loop_counters.count_backward)
+            end_of_backward.add(BackwardStage.MARK_REDUCED, self._monitor.loop_counters.count_backward)
             if self._used is not None:
-                end_of_backward.add(Stage.FIND_UNUSED_PARAMETERS, self._find_unused_parameters)
+                end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, self._find_unused_parameters)
 
     def _record_used_parameters(self) -> None:
         """Record the names of parameters that get a gradient. Complete parameters exist after the first forward
@@ -298,7 +298,7 @@ class ShardedModel(nn.Module, WrappedModel):
         self._handles.clear()
         by_rank = self._rendezvous.allgather(f"{self._key}/unused", unused)
         if any(by_rank):
-            end_of_backward.add(Stage.RAISE_ERRORS, lambda: raise_unused(by_rank, can_be_allowed=False))
+            end_of_backward.add(BackwardStage.RAISE_ERRORS, lambda: raise_unused(by_rank, can_be_allowed=False))
 
 
 def _recorder(name: str, used: set[str] | None) -> Callable[[Tensor], None]:

@@ -54,7 +54,7 @@ class StoredState(ABC):
     """The optimizer state in a checkpoint."""
 
     @abstractmethod
-    def tensors(self, index: int) -> Mapping[Any, str]:
+    def tensor_names(self, index: int) -> Mapping[Any, str]:
         """Return the names of the tensors in the state of parameter `index`, by key."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ def load_own_state(optimizer: Optimizer, stored: StoredState) -> None:
     sharded = sharded_state(optimizer)
     loaded = {key: value for key, value in stored.values().items() if not _is_entry(key, value)}
     for index, parameter in enumerate(_parameters(optimizer)):
-        tensors, values = stored.tensors(index), stored.values().get(index)
+        tensors, values = stored.tensor_names(index), stored.values().get(index)
         if sharded is not None:
             for key, name in tensors.items():
                 sharded.check_state_shape(parameter, key, stored.shape(name))
