@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,39 @@ def test_model_and_average_are_consolidated_to_one_file(run: Path, sharded: Path
     missing = ckpt("consolidate", run, tmp_path / "nowhere" / "x.safetensors")
     assert (missing.exit_code, "cannot be written: No such file or directory." in missing.output) == (1, True)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_damaged_manifest_of_a_sharded_checkpoint_is_reported(sharded: Path, tmp_path: Path) -> None:
+    path = sharded / "step-000000008" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for damage in ({"results": None}, {"results": {"loss": "low"}}, {"files": ["model"]}, {"files": {"model": "x"}}):
+        path.write_text(json.dumps(manifest | damage))
+        listed = ckpt("ls", sharded)
+        assert (listed.exit_code, listed.output.count("damaged manifest")) == (0, 1), listed.output
+    for tied in ([1], {"model": "name"}, {"model": {"name": 1}}):
+        path.write_text(json.dumps(manifest | {"tied": tied}))
+        done = ckpt("consolidate", path.parent, tmp_path / "m.safetensors")
+        assert (done.exit_code, f'its entry "tied" is {tied!r}. Restore it from a copy.' in done.output) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["show", "consolidate"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x02\0\0\0\0\0\0\0{{",
+        b"\x02\0\0\0\0\0\0\0[]",
+        b'\x07\0\0\0\0\0\0\0{"a":1}',
+        b'\x3a\0\0\0\0\0\0\0{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}     1234',
+        b'\x3a\0\0\0\0\0\0\0{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}    12345678',
+    ],
+    ids=["no JSON", "no dictionary", "no tensor", "too short", "negative shape"],
+)
+def test_shard_of_another_format_is_reported(sharded: Path, tmp_path: Path, command: str, content: bytes) -> None:
+    checkpoint, name = sharded / "step-000000008", "model/rank-00000.safetensors"
+    (checkpoint / name).write_bytes(content)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    done = ckpt(command, checkpoint, *([tmp_path / "m.safetensors"] if command == "consolidate" else []))
+    assert isinstance(done.exception, SystemExit)
+    assert f"'{checkpoint / name}' does not contain the tensors of a checkpoint: " in done.output

@@ -122,3 +122,12 @@ def test_a_run_that_is_too_short_is_reported(script: str) -> None:
     assert code == 1
     assert "ended before 4 optimizer steps" in output
     assert "the script ended" in output
+
+
+def test_a_report_that_cannot_be_written_is_rejected_before_the_run(script: str) -> None:
+    file = Path(script).with_name("missing") / "memory.json"
+    with running_launcher([sys.executable, "-m", "unitrain", "memory", "--json", str(file), script]) as launch:
+        output = launch.output()
+        assert launch.process.returncode == 2
+    assert f"The folder '{file.parent}' of --json does not exist. Create it before the run." in output
+    assert "training" not in output

@@ -142,6 +142,37 @@ def parameters_unused_later(backend: Backend, _: str) -> None:
         optimizer.zero_grad()
 
 
+def another_optimizer_on_one_rank(backend: Backend, _: str, shard: Any = "none") -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    kind = torch.optim.SGD if backend.rank else torch.optim.Adam
+    optimizer = kind(model.parameters(), lr=0.1)
+    backend.distributed_optimizer(optimizer, backend.distributed_model(model, shard=shard), shard=shard)
+
+
+def another_optimizer_of_sharded_gradients(backend: Backend, _: str) -> None:
+    another_optimizer_on_one_rank(backend, _, "gradients")
+
+
+def other_groups_on_one_rank(backend: Backend, _: str, shard: Any = "none") -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.Adam((model[0] if backend.rank else model).parameters())
+    backend.distributed_optimizer(optimizer, backend.distributed_model(model, shard=shard), shard=shard)
+
+
+def other_groups_of_sharded_parameters(backend: Backend, _: str) -> None:
+    other_groups_on_one_rank(backend, _, "parameters")
+
+
+def a_foreign_parameter_of_sharded_gradients(backend: Backend, _: str) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    distributed = backend.distributed_model(model, shard="gradients")
+    optimizer = backend.distributed_optimizer(optimizer, distributed, shard="gradients")
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    distributed(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
 # The invalid call, and the required texts of the message: the invalid value, and the fix.
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (
@@ -161,6 +192,15 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (output_folder_is_a_file, "file", ""),
     (nothing_to_train, "has no parameter that requires a gradient", "requires_grad_(True)"),
     (strange_optimizer, "2 of the optimizer's 2 parameters do not belong to Linear", "SGD(model.parameters(), ...)"),
+    (another_optimizer_on_one_rank, "optimizer='Adam' on rank 0 and optimizer='SGD' on rank 1", "the same value on"),
+    (another_optimizer_of_sharded_gradients, "optimizer='Adam' on rank 0 and optimizer='SGD' on rank 1", "the same"),
+    (other_groups_on_one_rank, "parameters_by_group=[4] on rank 0 and parameters_by_group=[2] on", "the same value on"),
+    (other_groups_of_sharded_parameters, "parameters_by_group=[4] on rank 0 and parameters_by_group=[2] on", "same"),
+    (
+        a_foreign_parameter_of_sharded_gradients,
+        "a new parameter of shape [3] that does not belong to the distributed model",
+        'optimizer.add_param_group({"params": layer.parameters()})',
+    ),
     (different_settings, "TrainConfig.seed differs between ranks: [0, 1]", "same TrainConfig"),
     (
         different_batch_sizes,

@@ -329,3 +329,45 @@ def different_batches_in_one_replica_raise(backend: Backend, stages: int) -> str
 
 def requires_point_to_point(backend: Backend) -> str:
     return raises(unitrain.UnsupportedError, "Pipeline(stages=2)", lambda: pipeline_of(backend, build(), 2))
+
+
+def invalid_values_on_the_last_rank_raise_on_every_rank(backend: Backend, stages: int) -> None:
+    """Inputs without data and a loss weight that is not a number raise on the ranks that pass them, or on all. States
+    that the last rank cannot load raise on every rank."""
+    inputs = torch.ones(4, FEATURES, dtype=torch.float64)
+    for invalid, text in ((inputs.to("meta"), "is on the device 'meta'"), (inputs.to_sparse(), "torch.sparse_coo")):
+        found = raises(
+            unitrain.TensorError,
+            text,
+            lambda: pipeline_of(backend, build(), stages, example_inputs=invalid),  # noqa: B023
+        )
+        assert_same_on_every_rank(backend, found)
+    pipeline = pipeline_of(backend, build(), stages)
+    batch: Any = data(4)[:]
+    raises(
+        unitrain.ConfigError,
+        "must be a number of at least 0",
+        lambda: pipeline.forward_backward(*batch, loss_weight=""),
+    )
+    is_last = backend.rank == backend.size - 1
+    state: Any = pipeline.state_dict()
+    for other, text in (
+        (None, "of the complete model, got None."),
+        (dict.fromkeys(state, 1), "does not fit the model"),
+    ):
+        found = raises(
+            unitrain.CheckpointError,
+            text,
+            lambda: pipeline.load_state_dict(other if is_last else state),  # noqa: B023
+        )
+        assert_same_on_every_rank(backend, found)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    state = pipeline.optimizer_state_dict(optimizer)
+    for other in (None, {}, {"state": {}, "param_groups": ["group"]}, state | {"state": None}):
+        found = raises(
+            unitrain.CheckpointError,
+            "The optimizer state cannot be loaded: ",
+            lambda: pipeline.load_optimizer_state_dict(optimizer, other if is_last else state),  # noqa: B023
+        )
+        assert_same_on_every_rank(backend, found)
+    pipeline.load_optimizer_state_dict(optimizer, state)

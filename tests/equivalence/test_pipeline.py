@@ -45,6 +45,7 @@ def test_pipeline_trains_as_one_process(
         cases.tied_parameters_in_one_stage_are_allowed,
         cases.frozen_blocks_join_a_trained_stage,
         cases.rejects_what_cannot_be_divided,
+        cases.invalid_values_on_the_last_rank_raise_on_every_rank,
     ],
     ids=lambda case: case.__name__,
 )

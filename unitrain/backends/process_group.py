@@ -380,7 +380,13 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
             checks.check_matching_shard(wrapped_shard, shard)
 
         call_on_all_ranks(self, check)
-        checks.check_same_settings(self, "distributed_optimizer", shard=shard)
+        checks.check_same_settings(
+            self,
+            "distributed_optimizer",
+            shard=shard,
+            optimizer=type(optimizer).__name__,
+            parameters_by_group=[len(group["params"]) for group in optimizer.param_groups],
+        )
         if isinstance(distributed, WrappedModel):
             check_before_step(optimizer, distributed.check_reduced)
         if shard == "parameters":

@@ -39,7 +39,7 @@ from unitrain.backends.sharding.tensor_parts import (
     local_parts,
     own_parts,
 )
-from unitrain.checkpoint.files import MODEL, TRAINING, flush, publish, read_manifest, sha256, write_manifest
+from unitrain.checkpoint.files import MANIFEST, MODEL, TRAINING, flush, publish, read_manifest, sha256, write_manifest
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.checkpoint.tensor_files import StoredTensors, WrittenFile, write_parts
 from unitrain.errors import CheckpointError
@@ -278,9 +278,17 @@ def open_model(path: Path) -> StoredTensors:
 
 
 def tied_names(path: Path, folder: str) -> dict[str, str]:
-    """Return the names of tied parameters, and the names under which they are stored."""
-    tied: dict[str, str] = read_manifest(path).get("tied", {}).get(folder, {})
-    return tied
+    """Return the names of tied parameters, and the names under which they are stored.
+
+    Raises CheckpointError if the manifest contains something else.
+    """
+    tied = read_manifest(path).get("tied", {})
+    names: dict[str, str] = tied.get(folder, {}) if isinstance(tied, dict) else tied
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(
+            f"'{path / MANIFEST}' is damaged: its entry \"tied\" is {tied!r}. Restore it from a copy."
+        )
+    return names
 
 
 def load_module(path: Path, folder: str, module: nn.Module) -> None:

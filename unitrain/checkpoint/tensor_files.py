@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -210,24 +211,18 @@ class StoredTensors:
     def open(cls, folder: Path, names: Iterable[str]) -> StoredTensors:
         """Read the headers of the files `names` in `folder`.
 
-        Raises ValueError for a file of another format, and CheckpointError if elements of a tensor are missing.
+        Raises CheckpointError for a file of another format, and if elements of a tensor are missing.
         """
         tensors: dict[str, StoredTensor] = {}
         metadata = []
         for name in names:
-            header, start = _read_header(folder / name)
-            facts = header.pop("__metadata__", {})
-            metadata.append(facts)
-            complex_names = json.loads(facts.get(COMPLEX, "[]"))
-            offsets = json.loads(facts[_OFFSETS]) if _OFFSETS in facts else {}
-            for tensor, found in header.items():
-                lengths = tuple(found["shape"])
-                place = tuple(offsets[tensor]["saved_offsets"]) if offsets else (0,) * len(lengths)
-                end = tuple(offset + length for offset, length in zip(place, lengths, strict=True))
-                chunk = _Chunk(name, start + found["data_offsets"][0], place, lengths)
-                known = tensors.get(tensor) or StoredTensor(end, _DTYPES[found["dtype"]], tensor in complex_names)
-                shape = tuple(map(max, known.shape, end))
-                tensors[tensor] = replace(known, shape=shape, chunks=[*known.chunks, chunk])
+            try:
+                metadata.append(_add_tensors(tensors, folder, name))
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                raise CheckpointError(
+                    f"'{folder / name}' does not contain the tensors of a checkpoint: {type(error).__name__}: {error}. "
+                    "Restore the file from a copy."
+                ) from error
         for tensor, stored in tensors.items():
             found_elements = sum(prod(chunk.lengths) for chunk in stored.chunks)
             if found_elements != prod(stored.shape):
@@ -332,6 +327,31 @@ def _overlap(
         block = torch.empty((end - row, *row_shape), dtype=dtype)
         files.read(chunk.file, chunk.position + (row - chunk.offsets[0]) * row_bytes, block)
         yield block[(slice(None), *in_row)], (slice(row - offsets[0], end - offsets[0]), *in_box)
+
+
+def _add_tensors(tensors: dict[str, StoredTensor], folder: Path, name: str) -> dict[str, str]:
+    """Add the parts in file `name` to `tensors`, and return the metadata of the file.
+
+    Raises ValueError, TypeError, LookupError, AttributeError or RecursionError for a file of another format.
+    """
+    header, start = _read_header(folder / name)
+    size = (folder / name).stat().st_size
+    facts: dict[str, str] = header.pop("__metadata__", {})
+    complex_names = json.loads(facts.get(COMPLEX, "[]"))
+    offsets = json.loads(facts[_OFFSETS]) if _OFFSETS in facts else {}
+    for tensor, found in header.items():
+        lengths, dtype = tuple(map(operator.index, found["shape"])), _DTYPES[found["dtype"]]
+        place = tuple(map(operator.index, offsets[tensor]["saved_offsets"])) if offsets else (0,) * len(lengths)
+        if min((*lengths, *place, 0)) < 0:
+            raise ValueError(f"tensor {tensor!r} has shape {list(lengths)} and offsets {list(place)}")
+        end = tuple(offset + length for offset, length in zip(place, lengths, strict=True))
+        first = start + operator.index(found["data_offsets"][0])
+        if not start <= first <= first + prod(lengths) * dtype.itemsize <= size:
+            raise ValueError(f"the file does not contain all bytes of tensor {tensor!r}")
+        known = tensors.get(tensor) or StoredTensor(end, dtype, tensor in complex_names)
+        shape = tuple(map(max, known.shape, end))
+        tensors[tensor] = replace(known, shape=shape, chunks=[*known.chunks, _Chunk(name, first, place, lengths)])
+    return facts
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

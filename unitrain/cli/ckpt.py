@@ -53,6 +53,8 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    damaged = [name for name, manifest in manifests.items() if not _is_listable(manifest)]
+    manifests |= {name: {} for name in damaged}
     results = list(dict.fromkeys(name for manifest in manifests.values() for name in manifest.get("results", {})))
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("checkpoint")
@@ -63,8 +65,20 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
         size = sum(one["bytes"] for one in manifest.get("files", {}).values()) / 1e6
         place = [str(manifest.get(key, "?")) for key in ("epoch", "step")]
         shown = ["" if number is None else f"{number:.4g}" for number in numbers]
-        table.add_row(name, *place, *shown, f"{size:.1f}" if manifest else "no manifest")
+        without_size = "damaged manifest" if name in damaged else "no manifest"
+        table.add_row(name, *place, *shown, f"{size:.1f}" if manifest else without_size)
     Console(width=None if Console().is_terminal else 200).print(table)
+
+
+def _is_listable(manifest: dict[str, Any]) -> bool:
+    """Return whether the results and the sizes of files in `manifest` have the types that unitrain writes."""
+    results, files = manifest.get("results", {}), manifest.get("files", {})
+    return (
+        isinstance(results, dict)
+        and all(isinstance(number, int | float | None) for number in results.values())
+        and isinstance(files, dict)
+        and all(isinstance(one, dict) and isinstance(one.get("bytes"), int) for one in files.values())
+    )
 
 
 @ckpt.command()

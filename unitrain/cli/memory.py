@@ -75,6 +75,8 @@ def memory(
         check_script(script)
     except Exception as error:
         raise click.UsageError(str(error)) from error
+    if json_file is not None and not json_file.parent.is_dir():
+        raise click.UsageError(f"The folder '{json_file.parent}' of --json does not exist. Create it before the run.")
     from unitrain.memory import report
     from unitrain.memory.measurement import measure
     from unitrain.memory.process_memory import check_host_memory
@@ -97,4 +99,9 @@ def memory(
     report.show(records, predicted_ranks)
     if json_file is not None:
         settings = {"script": str(script), "args": args, "predicted_ranks": predicted_ranks}
-        report.write_json(records, predicted_ranks, settings, json_file)
+        try:
+            report.write_json(records, predicted_ranks, settings, json_file)
+        except OSError as error:
+            raise click.ClickException(
+                f"The report cannot be written to '{json_file}': {error.strerror}. Use another file."
+            ) from error

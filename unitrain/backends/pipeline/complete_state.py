@@ -13,6 +13,7 @@ from unitrain.backends.objects import broadcast_with_tensors
 from unitrain.backends.pipeline.stage_module import StageModule
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import CheckpointError, ModelError
+from unitrain.validation import describe_value
 
 _MAX_LISTED = 4
 
@@ -29,8 +30,13 @@ def gather_model_state(communicator: Communicator, stages: int, module: StageMod
 def load_model_state(module: StageModule, names: list[str], state: Mapping[str, Any]) -> None:
     """Load this stage's part of `state`, a state dict of the complete model with the keys `names`.
 
-    Raises CheckpointError, the same on all ranks, if keys are missing or unknown.
+    Raises CheckpointError if `state` is no dictionary, if keys are missing or unknown, and if tensors do not fit.
     """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"Pipeline.load_state_dict takes the state dict of the complete model, got {describe_value(state)}. Pass "
+            "the result of pipeline.state_dict()."
+        )
     missing, unknown = [name for name in names if name not in state], [name for name in state if name not in names]
     if missing or unknown:
         problem = ", ".join((missing or unknown)[:_MAX_LISTED])
@@ -38,7 +44,13 @@ def load_model_state(module: StageModule, names: list[str], state: Mapping[str, 
             f"Pipeline.load_state_dict takes the state of the complete model, but {len(missing)} of its {len(names)} "
             f"tensors are missing and {len(unknown)} are unknown: {problem}. Pass the state dict of the same model."
         )
-    module.load_state_dict({name: state[name] for name in module.state_dict()})
+    try:
+        module.load_state_dict({name: state[name] for name in module.state_dict()})
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"The state does not fit the model of the pipeline: {' '.join(str(error).split())}. Pass the state dict of "
+            "the same model."
+        ) from error
 
 
 def gather_optimizer_state(
@@ -74,10 +86,30 @@ def load_optimizer_state(
 ) -> None:
     """Load this stage's part of `state`, a state dict of an optimizer of the complete model. All ranks call it.
 
-    Raises CheckpointError if the groups have other numbers of parameters.
+    Raises CheckpointError on every rank if `state` is not the state of such an optimizer.
     """
     own = call_on_all_ranks(communicator, lambda: _names_by_group(module, optimizer))
     by_stage = [communicator.broadcast_object(own, root=stage) for stage in range(stages)]
+
+    def load() -> None:
+        try:
+            _load_stage(optimizer, own, by_stage, state)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise CheckpointError(
+                f"The optimizer state cannot be loaded: {type(error).__name__}: {error}. Pass the result of "
+                "pipeline.optimizer_state_dict(optimizer)."
+            ) from error
+
+    call_on_all_ranks(communicator, load)
+
+
+def _load_stage(
+    optimizer: torch.optim.Optimizer,
+    own: list[list[str]],
+    by_stage: list[list[list[str]]],
+    state: Mapping[str, Any],
+) -> None:
+    """Load the entries of the parameters `own` of `state` into `optimizer`. `by_stage` are the parameters by group."""
     groups = [[name for names in by_stage for name in names[number]] for number in range(len(own))]
     saved = state["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group) for group in groups]:

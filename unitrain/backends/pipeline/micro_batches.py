@@ -34,10 +34,13 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> list[int]:
 
 
 def split_batch(inputs: Any, micro_batches: int) -> list[Tensor]:
-    """Return the micro-batches of `inputs`, a tensor [samples, ...]. Raises TensorError for anything else."""
+    """Return the micro-batches of `inputs`, a dense tensor [samples, ...]. Raises TensorError for anything else."""
     if not isinstance(inputs, Tensor) or inputs.dim() == 0 or len(inputs) == 0:
         found = f"shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
         raise TensorError(f"The inputs of a Pipeline must be one tensor [samples, ...], got {found}. Pass a batch.")
+    if inputs.is_meta or inputs.layout is not torch.strided:
+        found = "has no data, because it is on the device 'meta'" if inputs.is_meta else f"is {inputs.layout}"
+        raise TensorError(f"The inputs of a Pipeline must be one dense tensor, but the tensor {found}. Pass a batch.")
     return list(inputs.split(micro_batch_sizes(len(inputs), micro_batches)))
 
 

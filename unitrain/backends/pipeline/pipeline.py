@@ -150,6 +150,8 @@ class Pipeline:
         their outputs. Raises DataError if the ranks of a replica have different batches at that time.
         """
         self._backend.check_collective_allowed("Pipeline.forward_backward")
+        fix = "Use loss_weight=loader.loss_weight"
+        validation.check_non_negative("Pipeline.forward_backward(loss_weight=...)", loss_weight, fix)
         micro_batches = split_batch(inputs, self._micro_batches)
         parts = split_targets(targets, [len(values) for values in micro_batches], loss_weight)
         loss = self._runs.forward_backward(micro_batches, parts)

@@ -159,7 +159,13 @@ class GradientReducer:
 
     def assign(self, parameter: nn.Parameter, pieces: list[Piece]) -> None:
         """Set the owners of the elements of `parameter`. All ranks call it with the same pieces."""
-        number = self._index[id(parameter)]
+        number = self._index.get(id(parameter))
+        if number is None:
+            raise ModelError(
+                f"The optimizer got a new parameter of shape {list(parameter.shape)} that does not belong to the "
+                'distributed model, so shard="gradients" cannot reduce its gradient. Add parameters of the model only: '
+                'optimizer.add_param_group({"params": layer.parameters()}).'
+            )
         if isinstance(parameter.grad, ShardedGradient):
             raise ModelError(
                 f"Gradient {self._names[number]!r} is already sharded by elements, which this optimizer does not "
