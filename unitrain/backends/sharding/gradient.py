@@ -110,8 +110,8 @@ class GradientGroup:
                 "clipping through the model that backend.distributed_model returned."
             )
         if order not in gradient._norms:
-            missing = [one for one in self.gradients if order not in one._norms and one.added is None]
-            self._compute_norms(missing, order)
+            # All of them: which norms of unused gradients, such as frozen parameters, are cached differs between ranks.
+            self._compute_norms(self.gradients, order)
         return gradient._norms[order]
 
     def _compute_norms(self, gradients: Sequence[ShardedGradient], order: float) -> None:
@@ -133,7 +133,8 @@ class GradientGroup:
         if not math.isinf(order):
             total = total.pow(1 / order)
         for gradient, value in zip(gradients, total.unbind(), strict=True):
-            gradient._norms[order] = value.to(gradient.dtype.to_real())
+            if gradient.added is None:
+                gradient._norms[order] = value.to(gradient.dtype.to_real())
 
 
 def _raise_unsupported(name: str) -> NoReturn:
