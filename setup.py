@@ -10,7 +10,7 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "unitrain" / "__init__.py").read_text())
 assert version, "unitrain/__init__.py states the version"
 
-examples = ["scikit-learn>=1.3", "torchvision>=0.21"]
+examples = ["scikit-learn>=1.3", "torchvision>=0.29"]
 # Horovod is not listed, because no release builds against a current torch: `unitrain horovod build` installs it.
 horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
 torchmetrics = ["torchmetrics>=1.4"]
@@ -83,7 +83,7 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.0",
         "safetensors>=0.4",
-        "torch>=2.6",
+        "torch>=2.14",
     ],
     extras_require={
         "horovod": horovod,
