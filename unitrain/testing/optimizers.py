@@ -196,14 +196,14 @@ def optimizer_of_other_parameters_raises(backend: Backend) -> None:
     unrelated_optimizer = torch.optim.SGD(build().parameters(), lr=0.1)
     text = raises(
         ModelError,
-        "6 of 6 parameters that are not",
+        "6 of the optimizer's 6 parameters do not belong to",
         lambda: backend.distributed_optimizer(unrelated_optimizer, wrapped),
     )
     assert_same_on_every_rank(backend, text)
     if backend.size > 1:
         own = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         mixed = unrelated_optimizer if backend.rank == backend.size - 1 else own
-        raises(ModelError, "parameters that are not", lambda: backend.distributed_optimizer(mixed, wrapped))
+        raises(ModelError, "parameters do not belong to", lambda: backend.distributed_optimizer(mixed, wrapped))
 
 
 @contract
