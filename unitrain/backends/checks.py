@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unitrain import validation
 from unitrain.backends.base import Communicator, ReduceOp, Shard
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
-from unitrain.backends.pipeline.stage_module import StageModule
+from unitrain.backends.pipeline.stage_runs import StageModule
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, ModelError, TensorError, UnsupportedError, did_you_mean
 from unitrain.monitoring.flight_recorder import dtype_name

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -187,19 +187,6 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 _raise_if_unused(error)
                 raise
             self._local_gradients.check(optimizer)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ModelError(
-            f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be copied, because its copy would "
-            "need a process group. Copy the model inside it: copy.deepcopy(backend.unwrap(model)), or "
-            "AveragedModel(backend.unwrap(model))."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ModelError(
-            f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be pickled, because it holds a "
-            "process group. Save the model inside it: torch.save(backend.unwrap(model).state_dict(), path)."
-        )
 
     def _find_models_with_shared_parameters(self) -> None:
         """Find the distributed models that share trained parameters with this one."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from unitrain.errors import ModelError
+from unitrain.torch_compat import unwrap_compiled
+
 
 class WrappedModel:
-    """A module that calls the user's model, `module`, and reduces its gradients. `shard` is the sharding setting."""
+    """A module that calls the user's model, `module`, and reduces its gradients. It cannot be copied or pickled.
+
+    `shard` is the sharding setting.
+    """
 
     module: nn.Module
     shard: Any
@@ -26,3 +32,16 @@ class WrappedModel:
     def leave_group(self) -> None:
         """Release the process group."""
         raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ModelError(
+            f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be copied, because its copy would "
+            "need a process group. Copy the model inside it: copy.deepcopy(backend.unwrap(model)), or "
+            "AveragedModel(backend.unwrap(model))."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ModelError(
+            f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be pickled, because it holds a "
+            "process group. Save the model inside it: torch.save(backend.unwrap(model).state_dict(), path)."
+        )

@@ -2,9 +2,8 @@
 
 pipeline          `Pipeline`, the public class
 stages            torch's PipelineStage with micro-batches of different sizes
-stage_runs        runs of the micro-batches of a batch: the interface, and the runs of a single stage
+stage_runs        the module of one stage, the interface of runs of its micro-batches, and the runs of a single stage
 scheduled_runs    runs of torch's schedules, and the exchange of shapes between stages
-stage_module      the module of one rank's blocks
 micro_batches     division of a batch, with weights so that the loss is the mean over the batch
 partition         division of the blocks among stages with the smallest maximum of time or memory
 measurement       time and memory of each block

@@ -23,8 +23,7 @@ from unitrain.backends.pipeline.measurement import measure_blocks, memory_of_sta
 from unitrain.backends.pipeline.micro_batches import LossFunction, split_batch, split_targets
 from unitrain.backends.pipeline.partition import partition
 from unitrain.backends.pipeline.replicas import Replicas
-from unitrain.backends.pipeline.stage_module import StageModule
-from unitrain.backends.pipeline.stage_runs import SingleStageRuns, StageRuns
+from unitrain.backends.pipeline.stage_runs import SingleStageRuns, StageModule, StageRuns
 from unitrain.backends.rank_groups import RankGroup
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import ConfigError, ModelError

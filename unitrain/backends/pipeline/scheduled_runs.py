@@ -13,8 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from unitrain.backends.checks import DTYPES
 from unitrain.backends.pipeline.micro_batches import LossFunction, Target, checksum, specification, weighted_loss
-from unitrain.backends.pipeline.stage_module import StageModule
-from unitrain.backends.pipeline.stage_runs import StageRuns
+from unitrain.backends.pipeline.stage_runs import StageModule, StageRuns
 from unitrain.backends.pipeline.stages import ShapedStage, TensorShape
 from unitrain.backends.rank_groups import RankGroup
 from unitrain.errors import DataError, ModelError

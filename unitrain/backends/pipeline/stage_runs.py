@@ -1,4 +1,4 @@
-"""The interface of runs of the micro-batches of a batch, and the runs of a model with one stage."""
+"""The module of one pipeline stage, the interface of runs of its micro-batches, and the runs of a single stage."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unitrain.backends.pipeline.micro_batches import LossFunction, Target, weighted_loss
-from unitrain.backends.pipeline.stage_module import StageModule
+
+
+class StageModule(nn.Sequential):
+    """The blocks of one stage of a pipeline, with their names in the complete model."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first = next(iter(self.children()))
+        if inputs.is_leaf and inputs.requires_grad and torch.is_grad_enabled() and getattr(first, "inplace", False):
+            inputs = inputs.clone()  # autograd does not allow a write to a leaf
+        output: Tensor = super().forward(inputs)  # type: ignore[no-untyped-call]
+        return output
 
 
 class StageRuns(ABC):

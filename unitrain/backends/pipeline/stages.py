@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from unitrain.backends.pipeline.stage_module import StageModule
+from unitrain.backends.pipeline.stage_runs import StageModule
 from unitrain.backends.rank_groups import RankGroup
 from unitrain.torch_compat import skip_shape_validation
 

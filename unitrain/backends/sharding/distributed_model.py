@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -155,19 +155,6 @@ class ShardedGradientModel(nn.Module, WrappedModel):
                 "backend.distributed_model(model, find_unused_parameters=True)."
             )
         self._local.check(optimizer)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ModelError(
-            f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be copied, because its copy would "
-            "need a process group. Copy the model inside it: copy.deepcopy(backend.unwrap(model)), or "
-            "AveragedModel(backend.unwrap(model))."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ModelError(
-            f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be pickled, because it holds a "
-            "process group. Save the model inside it: torch.save(backend.unwrap(model).state_dict(), path)."
-        )
 
     @disable_compile
     def _before_forward(self) -> None:
