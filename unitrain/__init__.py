@@ -1,4 +1,4 @@
-"""Train one PyTorch script on native DDP or Horovod, under any launcher, with the same numbers.
+"""Run one PyTorch training script on native DDP or Horovod, under any launcher, with the same numerical results.
 
     import unitrain
 
@@ -7,7 +7,7 @@
         optimizer = backend.distributed_optimizer(optimizer, model)
         ...
 
-`import unitrain` does not import torch. The first use of a name imports the module that defines it.
+`import unitrain` does not import torch. The first access to a public name imports the module that defines it.
 """
 
 from __future__ import annotations

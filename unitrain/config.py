@@ -26,7 +26,7 @@ Uneven = Literal["weight", "drop", "pad"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of a training run. Every rank passes the same values.
+    """Settings of a training run. Every rank must pass the same values.
 
     Only `max_epochs` or `max_steps` is required. A step is one optimizer update; a micro-batch is the batch of one
     forward and backward pass on one rank. Raises ConfigError for an invalid value or combination.
@@ -38,110 +38,124 @@ class TrainConfig:
     max_steps: int | None = None
     """Total optimizer steps of the run, including those before a resume."""
     max_seconds: float | None = None
-    """Time limit of one call of `fit`. At the limit, it stops and saves a checkpoint, from which it can be resumed."""
+    """Time limit of one `fit` call. At the limit, `fit` stops and saves a checkpoint, from which the run can be
+    resumed.
+    """
     limit_train_steps: int | None = None
     """End each epoch after this many optimizer steps."""
     limit_val_batches: int | None = None
-    """Validate on at most this many batches; the samples do not depend on the number of ranks."""
+    """Validate on at most this many batches. The selected samples do not depend on the number of ranks."""
     dry_run: bool = False
-    """Test a script: train one step and validate one batch, without checkpoints and logs."""
+    """Test a script: train one step and validate one batch, without writing checkpoints or logs."""
     preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
-    """Signals that stop the run if it has an `output_dir`. When any rank receives one, all ranks stop at the same step
+    """Signals that stop the run, if it has an `output_dir`. If any rank receives one, all ranks stop at the same step
     within about two seconds, save a checkpoint, and exit with code 75. A second signal more than three seconds later
-    terminates the process immediately."""
+    terminates the process immediately.
+    """
 
     # --- Batches ------------------------------------------------------------------------------------------------------
     # global_batch_size = batch_size * gradient_accumulation_steps * ranks. Any two settings define the third.
     batch_size: int | None = None
-    """Samples per rank and micro-batch. A DataLoader has its own batch size. An elastic job keeps its initial global
-    batch size when its number of ranks changes."""
+    """Samples per rank and micro-batch. If the data is a DataLoader, its batch size is used. An elastic job keeps its
+    initial global batch size when its number of ranks changes.
+    """
     gradient_accumulation_steps: int | None = None
     """Micro-batches per optimizer step. The default is 1 unless `global_batch_size` is set."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all ranks. If it is the only setting, it is divided equally among ranks."""
+    """Samples per optimizer step over all ranks. If this is the only setting, it is divided by the number of ranks."""
     eval_batch_size: int | None = None
-    """Samples per rank and batch in evaluation. By default the batch size of the DataLoader, or of training."""
+    """Samples per rank and batch in evaluation. The default is the batch size of the DataLoader, or of training."""
 
     # --- Data ---------------------------------------------------------------------------------------------------------
     seed: int = 0
-    """Seed of the data order and of the random number generators per rank (dropout, augmentation). DataLoader workers
-    are seeded in every epoch, persistent workers only when they start."""
+    """Seed of the data order and of each rank's random number generators (dropout, augmentation). DataLoader workers
+    are seeded in every epoch, persistent workers only when they start.
+    """
     shuffle: bool = True
-    """Shuffle a Dataset in every epoch. The order of a DataLoader depends on its sampler."""
+    """Shuffle a Dataset in every epoch. The order of a DataLoader is that of its sampler."""
     num_workers: int = 0
     """Worker processes per rank that load a Dataset; 0 loads it in the training process."""
     stream: StreamKind = "shared"
     """How ranks and workers read an IterableDataset. "shared": the dataset yields the same items everywhere and must
-    not shard itself; unitrain shards the items. "own": each rank and worker yields different items, as for random
-    episodes or datasets that shard themselves. If the dataset or sampler has a method `set_epoch`, it is called in
-    every epoch."""
+    not shard itself; unitrain shards the items. "own": the dataset yields different items on each rank and worker, such
+    as random episodes or pre-sharded files. If the dataset or sampler has a method `set_epoch`, it is called in every
+    epoch.
+    """
     uneven: Uneven = "weight"
-    """How to handle unequal numbers of batches per rank. "weight": train on every sample once; ranks without data
-    compute dummy batches with weight 0. "drop": end the epoch when any rank has no full step left. "pad": ranks without
-    data repeat their batches, with full weight, until all ranks have finished."""
+    """How to handle different numbers of batches per rank. "weight": train on every sample once; ranks that have run
+    out of data process dummy batches with weight 0. "drop": end the epoch when any rank has no full step left. "pad":
+    ranks that have run out of data repeat their batches, with full weight, until all ranks have finished.
+    """
 
     # --- Model --------------------------------------------------------------------------------------------------------
     find_unused_parameters: bool = False
-    """Allow parameters that are not used in the loss of a step, as in DDP."""
+    """Allow parameters that do not contribute to the loss of a step, as in DDP."""
     sync_batch_norm: bool = False
     """Synchronize BatchNorm layers: normalize over the micro-batch samples of all ranks."""
     channels_last: bool = False
     """Convert images and 4-d parameters to the memory format torch.channels_last."""
     checkpoint_activations: tuple[str, ...] = ()
     """Class names of modules, such as "TransformerEncoderLayer", whose activations are recomputed in the backward pass
-    instead of stored. This takes less memory and more time. Results are the same."""
+    instead of being stored. This trades compute time for memory; the results are the same.
+    """
     compile: bool | CompileMode = False
-    """Compile the model with torch.compile: True, or one of its modes. Another batch size triggers a recompilation with
-    dynamic shapes."""
+    """Compile the model with torch.compile: True, or one of its modes. A change of the batch size triggers a
+    recompilation with dynamic shapes.
+    """
     ema_decay: float | None = None
-    """Keep an exponential moving average of the weights, updated after each step: average = ema_decay * average +
-    (1 - ema_decay) * weight. Buffers are copied. Evaluation uses the average."""
+    """Maintain an exponential moving average of the weights, updated after each step: average = ema_decay * average +
+    (1 - ema_decay) * weight. Buffers are copied. Evaluation uses the average.
+    """
 
     # --- Optimization -------------------------------------------------------------------------------------------------
     precision: PrecisionName = "fp32"
     """Autocast format of the forward pass. With "fp16" the loss is scaled, and a step whose gradients overflow on any
     rank is skipped on all ranks."""
     tf32: bool | None = None
-    """Whether GPUs may multiply float32 matrices in TF32; None keeps torch's setting."""
+    """Whether float32 matrix multiplications on GPUs may use TF32; None keeps torch's setting."""
     max_grad_norm: float | None = None
-    """Clip the gradient of the global batch to this norm."""
+    """Clip the gradient norm of the global batch to this value."""
     compression: Compression = "none"
     """Gradient compression for communication: "none", "fp16", "bf16", "powersgd" or a PowerSGD object (its state is
     saved in checkpoints)."""
     shard: Shard = "none"
-    """"state" shards the optimizer state over ranks (ZeRO-1): each rank updates its part of the parameters and
-    broadcasts it. "gradients" also shards the gradients (ZeRO-2). "parameters" also shards the parameters (ZeRO-3):
-    those of a block are gathered for its forward and backward pass. Results are the same as with "none". Checkpoints
-    are sharded too, see `checkpoint_format`."""
+    """"state" shards the optimizer state across ranks (ZeRO-1): each rank updates its shard of the parameters and
+    broadcasts it. "gradients" also shards the gradients (ZeRO-2). "parameters" also shards the parameters (ZeRO-3),
+    which are all-gathered block by block for the forward and backward pass. The results are the same as with "none".
+    Checkpoints are also sharded; see `checkpoint_format`.
+    """
     shard_blocks: tuple[str, ...] = ()
     """With shard="parameters", class names of the blocks whose parameters are gathered together, such as
-    "TransformerEncoderLayer". By default, blocks are the outermost modules whose class occurs several times."""
+    "TransformerEncoderLayer". By default, blocks are the outermost modules whose class occurs more than once.
+    """
     lr_scaling: LrScaling = "none"
     """Multiply the optimizer's learning rates by k = global batch size / `reference_batch_size` ("linear") or by its
     square root ("sqrt")."""
     reference_batch_size: int | None = None
     """Global batch size for which the optimizer's learning rates were chosen. Required by `lr_scaling`."""
     warmup_steps: int = 0
-    """Steps over which the factor of `lr_scaling` grows from 1 to its full value."""
+    """Steps over which the factor of `lr_scaling` increases from 1 to its full value."""
     scheduler_interval: SchedulerUnit = "step"
-    """Whether the learning rate scheduler steps after each "step" or each "epoch"."""
+    """Whether the learning-rate scheduler steps after each "step" or each "epoch"."""
     monitor: str | None = None
-    """The result that ReduceLROnPlateau monitors; by default val_loss, or train_loss without validation."""
+    """The result that ReduceLROnPlateau monitors. The default is val_loss, or train_loss without validation."""
 
     # --- Validation and logging ---------------------------------------------------------------------------------------
     validate_every_steps: int | None = None
     """Also validate every N steps within an epoch. Schedulers, EarlyStopping and `keep_best` use only the validation at
     the end of the epoch."""
     log_every_n_steps: int | None = None
-    """Steps between sync points, at which the ranks synchronize the training loss and any stop request, and rank 0
-    shows and logs the exact mean loss. By default about every two seconds."""
+    """Steps between sync points, at which the ranks synchronize the training loss and stop requests, and rank 0
+    displays and logs the exact mean loss. By default, a sync point occurs about every two seconds.
+    """
     progress: ProgressStyle = "auto"
     """Progress display of rank 0: "bar", "lines", "off", or "auto" (a bar on a terminal, otherwise lines)."""
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
     output_dir: str | Path | None = None
-    """Folder for checkpoints, history and logs; nothing is written without it. `fit` locks it against other jobs with
-    `flock` on its file `.lock`."""
+    """Folder for checkpoints, history and logs; nothing is written without it. `fit` locks it against other jobs, with
+    `flock` on the file `.lock` in it.
+    """
     resume: bool | str | Path = False
     """True or "auto" resumes from the newest valid checkpoint in `output_dir`, or starts a new run if there is none. A
     path resumes from that checkpoint or run folder, which must exist."""
@@ -150,12 +164,13 @@ class TrainConfig:
     checkpoint_every_steps: int | None = None
     """Also save a checkpoint every N optimizer steps."""
     checkpoint_every_minutes: float | None = None
-    """Also save a checkpoint when this time has elapsed on rank 0 since the last one."""
+    """Also save a checkpoint when this much time has elapsed on rank 0 since the last one."""
     async_checkpoints: bool = True
-    """Write checkpoints in a background thread; training waits only for the copy to host memory."""
+    """Write checkpoints in a background thread; training waits only until the state is copied to host memory."""
     checkpoint_format: CheckpointFormat = "auto"
-    """"full": rank 0 gathers the state and writes it. "sharded": every rank writes its part, in parallel and without
-    gathering. "auto" is "sharded" if `shard` is set, otherwise "full". A run can resume from either format."""
+    """"full": rank 0 gathers the state and writes it. "sharded": all ranks write their parts in parallel, without
+    gathering. "auto" is "sharded" if `shard` is set, otherwise "full". A run can resume from either format.
+    """
     keep_last: int | None = 3
     """Number of newest checkpoints to keep; None keeps all."""
     keep_every: int | None = None
@@ -344,7 +359,7 @@ _BOOLEAN_SETTINGS = (
     "async_checkpoints",
     "dry_run",
 )
-# Settings of checkpoints. Without output_dir, values other than the default are an error.
+# Checkpoint settings. Without output_dir, values other than the defaults are an error.
 CHECKPOINT_SETTINGS = (
     "checkpoint_every_epochs",
     "checkpoint_every_steps",
@@ -357,7 +372,7 @@ CHECKPOINT_SETTINGS = (
 
 
 def dry_run_config(config: TrainConfig) -> TrainConfig:
-    """Return `config` with one validation batch and without output."""
+    """Return `config` limited to one validation batch, without output."""
     return replace(
         config,
         limit_val_batches=1,

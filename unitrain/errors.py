@@ -1,7 +1,7 @@
 """All errors that unitrain raises intentionally.
 
-The first sentence of a message states what was requested and found; the second one is a fix that can be pasted.
-Each class also subclasses a builtin exception, so that `except ValueError` in a user's script catches it.
+The first sentence of a message states what was requested and found; the second suggests a fix that can be pasted. Each
+class also subclasses a builtin exception, so that `except ValueError` in a user's script catches it.
 
     UnitrainError
     ├── ConfigError                 (ValueError)    invalid setting or argument, or invalid combination
@@ -21,7 +21,7 @@ Each class also subclasses a builtin exception, so that `except ValueError` in a
     ├── CallbackError               (RuntimeError)  a callback failed
     ├── AuthenticationError         (RuntimeError)  a message does not come from a process of this job
     ├── LoggerError                 (RuntimeError)  a logger cannot be started
-    ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or its result has no numbers
+    ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or its result contains no numbers
     ├── DataError                   (ValueError)    dataset that cannot be sharded
     ├── CheckpointError             (OSError)       checkpoint that cannot be written or restored
     ├── ReportError                 (ValueError)    folder without the record of a run, or with a corrupt one
@@ -76,7 +76,7 @@ class TensorError(UnitrainError, ValueError):
 
 
 class CollectiveMismatchError(UnitrainError, RuntimeError):
-    """The ranks called different collectives, or with different arguments. It is raised on every rank."""
+    """The ranks called different collectives, or passed different arguments. Raised on every rank."""
 
 
 class CollectiveTimeoutError(UnitrainError, TimeoutError):
@@ -128,8 +128,8 @@ class FunctionError(UnitrainError, ValueError):
 
 
 class RankFailedError(UnitrainError, RuntimeError):
-    """A rank of `unitrain.run` failed. `rank` is the rank that failed first, and its exception is the `__cause__` of
-    this error.
+    """A rank of `unitrain.run` failed. `rank` is the first rank that failed; its exception is the `__cause__` of this
+    error.
 
     `rank` is None if no rank raised an exception, for example because a process was killed.
     """
@@ -142,7 +142,7 @@ class RankFailedError(UnitrainError, RuntimeError):
 class Preempted(SystemExit):
     """A signal stopped the run, which has saved a checkpoint. The exit code is 75 (EX_TEMPFAIL of sysexits.h).
 
-    It is not a UnitrainError, because it is not a failure.
+    It is not a UnitrainError, because preemption is not a failure.
     """
 
     def __init__(self, reason: str | None) -> None:

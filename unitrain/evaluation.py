@@ -27,7 +27,7 @@ LossFunction = Callable[[Any, Any], LossOutput]
 
 
 class Evaluation:
-    """Evaluates the user's `model` in eval mode, with rank 0's buffers. All ranks make the same calls.
+    """Evaluates the user's `model` in eval mode, with the buffers of rank 0. All ranks must make the same calls.
 
     Shards differ between ranks and may be empty. An error on one rank is raised on all ranks.
     """
@@ -97,7 +97,7 @@ class Evaluation:
         modes_before = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            # Evaluation must not change the RNG state of training, also within an epoch.
+            # Evaluation, including within an epoch, must not change the RNG state of training.
             with preserve_generators(self._communicator.device), torch.no_grad():
                 yield
         finally:

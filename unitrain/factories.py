@@ -1,4 +1,4 @@
-"""Loading of training functions, named on a command line, that return the arguments of `Trainer` and `fit`."""
+"""Call training functions that are named on a command line and return the arguments of `Trainer` and `fit`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def call_training_function(target: str) -> Mapping[str, Any]:
 
     The function takes no arguments. It returns a dictionary with "model", "optimizer", "loss_fn", "config",
     "train_data" and optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises ConfigError if
-    the function does not exist or its result has another type.
+    the function does not exist or does not return such a dictionary.
     """
     import unitrain
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_TIMEOUT_SECONDS = 365 * 24 * 3600  # without a timeout, a hang would never be reported
 
-# The default backend per launcher: the one for which the launcher was designed.
+# The default backend per launcher: the one that the launcher was designed for.
 _BACKEND_OF_LAUNCHER = {
     "none": "local",
     "torchrun": "ddp",
@@ -47,8 +47,8 @@ def init(
     Args:
         backend: "ddp", "horovod", "local" or the name of an installed backend. The default is UNITRAIN_BACKEND, or else
             the launcher's backend (torchrun: ddp, horovodrun: horovod), or else "local".
-        device: the device of this rank's tensors. The default is this rank's GPU if there is one, otherwise the CPU.
-        transport: for example "gloo" or "nccl". The default is UNITRAIN_TRANSPORT, or else depends on the device.
+        device: the device of this rank's tensors. The default is this rank's GPU, or the CPU if there is no GPU.
+        transport: for example "gloo" or "nccl". The default is UNITRAIN_TRANSPORT, or else the device's transport.
         timeout_seconds: the timeout of the rendezvous and of every later collective.
 
     All ranks call it, and may call it again after `shutdown`. Raises UnknownBackendError, BackendUnavailableError,

@@ -1,4 +1,4 @@
-"""Gathering of the model outputs of all ranks, in the order of the data."""
+"""Collects the model outputs of all ranks in dataset order."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ class Outputs:
     def gather(self, communicator: Communicator, stride_unit: StrideUnit | None = None) -> Any:
         """Return the outputs of all ranks in rank order, with the same nesting, on the CPU of every rank.
 
-        If the ranks took samples or batches in turn (`stride_unit`), the order of the data is restored. All ranks call
-        it, including those without batches. Raises ModelError on all ranks if the structure of the outputs differs.
+        If the samples or batches were distributed round-robin (`stride_unit`), restores the order of the data. All
+        ranks call it, including those without batches. Raises ModelError on all ranks if the structure of the outputs
+        differs.
         """
         rows = self._samples if self._specs or not self._batches else []
         rows = rows if stride_unit == "batches" else [sum(rows)]

@@ -1,4 +1,4 @@
-"""The training loop: fit -> epoch -> step. Read it from top to bottom."""
+"""The training loop: fit, epoch, step. Read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ from unitrain.validation import check_path, check_result_name, check_text
 
 
 class Trainer:
-    """Trains `model` on all ranks of `backend`, with the same results as one process that trains on the global batch.
+    """Trains `model` on all ranks of `backend`, with the same results as a single process with the same global batch
+    size.
 
-    All ranks create it with the same arguments and call the same methods.
+    All ranks must pass the same arguments and call the same methods.
 
     `optimizer` contains the parameters of `model`, and `scheduler` belongs to `optimizer`. `scheduler` may also be a
-    function `scheduler(optimizer, total_steps)`, which `fit` calls when the number of steps is known.
-    `loss_fn(output, target)` returns the mean loss over the batch, or a pair (sum, count) if tokens or pixels are
-    counted. `metrics` maps names to functions that return the mean over the batch or one value per sample, or to
-    torchmetrics objects, which are merged over ranks exactly.
-    A batch is a pair (inputs, targets), and the model is called with the inputs. For other batches or models, pass
-    a function `forward(model, batch)` that calls `model` and returns (output, target).
-    `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard", "wandb" and "mlflow"; rank 0 logs.
+    function `scheduler(optimizer, total_steps)`, which `fit` calls when the number of steps is known. `loss_fn(output,
+    target)` returns the mean loss over the batch, or a pair (sum, count) for a mean over tokens or pixels. `metrics`
+    maps names to functions that return the mean over the batch or one value per sample, or to torchmetrics objects,
+    whose states are merged exactly over ranks. A batch is a pair (inputs, targets), and the model is called with the
+    inputs. For other batch structures, pass a function `forward(model, batch)` that calls `model` and returns (output,
+    target). `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard", "wandb" and "mlflow"; rank 0 logs.
 
-    With `config.resume` the constructor restores the state. With `config.ema_decay`, `averaged_model` has the averaged
-    weights and is used for all evaluation. For callbacks, `progress` counts epochs, steps and samples, `result_names`
-    are the names of the results of `fit`, and `last_loss` is the last loss on this rank.
+    With `config.resume`, the constructor restores the state. With `config.ema_decay`, `averaged_model` contains the
+    averaged weights and is used for evaluation. For callbacks, `progress` counts epochs, steps and samples,
+    `result_names` are the names of the results of `fit`, and `last_loss` is the last loss on this rank.
 
     Raises ConfigError, ModelError, CheckpointError or MissingDependencyError (for a logger) on every rank.
     """
@@ -182,7 +182,7 @@ class Trainer:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler; None without one, and before `fit` if it is a function of the number of steps."""
+        """The scheduler. None if there is none, or before `fit` if the argument was a function."""
         return self._scheduler.scheduler if isinstance(self._scheduler, PlannedScheduler) else self._scheduler
 
     @property
@@ -192,16 +192,16 @@ class Trainer:
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason why the last `fit` stopped early, or None. It is the same on every rank."""
+        """The reason for which the last `fit` stopped early, or None. It is the same on every rank."""
         return self._stopping.reason
 
     def fit(self, train_data: Data, val_data: Data | Mapping[str, Data] | None = None) -> dict[str, float]:
         """Train until `config.max_epochs` or `config.max_steps` is reached, and return the results of the last epoch.
 
         The results are train_loss and, with `val_data`, val_loss and the metrics with the prefix val_: exact means over
-        the samples of all ranks. For several datasets pass a mapping such as {"clean": ..., "noisy": ...}; the results
-        are then named val_clean_loss and so on. If the run is already complete, `val_data` is evaluated and there is no
-        train_loss.
+        the samples of all ranks. For several datasets, pass a mapping such as {"clean": ..., "noisy": ...}; the results
+        are then named val_clean_loss and so on. If the run is already complete, `fit` only evaluates `val_data`, so the
+        results do not include train_loss.
 
         Raises DataError, ConfigError, CheckpointError or NonFiniteLossError on every rank. If any rank receives one of
         `config.preemption_signals`, `fit` saves a checkpoint and raises Preempted, which exits with code 75.
@@ -249,7 +249,7 @@ class Trainer:
         return self._validate(validation) if results is None else results
 
     def evaluate(self, data: Data) -> dict[str, float]:
-        """Return "loss" and each metric in eval mode, exact means over the samples of `data`. All ranks call it.
+        """Return "loss" and each metric in eval mode: exact means over the samples of `data`. All ranks call it.
 
         Every rank evaluates its shard with the buffers of rank 0, and returns the same results.
         """
@@ -259,12 +259,11 @@ class Trainer:
     def predict(self, data: Data) -> Any:
         """Return the outputs of the model in eval mode for all samples of `data`, in the order of `data`, on the CPU.
 
-        All ranks call it and return all outputs, so the host memory must be sufficient for one copy per rank on the
-        host. The result has the structure of the model's (or `forward`'s) output: lists, tuples, mappings and
-        dataclasses of tensors whose first dimension indexes the samples. Targets are ignored; without `forward` they
-        may be missing. Every rank evaluates its shard with the buffers of rank 0. With `stream="own"`, the outputs are
-        ordered by rank. Raises DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every
-        rank.
+        All ranks call it and return all outputs, so each host needs enough memory for one copy per rank. The result has
+        the structure of the model's (or `forward`'s) output: lists, tuples, mappings and dataclasses of tensors whose
+        first dimension indexes the samples. Targets are ignored; without `forward` they may be missing. Every rank
+        evaluates its shard with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank. Raises
+        DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
         """
         self._check_data("predict", data=data)
         return self._evaluation.predict(self._evaluation_shard(data))
@@ -273,8 +272,8 @@ class Trainer:
         """Load the weights of a checkpoint, of the newest checkpoint in a run folder, or, with "best", of the best
         checkpoint according to `keep_best`.
 
-        It replaces the weights of the model and, with `config.ema_decay`, their average on every rank. The optimizer,
-        the scheduler and the progress do not change. All ranks call it. For a final evaluation, call
+        Replaces the model's weights and, with `config.ema_decay`, their average on every rank. The optimizer, the
+        scheduler and the progress do not change. All ranks call it. For a final evaluation, call
         `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`. Raises CheckpointError on every rank, or
         ConfigError if the run does not keep its best checkpoint.
         """
@@ -290,10 +289,10 @@ class Trainer:
         load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
 
     def stop(self, reason: str) -> None:
-        """Request that `fit` stops. The `reason` is displayed. Any rank may call it at any time.
+        """Request that `fit` stop, and display `reason`. Any rank may call it at any time.
 
         All ranks stop at the next sync point (about every two seconds, and at the end of an epoch). `fit` then
-        validates and saves a checkpoint, also within an epoch. The run can be resumed from it.
+        validates and saves a checkpoint, even within an epoch, from which the run can be resumed.
         """
         check_text("Trainer.stop(reason)", reason, 'Use trainer.stop("the loss is low enough")')
         self._stopping.request(reason)
@@ -303,7 +302,7 @@ class Trainer:
         self._reporter.log(values, self.progress.step)
 
     def log_image(self, name: str, image: Tensor, caption: str | None = None) -> None:
-        """Log an image: [height, width], or with 1, 3 or 4 channels first or last; uint8, or floats from 0 to 1."""
+        """Log an image [height, width], or with 1, 3 or 4 channels first or last, as uint8 or floats from 0 to 1."""
         self._reporter.log_image(name, image, self.progress.step, caption)
 
     def log_histogram(self, name: str, values: Tensor) -> None:
@@ -316,7 +315,7 @@ class Trainer:
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """The loss scale of fp16, by which gradients are multiplied in `on_before_optimizer_step`; None otherwise."""
+        """The fp16 loss scale, by which gradients in `on_before_optimizer_step` are multiplied; None without fp16."""
         return self._precision.loss_scale()
 
     def _check_data(self, method: str, **data: Any) -> None:
@@ -347,7 +346,7 @@ class Trainer:
             self._update(
                 progress.step, self._learning_rate_factor
             )  # unscale, clip, optimizer step, average, step scheduler
-            self._loss.finish_step()  # after the update: an interrupted step is trained again
+            self._loss.finish_step()  # after the update: an interrupted step is repeated
             self._timer.end_step(micro_batch.step_samples)
             progress.advance(micro_batch.step_samples, micro_batch.step_end)
             self._reporter.count_step(epoch, micro_batch.step_samples)
@@ -367,7 +366,7 @@ class Trainer:
                 with self._timer.measure("validation"):
                     self._reporter.report_validation(epoch, progress.step, self._validate(validation))
         samples = progress.sample - first_sample
-        # A converted checkpoint does not contain the loss sums, so a run resumed from it at the end of an epoch has no
+        # A converted checkpoint does not contain loss sums, so a run resumed from it at the end of an epoch has no
         # train_loss.
         losses = {"train_loss": self._loss.epoch_mean(epoch, progress.step)} if self._loss.steps else {}
         seconds = self._timer.stop()
@@ -412,7 +411,7 @@ class Trainer:
             self._run.save(self.backend.unwrap(self.model), self.optimizer, self._scheduler, results, row)
 
     def _forward_backward(self, batch: Any, micro_batch: MicroBatch) -> None:
-        """Run forward and backward of a micro-batch, and add its weighted gradients."""
+        """Run the forward and backward pass of a micro-batch, and accumulate its weighted gradients."""
         is_dummy, ends_step = not micro_batch.samples, micro_batch.ends_step
         with (
             exclude_from_statistics(self.model) if is_dummy else nullcontext(),
@@ -470,9 +469,9 @@ class Trainer:
             self._scheduler.plan(total, self.backend)
 
     def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Synchronize stop requests, and whether a checkpoint is due. Return the `numbers` of every rank."""
+        """Synchronize stop requests and due checkpoints, and return the `numbers` of every rank."""
         ranks = self._sync_point.exchange(self.progress.step, [self.checkpointer.is_due, *numbers])
-        if ranks[0][0]:  # by the clock of rank 0
+        if ranks[0][0]:  # according to rank 0's clock
             self._save({}, None)
         return [row[1:] for row in ranks]
 

@@ -1,29 +1,29 @@
 """The interface that every backend implements. The training loop uses only this interface.
 
-Contract, identical on every backend; `unitrain.testing` tests each rule:
+The contract is the same for every backend; `unitrain.testing` tests each rule:
 
 1. Collectives return new tensors and leave their input unchanged, for float64/32/16, bfloat16, int64/32, uint8 and
-   bool. The mean of integers or booleans and the sum of booleans are errors. A minimum or maximum is NaN if any rank
-   passes NaN. Sums of half-precision numbers are computed in float32, other sums in the dtype of the input. A mean is
-   the sum divided by the number of ranks, as in torch.distributed, so it overflows if the sum does. Results have no
-   gradient history, so a tensor that requires grad is an error, except under torch.no_grad().
+   bool. The mean of integers or booleans and the sum of booleans raise an error. A minimum or maximum is NaN if any
+   rank passes NaN. Half-precision sums are accumulated in float32, other sums in the dtype of the input. A mean is the
+   sum divided by the number of ranks, as in torch.distributed, so it overflows if the sum does. Collectives are not
+   differentiable, so a tensor that requires grad is an error, except under torch.no_grad().
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks, so clipping, loss scaling, logging
-   and `optimizer.step()` are plain torch code. An optimizer step on gradients that are not reduced over ranks raises
-   ModelError. A `.grad` may be a view of a bucket, as with DDP's gradient_as_bucket_view; clone it to keep it after
-   `zero_grad`. With `shard="gradients"`, a `.grad` is a `ShardedGradient`: each rank stores a slice, norms are those of
-   the complete gradient, and other operations that need it raise ModelError.
-3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither
-   steps the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads and writes,
-   such as a codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. Running
-   statistics, which normalization layers read in eval mode only, differ between ranks until their layer changes to eval
-   mode or `broadcast_buffers` is called.
-4. The optimizer stays the user's object, and its `state_dict` loads on any other backend.
+   and `optimizer.step()` are plain torch code. An optimizer step on unreduced gradients raises ModelError. A `.grad`
+   may be a view of a bucket, as with DDP's gradient_as_bucket_view; clone it to keep it after `zero_grad`. With
+   `shard="gradients"`, a `.grad` is a `ShardedGradient`: each rank stores a slice, norms are those of the complete
+   gradient, and other operations that need the complete gradient raise ModelError.
+3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither steps
+   the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads and writes, such
+   as a codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. Running
+   statistics, which normalization layers read in eval mode only, differ between ranks until the layer is switched to
+   eval mode or `broadcast_buffers` is called.
+4. The optimizer remains the user's object, and any backend can load its `state_dict`.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
 6. The same run produces the same parameters on every backend.
-7. The arithmetic of compression is the same for every number of ranks; `compression_setting.py` specifies it.
+7. Compression uses the same formula for every number of ranks, which `compression_setting.py` specifies.
 
-All ranks must call the methods of `Communicator` in the same order, and also the methods of `Backend` that are marked
-with "All ranks call it". Calls during a backward pass, while gradients are being reduced, are allowed.
+All ranks must call the methods of `Communicator`, and the methods of `Backend` marked "All ranks call it", in the same
+order. Calls during a backward pass, while gradients are being reduced, are allowed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Communicator(ABC):
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         """Reduce `tensor` over ranks element by element, and return the result in the dtype of the input.
 
-        For booleans, "min" and "product" compute the logical and, and "max" computes the logical or. Raises TensorError
-        for the mean of integers and CollectiveMismatchError if shapes, dtypes or operations differ between ranks.
+        For booleans, "min" and "product" compute the logical AND, and "max" the logical OR. Raises TensorError for the
+        mean of integers, and CollectiveMismatchError if shapes, dtypes or operations differ between ranks.
         """
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        """Reduce `tensor` over ranks, and return this rank's slice of dim 0, which has `tensor.shape[0] / size` rows.
+        """Reduce `tensor` over ranks, and return this rank's slice of dim 0, with `tensor.shape[0] / size` rows.
 
         Raises TensorError if dim 0 is not divisible by `size`.
         """
@@ -100,18 +100,18 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Block until every rank has called it."""
 
 
 class Backend(Lifecycle, Communicator):
-    """A communicator that also reduces gradients and has the local rank and node rank of this process.
+    """A communicator that also distributes models and optimizers, and provides the local rank and node rank.
 
     `transport` is the library that transfers the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` is the index of
-    this rank on its host, and `node_rank` is the index of the host. `unitrain tune` may change the settings in
-    `tunables`. `transports` are the values that `StartOptions.transport` accepts, or empty if the backend chooses its
+    this rank on its host, and `node_rank` is the index of the host. `tunables` are the settings that `unitrain tune`
+    may change. `transports` are the values that `StartOptions.transport` accepts, or empty if the backend selects its
     transport itself.
 
-    Use a backend as a context manager. It shuts down only if the block exits without an error.
+    Use a backend as a context manager. It shuts down only if the block exits without an exception.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Backend(Lifecycle, Communicator):
     @classmethod
     @abstractmethod
     def start(cls, options: StartOptions) -> Self:
-        """Join the other ranks and return the backend. No wait exceeds `options.timeout`. All ranks call it."""
+        """Join the other ranks and return the backend. Waits time out after `options.timeout`. All ranks call it."""
 
     @abstractmethod
     def distributed_model(
@@ -141,26 +141,26 @@ class Backend(Lifecycle, Communicator):
     ) -> nn.Module:
         """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
 
-        With `find_unused_parameters`, the gradient of a parameter that is unused on a rank counts as zero there; `grad`
-        stays None if the parameter is unused on all ranks. Without it, an unused parameter is an error. In the
-        first backward pass, it raises ModelError on every rank; after that, only on the affected ranks, before the
-        optimizer step. Parameters may be frozen and unfrozen later if all ranks do so before the same forward pass;
-        otherwise a ModelError is raised. A backend may reject any `compression` but "none" with UnsupportedError.
+        With `find_unused_parameters`, a rank that does not use a parameter contributes a zero gradient; if no rank uses
+        the parameter, its `grad` remains None. Otherwise, an unused parameter raises ModelError: in the first backward
+        pass on every rank, later only on the affected ranks, before the optimizer step. Parameters may be frozen and
+        unfrozen later if all ranks do so before the same forward pass; otherwise a ModelError is raised. A backend may
+        reject any `compression` other than "none" with UnsupportedError.
 
-        `shard` is the value that is passed to `distributed_optimizer`. "none" and "state" do not change the model. With
-        "gradients" (ZeRO-2), each rank keeps the slice of the mean gradients that it owns, and other gradients are
-        freed during the backward pass. `.grad` is a `ShardedGradient` then, for which clipping and loss scaling work as
-        for complete gradients. Backward passes inside `no_sync` are also reduced, unless gradients are compressed. With
-        one rank, there is nothing to shard. Raises ModelError on every rank for PowerSGD, and for a model that shares
-        parameters with another one whose gradients are sharded.
+        Pass the same `shard` as to `distributed_optimizer`. "none" and "state" do not change the model. With
+        "gradients" (ZeRO-2), each rank keeps its shard of the mean gradients, and frees other gradients during the
+        backward pass. Each `.grad` is then a `ShardedGradient`, which supports clipping and loss scaling like a
+        complete gradient. Backward passes inside `no_sync` are also reduced, unless gradients are compressed. A single
+        rank does not shard. Raises ModelError on every rank for PowerSGD, and for a model that shares parameters with
+        another one whose gradients are sharded.
 
-        With "parameters" (ZeRO-3), `model` is changed in place: its parameters are replaced by DTensors that hold the
-        rows of this rank, and so are gradients. The parameters of a block are gathered for its forward and backward
-        pass. All ranks must call the model the same number of times, also without gradients, and use the same blocks.
-        `state_dict` of the model, which all ranks call, is complete. `shard_blocks` are the classes of the blocks, or
-        their names. By default, blocks are the outermost modules whose class occurs several times. Backward passes
-        inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not supported. After the first
-        backward pass outside `no_sync`, the gradient of an unused parameter is zero.
+        With "parameters" (ZeRO-3), `model` is changed in place: its parameters, and later their gradients, are DTensors
+        that contain the rows of this rank. The parameters of a block are all-gathered for its forward and backward
+        pass. All ranks must call the model the same number of times, even without gradients, and use the same blocks.
+        `model.state_dict()`, which all ranks must call, returns complete tensors. `shard_blocks` lists the classes of
+        the blocks, or their names. By default, blocks are the outermost modules whose class occurs more than once.
+        Backward passes inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not supported.
+        After the first backward pass outside `no_sync`, the gradient of an unused parameter is zero.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank.
@@ -172,27 +172,28 @@ class Backend(Lifecycle, Communicator):
     ) -> torch.optim.Optimizer:
         """Broadcast the state of `optimizer` from rank 0, and return the same object. All ranks call it.
 
-        With `shard="state"` (ZeRO-1), each rank holds a shard of the optimizer state, updates the corresponding
-        parameters, and broadcasts them. The results are the same as without sharding. All ranks call
-        `optimizer.state_dict()`, which gathers the complete state. Elementwise optimizers of torch.optim are
-        partitioned by elements, others by tensors. With `shard="gradients"`, each rank holds the same shard of the
-        gradients; `model` must be distributed with the same setting, otherwise ModelError is raised on every rank.
+        With `shard="state"` (ZeRO-1), each rank stores a shard of the optimizer state, updates the corresponding
+        parameters, and broadcasts them. The results are the same as without sharding. All ranks must call
+        `optimizer.state_dict()`, which gathers the complete state. Elementwise optimizers of torch.optim are sharded by
+        element, others by tensor. With `shard="gradients"`, each rank stores the same shard of the gradients; `model`
+        must be distributed with the same setting, otherwise ModelError is raised on every rank.
 
-        With `shard="parameters"`, each rank updates its shards. An optimizer that was built before `distributed_model`
-        then holds the shards instead of the complete parameters; its state is sharded. Only elementwise optimizers of
-        torch.optim are supported.
+        With `shard="parameters"`, each rank updates its shards. If the optimizer was built before `distributed_model`,
+        the parameters in its groups are replaced by the shards. Only elementwise optimizers of torch.optim are
+        supported.
 
-        Afterwards, a step on gradients that are not reduced over ranks raises ModelError before it updates a parameter.
-        Gradients are not reduced if the last backward pass was inside `no_sync`, if it used the module that was passed
-        to `distributed_model` instead of the returned one, or if the parameters belong to no distributed model. Raises
-        ModelError if the optimizer has parameters that do not belong to the model, or if its state cannot be
+        Afterwards, a step on unreduced gradients raises ModelError before it updates a parameter. Gradients are
+        unreduced if the last backward pass was inside `no_sync`, if it used the module that was passed to
+        `distributed_model` instead of the returned one, or if the parameters do not belong to a distributed model.
+        Raises ModelError if the optimizer has parameters that do not belong to the model, or if its state cannot be
         sharded (LBFGS).
         """
 
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Accumulate gradients locally inside this context. The first backward pass outside reduces the accumulated
-        sum."""
+        """Accumulate gradients locally inside this context. The next backward pass outside it reduces the accumulated
+        gradients.
+        """
 
     @abstractmethod
     def unwrap(self, model: nn.Module) -> nn.Module:

@@ -20,9 +20,9 @@ from unitrain.errors import DataError
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor on `device`, in containers of the same types.
 
-    Lists, tuples, named tuples, mappings and dataclasses are traversed; other objects are moved by their method `to` if
-    they have one, and are returned unchanged otherwise. Batches are created on the CPU, so they are returned unchanged
-    if `device` is the CPU.
+    Lists, tuples, named tuples, mappings and dataclasses are traversed; other objects are moved with their `to` method,
+    or returned unchanged if they have none. Batches are created on the CPU, so they are returned unchanged if `device`
+    is the CPU.
     """
     if device.type == "cpu":
         return batch
@@ -37,7 +37,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def copy_batch(batch: Any) -> Any:
     """Return `batch` with a copy of every tensor and array, in containers of the same types.
 
-    Other objects are copied by their method `clone` if they have one, and are returned unchanged otherwise.
+    Other objects are copied with their `clone` method, or returned unchanged if they have none.
     """
     if isinstance(batch, Tensor):
         clone = batch.clone()
@@ -99,7 +99,7 @@ def _move_object(batch: Any, device: torch.device) -> Any:
 
 
 class CountedBatch(NamedTuple):
-    """A batch with two counts: the items passed to the `collate_fn`, and the samples in the batch.
+    """A batch with two counts: the number of items passed to the `collate_fn`, and the number of samples in the batch.
 
     The counts differ if a `collate_fn` drops items.
     """
@@ -208,7 +208,7 @@ def count_batch_samples(batch: Any) -> int:
 
 
 def fingerprint(item: Any) -> int:
-    """Return a number that is equal for items with equal tensors, arrays, numbers and strings."""
+    """Return a hash of the tensors, arrays, numbers and strings in `item`."""
     number = 0
     for leaf in _leaves(item):
         if isinstance(leaf, Tensor):

@@ -17,7 +17,7 @@ from unitrain.data.order import MicroBatch
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators
 
-# Maximum number of batches per rank that are loaded ahead of one exchange of batch sizes, if the workers prefetch as
+# Maximum number of batches per rank that are loaded before an exchange of batch sizes, if the workers prefetch that
 # many.
 _MAX_WINDOW = 8
 # Exchanged instead of the number of items if a rank has no batch.
@@ -27,22 +27,22 @@ _HAS_NO_DUMMY, _HAS_DUMMY, _HAS_FAILED = range(3)
 
 
 def common_prefetch_count(prefetched: int, communicator: Communicator) -> int:
-    """Return the minimum over ranks of `prefetched`, at most 8, for the argument `ahead` of StepAligner. All ranks call
+    """Return the minimum of `prefetched` over ranks, at most 8, as the argument `ahead` of StepAligner. All ranks call
     it.
 
-    StepAligner may load as many batches ahead as the workers prefetch. Without workers, batches are not loaded ahead.
+    StepAligner may load as many batches in advance as the workers prefetch. Without workers, it loads none in advance.
     """
     counts_by_rank: list[int] = communicator.allgather_object(prefetched)
     return min(_MAX_WINDOW, *counts_by_rank)
 
 
 class StepAligner:
-    """Makes all ranks take the same number of steps, with dummy batches for ranks whose batches are exhausted.
+    """Gives all ranks the same number of steps, with dummy batches for ranks that have run out of batches.
 
     Batch sizes count samples, which may be fewer than the items passed to the `collate_fn`. The ranks load at most
-    `ahead` batches (at least one step) and exchange their sizes in one collective. With `copies_batches` the loaded
-    batches are copied, for datasets that reuse the memory of a batch for the next one. With `min_step_items`, a step
-    with fewer items ends the epoch. All ranks make the same calls.
+    `ahead` batches (at least one step) and exchange their sizes in one collective. With `copies_batches`, loaded
+    batches are copied, for datasets that reuse a batch's memory for the next batch. With `min_step_items`, a step with
+    fewer items ends the epoch. All ranks must make the same calls.
     """
 
     def __init__(

@@ -32,10 +32,10 @@ class StreamSource:
     """Loads this rank's batches of an iterable dataset (stream), for any number of epochs.
 
     The items of a shared stream are sharded round-robin: item i belongs to rank i % size, and each worker collates the
-    batches that the loader fetches from it. A step therefore has the same items for any number of ranks and workers,
-    and the numbers of items per rank differ by at most 1. Every rank and worker iterates over the entire stream. If
-    `batch_size` is None, each item is a batch; if the dataset loads batches by index, a rank loads its own batches
-    only. With `every_item`, `drop_last` is ignored.
+    batches that the loader fetches from it. A step therefore contains the same items for any number of ranks and
+    workers, and the number of items differs by at most 1 between ranks. Every rank and worker iterates over the entire
+    stream. If `batch_size` is None, each item is a batch; if the dataset loads batches by index, each rank loads only
+    its own batches. With `every_item`, `drop_last` is ignored.
 
     Raises DataError and ConfigError like `IndexedSource`.
     """
@@ -64,7 +64,7 @@ class StreamSource:
         self.name = type(dataset).__name__
         items, load_item = dataset, None
         if isinstance(data, DataLoader) and not isinstance(dataset, IterableDataset):
-            # The dataset returns a batch for each index, so the stream consists of indices.
+            # The dataset returns a batch per index, so the stream consists of indices.
             items, load_item, stream_kind = custom_sampler(data), dataset.__getitem__, "shared"
         self.stream_kind: StreamKind = stream_kind
         self._rank, self._seed = rank, seed

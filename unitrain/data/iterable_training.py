@@ -22,9 +22,9 @@ class TrainingStream(TrainingData):
     """This rank's shard of an iterable dataset, or of a dataset that creates batches. All ranks create it.
 
     The length of an epoch is unknown until it ends; `__len__` of the dataset is not used. For a shared stream, a
-    position is a number of items, so a run can resume with another number of ranks or workers or another batch size.
-    Otherwise it is a number of micro-batches. Resuming within an epoch reads and discards the items before the
-    position. It is exact if the stream depends only on the seed.
+    position counts items, so a run can resume with a different number of ranks or workers or a different batch size.
+    Otherwise, it counts micro-batches. Resuming within an epoch reads and discards the items before the position, which
+    is exact if the stream depends only on the seed.
 
     Raises on all ranks: DataError if the data cannot be sharded, raises an error or ends before its first step;
     ConfigError for a missing or contradictory batch size.
@@ -113,8 +113,8 @@ class TrainingStream(TrainingData):
     def is_epoch_finished(self, position: int) -> bool:
         """Return whether `position` is the end of the epoch, and close the iterator and its workers.
 
-        This loads the next step, if any. A resumed run loads that step again, so the RNG state of this process before
-        the loading is restored.
+        This loads the next step, if any. A resumed run loads that step again, so the RNG state of this process is
+        restored afterwards.
         """
         is_exhausted = False
         if self._steps.position <= position:

@@ -39,8 +39,8 @@ class IndexedSource:
     batches can have fewer samples than indices: use `counted_batches` instead of `batches`. Error messages name `owner`
     and its batch size parameter `setting`.
 
-    Raises DataError for data without `__getitem__` and `__len__`, ConfigError for a batch size that is missing or
-    contradicts that of the DataLoader.
+    Raises DataError for data without `__getitem__` and `__len__`, and ConfigError for a batch size that is missing or
+    differs from that of the DataLoader.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ def iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
     try:
         yield from fetched
     finally:
-        # If a traceback keeps the iterator alive, the garbage collector later takes five seconds per worker.
+        # If a traceback keeps the iterator alive, its later garbage collection takes five seconds per worker.
         if loader.num_workers and not loader.persistent_workers:
             fetched._shutdown_workers()  # type: ignore[attr-defined]
 
@@ -247,7 +247,7 @@ def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner:
     """Return the batch size of a DataLoader, otherwise `batch_size`.
 
     Return None if the DataLoader's dataset or batch_sampler creates the batches. Raises DataError for a DataLoader with
-    a custom `__iter__`; ConfigError if the batch size is missing, or set both here and in the DataLoader.
+    a custom `__iter__`, and ConfigError if the batch size is missing, or set both here and in the DataLoader.
     """
     if isinstance(data, DataLoader):
         if type(data).__iter__ is not DataLoader.__iter__:

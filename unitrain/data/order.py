@@ -53,10 +53,10 @@ def micro_batches_of_samples(
     """Yield this rank's micro-batches over the positions from `start` to `end` of an epoch's order.
 
     Each step takes the next size * batch_size * gradient_accumulation_steps positions, or `global_batch_size` if it is
-    set. The samples of a step depend on that product only, not on the number of ranks. A step has as few micro-batches
-    as possible, the same number on every rank. Within a micro-batch, each rank takes every size-th position, as with
-    DistributedSampler, so the numbers of samples per rank differ by at most 1. If there are fewer samples than ranks,
-    the ranks without a sample use a dummy batch.
+    set. The samples of a step depend only on that product, not on the number of ranks. A step has as few micro-batches
+    as possible, and the same number on every rank. Within a micro-batch, each rank takes every size-th position, as
+    with DistributedSampler, so the number of samples differs by at most 1 between ranks. If there are fewer samples
+    than ranks, the ranks without a sample use a dummy batch.
     """
     samples_per_micro_batch = size * batch_size
     global_batch_size = global_batch_size or samples_per_micro_batch * gradient_accumulation_steps
@@ -68,9 +68,9 @@ def micro_batches_of_samples(
         for micro_step in range(micro_steps):
             after = first + base * size + min(max(0, extra - micro_step * size), size)
             samples = len(range(first + rank, after, size))
-            # A rank without samples must still run forward and backward, because the other ranks wait for its
-            # gradients. Its dummy batch is the first sample of the step. Rank 0 trains on it as well, so it cannot
-            # introduce an additional NaN.
+            # A rank without samples must still run the forward and backward pass, because the other ranks wait for its
+            # gradients. Its dummy batch is the first sample of the step. Rank 0 also trains on this sample, so the
+            # dummy batch cannot introduce an additional NaN.
             positions = slice(first + rank, after, size) if samples else slice(step_start, step_start + 1)
             yield MicroBatch(positions, samples, total, step_start + total, micro_step == micro_steps - 1)
             first = after
@@ -81,8 +81,9 @@ def micro_batches_of_sampler(
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches for the batches of a batch_sampler.
 
-    Batch i contains the positions bounds[i] to bounds[i + 1] - 1. The ranks take the batches in turn, from position
-    `start` on. `uneven` determines how a last step with too few batches for all ranks is handled, as in TrainConfig.
+    Batch i contains the positions bounds[i] to bounds[i + 1] - 1. Batches are assigned to ranks round-robin, starting
+    at position `start`. `uneven` determines how a last step with fewer batches than ranks is handled, as in
+    TrainConfig.
     """
     count = len(bounds) - 1
     per_step = size * gradient_accumulation_steps
@@ -108,10 +109,10 @@ def _batch_length(bounds: Sequence[int], batch: int) -> int:
 
 
 def strided_order(lengths: Sequence[Tensor]) -> Tensor:
-    """Return the indices that restore the data order of rows that the ranks took in turn, int64 [rows].
+    """Return the indices that restore the data order of rows that were assigned to ranks round-robin, int64 [rows].
 
-    `lengths` has one int64 tensor per rank: the number of rows that the rank took in each turn. The indices refer to
-    the rows in rank order: all rows of rank 0, then all rows of rank 1, and so on.
+    `lengths` has one int64 tensor per rank: the number of rows that the rank received in each round. The indices refer
+    to the rows in rank order: all rows of rank 0, then all rows of rank 1, and so on.
     """
     size = len(lengths)
     turns = [torch.arange(len(own)) * size + rank for rank, own in enumerate(lengths)]

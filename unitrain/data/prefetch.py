@@ -20,8 +20,8 @@ class Prefetcher:
     """Moves batches to `device`, with one batch prefetched if possible.
 
     On a GPU, the copy of the next batch overlaps with the computation of the current step. This requires GPU memory for
-    one more batch; copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded while gradients
-    are reduced, inside the context manager `fetching()`.
+    one additional batch. Only copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded
+    while gradients are reduced, inside the context manager `fetching()`.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Prefetcher:
         assert self._stream is not None
         batch, info = item
         # The allocator may reuse the memory of an earlier batch that queued kernels still read, so the copy waits for
-        # them. The alternative, record_stream, does not reach tensors inside objects with a method `to`, and would
-        # delay the reuse of memory while the host is ahead of the GPU.
+        # them. The alternative, record_stream, does not reach tensors inside objects with a `to` method, and delays the
+        # reuse of memory while the host is ahead of the GPU.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             return to_device(batch, self._device), info
@@ -104,8 +104,8 @@ def prefetch_one(
 ) -> Iterator[Item[InfoT]]:
     """Yield `begin_copy(item)` for each of `items`, with one item copied ahead.
 
-    The copy of the next item starts before the current one is yielded; `wait_for_copies` is called in between. An error
-    of `items` or `begin_copy` is raised after the preceding item was yielded.
+    The copy of the next item starts before the current one is yielded; `wait_for_copies` is called in between. Errors
+    of `items` or `begin_copy` are raised after the preceding item has been yielded.
     """
     error_to_raise: Exception | None = None
     prefetched = [begin_copy(item) for item in _take_next(items)]

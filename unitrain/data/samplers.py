@@ -56,7 +56,7 @@ def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
 
 
 class DrawnOrder(NamedTuple):
-    """Order of an epoch (a tensor of indices, or a list of keys that are not integers) and the bounds of its batches.
+    """Order of an epoch (a tensor of indices, or a list of non-integer keys) and the bounds of its batches.
 
     Batch i contains the positions bounds[i] to bounds[i + 1] - 1. `bounds` is None if the sampler yields single keys
     instead of batches.
@@ -69,10 +69,10 @@ class DrawnOrder(NamedTuple):
 def draw_order(
     sampler: Iterable[Any], communicator: Communicator, *, yields_batches: bool, seed: int, epoch: int
 ) -> DrawnOrder:
-    """Return the order that `sampler` yields on rank 0 in `epoch`, on every rank. All ranks call it.
+    """Return, on every rank, the order that `sampler` yields on rank 0 in `epoch`. All ranks call it.
 
     With `yields_batches`, `sampler` is a batch_sampler. The order depends only on seed and epoch if the sampler uses
-    the global generators of torch, numpy or Python, has a torch.Generator as attribute, or has `set_epoch`. Raises
+    the global generators of torch, numpy or Python, or has a torch.Generator attribute or a `set_epoch` method. Raises
     DataError on every rank if the sampler fails, does not end or yields nothing.
     """
 

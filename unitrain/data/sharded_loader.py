@@ -35,31 +35,31 @@ class ShardedLoader:
                 optimizer.zero_grad()
 
     Each iteration is the next epoch. Every sample is in exactly one batch on one rank, and all ranks yield the same
-    number of batches, for any length of the data. Multiply the mean loss of a batch by `loss_weight`: the gradient
-    averaged over ranks is then the gradient of the mean loss over the samples of all ranks. A rank without samples for
-    a step yields a dummy batch with loss weight 0, which `sync_batch_norm` layers ignore.
+    number of batches, for any length of the data. Multiply the mean loss of a batch by `loss_weight`, so that the
+    gradient averaged over ranks is the gradient of the mean loss over the samples of all ranks. A rank without samples
+    for a step yields a dummy batch with loss weight 0, which `sync_batch_norm` layers ignore.
 
-    With `shuffle=False` the loader is for evaluation: it yields every sample once, in order and without dummy batches.
-    The number of batches may then differ between ranks and may be 0; iterating calls no collective.
+    Use `shuffle=False` for evaluation: the loader then yields every sample once, in order and without dummy batches.
+    The number of batches may differ between ranks and may be 0. Iterating calls no collectives.
 
-    All ranks create the loader, with the same arguments, and iterate over it. With the same `seed` and epoch, N ranks
-    with batches of B samples train on the same samples per step as one process with batches of N * B samples.
+    All ranks must create the loader with the same arguments and iterate over it. With the same `seed` and epoch, N
+    ranks with batches of B samples train on the same samples in each step as one process with batches of N * B samples.
 
     Args:
-        data: A Dataset, an IterableDataset or a DataLoader. A DataLoader keeps its batch size, sampler, `collate_fn`,
-            `drop_last` and workers. If it was created with shuffle=False, its order is kept.
+        data: A Dataset, an IterableDataset or a DataLoader. A DataLoader's batch size, sampler, `collate_fn`,
+            `drop_last` and workers are used. If it was created with shuffle=False, its order is kept.
         backend: The backend that `unitrain.init` returned, or the `replicas` of a Pipeline.
         batch_size: Samples per rank and batch. Required unless `data` is a DataLoader.
-        shuffle: Whether to train in a new order in each epoch, or to evaluate in the order of the data.
-        seed: Seed of the order, together with the epoch.
+        shuffle: True to train in a new order in each epoch; False to evaluate in the order of the data.
+        seed: Seed of the sample order, combined with the epoch.
         drop_last: Whether to drop the last step if it has fewer samples than a global batch.
         num_workers: Worker processes that load batches, per rank; 0 to load them in the training process.
-        gradient_accumulation_steps: Batches per optimizer step. `loss_weight` then refers to the samples of all these
-            batches, and `ends_step` is True at the last one.
-        stream: What an IterableDataset yields: the same items on every rank ("shared"), which are then sharded, or
-            items that belong to the rank and worker that yields them ("own").
-        uneven: What happens if an IterableDataset or a batch_sampler has unequal numbers of batches per rank:
-            "weight" (dummy batches), "drop" (the epoch ends) or "pad" (batches are repeated).
+        gradient_accumulation_steps: Batches per optimizer step. `loss_weight` refers to the samples of all these
+            batches; `ends_step` is True for the last one.
+        stream: Whether an IterableDataset yields the same items on every rank and worker ("shared"), which the loader
+            then shards, or different items ("own").
+        uneven: How to handle different numbers of batches per rank from an IterableDataset or a batch_sampler: "weight"
+            (dummy batches), "drop" (end the epoch), or "pad" (repeat batches).
 
     Raises, on every rank: ConfigError for arguments that are invalid, contradict each other or differ between ranks;
     DataError for data that is empty, cannot be sharded or differs between ranks.
@@ -121,13 +121,14 @@ class ShardedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per rank and batch; None if the data or a batch_sampler makes the batches."""
+        """Samples per rank and batch; None if the data or a batch_sampler determines it."""
         return self._shard.batch_size
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current iteration, or of the next one between iterations. The first epoch is 0. Set it to
-        start at another epoch."""
+        """The epoch of the current iteration or, between iterations, of the next one. The first epoch is 0. Set it to
+        start at a different epoch.
+        """
         return self._epoch
 
     @epoch.setter
@@ -156,7 +157,7 @@ class ShardedLoader:
         return self._ends_step
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches in an epoch; in training it is the same on every rank.
+        """Return the number of this rank's batches in an epoch, which in training is the same on every rank.
 
         Raises TypeError if it is unknown, as for an IterableDataset.
         """
@@ -166,7 +167,9 @@ class ShardedLoader:
         return batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches of the next epoch, or of the rest of the epoch that `load_state_dict` restored."""
+        """Yield this rank's batches of the next epoch, or of the remainder of the epoch that `load_state_dict`
+        restored.
+        """
         if isinstance(self._shard, EvaluationShard):
             for batch, samples in self._prefetcher(self._shard, ahead=self._shard.can_prefetch):
                 self._num_samples = samples
@@ -200,7 +203,7 @@ class ShardedLoader:
         self._epoch, self._position, self._is_within_epoch = self._epoch + 1, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last complete step, for `load_state_dict` on any number of ranks.
+        """Return the position after the last complete step. Any number of ranks can load it with `load_state_dict`.
 
         Call it after `optimizer.step()`, on any rank; the state is the same on all ranks.
         """
@@ -208,7 +211,7 @@ class ShardedLoader:
         return {"epoch": self._epoch, "position": self._position, "order": self._order_settings()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`: the next iteration yields the rest of that epoch. All ranks call it.
+        """Resume from `state`: the next iteration yields the remainder of its epoch. All ranks call it.
 
         Within an epoch, the remaining samples and their order are the same for any number of ranks and any batch size.
         Raises CheckpointError if `state` is within an epoch and the order of the data differs.
@@ -256,7 +259,7 @@ class ShardedLoader:
 
 
 def _describe_invalid_state(state: Any) -> str | None:
-    """Return a description of the defect of a loader's state, or None if it is valid."""
+    """Return a description of what is wrong with a loader's state, or None if it is valid."""
     if not isinstance(state, Mapping):
         return validation.describe_value(state)
     for name in ("epoch", "position"):

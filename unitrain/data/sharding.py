@@ -34,7 +34,7 @@ class TrainingShard(TrainingData):
     """This rank's shard of map-style (indexed) training data. All ranks create it.
 
     The order is that of `epoch_order`, or rank 0 draws it from the DataLoader's sampler. With a batch_sampler, the
-    ranks take its batches in turn, and `uneven` determines how the last step is handled, as in TrainConfig.
+    ranks receive its batches round-robin, and `uneven` determines how the last step is handled, as in TrainConfig.
 
     Raises on all ranks: DataError for data that is empty, has fewer samples than ranks (unless `allow_empty_ranks`),
     differs between ranks or is not indexed; ConfigError for a missing or contradictory batch size.
@@ -111,8 +111,9 @@ class TrainingShard(TrainingData):
 
     @property
     def can_overlap_prefetch(self) -> bool:
-        """Whether a batch may be loaded while gradients are reduced: there are other ranks, and loading calls no
-        collective."""
+        """Whether a batch may be loaded while gradients are reduced: the job has several ranks, and loading calls no
+        collective.
+        """
         return self._size > 1 and self._source.can_prefetch and self._aligner is None
 
     def steps_in_epoch(self, start: int = 0) -> int | None:
@@ -239,7 +240,7 @@ class EvaluationShard:
 
     Every sample is evaluated; `drop_last` of a DataLoader is ignored. A sampler is drawn once, so every evaluation uses
     the same samples. An iterable dataset is restarted for every evaluation, with the same random seed. With `stream`
-    "shared" the ranks take its items in turn; with "own" the items differ between ranks.
+    "shared", its items are assigned to ranks round-robin; with "own", the items differ between ranks.
 
     With `limit_batches`, only the first `limit_batches` * `limit_batch_size` (default: `batch_size`) samples are
     evaluated: the same samples for any number of ranks. With `stream` "own" it is the number of batches per rank.
@@ -323,7 +324,7 @@ class EvaluationShard:
 
     @property
     def stride_unit(self) -> StrideUnit | None:
-        """The unit that the ranks take in turn (samples or batches); None if shards are contiguous."""
+        """The unit that is assigned to ranks round-robin (samples or batches); None if shards are contiguous."""
         if not isinstance(self._source, StreamSource) or self._source.stream_kind == "own":
             return None
         return "batches" if self._source.batch_size is None else "samples"

@@ -16,13 +16,13 @@ from unitrain.data.order import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """Settings of a shard of training data. Those with the same name as in TrainConfig are documented there.
+    """Settings of a shard of training data. Settings of the same name in TrainConfig are documented there.
 
     Attributes:
         shuffle: Shuffle the samples in every epoch. Does not apply to iterable datasets.
         drop_last: Train on full global batches only.
-        elastic: The job keeps its global batch size on any number of ranks.
-        elastic_batch_size: The batch sizes of the first attempt of an elastic job, if this is a later one.
+        elastic: The job keeps its global batch size for any number of ranks.
+        elastic_batch_size: In later attempts of an elastic job, the batch sizes of the first attempt.
         allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to iterable datasets.
         owner: The public class that error messages name.
     """
@@ -101,8 +101,9 @@ class TrainingData(ABC):
     @property
     @abstractmethod
     def can_overlap_prefetch(self) -> bool:
-        """Whether a batch may be loaded while gradients are reduced: there are other ranks, and loading calls no
-        collective."""
+        """Whether a batch may be loaded while gradients are reduced: the job has several ranks, and loading calls no
+        collective.
+        """
 
     @abstractmethod
     def steps_in_epoch(self, start: int = 0) -> int | None:
@@ -135,4 +136,4 @@ class TrainingData(ABC):
 
     @abstractmethod
     def end_epoch(self) -> None:
-        """Close the iterator of the last `micro_batches` call, and its workers, as `is_epoch_finished` also does."""
+        """Close the iterator of the last `micro_batches` call and its workers, like `is_epoch_finished`."""

@@ -31,12 +31,12 @@ class WorkerInit:
     """A `worker_init_fn` that makes the worker ignore a scheduler's signals, which the rank handles, and then calls the
     user's function.
 
-    Schedulers send signals to every process of a job. A worker that terminated immediately would end the epoch before
-    the ranks have agreed on the step at which they stop. A second SIGTERM terminates a worker, so that the rank can
+    Schedulers send signals to every process of a job. If a worker terminated immediately, the epoch would end before
+    the ranks have agreed on the step at which to stop. A second SIGTERM terminates the worker, so that the rank can
     terminate hung workers.
 
-    A worker also terminates when its rank terminates for any reason. In each of `workers` workers, a thread reports the
-    activity once per second, for the error message if a rank times out while waiting for a batch.
+    A worker also terminates when its rank terminates for any reason. In each of the `workers` workers, a thread reports
+    the worker's activity once per second. The error message contains it if a rank times out while waiting for a batch.
     """
 
     user_init: Callable[[int], None] | None = None
@@ -125,7 +125,7 @@ def _terminate_workers() -> None:
     """Send SIGTERM to the daemon child processes until they have terminated, and SIGKILL after five seconds.
 
     multiprocessing sends SIGTERM once at exit and then waits without a timeout. The first SIGTERM does not terminate a
-    worker, and a worker that hangs in C code does not handle any signal.
+    worker, and a worker that hangs in C code does not handle signals.
     """
     # torch's handler raises an error in this process if a signal terminates a worker.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

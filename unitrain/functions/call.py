@@ -41,8 +41,8 @@ class Call:
                 f"{name} or its arguments cannot be sent to the ranks: {type(error).__name__}: {error}. "
                 f"Create objects that belong to one process inside of {name}: files, locks, connections, iterators."
             ) from error
-        # A rank needs the import path of this process to unpickle the call. The source of notebook cells, which
-        # are in no file, is included for tracebacks.
+        # A rank needs the import path of this process to unpickle the call. Notebook cells have no source file, so
+        # their source is included for tracebacks.
         cells = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not Path(name).exists()}
         (folder / _CALL).write_bytes(pickle.dumps((sys.path, cells, content)))
 

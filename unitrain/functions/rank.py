@@ -1,4 +1,4 @@
-"""Program of a rank of `unitrain.run`: call the function stored in a folder, and store the result there.
+"""Program that each rank of `unitrain.run` executes: call the function stored in a folder, and store its result there.
 
 A launcher runs `python rank.py FOLDER`.
 """

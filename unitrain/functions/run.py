@@ -45,13 +45,13 @@ def run(
     """Call `function(*args, **kwargs)` on `np` ranks of this machine and return the results in rank order.
 
     The backend's default launcher (or `launcher`) starts the ranks as new processes, as in `unitrain launch`.
-    `function` uses `unitrain.init()` and `Trainer` as a script does. It may be defined in a notebook or in `__main__`
-    without `if __name__ == "__main__"`. The function, its arguments and all referenced objects are pickled and sent to
-    the ranks, and the results are returned in the same way. The output of the ranks is printed line by line.
+    `function` uses `unitrain.init()` and `Trainer` as in a script. It may be defined in a notebook, or in `__main__`
+    without an `if __name__ == "__main__"` guard. The function, its arguments, all referenced objects and the results
+    are transferred by pickling. The output of the ranks is printed line by line.
 
-    Raises RankFailedError with the traceback of the rank that failed first and its exception as the cause, TimeoutError
-    after `timeout_seconds`, and FunctionError for objects that cannot be pickled. All processes of the ranks, including
-    their child processes, are terminated when the call returns or is interrupted.
+    Raises RankFailedError, with the traceback of the first failed rank and its exception as the cause, TimeoutError
+    after `timeout_seconds`, and FunctionError for objects that cannot be pickled. The ranks and their child processes
+    are terminated when the call returns or is interrupted.
     """
     rank_info = environment.detect()
     if rank_info.launcher not in _NOT_NECESSARILY_RANKS:
@@ -153,7 +153,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
 def _read_lines(output: int, is_killed: threading.Event) -> Iterator[bytes]:
     """Yield the lines of `output` until it is closed or, once `is_killed` is set, until it is empty.
 
-    Child processes with a different environment are not killed, and may keep the output open.
+    Child processes that changed their environment are not killed, and may keep the output open.
     """
     rest = b""
     with selectors.DefaultSelector() as ready:

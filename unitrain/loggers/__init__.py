@@ -1,7 +1,7 @@
 """Loggers: write the metrics of a run to files and tracking services.
 
 logger       the interface of a logger, and functions that several loggers use
-background   run a logger in a thread
+background   run a logger in a background thread
 json_lines   JSON lines files, also used for the history in the output folder
 csv, mlflow, tensorboard, wandb   the other loggers
 images       check and convert images, histograms and tables

@@ -1,4 +1,4 @@
-"""Run a logger in a thread, so that training does not wait for a disk or a network."""
+"""Run a logger in a background thread, so that training does not wait for a disk or a network."""
 
 from __future__ import annotations
 

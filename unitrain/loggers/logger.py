@@ -1,4 +1,4 @@
-"""The interface of a logger, and functions that several loggers use."""
+"""The interface of a logger, and functions shared by loggers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Status = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The start of a run, or its continuation after `step` optimizer steps.
+    """A run that starts, or resumes after `step` optimizer steps.
 
     `description` contains the configuration and the environment of the run: numbers, strings, and dictionaries of
     these.
@@ -33,9 +33,9 @@ class RunInfo:
 class Logger:
     """Base class for loggers. Override the methods that you need. They are called on rank 0 only.
 
-    The Trainer's constructor calls `prepare`; an exception in it is raised on every rank. The other methods are called
-    one after the other in a separate thread, so training does not wait for them. If one of them raises an exception or
-    does not return, a warning is logged and the run continues without this logger.
+    The Trainer's constructor calls `prepare`; its exceptions are raised on every rank. The other methods are called
+    sequentially in a background thread, so training does not wait for them. If one of them raises an exception or
+    hangs, a warning is logged and the run continues without this logger.
     """
 
     def prepare(self, output_dir: Path | None) -> None:
@@ -54,7 +54,7 @@ class Logger:
         """Log an image: uint8 [height, width, channels] with 1, 3 or 4 channels. Does nothing by default."""
 
     def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
-        """Log a histogram: `counts`, int64 [bins], of the values between the bin `edges`, float64 [bins + 1]."""
+        """Log a histogram: `counts`, int64 [bins], and bin `edges`, float64 [bins + 1]."""
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Log a table. Cells are numbers, strings, booleans or None."""
@@ -88,7 +88,7 @@ def select_folder(logger: Logger, folder: str | Path | None, output_dir: Path | 
 
 
 class ServiceRun:
-    """The run id at a tracking service and the last logged step per metric, saved in the output folder.
+    """The run ID at a tracking service and the last logged step per metric, saved in the output folder.
 
     Tracking services cannot remove values. If a resumed run repeats steps, the first values remain and are not logged
     again. Without a `folder`, nothing is saved.
@@ -104,7 +104,7 @@ class ServiceRun:
         self._last_steps = dict(self._previous_steps)
 
     def set_id(self, run_id: str) -> None:
-        """Save the run id assigned by the service."""
+        """Save the run ID assigned by the service."""
         self.id = run_id
         self._save()
 

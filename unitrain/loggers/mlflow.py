@@ -22,8 +22,8 @@ class MLflowLogger(Logger):
     """Logs to a run of `experiment`, at `tracking_uri`.
 
     The default `tracking_uri` is MLflow's setting (MLFLOW_TRACKING_URI), or else the database `mlflow.db` in the output
-    folder; view it with `mlflow ui --backend-store-uri sqlite:///...`. A resumed run keeps its id. Values of repeated
-    steps are not logged a second time. Requires pip install ".[mlflow]".
+    folder; view it with `mlflow ui --backend-store-uri sqlite:///...`. A resumed run keeps its ID. Values of repeated
+    steps are not logged again. Requires pip install ".[mlflow]".
     """
 
     def __init__(

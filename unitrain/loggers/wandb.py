@@ -15,10 +15,9 @@ from unitrain.loggers.logger import Logger, RunInfo, ServiceRun, Status, import_
 class WandbLogger(Logger):
     """Logs to a run of `project`. Its files are in `folder`, by default `wandb` in the output folder.
 
-    `mode="offline"` does not use the network, and `wandb sync` uploads the folder later. A resumed run keeps its id;
-    offline, every start creates a separate folder with that id. Values of repeated steps are not logged a second time.
-    `config` is merged into the config of the W&B run. Further `options` are arguments of wandb.init. Requires
-    pip install ".[wandb]".
+    `mode="offline"` does not use the network, and `wandb sync` uploads the folder later. A resumed run keeps its ID;
+    offline, every start creates a separate folder with that ID. Values of repeated steps are not logged again. `config`
+    is merged into the config of the W&B run. `options` are passed to wandb.init. Requires pip install ".[wandb]".
     """
 
     def __init__(
