@@ -134,7 +134,7 @@ def assert_delay_is_measured(row: Row, part: str) -> None:
     """Assert that `part` of the last rank took the delay, and that the other ranks waited for it."""
     # Extrapolated from one or two measured steps, in which a busy machine prolongs other parts too.
     *others, late = row[f"{part}_seconds"]
-    assert 0.6 * DELAYED < late < 2 * DELAYED
+    assert 0.6 * DELAYED < late < 3 * DELAYED
     assert max(others, default=0.0) < 0.5 * late
     *waits, own_wait = row["wait_seconds"]
     assert all(seconds > 0.7 * DELAYED for seconds in waits)
@@ -173,7 +173,7 @@ def test_slow_rank_is_reported(rows: dict[str, Row], case: str, part: str) -> No
         assert 0.95 * MICRO_STEPS * DELAY < named["seconds"] < 3 * MICRO_STEPS * DELAY
         assert named["others"] < 0.5 * named["seconds"]
     epoch = row["shown"][row["shown"].index("epoch 1/1  train_loss") :]
-    assert re.search(rf"samples/s\s+rank {last} is slow: {part} \d+ ms a step, others [\d.]+ ms\n", epoch), epoch
+    assert re.search(rf"rank {last} is slow: {part} \d+ ms a step, others [\d.]+ ms", epoch), epoch
 
 
 #                  data compute wait update, in two steps
