@@ -1,8 +1,8 @@
-"""Usable CPU cores, and termination of processes: all processes of a command, and workers whose parent has terminated.
+"""Usable CPU cores, and termination of all processes of a command and of workers whose parent has terminated.
 
 Launchers start ranks in other process groups, so the processes of a command are found by an environment variable. A
-DataLoader worker detects the termination of its rank only between two batches. A hung worker would outlive a killed
-rank, and keep the pipes open from which launchers read the rank's output.
+DataLoader worker detects the termination of its rank only between two batches, so a hung worker would outlive a killed
+rank and keep open the pipes from which launchers read the rank's output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any
 _KILL_TIMEOUT_SECONDS = 5.0
 _PARENT_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
-# Process that called fork last, and whether its main thread called it. A forked process inherits its parent's value.
+# The process that last called fork, and whether its main thread called it. A forked process inherits its parent's
+# value.
 _last_fork: tuple[int, bool] | None = None
 # The process in which `terminate_with_parent` was called last.
 _terminates_with_parent_pid: int | None = None
@@ -61,7 +62,7 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
 
 @functools.cache
 def terminate_workers_with_rank() -> None:
-    """Terminate DataLoader workers that this process forks from now on when this process terminates.
+    """Let DataLoader workers that this process forks from now on terminate when this process terminates.
 
     This includes workers of the user's DataLoaders, but not spawned workers; the Trainer's spawned workers call
     `terminate_with_parent`.
@@ -82,7 +83,7 @@ def terminate_workers_with_rank() -> None:
 
 
 def parent_death_signal(number: signal.Signals) -> Callable[[], bool]:
-    """Return a function that requests signal `number` for its calling process when the parent terminates.
+    """Return a function that requests signal `number` for the calling process when its parent terminates.
 
     The function returns whether the kernel supports this. It may be called after a fork, where loading a library is not
     safe. The kernel sends the signal when the thread that started the process terminates.

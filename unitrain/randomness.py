@@ -48,7 +48,7 @@ def capture_generators(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the result of `capture_generators`. Without a captured GPU state, the GPU's does not change."""
+    """Restore the result of `capture_generators`. If it has no GPU state, the GPU generator does not change."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -70,7 +70,7 @@ def preserve_generators(device: torch.device) -> Iterator[None]:
 class IsolatedGenerators:
     """Separate RNG state of torch (CPU), numpy and Python, seeded with `seed`.
 
-    Inside `with`, the global generators use this state. Afterwards their previous state is restored.
+    Inside `with`, the global generators use this state. Afterwards, their previous state is restored.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of the Trainer, before any communication."""
+"""Validation of the Trainer's arguments, before any communication."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `unitrain verify`, `unitrain tune` and `unitrain memory` run a script with the environment variable UNITRAIN_OVERRIDES,
 which names a function of the tool and its argument. The Trainer calls this function to create a TrainerOverrides
-object, and trains with the arguments that the object returns. The Trainer therefore does not import the tools.
+object, and trains with the arguments that the object returns. The Trainer therefore does not depend on the tools.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def overrides_setting(factory: str, argument: str) -> str:
 
 
 def load_overrides() -> TrainerOverrides | None:
-    """Return the overrides of the tool that started this process; None without a tool."""
+    """Return the overrides of the tool that started this process, or None."""
     setting = environment.get_variable(OVERRIDES_VARIABLE)
     if setting is None:
         return None

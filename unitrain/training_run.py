@@ -1,4 +1,4 @@
-"""State of a training run except model and optimizer, and its history on disk."""
+"""The state of a training run, except model and optimizer, and its history on disk."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Stateful(Protocol):
 
 
 class TrainingRun:
-    """State of a training run except model and optimizer. All ranks call every method.
+    """The state of a training run, except model and optimizer. All ranks must call every method.
 
-    It saves and restores `progress`, the RNG state and `parts` (other stateful objects) with the Checkpointer, and
-    writes the history. `description` describes the run in its history and loggers. `is_elastic` is whether the job may
-    be restarted with another number of ranks. Raises CheckpointError on every rank if the folder is not writable, or
-    contains a run that cannot be resumed.
+    Saves and restores `progress`, the RNG state and `parts` (other stateful objects) with the Checkpointer, and writes
+    the history. `description` is the description of the run for the history and the loggers. `is_elastic` is True if
+    the job may be restarted with a different number of ranks. Raises CheckpointError on every rank if the folder is not
+    writable, or contains a run that cannot be resumed.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class TrainingRun:
     def restore(self, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> None:
         """Prepare the output folder, and restore the run from a checkpoint if the configuration requests it.
 
-        Call it before the model is wrapped: wrapping broadcasts the parameters of rank 0. If the job was restarted
-        after a failure, the checkpoints of its earlier attempts take precedence over `TrainConfig.resume`.
+        Call it before the model is wrapped, because wrapping broadcasts the parameters from rank 0. If the job was
+        restarted after a failure, the checkpoints of its earlier attempts take precedence over `TrainConfig.resume`.
         """
         resume, parts = self._config.resume, (model, optimizer, scheduler)
         own_folder = self._checkpointer.prepare()
@@ -88,7 +88,7 @@ class TrainingRun:
         self.description = _describe_parts(model, optimizer, scheduler)
 
     def restore_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Restore the shard of the optimizer state that this rank holds, after `distributed_optimizer`.
+        """Restore this rank's shard of the optimizer state. Call it after `distributed_optimizer`.
 
         Without sharding, `restore` loads the state on rank 0, and `distributed_optimizer` broadcasts it.
         """
@@ -100,7 +100,7 @@ class TrainingRun:
         """Also save the PowerSGD state of the wrapped `model` in checkpoints, and restore it.
 
         `get_loss_scale` returns the scale of the gradients, see CompressionState. Raises UnsupportedError if the
-        backend does not have such a state, CheckpointError if the state does not match.
+        backend has no such state, and CheckpointError if the state does not match.
         """
         if not isinstance(read_compression(self._config.compression), PowerSGD):
             return
@@ -145,7 +145,7 @@ class TrainingRun:
     def start(self, data: TrainingData) -> None:
         """Lock the folder, and start or resume training on `data`, with the RNG state of the checkpoint or the seed.
 
-        The folder stays locked until `Checkpointer.release_folder_at_end`. The data may change between epochs. Raises
+        The folder remains locked until `Checkpointer.release_folder_at_end`. The data may change between epochs. Raises
         CheckpointError on every rank if another job holds the lock, or if the run resumes within an epoch and the order
         of `data` differs.
         """
@@ -175,8 +175,8 @@ class TrainingRun:
     ) -> None:
         """Save a checkpoint of the run. `model` is the user's module. `results` are the results of the epoch so far.
 
-        At the end of an epoch, `row` is its row in the history, which is written after the checkpoint. If the run is
-        killed between the two writes, the resumed run takes the row from the checkpoint.
+        At the end of an epoch, `row` is the row for the history, which is written after the checkpoint. If the run is
+        killed in between, the resumed run takes the row from the checkpoint.
         """
         if not self._checkpointer.is_enabled:
             return

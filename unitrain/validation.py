@@ -1,7 +1,7 @@
-"""Checks of arguments and settings.
+"""Validation of arguments and settings.
 
 Each function returns the value, or raises ConfigError (or `error`). The first sentence of the message names the
-argument and the invalid value, the second one is the fix. `name` is the argument as the user writes it, such as
+argument and the invalid value; the second suggests a fix. `name` is the argument as the user writes it, such as
 "TrainConfig.max_epochs" or "unitrain.init(timeout_seconds=...)"; `fix` is a sentence without a full stop. With
 `optional`, None is valid.
 """
@@ -108,7 +108,7 @@ def check_instance(
 
 
 def check_function(name: str, value: Any, fix: str, *, optional: bool = False) -> Any:
-    """Check that `value` is callable and not a class, because calling a class creates an object."""
+    """Check that `value` is callable and not a class (calling a class would create an object)."""
     if not (optional and value is None) and (not callable(value) or isinstance(value, type)):
         raise ConfigError(f"{name} must be a function, got {describe_value(value)}. {fix}.")
     return value

@@ -1,4 +1,4 @@
-"""The base class of callbacks, with six hooks and a state that is saved in checkpoints."""
+"""The base class of callbacks, with six hooks and state that is saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class RunningTrainer(Protocol):
 
 
 class Callback:
-    """Base class for side effects of a run. Override the hooks that you need. They are called on every rank.
+    """Base class for callbacks. Override the hooks that you need. They are called on every rank.
 
     `trainer` is the unitrain.Trainer. A hook may read its attributes, call `trainer.stop`, and call collectives of
-    `trainer.backend` if every rank calls the same ones. An exception in a hook ends the run with a CallbackError that
-    names the hook. A hook that is not overridden is not called and costs no time.
+    `trainer.backend` if every rank calls the same collectives. An exception in a hook stops the run with a
+    CallbackError that names the hook. Hooks that are not overridden cost no time.
     """
 
     # The hooks declare `trainer` as Any, so that mypy accepts overrides that annotate it as unitrain.Trainer.
@@ -67,20 +67,20 @@ class Callback:
         """Called before `fit` trains its first step."""
 
     def on_micro_batch_end(self, trainer: Any, batch: Any, micro_batch: MicroBatch, loss: Loss) -> None:
-        """Called after forward and backward of a micro-batch. `batch` is this rank's batch, on its device.
+        """Called after the forward and backward pass of a micro-batch. `batch` is this rank's batch, on its device.
 
         `micro_batch.samples` is the number of samples, 0 for a dummy batch. `loss.value` is the mean over the samples
-        or, if loss_fn counts tokens, the sum over `loss.tokens` tokens.
+        or, if loss_fn returns a token count, the sum over `loss.tokens` tokens.
         """
 
     def on_before_optimizer_step(self, trainer: Any) -> None:
         """Called when the gradients of the global batch are complete, before they are clipped.
 
-        In fp16, they are still multiplied by the loss scale.
+        With fp16, they are still multiplied by the loss scale.
         """
 
     def on_step_end(self, trainer: Any) -> None:
-        """Called after the optimizer step, also if fp16 skipped it. `trainer.progress.step` already counts it."""
+        """Called after the optimizer step, even if fp16 skipped it. `trainer.progress.step` already includes it."""
 
     def on_epoch_end(self, trainer: Any, results: dict[str, float]) -> None:
         """Called after the training and validation of an epoch, before its checkpoint is written.
@@ -90,10 +90,10 @@ class Callback:
         """
 
     def on_fit_end(self, trainer: Any) -> None:
-        """Called at the end of `fit`, after its last checkpoint, also after an exception."""
+        """Called at the end of `fit`, after its last checkpoint, even after an exception."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: tensors, numbers, strings, and containers of them. Rank 0's state is saved."""
+        """Return the state to save: tensors, numbers, strings, and containers of these. Rank 0's state is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Callback:
 
 
 class Callbacks:
-    """Calls the callbacks of a run, in the user's order. Its errors name the callback and the hook that failed."""
+    """Calls the callbacks of a run, in the user's order. Errors name the callback and the hook that failed."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         for callback in callbacks:
@@ -148,7 +148,7 @@ class Callbacks:
                 callback.load_state_dict(states[name])
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
-        """Return (name, callback) pairs. Repeated class names are numbered from the second one."""
+        """Return (name, callback) pairs. From its second occurrence, a class name is followed by a number."""
         counts: dict[str, int] = {}
         named = []
         for callback in self._callbacks:

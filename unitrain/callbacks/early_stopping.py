@@ -15,10 +15,11 @@ Mode = Literal["min", "max"]
 class EarlyStopping(Callback):
     """Stops the run when the result `monitor` has not improved for `patience` epochs in a row.
 
-    With `mode` "min" a result improves if it is lower than the best by more than `min_delta`, with "max" if it is
-    higher; nan is never an improvement. Checkpoints contain `best` and `epochs_without_improvement`, so a stopped run
-    also stops after a resume, unless `patience` is increased. All ranks make the same decision, because results are
-    equal on all ranks. Raises ConfigError on every rank if `monitor` is not a result of the run.
+    With `mode` "min", a result is an improvement if it is lower than the best by more than `min_delta`, with "max" if
+    it is higher by more than `min_delta`; nan never is. Checkpoints contain `best` and `epochs_without_improvement`, so
+    a run that was stopped also stops after it is resumed, unless `patience` is increased. All ranks make the same
+    decision, because results are equal on all ranks. Raises ConfigError on every rank if `monitor` is not a result of
+    the run.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class EarlyStopping(Callback):
         self._stop_if_patience_is_exhausted(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best result and the number of epochs since."""
+        """Return the best result and the number of epochs since it was reached."""
         return {"best": self.best, "waited": self.epochs_without_improvement}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Raise an error at the first gradient that is not finite, and name the parameter and the rank."""
+"""Raise an error that names the parameter and the rank at the first gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MAX_OVERFLOWS = 20
 class GradientWatch(Callback):
     """Raises NonFiniteGradientError at the first gradient with nan or inf, before the optimizer step, on every rank.
 
-    The error names the parameter. Every `every`-th step is checked. A check reads all gradients, and on a GPU
-    synchronizes with the host. With fp16, single overflows are normal while the loss scale adapts, so only many
-    consecutive overflows are an error.
+    The error names the parameter. Every `every`-th step is checked. A check reads all gradients and, on GPUs,
+    synchronizes the host with the device. With fp16, occasional overflows are normal while the loss scale adapts, so
+    only many consecutive overflows are an error.
     """
 
     def __init__(self, *, every: int = 1) -> None:

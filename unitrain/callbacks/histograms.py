@@ -1,4 +1,4 @@
-"""Histograms of parameters and their gradients for the loggers, as `wandb.watch` records them."""
+"""Histograms of parameters and gradients for the loggers, similar to `wandb.watch`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from unitrain.errors import ConfigError
 class Histograms(Callback):
     """Logs a histogram of each parameter and of its gradient in every `every`-th step, on rank 0.
 
-    The gradients are those of the global batch, before clipping and without the loss scale of fp16 (`wandb.watch` logs
-    the gradients of one rank). Sharded gradients are gathered one by one. The names are "parameters/NAME" and
-    "gradients/NAME". W&B and TensorBoard support histograms. Values that are not finite are omitted. A logged step
-    copies all parameters to the host.
+    The gradients are those of the global batch, before clipping and without the fp16 loss scale (`wandb.watch` logs the
+    gradients of one rank). Sharded gradients are gathered one at a time. The names are "parameters/NAME" and
+    "gradients/NAME". W&B and TensorBoard support histograms. Non-finite values are omitted. Each logged step copies all
+    parameters to the host.
     """
 
     def __init__(self, *, every: int = 1000, parameters: bool = True, gradients: bool = True) -> None:

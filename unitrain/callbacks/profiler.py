@@ -18,9 +18,9 @@ class Profiler(Callback):
     """Records `steps` optimizer steps, after the first `skip` steps of `fit`, in one trace per rank.
 
     The trace of rank 3 is `rank-3.json.gz` in `folder`, by default `profile` in the output folder. Open it in
-    https://ui.perfetto.dev or chrome://tracing. Time stamps come from the clock of each rank's host. Further `options`
-    are arguments of torch.profiler.profile, such as `with_stack` and `profile_memory`. Raises ConfigError if no folder
-    is set or it cannot be created.
+    https://ui.perfetto.dev or chrome://tracing. Timestamps are from the clock of each rank's host. `options` are passed
+    to torch.profiler.profile, for example `with_stack` and `profile_memory`. Raises ConfigError if no folder is set or
+    the folder cannot be created.
     """
 
     def __init__(self, *, skip: int = 10, steps: int = 5, folder: str | Path | None = None, **options: Any) -> None:

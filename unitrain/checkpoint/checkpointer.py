@@ -37,10 +37,10 @@ _FIX = "Read it with the versions of torch and unitrain that wrote it."
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of a run. All ranks call every method; rank 0 accesses the files.
+    """Saves and loads the checkpoints of a run. All ranks must call every method; rank 0 accesses the files.
 
-    It owns the output folder: its lock, the background writer, and the retention of checkpoints. Without an output
-    folder nothing is saved. Raises CheckpointError on every rank if an access fails.
+    It manages the output folder: its lock, the background writer, and the retention of checkpoints. Without an output
+    folder, nothing is saved. Raises CheckpointError on every rank if a file access fails.
     """
 
     def __init__(self, config: TrainConfig, communicator: Communicator) -> None:
@@ -59,7 +59,7 @@ class Checkpointer:
         self._last_saved = time.monotonic()
 
     def prepare(self) -> Path | None:
-        """Create the output folder. Return its path if the run resumes from it, otherwise None.
+        """Create the output folder, and return its path if the run resumes from it, otherwise None.
 
         The run resumes with `TrainConfig.resume`, or if an earlier attempt of this job wrote to the folder.
         """
@@ -76,16 +76,17 @@ class Checkpointer:
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, required: bool
     ) -> dict[str, Any] | None:
-        """Call `load_checkpoint`. If the run shards the optimizer state, that of a sharded checkpoint is loaded by
-        `load_optimizer_state`."""
+        """Call `load_checkpoint`. If both the run and the checkpoint are sharded, `load_optimizer_state` loads the
+        optimizer state.
+        """
         later = self._config.shard != "none"
         return load_checkpoint(path, model, optimizer, scheduler, self._communicator, required=required, later=later)
 
     def load_optimizer_state(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
-        """Load the part of the optimizer state that this rank holds from sharded checkpoint `path`."""
+        """Load this rank's shard of the optimizer state from sharded checkpoint `path`."""
         communicator, task = self._communicator, f"restore the optimizer state from '{path}'"
         fix = "Use the same optimizer as the run that wrote it."
-        # Only rank 0 reads the positions of the tensors, so that not every rank opens the files of all ranks.
+        # Only rank 0 reads the positions of the tensors, so that the other ranks need not open the files of all ranks.
         found = on_rank_zero(communicator, task, fix, lambda: StoredOptimizerState.open(path))
         stored: StoredOptimizerState = communicator.broadcast_object(found)
         on_all_ranks(communicator, task, fix, lambda: load_own_state(optimizer, stored))
@@ -104,8 +105,8 @@ class Checkpointer:
         training: dict[str, Any],
         manifest: dict[str, Any],
     ) -> None:
-        """Save the checkpoint of `step`: the weights of `model`, the state of `optimizer`, and the state `average` of
-        the averaged weights, the state `training` and the values in `manifest` of rank 0.
+        """Save the checkpoint of `step`: the weights of `model`, the state of `optimizer`, the state `average` of the
+        averaged weights, and rank 0's `training` state and `manifest` values.
 
         In the sharded format, every rank saves its part. With `async_checkpoints` this returns as soon as the state is
         copied to host memory.
@@ -132,8 +133,9 @@ class Checkpointer:
         self._writer.save_sharded(step, shard, training, manifest)
 
     def state_format(self) -> AbstractContextManager[None]:
-        """Return the context manager in which state dicts of sharded models and optimizers have the form to be saved:
-        shards, or, without a sharded format, complete tensors on rank 0, which the ranks gather one at a time."""
+        """Return the context manager in which sharded models and optimizers return state dicts for saving: shards or,
+        for the full format, complete tensors on rank 0, gathered one at a time.
+        """
         return state_dicts_of_shards() if self.is_sharded else state_dicts_on_rank(0)
 
     def wait(self) -> None:
@@ -148,7 +150,7 @@ class Checkpointer:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank writes its part of a checkpoint."""
+        """Whether all ranks write checkpoints in parallel."""
         checkpoint_format = self._config.checkpoint_format
         return checkpoint_format == "sharded" or (checkpoint_format == "auto" and self._config.shard != "none")
 
@@ -193,12 +195,12 @@ class Checkpointer:
                 self._writer.call_when_written(self._lock.release)
 
     def release_folder(self) -> None:
-        """Release the lock now. It does not communicate."""
+        """Release the lock immediately. Does not communicate."""
         if self._lock is not None:
             self._lock.release()
 
     def store_batch_size(self, fit_index: int, batch: ElasticBatchSize) -> None:
-        """Store the batch size of `fit` call number `fit_index`, for attempts with another number of ranks."""
+        """Store the batch size of `fit` call number `fit_index`, for attempts with a different number of ranks."""
         if self.folder is None or fit_index != len(self.stored_batch_sizes):
             return
         folder = self.folder
@@ -211,7 +213,8 @@ class Checkpointer:
     def find_best(self) -> Path:
         """Wait until the last checkpoint is written, and return the best checkpoint according to `keep_best`.
 
-        Raises ConfigError without `keep_best` or an output folder, CheckpointError if no checkpoint has the result.
+        Raises ConfigError if `keep_best` or the output folder is not set, and CheckpointError if no checkpoint has the
+        result.
         """
         name, folder = self._config.keep_best, self.folder
         if name is None or folder is None:
@@ -250,8 +253,9 @@ def load_checkpoint(
     All ranks call it. The result is equal on all ranks; it is None if there is no checkpoint and `required` is False.
     Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and `distributed_optimizer`
     broadcast them later. With `later`, the optimizer state of a sharded checkpoint is not loaded. Every rank loads
-    `scheduler`. The state of gradient compression may be much larger than the model, so only rank 0 returns it. Raises
-    CheckpointError on every rank if no checkpoint is valid, or if it does not match the model, optimizer or scheduler.
+    `scheduler`. Only rank 0 returns the state of gradient compression, because it may be much larger than the model.
+    Raises CheckpointError on every rank if no checkpoint is valid, or if it does not match the model, optimizer or
+    scheduler.
     """
 
     checkpoint = find_checkpoint(path, communicator, required=required)
@@ -300,7 +304,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
 def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -> Path | None:
     """Return checkpoint `path`, or the newest valid one in folder `path`; None if there is none. All ranks call it.
 
-    The ranks share the work of checking the files of a sharded checkpoint. Raises CheckpointError on every rank if all
+    Each rank checks a part of the files of a sharded checkpoint. Raises CheckpointError on every rank if all
     checkpoints are corrupt, if there is none and `required` is True, or if one has a newer format.
     """
 
@@ -338,4 +342,4 @@ def _load_modules(
     on_rank_zero(communicator, task, fix, load)
     with torch.no_grad():
         for tensor in tensors:
-            broadcast_tensors(communicator, [tensor])  # one at a time, to avoid a second copy of the model
+            broadcast_tensors(communicator, [tensor])  # one at a time, so that the model is not in memory twice

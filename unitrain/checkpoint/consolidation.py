@@ -1,4 +1,4 @@
-"""Writing of the model of a checkpoint to one safetensors file, which plain torch and `from_pretrained` load."""
+"""Write the model of a checkpoint to one safetensors file, which plain torch and `from_pretrained` can load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unitrain.errors import CheckpointError
 
 
 def consolidate_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
-    """Write the weights of valid checkpoint `path`, or their average, to the new safetensors file `file`.
+    """Write the weights of the valid checkpoint `path`, or their average, to the new safetensors file `file`.
 
     Tensors of a sharded checkpoint are read and written one at a time. Tied parameters are written once, and the
     metadata maps their other names to the name in the file, as `safetensors.torch.save_model` does. Raises

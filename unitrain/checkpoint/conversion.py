@@ -1,4 +1,4 @@
-"""Reading of other programs' checkpoints, to resume from them.
+"""Read checkpoints of other programs, to resume from them.
 
 Supported formats: a state dictionary (`model.state_dict()`, also with DDP's prefix `module.`), a dictionary saved by a
 training script (keys "model", "optimizer", "epoch" or common variants), safetensors files, Lightning's .ckpt files, and

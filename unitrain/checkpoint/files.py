@@ -1,17 +1,17 @@
 """The file format of checkpoints. torch and safetensors can read the files without unitrain.
 
-A checkpoint that rank 0 writes is a folder `step-000000123` with three files:
+A checkpoint written by rank 0 is a folder `step-000000123` with three files:
 
     model.safetensors   parameters and buffers under the user's names
     training.pt         all other state; read it with `torch.load(..., weights_only=True)`
     manifest.json       size and sha256 of both files, versions, step, epoch, results and configuration
 
-`sharded_files` describes the checkpoints that all ranks write.
+`sharded_files` describes the checkpoints written by all ranks.
 
-The folder is written under a temporary name and then renamed, so a folder with the final name is complete.
+The folder is created under a temporary name and renamed when it is complete.
 
 model.safetensors stores complex tensors as the real tensors of torch.view_as_real, because safetensors does not support
-complex128, nor complex64 before version 0.6. Its metadata lists the names of these tensors.
+complex128, and supports complex64 only since version 0.6. Its metadata lists the names of these tensors.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def find_corruption(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return why checkpoint `path` is corrupt, or None if all files are present and match their checksums.
+    """Return the reason why checkpoint `path` is corrupt, or None if all files are present and match their digests.
 
-    Several processes can check the files of a sharded checkpoint together: number `part` of `parts` checks its files.
+    Several processes can divide the files of a sharded checkpoint: this checks part number `part` of `parts`.
     """
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
@@ -109,10 +109,11 @@ def find_corruption(path: Path, part: int = 0, parts: int = 1) -> str | None:
 def find_newest_valid(
     where: Path, *, required: bool, check: Callable[[Path], str | None] = find_corruption
 ) -> Path | None:
-    """Return the checkpoint `where`, or the newest valid one in folder `where`; None if there is none.
+    """Return the checkpoint `where`, or the newest valid checkpoint in folder `where`; None if there is none.
 
-    `check` returns why a checkpoint is corrupt, or None. Skipped checkpoints are logged. Raises CheckpointError
-    if all checkpoints are corrupt, if there is none and `required` is True, or if one has a newer format.
+    `check` returns the reason why a checkpoint is corrupt, or None. Skipped checkpoints are logged. Raises
+    CheckpointError if all checkpoints are corrupt, if there is none and `required` is True, or if one has a newer
+    format.
     """
     found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else list_checkpoints(where)
     damages: list[str | None] = []
@@ -143,7 +144,7 @@ def _check_format(path: Path) -> None:
 
 
 def is_written(target: Path, manifest_fields: dict[str, Any]) -> bool:
-    """Return whether `target` is a valid checkpoint of the position in `manifest_fields`.
+    """Return whether `target` is a valid checkpoint of the training position in `manifest_fields`.
 
     If so, the run was resumed from it and had no steps left.
     """
@@ -155,7 +156,7 @@ def is_written(target: Path, manifest_fields: dict[str, Any]) -> bool:
 
 def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], manifest_fields: dict[str, Any]) -> None:
     """Write a checkpoint atomically. `manifest_fields` are JSON values for the manifest, in addition to versions and
-    checksums.
+    digests.
 
     Raises CheckpointError for state that `torch.load(..., weights_only=True)` rejects; OSError and the errors of
     safetensors are not converted.
@@ -189,7 +190,7 @@ def write_manifest(
 
 
 def publish(staging_folder: Path, target: Path) -> None:
-    """Rename the complete folder `staging_folder` to `target`, which it replaces."""
+    """Rename the complete folder `staging_folder` to `target`, and replace an existing `target`."""
     replaced = staging_folder.with_name(f".{target.name}.replaced.unfinished")
     if target.exists():  # it is corrupt, or was written at the last step of an epoch without the results
         remove(replaced)
@@ -200,7 +201,7 @@ def publish(staging_folder: Path, target: Path) -> None:
 
 
 class _Weights:
-    """The methods of a module that safetensors needs to save and load shared tensors without duplicates.
+    """Implements the module methods that safetensors calls to save and load shared tensors without duplicates.
 
     Complex tensors are read and written as real ones. `load_state_dict` loads into `model`; `names` are the names of
     the complex tensors in the file.
@@ -224,7 +225,7 @@ class _Weights:
 
 
 def _separate_parts(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `state` with copies of the tensors that are views of a storage that no tensor in `state` covers.
+    """Return `state` with copies of all views whose storage is not completely covered by a tensor in `state`.
 
     safetensors rejects such tensors: slices, expanded views, and the weights of an LSTM on a GPU. Identical views share
     one copy, so that tied parameters are stored once.
@@ -273,7 +274,7 @@ def save_model_file(state: dict[str, Tensor], path: Path) -> None:
 
 def load_model_file(model: nn.Module, path: Path) -> None:
     """Load safetensors file `path` into `model`. Raises RuntimeError, ValueError or LookupError on a mismatch."""
-    # The error of safetensors names the class of the model, so use the user's class name.
+    # The error message of safetensors contains the class name, so use that of the user's class.
     weights = type(type(model).__name__, (_Weights,), {})(model.state_dict(), model, complex_names(path))
     load_model(weights, str(path), strict=True)
 

@@ -28,8 +28,8 @@ from unitrain.errors import CheckpointError
 
 FILE = ".lock"
 _MAX_BYTES = 1 << 16
-# Timeouts for a lock held by another job (which may be about to finish), and by an earlier attempt of the same job
-# (whose host may be unreachable).
+# Timeouts for a lock that is held by another job (which may be about to finish), or by an earlier attempt of the same
+# job (whose host may be unreachable).
 _OTHER_JOB_TIMEOUT_SECONDS, _SAME_JOB_TIMEOUT_SECONDS = 5.0, 150.0
 _POLL_SECONDS = 0.1
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -50,7 +50,7 @@ class FolderLock:
         self._deadline: float | None = None
 
     def acquire(self, timeout_seconds: float) -> bool:
-        """Wait at most `timeout_seconds` for the lock, and return whether this process holds it.
+        """Wait for the lock for at most `timeout_seconds`, and return whether this process holds it.
 
         Call it repeatedly until it returns True. When the total timeout expires, it raises a CheckpointError that
         identifies the holder.
@@ -88,7 +88,7 @@ class FolderLock:
             if holders > 1:
                 _held_locks[self._path] = (descriptor, holders - 1)
                 return
-            # Remove the file while it is locked. A process that then locks the removed file detects that it is no
+            # Remove the file while it is locked. A process that locks the removed file afterwards detects that it is no
             # longer in the folder.
             with suppress(OSError):
                 if _is_same_file(descriptor, self._path):
@@ -167,7 +167,7 @@ def _this_job() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the holder's description of itself; an empty dictionary if it is not written yet."""
+    """Return the description that the holder has written; an empty dictionary if there is none yet."""
     try:
         read = json.loads(files.read_regular_file(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Loading of checkpoints, in either format, into a model, an optimizer and a scheduler that they must match."""
+"""Load checkpoints, in either format, into a matching model, optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SHARDED = "sharded"
 def load(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, later: bool = False
 ) -> dict[str, Any]:
-    """Load a valid checkpoint into `model`, `optimizer` and `scheduler`, and return the rest of its training state.
+    """Load a valid checkpoint into `model`, `optimizer` and `scheduler`, and return its remaining training state.
 
-    With `later`, the optimizer state of a sharded checkpoint is not loaded, because each rank will load its part, but
-    the hyperparameters are. The averaged weights of a sharded checkpoint are not loaded either. Raises CheckpointError
-    if the checkpoint does not match the arguments.
+    With `later`, only the hyperparameters of the optimizer are loaded from a sharded checkpoint, because each rank will
+    load its shard of the optimizer state. The averaged weights of a sharded checkpoint are not loaded. Raises
+    CheckpointError if the checkpoint does not match the arguments.
     """
     training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     _check_classes(path, training.get("classes", {}), optimizer, scheduler)
@@ -93,7 +93,7 @@ def _load_model(path: Path, model: nn.Module) -> None:
 
 
 def _load_shards(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Load this rank's shards of complete `tensors`, of which tied ones occur once."""
+    """Load this rank's shards of the complete `tensors`, in which tied parameters occur once."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -114,7 +114,7 @@ def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str |
 def _check_classes(
     path: Path, saved_classes: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> None:
-    """Raise CheckpointError if the checkpoint has the state of another class of optimizer or scheduler."""
+    """Raise CheckpointError if the checkpoint contains the state of a different optimizer or scheduler class."""
     for part, name in classes(optimizer, scheduler).items():
         if saved_classes.get(part) is not None and name is not None and saved_classes[part] != name:
             raise CheckpointError(
@@ -128,7 +128,8 @@ def _check_classes(
 def _check_settings(
     path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, scheduled: bool
 ) -> None:
-    """Raise CheckpointError if the names of the settings do not match `optimizer`; log a warning if values differ.
+    """Raise CheckpointError if the names of the hyperparameters do not match `optimizer`; log a warning if values
+    differ.
 
     The checkpoint's values are used, because schedulers and callbacks may have changed them during the run.
     """

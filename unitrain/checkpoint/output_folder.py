@@ -1,8 +1,8 @@
-"""File accesses of rank 0 in the output folder, and the file `.job`, which records the job that owns the folder.
+"""File access by rank 0 in the output folder, and the file `.job`, which records the job that owns the folder.
 
 A scheduler or `unitrain launch` restarts a failed job with the same job ID. If `.job` contains that ID, the new attempt
-resumes the run in the folder. The file also stores the batch sizes of the first attempt, so that an elastic job keeps
-them when its number of ranks changes.
+resumes the run in the folder. The file also stores the batch sizes of the first attempt, which an elastic job keeps
+when its number of ranks changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ResultT = TypeVar("_ResultT")
 
 
 def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]) -> _ResultT | None:
-    """Run `action` on rank 0 and return its result there, None on other ranks. All ranks call it.
+    """Run `action` on rank 0, and return its result on rank 0 and None on other ranks. All ranks call it.
 
     Raises CheckpointError on every rank if `action` fails: "Cannot `task`: ... `fix`".
     """
@@ -87,7 +87,7 @@ def belongs_to_this_job(folder: Path) -> bool:
 
 
 def record_job(folder: Path) -> None:
-    """Record this job as the owner of the run in `folder`, if it has a job ID (a restarted job has the same ID)."""
+    """Record this job as the owner of the run in `folder`, if it has a job ID, which a restarted job keeps."""
     if environment.job_id() is not None and not belongs_to_this_job(folder):
         _write(folder, [])
 

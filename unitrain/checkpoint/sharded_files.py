@@ -1,4 +1,4 @@
-"""The file format of sharded checkpoints: each rank writes its part of the tensors.
+"""The file format of sharded checkpoints, of which each rank writes a part.
 
 A checkpoint is a folder `step-000000123`:
 
@@ -10,9 +10,9 @@ A checkpoint is a folder `step-000000123`:
     manifest.json                      size and sha256 of all files, versions, step, epoch, results and configuration
 
 `tensor_files` describes the safetensors files. The ranks write to a folder with a temporary name. Each rank then writes
-a report with the sizes and digests of its files. When rank 0 has the reports of all ranks, it writes the manifest and
-renames the folder, so a folder with the final name is complete. The ranks exchange reports through the file system,
-because background threads cannot use collectives.
+a report with the sizes and digests of its files. When the reports of all ranks exist, rank 0 writes the manifest and
+renames the folder, so a folder with the final name is complete. The reports are files because background threads cannot
+call collectives.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MODEL_FOLDER, OPTIMIZER_FOLDER, AVERAGE_FOLDER = "model", "optimizer", "average"
 # The metadata entry that contains the index of the parameter and the key of each state tensor, as JSON.
 _STATE_KEYS_METADATA = "unitrain.optimizer"
 _MAX_POLL_SECONDS = 0.25
-# After the main thread has ended, rank 0 stops waiting for a rank that has not written anything for this time.
+# After the main thread has ended, rank 0 stops waiting for a rank that has written nothing for this long.
 _ABANDON_AFTER_SECONDS = 30.0
 
 
@@ -85,7 +85,7 @@ def collect_shard(
 ) -> StateShard:
     """Return the part of the state that rank `rank` writes. Its tensors share the memory of the state.
 
-    `average` are the averaged weights. This function does not communicate, because every rank holds its part.
+    `average` contains the averaged weights. This function does not communicate, because every rank stores its part.
     """
     parts, tied = {}, {}
     for folder, tensors in ((MODEL_FOLDER, model.state_dict()), (AVERAGE_FOLDER, average)):
@@ -98,7 +98,7 @@ def collect_shard(
 
 
 def _without_duplicates(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor once, and for tied parameters the name under which they are stored."""
+    """Return each tensor once, and the names under which tied parameters are stored."""
     first: dict[Any, str] = {}
     stored, tied = {}, {}
     for name, tensor in tensors.items():
@@ -136,7 +136,7 @@ def is_sharded(path: Path) -> bool:
 
 
 def write_shard(staging_folder: Path, shard: StateShard, rank: int, token: str) -> None:
-    """Write the files of one rank, and its report. On failure, mark the rank as failed, so that rank 0 stops waiting.
+    """Write the files and the report of one rank. On failure, mark the rank as failed, so that rank 0 stops waiting.
 
     `token` identifies the checkpoint that is being written.
     """
@@ -179,10 +179,10 @@ def commit(
     token: str,
     abandoned: threading.Event,
 ) -> bool:
-    """Write the rest of the checkpoint and make it visible when all ranks have written their files.
+    """Write the remaining files of the checkpoint, and publish it when all ranks have written their files.
 
-    Called on rank 0 only. Return False if the checkpoint is incomplete, because `abandoned` is set, a rank failed, or a
-    rank no longer writes after the main thread of this process has ended.
+    Called on rank 0 only. Returns False if the checkpoint is incomplete because `abandoned` is set, a rank failed, or a
+    rank has stopped writing after the main thread of this process ended.
     """
     staging_folder = staging_path(target)
     torch.save(plain_state(training), staging_folder / TRAINING)
@@ -280,7 +280,7 @@ def open_model(path: Path) -> StoredTensors:
 def tied_names(path: Path, folder: str) -> dict[str, str]:
     """Return the names of tied parameters, and the names under which they are stored.
 
-    Raises CheckpointError if the manifest contains something else.
+    Raises CheckpointError if the manifest entry is invalid.
     """
     tied = read_manifest(path).get("tied", {})
     names: dict[str, str] = tied.get(folder, {}) if isinstance(tied, dict) else tied

@@ -21,11 +21,12 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 
 
 def host_copy(state: StateT) -> StateT:
-    """Return `state` with every tensor copied to host memory, also in nested dictionaries, lists and tuples.
+    """Return `state` with every tensor, including those in nested dictionaries, lists and tuples, copied to host
+    memory.
 
     Containers keep their types; a mapping of a type other than dict, OrderedDict and Counter becomes a dict. Values of
-    other types are not copied, because `plain_state` has already copied them. Tensors that share memory share it in the
-    copy as well, so tied parameters stay tied and are copied once.
+    other types are not copied, because `plain_state` has already copied them. Tensors that share memory also share it
+    in the copy, so tied parameters remain tied and are copied once.
     """
     copied: dict[Any, Any] = {}
     result: StateT = _copy(state, copied)
@@ -69,7 +70,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` in new containers, with numpy numbers as Python numbers, and the same tensors.
+    """Return `state` in new containers, with numpy numbers converted to Python numbers, and with the same tensors.
 
     Values of other types are copied by saving and loading them with `torch.load(..., weights_only=True)`, so that later
     changes do not affect the result. Raises a CheckpointError that names the first value that cannot be loaded.
@@ -102,7 +103,7 @@ def _save_and_load(value: Any, path: str) -> Any:
         torch.save(value, file)
         file.seek(0)
         return torch.load(file, weights_only=True)
-    except Exception as error:  # the value's methods may raise any error
+    except Exception as error:  # methods of the value may raise any exception
         name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise CheckpointError(
             f"{path} is a {name}, which would not load safely from a checkpoint. "

@@ -1,8 +1,8 @@
 """safetensors files that contain parts of tensors, written and read one tensor at a time.
 
 Each file is a valid safetensors file. Its metadata contains the offsets of the parts in the form that
-`torch.distributed.checkpoint.HuggingFaceStorageReader` reads (torch 2.14). A file contains each tensor name once, so
-further parts of the same tensor are in further files of the same rank. The format is specified in
+`torch.distributed.checkpoint.HuggingFaceStorageReader` reads (torch 2.14). A file contains each tensor name at most
+once, so further parts of a tensor are in further files of the same rank. The format is specified in
 https://huggingface.co/docs/safetensors/index#format.
 """
 
@@ -70,7 +70,7 @@ def write_parts(
 
 
 def _write_file(path: Path, parts: list[TensorPart], metadata: dict[str, str]) -> WrittenFile:
-    # In descending order of the size of an element, every tensor is aligned.
+    # In descending order of element size, so that every tensor is aligned.
     real_parts = sorted(map(_as_real, parts), key=lambda part: -part.data.element_size())
     names = [part.name for part in real_parts if part.is_complex]
     offsets = {part.name: {"saved_offsets": part.offsets} for part in real_parts}
@@ -185,7 +185,7 @@ class StoredTensor:
 
     @property
     def original_shape(self) -> tuple[int, ...]:
-        """The shape, also of complex tensors."""
+        """The shape of the original tensor, real or complex."""
         return self.shape[:-1] if self.is_complex else self.shape
 
     @property
@@ -195,13 +195,13 @@ class StoredTensor:
 
     @property
     def original_dtype(self) -> torch.dtype:
-        """The dtype, also of complex tensors."""
+        """The dtype of the original tensor, real or complex."""
         return self.dtype.to_complex() if self.is_complex else self.dtype
 
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """The tensors whose parts are in safetensors files in `folder`. It contains positions only, no data."""
+    """Index of the tensors whose parts are stored in safetensors files in `folder`. Contains positions, not data."""
 
     folder: Path
     tensors: dict[str, StoredTensor]
@@ -211,7 +211,7 @@ class StoredTensors:
     def open(cls, folder: Path, names: Iterable[str]) -> StoredTensors:
         """Read the headers of the files `names` in `folder`.
 
-        Raises CheckpointError for a file of another format, and if elements of a tensor are missing.
+        Raises CheckpointError for a file of a different format, and if elements of a tensor are missing.
         """
         tensors: dict[str, StoredTensor] = {}
         metadata = []
@@ -284,7 +284,7 @@ class _OpenFiles:
             file.close()
 
     def read(self, name: str, position: int, target: Tensor) -> None:
-        """Fill contiguous `target` from `position` on."""
+        """Fill contiguous `target` with the bytes from `position`."""
         if name not in self._files:
             self._files[name] = (self._folder / name).open("rb")
         file = self._files[name]
@@ -297,8 +297,9 @@ class _OpenFiles:
 def _overlap(
     files: _OpenFiles, chunk: _Chunk, dtype: torch.dtype, offsets: tuple[int, ...], lengths: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """Yield the elements of `chunk` that are in the box (`offsets`, `lengths`), in blocks of rows, each with its place
-    in the box."""
+    """Yield the elements of `chunk` in the box (`offsets`, `lengths`), in blocks of rows, each with its index in the
+    box.
+    """
     starts = tuple(map(max, chunk.offsets, offsets))
     stops = tuple(
         min(first + length, other + other_length)
@@ -332,7 +333,7 @@ def _overlap(
 def _add_tensors(tensors: dict[str, StoredTensor], folder: Path, name: str) -> dict[str, str]:
     """Add the parts in file `name` to `tensors`, and return the metadata of the file.
 
-    Raises ValueError, TypeError, LookupError, AttributeError or RecursionError for a file of another format.
+    Raises ValueError, TypeError, LookupError, AttributeError or RecursionError for a file of a different format.
     """
     header, start = _read_header(folder / name)
     size = (folder / name).stat().st_size

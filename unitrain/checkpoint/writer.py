@@ -1,6 +1,6 @@
-"""Writing of checkpoints in a background thread, and removal of old ones.
+"""Writing checkpoints in a background thread, and removing old ones.
 
-Training waits for the copy of the state to host memory, but not for the disk.
+Training waits until the state is copied to host memory, but not for the disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unitrain.errors import CheckpointError
 
 # Maximum duration of one collective on the other ranks while rank 0 waits for a lock or a writer.
 MAX_WAIT_PER_COLLECTIVE_SECONDS = 1.0
-# Time of the first warning about a wait for a checkpoint; each further warning follows after twice the time.
+# Time until the first warning about a wait for a checkpoint, which doubles after each warning.
 _WARN_AFTER_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Retention:
         return [path for path in reversed(valid) if path not in kept]
 
     def find_best_checkpoint(self, folder: Path) -> Path | None:
-        """Return the checkpoint in `folder` with the best result, and the newest one of equal results.
+        """Return the checkpoint in `folder` with the best result, and among equal results the newest.
 
         Return None if no checkpoint has a finite result.
         """
@@ -71,7 +71,7 @@ class Retention:
         )
 
     def apply(self, newest: Path) -> None:
-        """Remove obsolete checkpoints. They are renamed first, so a partly removed one is never loaded."""
+        """Remove obsolete checkpoints. Each is renamed first, so a partially removed checkpoint is never loaded."""
         for path in self.obsolete_checkpoints(newest):
             removed = path.with_name(f".{path.name}.unfinished")
             files.remove(removed)
@@ -102,7 +102,8 @@ _writers: dict[Path, CheckpointWriter] = {}
 
 
 def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
-    """Wait until no earlier Trainer in the process of any rank is writing to `folder`, as after an exception in `fit`.
+    """Wait until no earlier Trainer is still writing to `folder` on any rank, as may happen after an exception in
+    `fit`.
 
     All ranks call it.
     """
@@ -165,7 +166,8 @@ class CheckpointWriter:
         """The last checkpoint that this process started to write."""
 
     def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Wait for the previous checkpoint, and start to write that of `step` on rank 0. Rank 0's arguments are used.
+        """Wait for the previous checkpoint, and start to write the checkpoint of `step` on rank 0, with rank 0's
+        arguments.
 
         Raises CheckpointError on every rank if writing the previous checkpoint failed, or, without asynchronous
         writing, this one.
@@ -188,7 +190,7 @@ class CheckpointWriter:
         self._wait_if_synchronous()
 
     def save_sharded(self, step: int, shard: StateShard, training: dict[str, Any], manifest: dict[str, Any]) -> None:
-        """Wait for the previous checkpoint, and start to write this rank's `shard` of that of `step`.
+        """Wait for the previous checkpoint, and start to write this rank's `shard` of the checkpoint of `step`.
 
         Rank 0's `training` and `manifest` are used. Raises CheckpointError like `save`, if any rank cannot write.
         """
@@ -233,7 +235,7 @@ class CheckpointWriter:
         raise_on_all_ranks(self._communicator, error)
 
     def call_when_written(self, function: Callable[[], None]) -> None:
-        """Call `function` when this process has finished writing: now, or later in a thread.
+        """Call `function` when this process has finished writing: immediately, or later in a thread.
 
         Writing may be unfinished after an exception in `fit`. This method does not communicate.
         """
@@ -256,7 +258,7 @@ class CheckpointWriter:
     def _start(
         self, target: Path, state: StateT, copied: Callable[[], StateT], write: Callable[[StateT], None]
     ) -> None:
-        """Call `write` in a thread, with `state` or, in asynchronous writing, with the copy that `copied` returns."""
+        """Call `write` in a thread, with `state` or, if writing is asynchronous, with the copy returned by `copied`."""
         writing = self.current
         if self._asynchronous:
             try:

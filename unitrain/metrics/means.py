@@ -16,13 +16,12 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import TensorError
 from unitrain.validation import check_instance, describe_value
 
-# Maximum number of batches that are stored before they are summed. A larger number is faster, a smaller one saves
-# memory.
+# Maximum number of batches that are stored before they are summed. Larger values are faster, smaller ones save memory.
 _MAX_PENDING_BATCHES = 100
 
 
 class Means:
-    """Means of named values over all samples of all ranks, for any distribution of the samples over ranks.
+    """Means of named values over the samples of all ranks, which may have different numbers of samples.
 
     Sums are float64 on `device` and counts are on the host, so `add` does not synchronize with the device.
     """
@@ -67,7 +66,7 @@ class Means:
     def local_sums(self) -> Tensor:
         """Return this rank's sum for each name, followed by its number of samples or tokens, float64 [names + 1].
 
-        It does not change the state, so later sums are bit-identical with and without this call.
+        This does not change the state: later sums are bit-identical with and without this call.
         """
         sums, samples = self._sum_pending()
         return torch.stack([*sums, self._tokens + samples])
@@ -85,8 +84,8 @@ class Means:
         self._tokens = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's sums and pending batches in host memory, for `load_state`. Values must be one number per
-        batch.
+        """Return this rank's sums and pending batches in host memory, for `load_state`. Each value must be a single
+        number per batch.
 
         Pending batches are stored separately, so that sums after `load_state` are bit-identical to uninterrupted ones.
         """
@@ -126,8 +125,8 @@ class Means:
         return dict(zip(self.names, means, strict=True))
 
     def _sum_pending(self) -> tuple[list[Tensor], int]:
-        # Nearly all batches have the same size. Therefore sum a hundred of them with one stack, one sum and one
-        # addition, instead of one addition per batch, and copy no counts to the device.
+        # Nearly all batches have the same size, so sum a hundred of them with one stack, one sum and one addition
+        # instead of one addition per batch, without copying counts to the device.
         sums, counted = self._sums, self._samples
         for (samples, *_), batches in groupby(self._pending, key=_layout):
             rows = [values for _, values in batches]
@@ -147,7 +146,7 @@ class MeanMetric:
             accuracy.update((model(inputs).argmax(1) == targets).double().mean(), len(targets))
         print(accuracy.compute())
 
-    Sums are kept in float64. Ranks may have different numbers of batches, even none.
+    Sums are accumulated in float64. The number of batches may differ between ranks and may be 0.
     """
 
     def __init__(self, backend: Communicator) -> None:
@@ -158,9 +157,9 @@ class MeanMetric:
     def update(self, value: Tensor | float, count: Tensor | float = 1) -> None:
         """Add the mean `value` of `count` samples, tokens or pixels of this rank; or a tensor of `count` values.
 
-        It neither communicates nor synchronizes with the device. A `count` of 0 adds nothing. Raises TensorError for a
-        count that is not a single number of at least 0, and for a value that is not numeric or has the wrong shape. The
-        shape may be checked only in `compute`, and not against a count on a GPU.
+        This neither communicates nor synchronizes with the device. A `count` of 0 adds nothing. Raises TensorError for
+        a count that is not a single non-negative number, and for a value that is not numeric or has the wrong shape.
+        The shape may be checked only in `compute`, and is not compared with a count on a GPU.
         """
         _check_value(value)
         if isinstance(count, Tensor):
@@ -200,7 +199,7 @@ def _invalid_count(found: object) -> str:
 def detached_copy(value: Tensor | float) -> Tensor:
     """Return `value` as a detached copy, which the caller cannot overwrite.
 
-    Results of differentiable operations are copied as well, because `loss += penalty` overwrites them.
+    Results of differentiable operations are also copied, because `loss += penalty` overwrites them.
     """
     return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 

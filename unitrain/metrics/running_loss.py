@@ -1,4 +1,4 @@
-"""Mean training loss over ranks: since the last sync point (to display and check it), and over an epoch."""
+"""Mean training loss over ranks, since the last sync point (for the display and NaN checks) and over an epoch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from unitrain.metrics.means import Means, detached_copy
 
 
 class RunningLoss:
-    """Accumulates the micro-batch losses of an epoch. All ranks make the same calls and return the same means.
+    """Accumulates the micro-batch losses of an epoch. All ranks must make the same calls, and return the same means.
 
-    The mean over an epoch does not depend on the calls of `mean_since_sync`, nor on interruptions, because checkpoints
+    The mean over an epoch depends neither on calls of `mean_since_sync` nor on interruptions, because checkpoints
     contain the sums. `steps` is the number of steps since `start_epoch`, including those before an interruption.
     """
 
@@ -48,7 +48,7 @@ class RunningLoss:
         self._step_losses.clear()
 
     def local_sums(self) -> list[float]:
-        """Return this rank's sum and count, for `mean_since_sync` on every rank. It synchronizes with the device."""
+        """Return this rank's sum and count, as input of `mean_since_sync`. Synchronizes with the device."""
         return self._means.local_sums().tolist()
 
     def mean_since_sync(self, ranks: Sequence[Sequence[float]], epoch: int, step: int) -> float:
@@ -74,7 +74,7 @@ class RunningLoss:
         return mean
 
     def start_epoch(self) -> None:
-        """Start an epoch, after `epoch_mean` of the preceding one."""
+        """Start an epoch. Call it after `epoch_mean` of the preceding epoch."""
         total, count = self._totals
         # The next `mean_since_sync` also includes the steps of the last epoch after its last sync point.
         self._synced_totals, self._totals = (self._synced_totals[0] - total, self._synced_totals[1] - count), (0.0, 0.0)

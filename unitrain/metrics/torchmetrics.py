@@ -1,4 +1,4 @@
-"""Metrics of the torchmetrics package: each rank updates its copy with its samples, and the states are merged exactly.
+"""Metrics of the torchmetrics package. Each rank updates its copy with its samples, and the states are merged exactly.
 
 The package's synchronization uses torch.distributed, computes unweighted means if ranks have different numbers of
 batches, and hangs if list states have different lengths. Here, states that are sums, means, minima or maxima are
@@ -45,7 +45,7 @@ def is_torchmetric(metric: object) -> bool:
 
 
 class TorchMetrics:
-    """Metrics that are updated together. All ranks make the same calls and return the same results.
+    """Metrics that are updated together. All ranks must make the same calls, and return the same results.
 
     A result equals that of a single metric updated with the batches of all ranks in rank order: sums use float64,
     concatenated states are in rank order, and mean states are weighted by their numbers of updates. The synchronization
@@ -135,7 +135,7 @@ class TorchMetrics:
                 if kind == "mean":
                     found = found / max(updates, 1)
                 elif kind == "sum":
-                    # Every rank's sum includes the default value, a single metric's only once.
+                    # Each rank's sum includes the default value, but the merged sum must include it only once.
                     found = found - (ranks - 1) * default.to(found)
                 _, values_by_name = merged[state_entry.metric].setdefault(state_entry.path, (updates, {}))
                 if updates:
@@ -291,7 +291,7 @@ def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, 
         return stacked
     wide = stacked.double() if stacked.is_floating_point() else stacked
     if reduction is functions.dim_zero_sum:
-        # Every rank's sum includes the default value, a single metric's only once.
+        # Each rank's sum includes the default value, but the merged sum must include it only once.
         return (wide.sum(0) - (len(states) - 1) * default.to(wide)).to(stacked.dtype)
     if reduction is functions.dim_zero_mean:
         updates = torch.tensor([updates for updates, _ in values], dtype=torch.float64, device=stacked.device)

@@ -13,12 +13,13 @@ from unitrain.errors import ConfigError
 from unitrain.metrics.means import Means
 from unitrain.metrics.torchmetrics import TorchMetrics, is_torchmetric
 
-# (output, target) -> its mean over the batch, or one value per sample; or a torchmetrics Metric or MetricCollection.
+# A function (output, target) -> mean over the batch or one value per sample, or a torchmetrics Metric or
+# MetricCollection.
 Metric = Callable[[Any, Any], Tensor | float]
 
 
 class UserMetrics:
-    """The metrics of a run by name. All ranks make the same calls and return the same results.
+    """The metrics of a run by name. All ranks must make the same calls, and return the same results.
 
     The result of a function is its mean over all samples. A torchmetrics object can have several results: for a metric
     "f1" they are named "f1_" followed by the key or index. A MetricCollection passed instead of a dictionary determines

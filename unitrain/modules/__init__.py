@@ -1,9 +1,9 @@
 """Functions that change the user's modules in place.
 
 sync_batch_norm           BatchNorm over the samples of all ranks
-differentiable_allgather  an allgather with a gradient, for losses over the samples of all ranks
+differentiable_allgather  a differentiable allgather, for losses over the samples of all ranks
 activation_checkpointing  recomputation of activations in the backward pass, to save memory
 buffers                   broadcast and loading of buffers
-run_time_classes          classes that replace the forward of a module
-acceleration              torch.compile, and the channels-last memory format
+run_time_classes          classes that replace a module's forward
+acceleration              torch.compile and the channels-last memory format
 """

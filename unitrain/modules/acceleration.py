@@ -1,5 +1,6 @@
-"""Faster execution of the user's model: torch.compile, and the channels-last memory format. Both change the model in
-place."""
+"""Acceleration of the user's model by torch.compile and the channels-last memory format. Both change the model in
+place.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from unitrain.torch_compat import has_forward_pre_hook, is_compiled
 
 
 def compile_forward(*models: nn.Module | None, mode: bool | str) -> None:
-    """Compile the forward of each of `models` with torch.compile, in `mode`, or in the default mode if `mode` is True.
+    """Compile the forward of each of `models` with torch.compile in the given `mode`; True selects the default mode.
 
-    Compilation runs with the first batch. A batch of another size triggers a recompilation with dynamic shapes. Models
-    that are already compiled do not change.
+    The first batch triggers the compilation, and a batch of a different size a recompilation with dynamic shapes.
+    Models that are already compiled do not change.
     """
     for model in models:
         if model is not None and not is_compiled(model):
@@ -25,8 +26,8 @@ def compile_forward(*models: nn.Module | None, mode: bool | str) -> None:
 def use_channels_last(model: nn.Module) -> None:
     """Convert the 4-d parameters, buffers and future 4-d floating-point inputs of `model` to channels last.
 
-    In this memory format, [samples, height, width, channels], convolutions are faster on most devices. Shapes,
-    names and values do not change, and parameters stay the same objects.
+    In this memory format, [samples, height, width, channels], convolutions are faster on most devices. Shapes, names
+    and values do not change, and the parameters remain the same objects.
     """
     model.to(memory_format=torch.channels_last)
     if not has_forward_pre_hook(model, _convert_inputs):
@@ -38,7 +39,9 @@ def _convert_inputs(_: nn.Module, inputs: Any, kwargs: Any) -> Any:
 
 
 def _to_channels_last(value: Any) -> Any:
-    """Return `value` with its 4-d floating-point tensors in channels last, also in lists, tuples and dictionaries."""
+    """Return `value` with all 4-d floating-point tensors, including those in lists, tuples and dictionaries, in
+    channels last.
+    """
     if isinstance(value, Tensor):
         is_image = value.dim() == 4 and value.is_floating_point()
         return value.contiguous(memory_format=torch.channels_last) if is_image else value

@@ -19,14 +19,14 @@ from unitrain.validation import check_instance
 
 
 def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Sequence[type[nn.Module] | str]) -> None:
-    """Recompute the activations of all modules of `model` with a class in `blocks` in the backward pass.
+    """Let all modules of `model` whose class is in `blocks` recompute their activations in the backward pass.
 
-    `blocks` are classes or class names, such as "TransformerEncoderLayer". If blocks are nested, only the outer one is
-    changed. Activation memory decreases to the inputs of the blocks and the activations of one block; the step time
-    increases by up to one forward pass. The results are the same: the RNG state of dropout is restored, and running
-    statistics and other buffers are updated once. The keys of `state_dict` do not change.
+    `blocks` are classes or class names, such as "TransformerEncoderLayer". If blocks are nested, only the outermost
+    ones are changed. Activations then take the memory of the inputs of all blocks plus the activations of one block;
+    the step time increases by at most the time of a forward pass. The results are the same: the RNG state of dropout is
+    restored, and running statistics and other buffers are updated once. The keys of `state_dict` do not change.
 
-    Call it on every rank before `distributed_model`. It does not communicate. Raises ModelError if a block is not a
+    Call it on every rank before `distributed_model`; it does not communicate. Raises ModelError if a block is not a
     class, if the model has no module of that class, and for containers without a forward, such as ModuleList.
     """
     fix = "Use checkpoint_activations(model, nn.TransformerEncoderLayer)"
@@ -40,8 +40,9 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
 
 
 class CheckpointedForward(ReplacedForward):
-    """The forward with activation checkpointing. `checkpoint_activations` changes the class of a block to a subclass of
-    this class and the block's class."""
+    """A forward with activation checkpointing. `checkpoint_activations` sets a block's class to a subclass of this
+    class and of the block's original class.
+    """
 
     prefix = "Checkpointed"
 
@@ -104,7 +105,7 @@ class _BufferValues:
 
 
 class _RecordedBuffers(AbstractContextManager[None]):
-    """Context of the first forward. Saves the previous values of the buffers that change."""
+    """Context of the first forward. Saves the original values of the buffers that it changes."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block, self.values = block, _BufferValues(block)

@@ -1,4 +1,4 @@
-"""Buffers of a model, such as running means: broadcasting them, and loading buffers that are expanded views."""
+"""Broadcasting the buffers of a model, such as running means, and loading buffers that are expanded views."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
     """Broadcast all buffers of `model` from rank 0, in one collective. All ranks call it.
 
     Call it before `model.eval()` and before saving, because during training each rank computes running statistics from
-    its own samples. Training results do not change: training mode does not read the running statistics, and the buffers
-    that it reads are already equal. `model` is the module that `distributed_model` returned, or the user's module.
+    its own samples. Training results do not change: the forward in training mode does not read running statistics, and
+    the buffers that it reads are already equal. `model` is the module that `distributed_model` returned, or the user's
+    module.
     """
     check_model_and_communicator("broadcast_buffers", model, communicator)
     # Through `data`, because the distributed model detects writes to buffers as writes of the forward.
@@ -34,7 +35,7 @@ def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
-    """Return `model.load_state_dict(state, strict)`, also for a model with buffers that are expanded views.
+    """Return `model.load_state_dict(state, strict)`, with support for buffers that are expanded views.
 
     torch refuses to write to an expanded view, because its elements share memory.
     """

@@ -1,4 +1,4 @@
-"""An allgather with a gradient, for losses over the samples of all ranks, such as contrastive losses."""
+"""A differentiable allgather, for losses over the samples of all ranks, such as contrastive losses."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
 
     All ranks call it, with tensors that may differ in dim 0, and run a backward pass through the result. The backward
     pass sums the gradients of the result over ranks with one allreduce, and returns this rank's rows: the gradient of
-    the sum of all ranks' losses. `distributed_model` then averages over ranks, so parameters get the gradient of the
-    mean of the ranks' losses, as without an allgather. Do not multiply the loss by the number of ranks. Both of the
-    following have the result of one process that computes the loss of the global batch:
+    the sum of all ranks' losses. `distributed_model` then averages over ranks, so parameters receive the gradient of
+    the mean of the ranks' losses, as without an allgather. Do not multiply the loss by the number of ranks. Both of the
+    following produce the result of a single process that computes the loss of the global batch:
 
     - every rank computes the same loss of all gathered samples;
-    - every rank computes the mean loss of its own samples against all gathered samples. If ranks have unequal
-      numbers of samples, weight the loss as usual, by `samples * size / step_samples`.
+    - every rank computes the mean loss of its own samples against all gathered samples. If the number of samples
+      differs between ranks, weight the loss as usual, by `samples * size / step_samples`.
 
     The dummy batch of a rank without samples must not contribute to the losses of other ranks: gather
     `tensor[:micro_batch.samples]`, as in examples/contrastive.py, or use data that is sharded evenly.
 
-    With grad mode enabled, the result requires grad even if this rank's tensor does not (for example without samples),
-    so that every rank takes part in the backward pass. For integers, and in torch.no_grad(), use
+    With grad mode enabled, the result requires grad even if this rank's tensor does not (for example, because it has no
+    samples), so that every rank participates in the backward pass. For integers, and in torch.no_grad(), use
     `communicator.allgather`. Every rank must use the result in the same order relative to other collectives. Double
     backward is supported.
 
-    Raises TensorError for a tensor that collectives do not support, and CollectiveMismatchError if ranks differ in
-    dtype, in shape apart from dim 0, or in grad mode.
+    Raises TensorError for a tensor that collectives do not support, and CollectiveMismatchError if the dtype, the shape
+    (except dim 0) or the grad mode differs between ranks.
     """
     fix = "Use differentiable_allgather(tensor, backend)"
     check_instance("differentiable_allgather(communicator)", communicator, Communicator, "a backend", fix)
@@ -70,7 +70,7 @@ class _Allgather(torch.autograd.Function):
 
 
 class _OwnRowsOfSum(torch.autograd.Function):
-    """Allreduce a tensor with the rows of all ranks, and return this rank's rows: the transpose of an allgather."""
+    """Allreduce a tensor with the rows of all ranks, and return this rank's rows: the backward of an allgather."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, communicator: Communicator, counts: list[int]) -> Tensor:

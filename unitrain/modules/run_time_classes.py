@@ -1,4 +1,4 @@
-"""Classes created at run time that replace the forward of a module, which stays the same object."""
+"""Classes created at run time that replace the forward of a module, which remains the same object."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 
 
 class ReplacedForward:
-    """Base class of classes that replace the forward of a module. `create_replacing_class` combines such a class with
-    the class of a module.
+    """Base class for replacements of a module's forward. `create_replacing_class` combines a subclass with the module's
+    class.
 
     Modules of the combined class can be copied and pickled.
     """

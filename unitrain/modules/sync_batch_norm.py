@@ -1,7 +1,7 @@
-"""BatchNorm with the mean and variance of the samples of all ranks, on CPUs and GPUs and on every backend.
+"""BatchNorm with the mean and variance over the samples of all ranks, on CPUs and GPUs and on every backend.
 
 Sergey Ioffe and Christian Szegedy, Batch Normalization (arXiv 1502.03167), applied to the micro-batches of all ranks.
-Each layer takes one allreduce in forward and one in backward.
+Each layer calls one allreduce in the forward pass and one in the backward pass.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from unitrain.modules.run_time_classes import ReplacedForward, create_replacing_
 from unitrain.torch_compat import BatchNormBase, buffers_by_name, disable_compile
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-# Maximum number of elements of inputs that are converted to float64, which takes fewer operations.
+# Inputs with at most this many elements are converted to float64, which takes fewer operations.
 _MAX_SMALL_ELEMENTS = 1 << 15
 
 
 def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     """Synchronize every BatchNorm layer of `model` over all ranks, in place, and return `model`.
 
-    The layers keep their identity, parameters, buffers, hooks and names in `state_dict`, so optimizers and checkpoints
-    remain valid, including checkpoints of the model without synchronization. In training mode, all ranks must call the
-    layers in the same order, with any number of samples. With gradient accumulation, each micro-batch has separate
-    statistics. Eval mode and runs with one rank do not communicate.
+    The layers remain the same objects, with the same parameters, buffers, hooks and `state_dict` keys, so optimizers
+    and checkpoints remain valid, including checkpoints of the model without synchronization. In training mode, all
+    ranks must call the layers in the same order, with any number of samples. With gradient accumulation, each
+    micro-batch has its own statistics. Eval mode and single-rank runs do not communicate.
 
     Call it on every rank, before training. Raises ModelError for a layer that overrides `forward`, and for a layer with
     a process group.
@@ -61,7 +61,7 @@ class _CurrentBatch:
 
 
 def set_current_batch(*, is_dummy: bool) -> None:
-    """Set whether all synchronized layers exclude this rank's samples from their statistics.
+    """Set whether all synchronized layers exclude this rank's current batch from their statistics.
 
     ShardedLoader calls it for each batch, because it has no reference to the model for `exclude_from_statistics`.
     """
@@ -70,7 +70,8 @@ def set_current_batch(*, is_dummy: bool) -> None:
 
 @contextmanager
 def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
-    """Context manager that excludes this rank's samples from the statistics of `model`, in forward and backward.
+    """Context manager that excludes this rank's samples from the statistics of `model`, in the forward and backward
+    pass.
 
     A rank without samples uses it for its dummy batch. Buffers that the forward writes, such as those of a BatchNorm
     without synchronization, are restored at the end.
@@ -117,7 +118,7 @@ class SharedStatistics:
 
     @property
     def is_local(self) -> bool:
-        """Whether there are no other ranks."""
+        """Whether statistics are local, because there is a single rank or no communicator."""
         return self.communicator is None or self.communicator.size == 1
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -132,8 +133,8 @@ class SharedStatistics:
 
         `sums` are this rank's sums of the values and of their squares, float64 [channels] each, for `count` values per
         channel in layer `number`. With `check`, the host synchronizes with the device, and raises an error on every
-        rank if ranks call different layers or if there are fewer than two values. The number of values is a float on
-        CPUs.
+        rank if ranks call different layers or if there are fewer than two values per channel. The number of values is a
+        float on CPUs.
         """
         if not self.counts:
             # Not multiplied by 0, because 0 * nan is nan.
@@ -207,8 +208,9 @@ class BatchNorm(BatchNormBase):
 
 
 class SyncedForward(ReplacedForward):
-    """The synchronized forward. `sync_batch_norm` changes the class of a layer to a subclass of this class and the
-    layer's class."""
+    """The synchronized forward. `sync_batch_norm` sets a layer's class to a subclass of this class and of the layer's
+    original class.
+    """
 
     prefix = "Synced"
     shared_statistics: SharedStatistics
@@ -217,7 +219,9 @@ class SyncedForward(ReplacedForward):
     _was_checked = False
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        """Normalize `input`, [samples, channels, ...]; in training mode over all ranks, and all ranks call it."""
+        """Normalize `input`, [samples, channels, ...]. In training mode, normalizes over all ranks, which all must call
+        it.
+        """
         if not self.training or self.shared_statistics.is_local:
             output: Tensor = BatchNormBase.forward(self, input)
             return output
@@ -249,7 +253,7 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
     shared: SharedStatistics = layer.shared_statistics
     with torch.no_grad():
         sums, count = _sums(x)
-        # On a GPU the check waits for all queued kernels, so it runs in the first forward and for tiny batches only.
+        # On a GPU, the check waits for all queued kernels, so it runs only in the first forward and for tiny batches.
         check = x.device.type == "cpu" or count < 2 or not layer._was_checked
         layer._was_checked = True
         mean, variance, values = shared.reduce(sums, count, layer.number, check=check)

@@ -40,8 +40,9 @@ class WeightAverage:
         return None if decay is None else cls(model, decay)
 
     def start(self) -> None:
-        """Start from the weights, unless an average was loaded. Call it after rank 0's weights are broadcast, and after
-        the parameters of the model and of `model` are sharded."""
+        """Initialize the average with the weights, unless an average was loaded. Call it after the weights are
+        broadcast and the parameters of both models are sharded.
+        """
         self._find_weights()
         if not self._steps:
             self._copy_weights()
@@ -65,14 +66,14 @@ class WeightAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the average from a checkpoint. An empty state has no effect.
 
-        A sharded checkpoint stores the averaged weights separately, and the state has no "model".
+        With a sharded checkpoint, which stores the averaged weights separately, the state has no "model".
         """
         if "model" in state:
             load_state(self.model, state["model"])
         self._steps = state.get("steps", self._steps)
 
     def _find_weights(self) -> None:
-        """Find the parameters of both models. Of sharded parameters, each rank averages its shards."""
+        """Find the parameters of both models. If parameters are sharded, each rank averages its shards."""
         self._weights = [local_part(parameter) for parameter in self._source.parameters()]
         self._averaged = [local_part(parameter) for parameter in self.model.parameters()]
         # Frozen parameters may be integers, as in quantized models. They cannot be averaged and are copied.

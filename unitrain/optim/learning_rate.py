@@ -20,10 +20,10 @@ from unitrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class LearningRateFactor:
-    """Factor by which learning rates are multiplied, only during the optimizer step.
+    """Factor by which learning rates are multiplied during the optimizer step only.
 
-    The optimizer, its schedulers and checkpoints keep the user's rates, which are for `reference_batch_size`. The
-    factor is therefore never applied twice, even if a run resumes with another number of ranks.
+    The optimizer, its schedulers and checkpoints keep the user's learning rates, which apply to `reference_batch_size`.
+    The factor is therefore never applied twice, even if a run resumes with a different number of ranks.
     """
 
     policy: LrScaling
@@ -54,7 +54,9 @@ class LearningRateFactor:
         return ratio if self.policy == "linear" else math.sqrt(ratio)
 
     def factor_at(self, step: int) -> float:
-        """The factor after `step` completed steps. It grows linearly from 1 to `full_factor` during the warm-up."""
+        """Return the factor after `step` completed steps. It increases linearly from 1 to `full_factor` during the
+        warm-up.
+        """
         return (
             1.0 + (self.full_factor - 1.0) * min(1.0, step / self.warmup_steps)
             if self.warmup_steps
@@ -63,7 +65,7 @@ class LearningRateFactor:
 
     @contextmanager
     def scaled_rates(self, optimizer: Optimizer, step: int) -> Iterator[None]:
-        """Context manager in which the rates of `optimizer` are multiplied by the factor."""
+        """Context manager in which the learning rates of `optimizer` are multiplied by the factor."""
         factor = self.factor_at(step)
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -56,7 +56,7 @@ def read_loss(output: LossOutput) -> Loss:
 
 
 def read_training_loss(output: LossOutput) -> Loss:
-    """Like `read_loss`, for a loss in training. Also raises ModelError if the loss does not require a gradient."""
+    """Like `read_loss`, for a training loss. Also raises ModelError if the loss does not require grad."""
     loss = read_loss(output)
     if not loss.value.requires_grad:
         raise ModelError(
@@ -67,10 +67,10 @@ def read_training_loss(output: LossOutput) -> Loss:
 
 
 class LossWeighting:
-    """Weights the micro-batch losses of a step on all ranks. All ranks make the same calls.
+    """Weights the micro-batch losses of a step on all ranks. All ranks must make the same calls.
 
     Backends sum gradients over micro-batches and average them over ranks. The number of samples in a step is known in
-    advance, so means over samples get their final weight immediately. The number of tokens is known only after all
+    advance, so means over samples receive their final weight immediately. The number of tokens is known only after all
     ranks have computed their losses: an allreduce sums it while the gradients are reduced, and the gradients are then
     divided by the total. Until then, losses are divided by the approximate number of tokens per sample in the preceding
     step, because sums over many tokens may overflow in half precision.
@@ -117,8 +117,7 @@ class LossWeighting:
             if parameter.grad is not None:
                 gradients.setdefault(parameter.grad.dtype, []).append(local_part(parameter.grad))
         for dtype, same_dtype in gradients.items():
-            # With a factor of the same dtype, one kernel handles many gradients. In half precision the factor would be
-            # rounded.
+            # A factor of the same dtype lets one kernel process many gradients. In half precision, it would be rounded.
             torch._foreach_mul_(same_dtype, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)
 
     def discard_step(self) -> None:
@@ -130,7 +129,7 @@ class LossWeighting:
         return {} if self._per_sample is None else {"tokens_per_sample": self._per_sample.item()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the number of tokens per sample, so that rounding is the same as in an uninterrupted run."""
+        """Restore the number of tokens per sample, so that rounding errors are the same as in an uninterrupted run."""
         if state:
             device = self._communicator.device
             self._per_sample = torch.tensor(state["tokens_per_sample"], dtype=torch.float64, device=device)

@@ -18,8 +18,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """Autocast format of the forward pass. Parameters keep their dtype.
 
-    With fp16 the loss is scaled dynamically. Gradients are reduced before GradScaler reads them, so an inf on one rank
-    is propagated to all ranks. All ranks therefore skip the same steps and update the scale in the same way, without
+    With fp16, the loss scale is dynamic. Gradients are reduced before GradScaler reads them, so an inf on one rank
+    propagates to all ranks. All ranks therefore skip the same steps and update the loss scale identically, without
     additional communication. Raises ConfigError if `device` does not support the format.
     """
 
@@ -58,7 +58,7 @@ class Precision:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Step `optimizer`, except in fp16 if a gradient is inf or nan. Return whether it stepped.
+        """Step `optimizer`, unless a gradient is inf or nan in fp16. Return whether it stepped.
 
         With fp16 this synchronizes with the device.
         """
@@ -101,7 +101,7 @@ class Precision:
 
 
 def allow_tf32(allowed: bool | None) -> None:
-    """Allow or forbid TF32 for float32 matrices in this process; None keeps the setting."""
+    """Allow or forbid TF32 for float32 matrix multiplications in this process; None keeps the setting."""
     if allowed is not None:
         torch.backends.cuda.matmul.allow_tf32 = allowed
         torch.backends.cudnn.allow_tf32 = allowed

@@ -1,4 +1,4 @@
-"""Learning rate schedulers that step per epoch, and schedulers that require the total number of steps."""
+"""Learning-rate schedulers that step per epoch, and schedulers that require the total number of steps."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SchedulerFactory = Callable[[Optimizer, int], LRScheduler]
 
 
 class PlannedScheduler:
-    """Scheduler that is created later, by `build(optimizer, total_steps)`, when the number of steps is known.
+    """Scheduler that `build(optimizer, total_steps)` creates as soon as the number of steps is known.
 
     `total_steps` is the number of scheduler steps in the complete run, including the part before a resume: optimizer
     steps, or epochs with TrainConfig.scheduler_interval="epoch". The scheduler starts from the learning rates of
@@ -84,7 +84,7 @@ class PlannedScheduler:
 
         A second call returns the same scheduler. Raises on every rank: ConfigError if the length is unknown, or if
         `build` does not return a scheduler of this optimizer; CheckpointError if the checkpoint's scheduler was built
-        for another length.
+        for a different number of steps.
         """
         if self.scheduler is None:
             self.scheduler = call_on_all_ranks(communicator, lambda: self._build_restored(total_steps))

@@ -19,13 +19,13 @@ from unitrain.optim.schedulers import PlannedScheduler
 
 
 def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
-    """Run the backward pass of `loss`, and call the functions `overlapped` while the gradients are reduced.
+    """Run the backward pass of `loss`, and call the `overlapped` functions while gradients are reduced.
 
     The functions may call collectives if all ranks pass the same functions.
     """
 
     def queue_calls(gradient: Tensor) -> None:
-        # The autograd engine runs callbacks in the order in which they were queued. The callback that waits for the
+        # The autograd engine runs callbacks in the order in which they are queued. The callback that waits for the
         # gradients is queued after these.
         for call in overlapped:
             Variable._execution_engine.queue_callback(call)
@@ -63,8 +63,8 @@ ForwardFunction = Callable[[nn.Module, Any], tuple[Any, Any]]
 class Forward:
     """Calls a model on a batch, through `function` if it is not None.
 
-    Otherwise a batch is a pair (inputs, targets), and the model is called with the inputs. Raises ConfigError if
-    `function` is not callable, DataError if a batch is not a pair, ModelError if `function` does not return a pair.
+    Otherwise, a batch is a pair (inputs, targets), and the model is called with the inputs. Raises ConfigError if
+    `function` is not callable, DataError if a batch is not a pair, and ModelError if `function` does not return a pair.
     """
 
     def __init__(self, function: ForwardFunction | None) -> None:
@@ -89,7 +89,7 @@ class Forward:
         )
 
     def output(self, model: nn.Module, batch: Any) -> Any:
-        """Return the output only. Without a function, the batch may consist of the inputs only."""
+        """Return only the output. Without a function, the batch may consist of inputs only."""
         if self._function is None:
             if isinstance(batch, (list, tuple)) and len(batch) == 1:
                 return model(batch[0])

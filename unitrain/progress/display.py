@@ -1,7 +1,7 @@
 """Progress display of rank 0 on standard error: a bar on a terminal, otherwise lines.
 
-Launchers such as horovodrun capture the output of ranks, so standard error of rank 0 is a pipe. `unitrain launch`
-passes the path of its terminal to the ranks, and rank 0 draws the bar there.
+Launchers such as horovodrun capture the output of ranks, so rank 0's standard error is a pipe. `unitrain launch` passes
+the path of its terminal to the ranks, and rank 0 draws the bar there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ProgressDisplay:
         """Count a step with `samples` samples over all ranks, in epoch number `epoch` (from 1)."""
 
     def set_loss(self, value: float) -> None:
-        """Set the displayed loss: the latest mean over ranks."""
+        """Set the displayed loss, the latest mean over ranks."""
 
     def show_slow_ranks(self, description: str) -> None:
         """Show the `description` of slow ranks, until a call with an empty one."""
@@ -60,7 +60,7 @@ class ProgressDisplay:
 
 
 class _TimedDisplay(ProgressDisplay, ABC):
-    """Base class of bar and lines: counts steps and limits the rate of updates."""
+    """Base class of both displays: counts steps and limits the rate of updates."""
 
     interval_seconds = _LINE_INTERVAL_SECONDS
 

@@ -4,8 +4,8 @@
     history.jsonl   one row per epoch: results, learning rate, and time per part of the training loop
     steps.jsonl     one row per sync point: mean loss since the last one, and slow ranks (`slow`), if any
 
-Every row has the current `step` and `epochs`, the number of epochs trained so far (fractional within an epoch). Lists
-`*_seconds` have one value per rank.
+Every row contains the current `step`, and `epochs`, the number of epochs trained so far (fractional within an epoch).
+Lists named `*_seconds` have one value per rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class History:
         self.folder = folder
 
     def rewind(self, step: int) -> None:
-        """Remove the rows after `step`, and the starts at `step`. The run that resumes at `step` writes them again."""
+        """Remove the rows after `step`, and starts of the run at `step`. The run that resumes at `step` writes them
+        again.
+        """
         for name, last in ((STARTS, step - 1), (EPOCHS, step), (STEPS, step)):
             drop_rows_after(last, self.folder / name)
 

@@ -1,4 +1,4 @@
-"""Handling of the preemption signals of schedulers, also while the main thread is blocked in a collective."""
+"""Handle preemption signals of schedulers, even while the main thread is blocked in a collective."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SAME_NOTICE_SECONDS = 3.0
 class PreemptionHandler:
     """Context manager that records the first of `signals` in `received`; a later signal terminates the process.
 
-    Signals within three seconds of the first are ignored: the scheduler signals every process of a job, and the
-    launcher also forwards the signal to its ranks. A Python signal handler does not run while the main thread is
-    blocked in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals with a handler installed by the user are
-    left unchanged. Outside the main thread, where Python does not allow handlers, this does nothing.
+    Signals within three seconds of the first are ignored as duplicates: the scheduler signals every process of a job,
+    and the launcher also forwards the signal to its ranks. Python signal handlers do not run while the main thread is
+    blocked in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals for which the user has installed a
+    handler are not handled. Outside the main thread, where Python does not allow handlers, this does nothing.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ class PreemptionHandler:
 
 
 def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Without a Python handler the signal would terminate the process instead of waking the thread."""
+    """Do nothing. Without a Python handler, the signal would terminate the process instead of waking the thread."""
 
 
 @functools.cache

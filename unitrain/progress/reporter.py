@@ -23,13 +23,14 @@ from unitrain.progress.display import ProgressDisplay, choose_progress
 
 
 class RunReporter:
-    """Displays and logs a run on rank 0; does nothing on other ranks. All ranks create it and enter `report_run`.
+    """Displays and logs a run on rank 0, and does nothing on other ranks. All ranks must create it and enter
+    `report_run`.
 
     Raises ConfigError, MissingDependencyError or LoggerError on every rank for a logger that cannot be used.
     """
 
     count_step: Callable[[int, int], None]
-    """`count_step(epoch, samples)` counts a step. It is the display's method itself, to save a call in every step."""
+    """`count_step(epoch, samples)` counts a step. It is the display's own method, which saves a call in every step."""
 
     def __init__(self, config: TrainConfig, communicator: Communicator, loggers: object) -> None:
         self._config, self._communicator = config, communicator
@@ -44,7 +45,7 @@ class RunReporter:
     def report_run(
         self, step: int, remaining_steps: int | None, description: Mapping[str, Any], *, is_complete: bool
     ) -> Iterator[None]:
-        """Context manager that reports a run from `step` on. A run without remaining steps is not logged."""
+        """Context manager that reports a run, starting at `step`. A run without remaining steps is not logged."""
         self._finish("finished")  # finish loggers that the user restarted after an earlier run
         self._description, self._stopped = description, False
         if not is_complete:
@@ -87,7 +88,7 @@ class RunReporter:
         self._call("log", results, step)
 
     def report_epoch(self, epoch: int, step: int, results: dict[str, float], samples_per_second: float) -> None:
-        """Show and log the `results` and the speed of the completed epoch number `epoch`."""
+        """Show and log the `results` and the throughput of the completed epoch number `epoch`."""
         self._progress.show_epoch(epoch, results)
         self._call("log", {"epoch": epoch, **results, "epoch_samples_per_second": samples_per_second}, step)
 
@@ -158,7 +159,7 @@ class RunReporter:
         self._loggers = tuple(logger for logger in self._loggers if logger not in failed)
 
     def _start_loggers_if_needed(self, step: int) -> bool:
-        """Return whether there are loggers. If they were finished with the run, start them again."""
+        """Return whether there are loggers, and restart them if they were finished at the end of a run."""
         if not self._started and self._loggers:
             self._start(step)
             for logger in self._started:

@@ -23,7 +23,7 @@ _INTERVAL_SECONDS = 2.0
 
 
 class StopCoordinator:
-    """Stops a call of `fit` at the same step on every rank: on request, at the time limit, or after a signal.
+    """Stops a `fit` call at the same step on every rank: on request, at the time limit, or after a signal.
 
     Use it as a context manager. `reason` states why the ranks stop, and is None while they continue. `preempted` is
     True if they stop because of a signal. All ranks call every method except `request`.
@@ -66,7 +66,7 @@ class StopCoordinator:
         self._requested = reason
 
     def is_due(self, step: int) -> bool:
-        """Whether an exchange is due after `step` steps: about every two seconds, as measured on the slowest rank."""
+        """Return whether an exchange is due after `step` steps: about every two seconds on the slowest rank."""
         return step >= self._next
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
@@ -106,7 +106,7 @@ class SyncPoint:
         self._detector = StragglerDetector()
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Synchronize after `step` steps, and return the `numbers` of every rank (equally many per rank)."""
+        """Synchronize after `step` steps, and return the `numbers` of every rank. All ranks must pass equally many."""
         previous_reason = self._stopping.reason
         seconds, steps = self._timer.take_recent_seconds()
         ranks = self._stopping.exchange(step, [*seconds, *numbers])

@@ -1,17 +1,17 @@
-"""Detection of stragglers (slow ranks). Reports also use this module, so it does not import torch."""
+"""Detection of stragglers (slow ranks). `unitrain report` also uses this module, so it does not import torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The parts of a step, in order, and those in which the rank is busy. In `wait` it is idle.
+# The parts of a step, in order, and those in which the rank is busy. A rank is idle in `wait`.
 TRAINING = ("data", "compute", "wait", "update")
 WORK = ("data", "compute", "update")
 _COMPUTE = TRAINING.index("compute")
 # A straggler's busy time exceeds the median of the other ranks by at least this fraction of a step.
 _MIN_EXCESS = 0.2
-# Minimum duration of an observation. A rank is reported if it is slow in two successive observations, because a single
+# Minimum duration of an observation. A rank is reported if it is slow in two consecutive observations, because a single
 # one may be an outlier.
 _OBSERVATION_SECONDS = 1.0
 _MAX_NAMED_RANKS = 2

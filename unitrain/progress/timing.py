@@ -18,8 +18,8 @@ from unitrain.progress.stragglers import TRAINING
 
 PARTS = (*TRAINING, "validation", "checkpoint")
 _DATA, *_MEASURED = TRAINING
-# Measuring a step takes about 10 µs, and on a GPU a host-device synchronization. Measuring at most one step in 20 and
-# one per 0.2 s makes this cost negligible.
+# Measuring a step takes about 10 µs and, on GPUs, a host-device synchronization. The cost is negligible because at most
+# one step in 20, and one per 0.2 s, is measured.
 _MIN_INTERVAL_STEPS, _MIN_INTERVAL_SECONDS = 20, 0.2
 _RECENT_STEPS = 5
 
@@ -38,11 +38,11 @@ class LoopTimer:
     """Measures the parts of the training loop on each rank. Only `gather` communicates.
 
     `data` is the time that the loop (or the GPU) waits for batches; it is measured in every step. The other parts are
-    measured in sampled steps, and the remaining time is divided in proportion to them. `compute` is forward and
-    backward. `wait` is the time from the end of this rank's backward until the gradients are reduced: communication
-    that is not overlapped, and waiting for slower ranks. `update` is clipping and the optimizer step. If a collective
-    runs earlier in the step, as in sync_batch_norm or for iterable datasets, waiting for slower ranks there is part of
-    `compute` or `data`.
+    measured in sampled steps, and the remaining time is divided in proportion to the measurements. `compute` is the
+    forward and backward pass. `wait` is the time from the end of this rank's backward pass until the gradients are
+    reduced: exposed communication, and waiting for slower ranks. `update` is clipping and the optimizer step. If an
+    earlier collective of the step, as in sync_batch_norm or for iterable datasets, waits for slower ranks, this time
+    counts as `compute` or `data`.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -67,7 +67,7 @@ class LoopTimer:
         self._last_reading = _Reading(self._started, 0, 0.0)
 
     def iterate(self, batches: Iterable[ItemT]) -> Iterator[ItemT]:
-        """Yield from `batches`, and measure the fetch time per batch. The first one counts from `start`."""
+        """Yield from `batches`, and measure the fetch time of each batch. That of the first batch starts at `start`."""
         waited_since = self._started
         for batch in batches:
             self._fetched = time.perf_counter()
@@ -79,7 +79,7 @@ class LoopTimer:
         self._seconds["data"] += time.perf_counter() - waited_since  # includes the termination of the workers
 
     def measure_backward(self, loss: Tensor) -> Tensor:
-        """Return `loss`. If this step is measured, first register a hook that measures its backward."""
+        """Return `loss`. If this step is measured, first register a hook that measures the backward pass."""
         if self._measuring and loss.requires_grad:
             loss.register_hook(self._queue_callback)
         return loss
@@ -160,8 +160,9 @@ class LoopTimer:
         }
 
     def _queue_callback(self, gradient: Tensor) -> None:
-        # The autograd engine runs callbacks after the backward in the order in which they were queued. The callback
-        # that waits for the reduction is queued after this one; the callback queued by this one runs last.
+        # After the backward pass, the autograd engine runs callbacks in the order in which they were queued. The
+        # callback that waits for the reduction is queued after this one, and the callback that this one queues runs
+        # last.
         Variable._execution_engine.queue_callback(self._end_compute)
 
     def _end_compute(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass
 class TrainingProgress:
-    """Completed epochs, optimizer steps and samples of a training run. It is equal on all ranks after every step."""
+    """Completed epochs, optimizer steps and samples of a training run. Equal on all ranks after every step."""
 
     epoch: int = 0
     """Completed epochs."""
@@ -17,7 +17,7 @@ class TrainingProgress:
     sample: int = 0
     """Samples trained on in the current epoch, over all ranks; 0 between two epochs."""
     position: int = 0
-    """Position in the current epoch: an index into its order, or a number of items for iterable datasets."""
+    """Position in the current epoch: an index into the sample order, or a number of items for iterable datasets."""
     step_in_epoch: int = 0
     """Completed optimizer steps of the current epoch."""
 
@@ -41,6 +41,6 @@ class TrainingProgress:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the values in `state`; missing ones become 0."""
+        """Restore the values in `state`; missing values become 0."""
         for field in fields(self):
             setattr(self, field.name, state.get(field.name, 0))
