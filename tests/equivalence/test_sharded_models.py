@@ -139,7 +139,9 @@ def compare(backend: Backend) -> None:
             assert precision != "fp16" or scale < 65536, "no gradient overflowed"
 
 
-@pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("horovod", 3)])
+@pytest.mark.parametrize(
+    ("backend", "size"), [("ddp", 2), ("horovod", 2), pytest.param("horovod", 3, marks=pytest.mark.nightly)]
+)
 def test_sharded_training_of_common_models_equals_replicated_training(backend: str, size: int) -> None:
     with RankGroup(backend, size) as group:
         group.run(compare, timeout_seconds=300)

@@ -132,16 +132,25 @@ sys.exit(75)
 
 
 @pytest.mark.parametrize(
-    ("options", "received", "code"),
+    ("target", "options", "received", "code"),
     [
-        (["--launcher", "torchrun"], "SIGUSR1", 75),
-        (["--launcher", "horovodrun"], "SIGUSR1", 75),
-        (["--launcher", "torchrun", "--launcher-args", "--max-restarts 1"], "SIGTERM", 143),
+        pytest.param(target, options, received, code, id=f"{target}-{name}", marks=tier)
+        for name, options, received, code, fast in (
+            ("torchrun", ["--launcher", "torchrun"], "SIGUSR1", 75, "launcher"),
+            ("horovodrun", ["--launcher", "horovodrun"], "SIGUSR1", 75, "every process"),
+            (
+                "torchrun with restarts",
+                ["--launcher", "torchrun", "--launcher-args", "--max-restarts 1"],
+                "SIGTERM",
+                143,
+                "launcher",
+            ),
+        )
+        for target in ("launcher", "every process")
+        for tier in ([] if target == fast else [pytest.mark.nightly],)
     ],
-    ids=["torchrun", "horovodrun", "torchrun with restarts"],
 )
-@pytest.mark.parametrize("target", ["launcher", "every process"])
-def test_ranks_save_after_a_warning(options: list[str], received: str, code: int, target: str, tmp_path: Path) -> None:
+def test_ranks_save_after_a_warning(target: str, options: list[str], received: str, code: int, tmp_path: Path) -> None:
     """A scheduler warns with SIGUSR1, whose default action ends a launcher and with it the ranks that save."""
     script = tmp_path / "train.py"
     script.write_text(WARNED)

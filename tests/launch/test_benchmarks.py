@@ -56,6 +56,7 @@ def test_peers_benchmark_writes_its_table(tmp_path: Path) -> None:
             assert re.fullmatch(RATIO if way != "unitrain, Trainer" else "1", against)
 
 
+@pytest.mark.nightly
 def test_the_device_check_runs_without_a_gpu(tmp_path: Path) -> None:
     small = ["--model", "resnet18", "--batch-size", "2", "--steps", "1", "--rounds", "1"]
     run("gpu_check.py", "--device", "cpu", *small, "--output", tmp_path)

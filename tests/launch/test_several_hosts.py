@@ -108,9 +108,9 @@ def test_concurrent_launches_do_not_share_a_rendezvous(two_hosts: list[Host], sc
 
 
 ENDS = [
-    pytest.param(["--backend", "ddp"], id="torchrun"),
-    pytest.param(["--backend", "horovod"], id="horovodrun"),
-    pytest.param(["--launcher", "mpirun"], id="mpirun", marks=needs_mpi),
+    ("torchrun", ["--backend", "ddp"], []),
+    ("horovodrun", ["--backend", "horovod"], []),
+    ("mpirun", ["--launcher", "mpirun"], [needs_mpi]),
 ]
 
 
@@ -129,8 +129,15 @@ def ask_launch_to_end(hosts: list[Host], process: subprocess.Popen[str]) -> None
     hosts[0].signal(number, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("fault", [fails_itself, kill_launch, ask_launch_to_end], ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize("options", ENDS)
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        pytest.param(options, fault, id=f"{launcher}-{fault.__name__}", marks=[*needs, *tier])
+        for launcher, options, needs in ENDS
+        for fault, fast in ((fails_itself, "torchrun"), (kill_launch, "horovodrun"), (ask_launch_to_end, "mpirun"))
+        for tier in ([] if launcher == fast else [pytest.mark.nightly],)
+    ],
+)
 def test_no_rank_outlives_its_launch(
     options: list[str],
     fault: Callable[[list[Host], subprocess.Popen[str]], None],
