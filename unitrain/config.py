@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from unitrain import validation
 from unitrain.backends.base import Communicator, Shard
-from unitrain.backends.compression_setting import Compression, read_compression
+from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, did_you_mean
 
@@ -270,6 +270,13 @@ class TrainConfig:
             )
 
     def _check_sharded_parameters(self) -> None:
+        if self.shard == "gradients" and isinstance(
+            read_compression(self.compression, "TrainConfig.compression"), PowerSGD
+        ):
+            raise ConfigError(
+                "TrainConfig.compression 'powersgd' is not supported with shard=\"gradients\", because PowerSGD "
+                'compresses complete gradients. Use compression="bf16", or shard="state".'
+            )
         if self.shard != "parameters":
             if self.shard_blocks:
                 raise ConfigError(

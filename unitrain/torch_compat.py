@@ -7,6 +7,7 @@ private torch APIs directly, except that `ddp.py` imports torch._dynamo early.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -337,6 +338,46 @@ def release_fsdp_groups(module: nn.Module) -> None:
             for name in ("mesh_info", "post_forward_mesh_info"):
                 if getattr(holder, name, None) is not None:
                     holder.__dict__[name].shard_process_group = None
+
+
+def compute_norms_of_infinite_order() -> None:
+    """Let `torch.nn.utils.get_total_norm` and `clip_grad_norm_` support infinite and negative orders of DTensors.
+
+    torch 2.14 returns a partial result for infinite orders, whose value is the norm of the elements on this rank. On a
+    rank without elements it raises a RuntimeError, because the norm of an empty tensor of such an order is undefined,
+    while the other ranks wait for it in an allreduce. Checked with torch 2.14.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    aten: Any = torch.ops.aten
+
+    def prepare(tensor: Any, order: float) -> Any:
+        """Return a reduced partial result; instead of an empty local part, an element that does not change the norm."""
+        if any(placement.is_partial() for placement in tensor.placements):
+            kept = [Replicate() if one.is_partial() else one for one in tensor.placements]
+            return tensor.redistribute(placements=kept)
+        if not tensor.numel() or tensor._local_tensor.numel():
+            return tensor
+        sizes = [max(size, 1) for size in tensor._local_tensor.shape]
+        local = tensor._local_tensor.new_full(sizes, math.inf if order < 0 else 0.0)
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    def compute(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+        is_norm_of_all = len(args) <= 2 and not kwargs.keys() & {"dim", "keepdim"}
+        if is_norm_of_all and (order < 0 or math.isinf(order)):
+            args = (tree_map_only(DTensor, lambda tensor: prepare(tensor, order), args[0]), *args[1:])
+        handler = handlers.pop(operation)
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            handlers[operation] = handler
+
+    for operation in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
+        handlers.setdefault(operation, compute)
 
 
 def local_part(tensor: Tensor) -> Tensor:

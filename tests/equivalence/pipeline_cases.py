@@ -277,6 +277,9 @@ def rejects_what_cannot_be_divided(backend: Backend, stages: int) -> None:
         for action in (
             lambda model=model: backend.distributed_model(model, compression="bf16"),
             lambda model=model: backend.distributed_optimizer(optimizer, model, shard="state"),
+            lambda model=model: unitrain.Trainer(
+                model, optimizer, loss_fn, backend=backend, config=unitrain.TrainConfig(max_steps=1)
+            ),
         ):
             text = raises(unitrain.UnsupportedError, "neither gradient compression nor a sharded optimizer", action)
             assert_same_on_every_rank(backend, text)
@@ -324,6 +327,20 @@ def different_batches_in_one_replica_raise(backend: Backend, stages: int) -> str
     inputs, targets = data(8 * backend.size).tensors
     own = slice(8 * backend.rank, 8 * backend.rank + 8)
     pipeline.forward_backward(inputs[own], targets[own])
+    return "not raised"
+
+
+def different_shapes_in_one_replica_raise(backend: Backend, stages: int, other: str) -> str:
+    """After two batches of different shapes on all ranks, rank 1 passes another batch, or calls another method."""
+    pipeline = pipeline_of(backend, build(), stages)
+    inputs, targets = data(8).tensors
+    for samples in (8, 6):
+        pipeline.forward_backward(inputs[:samples], targets[:samples])
+    if other == "forward" and backend.rank == 1:
+        pipeline.forward(inputs)
+    else:
+        samples = 6 if other == "shape" and backend.rank == 1 else 8
+        pipeline.forward_backward(inputs[:samples], targets[:samples])
     return "not raised"
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
+from unitrain.backends.sharding.state_format import complete_tensor
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -30,10 +31,11 @@ CASES = list(itertools.product(KINDS, VARIANTS))
 
 
 class Network(nn.Module):
-    """Makes its gradient infinite in the fourth step of a run in fp16."""
+    """Makes its gradient infinite in step `overflow` of a run in fp16, from 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, overflow: int) -> None:
         super().__init__()
+        self.overflow = overflow
         torch.manual_seed(0)
         self.first, self.second, self.backwards = nn.Linear(6, 16), nn.Linear(16, 3), 0
 
@@ -46,14 +48,16 @@ class Network(nn.Module):
 
     def _overflow(self, gradient: Tensor) -> Tensor | None:
         self.backwards += 1
-        return gradient * float("inf") if self.backwards == 4 else None
+        return gradient * float("inf") if self.backwards == self.overflow else None
 
 
-def train(backend: Backend, kind: str, settings: dict[str, Any], **options: Any) -> tuple[list[Tensor], int]:
+def train(
+    backend: Backend, kind: str, settings: dict[str, Any], overflow: int = 4, **options: Any
+) -> tuple[list[Tensor], int]:
     """Return the parameters, and how often the scheduler stepped."""
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator))
-    model = Network()
+    model = Network(overflow)
     more: dict[str, Any] = (
         {"momentum": 0.9} if kind == "sgd" else {"eps": 1e-2}
     )  # where Adam does not magnify fp16's rounding of small gradients
@@ -102,3 +106,24 @@ def test_fused_optimizer_equals_the_unfused_one(runs: list[Any], case: tuple[str
         fused, loops = rank[case][:2]
         for found, wanted in zip(fused[0], loops[0], strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def skip_first_step(backend: Backend) -> None:
+    """The first step of a fused optimizer overflows, with every setting that shards its state."""
+    for kind in KINDS:
+        expected, _ = train(backend, kind, VARIANTS["fp16"], overflow=1, foreach=True)
+        for shard in ("none", "state", "gradients", "parameters"):
+            settings = {**VARIANTS["fp16"], "shard": shard}
+            found, scheduled = train(backend, kind, settings, overflow=1, fused=True)
+            assert scheduled == 11, (kind, shard)
+            for value, wanted in zip(found, expected, strict=True):
+                complete = complete_tensor(value, backend)
+                torch.testing.assert_close(
+                    complete, wanted, rtol=0, atol=1e-5, msg=lambda text, where=(kind, shard): f"{where}: {text}"
+                )
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_fused_optimizer_continues_after_a_skipped_first_step(backend: str) -> None:
+    with RankGroup(backend, 2) as group:
+        group.run(skip_first_step)

@@ -61,6 +61,23 @@ def test_different_batches_in_one_replica_raise_an_error_that_names_the_ranks() 
     assert caught.value.errors[1].startswith("Rank 1 has another batch than rank 0, but both compute the same replica")
 
 
+@pytest.mark.parametrize(
+    ("other", "called"),
+    [
+        ("shape", "forward_backward with a float64 batch of shape [6, 6]"),
+        ("forward", "forward with a float64 batch of shape [8, 6]"),
+    ],
+)
+def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(other: str, called: str) -> None:
+    with RankGroup("ddp", 2) as group, pytest.raises(RankError) as caught:
+        group.run(cases.different_shapes_in_one_replica_raise, 2, other)
+    assert caught.value.kind == "DataError"
+    assert caught.value.errors[1].startswith(
+        "Ranks 0 and 1 compute the same replica of the pipeline, but rank 0 called forward_backward with a float64 "
+        f"batch of shape [8, 6], and rank 1 {called}. Load the data with unitrain.ShardedLoader("
+    )
+
+
 def test_a_backend_without_point_to_point_rejects_stages_on_every_rank() -> None:
     with RankGroup("horovod", 2) as group:
         texts = group.run(cases.requires_point_to_point)

@@ -109,6 +109,7 @@ def test_sharded_parameters_train_and_resume_as_replicated_parameters(tmp_path: 
         ({"compression": "fp16"}, "compression='fp16' is not supported"),
         ({"shard_blocks": "Block"}, "shard_blocks must be a tuple of class names"),
         ({"shard": "state", "shard_blocks": ("Block",)}, "but shard is 'state'"),
+        ({"shard": "gradients", "compression": "powersgd"}, "because PowerSGD compresses complete gradients"),
     ],
 )
 def test_settings_that_exclude_sharded_parameters_raise(settings: dict[str, Any], text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -116,6 +117,15 @@ def test_damaged_shard_files_are_detected_by_the_ranks_together(tmp_path: Path) 
             manifest.write_text(manifest.read_text().replace('"model/rank-00000.safetensors"', f'"{name}"'))
             assert files.find_corruption(manifest.parent) == f"its manifest has an unknown file {name!r}"
             manifest.write_text(manifest.read_text().replace(f'"{name}"', '"model/rank-00000.safetensors"'))
+        content = json.loads(manifest.read_text())
+        del content["files"]["model/rank-00001.safetensors"]
+        manifest.write_text(json.dumps(content))
+        assert files.find_corruption(manifest.parent) == (
+            "the list of files in its manifest has changed since it was written"
+        )
+        for first, parameters, error in group.run(train, str(tmp_path / "run"), 6):
+            assert (first, error) == (4, None)
+            assert torch.equal(parameters, expected)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])

@@ -114,7 +114,8 @@ def check_not_pipeline(argument: str, model: Any) -> None:
     if type(model).__name__ == "Pipeline" or isinstance(model, StageModule):
         raise UnsupportedError(
             f"{argument} got a Pipeline, which reduces its gradients itself, and supports neither gradient compression "
-            "nor a sharded optimizer state. Call pipeline.forward_backward(inputs, targets) and optimizer.step()."
+            "nor a sharded optimizer state. Write your own loop, as in examples/pipeline.py: "
+            "pipeline.forward_backward(inputs, targets), then optimizer.step()."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -43,8 +43,12 @@ class RankGroup:
 
     def send(self, tensor: Tensor, index: int, tag: int = 0) -> None:
         """Send a contiguous `tensor` to the rank with `index`."""
+        self.start_send(tensor, index, tag)()
+
+    def start_send(self, tensor: Tensor, index: int, tag: int = 0) -> Callable[[], None]:
+        """Start to send a contiguous `tensor`, and return a function that waits until it can be changed."""
         work = dist.isend(tensor, self.ranks[index], self.process_group, tag=tag)
-        self.monitor.wait_for_ranks(work, polls=False)
+        return lambda: self.monitor.wait_for_ranks(work, polls=False)
 
     def receive(self, tensor: Tensor, index: int, tag: int = 0) -> None:
         """Receive into a contiguous `tensor` from the rank with `index`."""

@@ -95,6 +95,8 @@ def find_corruption(path: Path, part: int = 0, parts: int = 1) -> str | None:
             return f"it is the checkpoint of step {manifest['step']} under the name of another step"
         if (unknown := next((name for name in files if not _FILE_NAME_PATTERN.fullmatch(name)), None)) is not None:
             return f"its manifest has an unknown file {unknown!r}"
+        if "ranks" in manifest and manifest["files_sha256"] != list_digest(files):
+            return "the list of files in its manifest has changed since it was written"
         names = [TRAINING, *sorted({*files} - {TRAINING})] if "ranks" in manifest else [MODEL, TRAINING]
         for name in names[part::parts]:
             if (found := (path / name).stat().st_size) != files[name]["bytes"]:
@@ -198,6 +200,14 @@ def publish(staging_folder: Path, target: Path) -> None:
     staging_folder.rename(target)
     remove(replaced)
     flush(target.parent)
+
+
+def list_digest(files: dict[str, Any]) -> str:
+    """Return the SHA-256 digest of the entry "files" of a manifest.
+
+    It detects missing entries of a sharded checkpoint, whose number of files is not fixed.
+    """
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 class _Weights:

@@ -7,7 +7,8 @@ A checkpoint is a folder `step-000000123`:
     optimizer/rank-00000.pt            values of the optimizer state that are not tensors, if there are any
     average/rank-00000.safetensors     parts of the averaged weights, with `ema_decay`
     training.pt                        all other state, and the hyperparameters of the optimizer
-    manifest.json                      size and sha256 of all files, versions, step, epoch, results and configuration
+    manifest.json                      size and sha256 of all files, sha256 of this list, versions, step, epoch, results
+                                       and configuration
 
 `tensor_files` describes the safetensors files. The ranks write to a folder with a temporary name. Each rank then writes
 a report with the sizes and digests of its files. When the reports of all ranks exist, rank 0 writes the manifest and
@@ -39,7 +40,17 @@ from unitrain.backends.sharding.tensor_parts import (
     local_parts,
     own_parts,
 )
-from unitrain.checkpoint.files import MANIFEST, MODEL, TRAINING, flush, publish, read_manifest, sha256, write_manifest
+from unitrain.checkpoint.files import (
+    MANIFEST,
+    MODEL,
+    TRAINING,
+    flush,
+    list_digest,
+    publish,
+    read_manifest,
+    sha256,
+    write_manifest,
+)
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.checkpoint.tensor_files import StoredTensors, WrittenFile, write_parts
 from unitrain.errors import CheckpointError
@@ -197,7 +208,8 @@ def commit(
         files |= report["files"]
         _report_path(staging_folder, rank).unlink()
     tied = {name: aliases for name, aliases in shard.tied.items() if aliases}
-    write_manifest(staging_folder, 2, {**manifest_fields, "ranks": size, "tied": tied}, files)
+    fields = {**manifest_fields, "ranks": size, "tied": tied, "files_sha256": list_digest(files)}
+    write_manifest(staging_folder, 2, fields, files)
     for name in (*shard.parts, "."):
         flush(staging_folder / name)
     publish(staging_folder, target)

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from unitrain.rank_records import read_rank_records, write_rank_record
+
 # Called by the Trainer in the ranks of a recorded run, see `trainer_overrides`.
 RECORDER = "unitrain.memory.recorder:active_recorder"
 _REQUEST = "request.json"
@@ -89,16 +91,12 @@ class RankRecord:
 
     def write(self, folder: Path) -> None:
         """Write the record to `folder`, atomically."""
-        path = folder / f"rank-{self.rank}.json"
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(asdict(self)))
-        unfinished.rename(path)
+        write_rank_record(folder, self.rank, asdict(self))
 
     @classmethod
-    def read(cls, path: Path) -> RankRecord:
-        """Read the record of a rank from `path`."""
-        data = json.loads(path.read_text())
-        return cls(**data | {"blocks": [BlockRecord(**block) for block in data["blocks"]]})
+    def from_fields(cls, fields: dict[str, Any]) -> RankRecord:
+        """Return the record with the values in `fields`."""
+        return cls(**fields | {"blocks": [BlockRecord(**block) for block in fields["blocks"]]})
 
     @property
     def peak(self) -> int:
@@ -108,5 +106,5 @@ class RankRecord:
 
 def read_records(folder: Path) -> list[RankRecord] | None:
     """Read the records of all ranks from `folder`, in rank order. Return None if the record of a rank is missing."""
-    found = sorted((RankRecord.read(path) for path in folder.glob("rank-*.json")), key=lambda record: record.rank)
-    return found if found and len(found) == found[0].size else None
+    found = read_rank_records(folder)
+    return None if found is None else [RankRecord.from_fields(fields) for fields in found]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.callbacks.callback import Callback
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
@@ -204,12 +205,13 @@ class Recorder(Callback):
         rank = environment.detect()
         parameters = self._parameters()
         formulas = [formula_state_bytes(optimizer) for optimizer in self._optimizers]
-        is_horovod = self._backend == "horovod" or environment.get_variable("UNITRAIN_BACKEND") == "horovod"
-        has_fusion = is_horovod and rank.size > 1
+        backend = self._backend or environment.get_variable("UNITRAIN_BACKEND") or ""
+        tunables = registry.load(backend).tunables if backend and rank.size > 1 else ()
+        has_fusion = any(tunable.variable == _FUSION_VARIABLE for tunable in tunables)
         RankRecord(
             rank=rank.rank,
             size=rank.size,
-            backend=self._backend or environment.get_variable("UNITRAIN_BACKEND") or "",
+            backend=backend,
             device=str(parameters[0].device),
             optimizers=[type(optimizer).__name__ for optimizer in self._optimizers],
             settings=self._settings,

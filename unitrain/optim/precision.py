@@ -66,6 +66,8 @@ class Precision:
             optimizer.step()
             return True
         stepped = False
+        skips_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)  # fused optimizers
+        known = set(optimizer.state) if skips_on_device else set()
 
         def note(*_: Any) -> None:
             nonlocal stepped
@@ -76,10 +78,12 @@ class Precision:
             self._scaler.step(optimizer)
         finally:
             handle.remove()
-        if getattr(
-            optimizer, "_step_supports_amp_scaling", False
-        ):  # set by GradScaler for fused optimizers, which skip the step on the device
+        if skips_on_device:
             stepped = not any(found.item() for found in self._scaler._found_inf_per_device(optimizer).values())
+            if not stepped:
+                # torch 2.14's fused SGD creates momentum before it skips, and does not initialize it.
+                for parameter in [parameter for parameter in optimizer.state if parameter not in known]:
+                    del optimizer.state[parameter]
         self._scaler.update()
         return stepped
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
+from unitrain.backends.sharding.state_format import complete_tensor
 from unitrain.errors import ConfigError, ModelError
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.buffers import broadcast_buffers
@@ -156,6 +157,33 @@ def sharded_parameters_train_as_plain_torch(backend: Backend) -> None:
         assert [id(one) for group in optimizer.param_groups for one in group["params"]] == [
             *map(id, model.parameters())
         ]
+
+
+@contract
+def norms_of_sharded_parameters_are_those_of_complete_gradients(backend: Backend) -> None:
+    """Compute norms of several orders and clip by them. The last rank holds no row of the second layer."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 2 * backend.size), nn.Linear(2 * backend.size, 1)).double()
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    rows = torch.randn(4 * backend.size, 3, generator=torch.Generator().manual_seed(1)).double()
+    for order in (2.0, 1.0, 3.0, torch.inf, -torch.inf):
+        for foreach in (None, False):
+            model, twin = build(), build()
+            wrapped, _ = _setup(backend, model)
+            for one, inputs in ((wrapped, rows[backend.rank :: backend.size]), (twin, rows)):
+                one(inputs).sin().mean().backward()
+            norms = [nn.utils.get_total_norm(gradients(one), order).item() for one in (model, twin)]
+            norms += [
+                nn.utils.clip_grad_norm_(one.parameters(), 0.01, order, foreach=foreach).item() for one in (model, twin)
+            ]
+            assert max(norms) - min(norms) < 1e-12, (order, norms)
+            for found, expected in zip(gradients(model), gradients(twin), strict=True):
+                torch.testing.assert_close(complete_tensor(found, backend), expected, rtol=0, atol=1e-12)
 
 
 @contract

@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from unitrain.rank_records import read_rank_records, write_rank_record
 
 # Called by the ranks of a verified run, see `trainer_overrides`.
 RECORDER = "unitrain.verify.recorder:create_recorder"
@@ -81,16 +84,12 @@ class RankRecord:
 
     def write(self, folder: Path) -> None:
         """Write the record to `folder`, atomically."""
-        path = folder / f"rank-{self.rank}.json"
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(asdict(self)))
-        unfinished.rename(path)
+        write_rank_record(folder, self.rank, asdict(self))
 
     @classmethod
-    def read(cls, path: Path) -> RankRecord:
-        """Read the record of a rank from `path`."""
-        data = json.loads(path.read_text())
-        return cls(**data | {"steps": [StepRecord(**step) for step in data["steps"]]})
+    def from_fields(cls, fields: dict[str, Any]) -> RankRecord:
+        """Return the record with the values in `fields`."""
+        return cls(**fields | {"steps": [StepRecord(**step) for step in fields["steps"]]})
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,8 @@ class Record:
     @classmethod
     def read(cls, folder: Path) -> Record | None:
         """Read the record from `folder`. Return None if the record of a rank is missing."""
-        found = sorted((RankRecord.read(path) for path in folder.glob("rank-*.json")), key=lambda record: record.rank)
-        return cls(found, folder) if found and len(found) == found[0].size else None
+        found = read_rank_records(folder)
+        return None if found is None else cls([RankRecord.from_fields(fields) for fields in found], folder)
 
     @property
     def first(self) -> RankRecord:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -19,10 +20,14 @@ from unitrain.backends.rank_groups import RankGroup
 from unitrain.errors import DataError, ModelError
 from unitrain.monitoring.flight_recorder import GradientPhase
 
+_STEP, _FORWARD = "pipeline step", "pipeline forward"
+_KINDS = (_STEP, _FORWARD)
 _MAX_DIMS = 8
 _HEADER_LENGTH = 3 + _MAX_DIMS  # checksum, dtype, number of dims, dims
-_HEADER_TAG = 0x756E6A  # activations and gradients have tag 0
+_BATCH_LENGTH = 5 + _MAX_DIMS  # checksum, kind, dtype, autocast, number of dims, dims
+_HEADER_TAG, _BATCH_TAG = 0x756E6A, 0x756E6B  # activations and gradients have tag 0
 _Shapes = tuple[TensorShape, TensorShape]
+_FIX = "Load the data with unitrain.ShardedLoader(dataset, pipeline.replicas, ...)."
 
 
 class ScheduledStageRuns(StageRuns):
@@ -41,7 +46,7 @@ class ScheduledStageRuns(StageRuns):
 
     def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor | None:
         losses: list[Tensor] = []
-        with self._waiting("pipeline step"):
+        with self._waiting(_STEP, inputs):
             schedule = self._prepare(inputs, targets, has_backward=True)
             schedule.step(
                 arg_mbs=self._arguments(inputs),
@@ -52,14 +57,35 @@ class ScheduledStageRuns(StageRuns):
         return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64) if self._is_last else None
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        with self._waiting("pipeline forward"):
+        with self._waiting(_FORWARD, inputs):
             schedule = self._prepare(inputs, (), has_backward=False)
             return self._broadcast_output(schedule.step(arg_mbs=self._arguments(inputs)))
 
     @contextmanager
-    def _waiting(self, kind: str) -> Iterator[None]:
+    def _waiting(self, kind: str, inputs: Sequence[Tensor]) -> Iterator[None]:
         with self._group.waiting(GradientPhase(kind, next(self._numbers))):
+            wait_for_send = self._check_same_shapes(kind, inputs)
             yield
+            wait_for_send()
+
+    def _check_same_shapes(self, kind: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
+        """Compare the shapes of the micro-batches with those of the previous stage. All ranks of the replica call it.
+
+        Each stage sends one small message to the next one and does not wait for it: the returned function does. Raises
+        DataError if the previous stage has other shapes or runs another kind of pass.
+        """
+        own = _describe_batch(kind, inputs)
+        wait_for_send = _nothing if self._is_last else self._group.start_send(own, self._group.index + 1, _BATCH_TAG)
+        if not self._is_first:
+            other = torch.zeros_like(own)
+            self._group.receive(other, self._group.index - 1, _BATCH_TAG)
+            if other[0] != own[0]:
+                ranks, index = self._group.ranks, self._group.index
+                raise DataError(
+                    f"Ranks {ranks[index - 1]} and {ranks[index]} compute the same replica of the pipeline, but rank "
+                    f"{ranks[index - 1]} called {_as_text(other)}, and rank {ranks[index]} {_as_text(own)}. {_FIX}"
+                )
+        return wait_for_send
 
     def _arguments(self, inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         return [(values,) for values in inputs] if self._is_first else [()] * len(inputs)
@@ -106,7 +132,7 @@ class ScheduledStageRuns(StageRuns):
                 first, own = self._group.ranks[0], self._group.ranks[self._group.index]
                 raise DataError(
                     f"Rank {own} has another batch than rank {first}, but both compute the same replica of the "
-                    "pipeline. Load the data with unitrain.ShardedLoader(dataset, pipeline.replicas, ...)."
+                    f"pipeline. {_FIX}"
                 )
             inputs = torch.zeros_like(_read_shape(header).empty(self._device))
         with self._group.monitor.computing():
@@ -154,6 +180,29 @@ class ScheduledStageRuns(StageRuns):
             output = _read_shape(header).empty(self._device)
         self._group.broadcast(output, last)
         return cast(Tensor, output)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _describe_batch(kind: str, inputs: Sequence[Tensor]) -> Tensor:
+    """Return a checksum of the specifications of all micro-batches, and the values that `_as_text` shows."""
+    specifications = [specification(values) for values in inputs]
+    _, dtype, autocast = specifications[0]
+    shape = [sum(map(len, inputs)), *inputs[0].shape[1:_MAX_DIMS]]
+    dtypes = [DTYPES.index(one) if one in DTYPES else -1 for one in (dtype, autocast)]
+    values = [crc32(repr((kind, specifications)).encode()), _KINDS.index(kind), *dtypes, len(shape), *shape]
+    return torch.tensor(values + [0] * (_BATCH_LENGTH - len(values)), dtype=torch.int64)
+
+
+def _as_text(description: Tensor) -> str:
+    _, kind, dtype, autocast, dims, *shape = description.tolist()
+    method = {_STEP: "forward_backward", _FORWARD: "forward"}[_KINDS[kind]]
+    texts = [f"{method} with a {DTYPES[dtype]} batch" if dtype >= 0 else f"{method} with a batch"]
+    texts.append(f"of shape {shape[:dims]}")
+    texts += [f"under autocast to {DTYPES[autocast]}"] if autocast >= 0 else []
+    return " ".join(texts).replace("torch.", "")
 
 
 def _write_shape(header: Tensor, output: Tensor) -> None:

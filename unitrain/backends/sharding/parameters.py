@@ -35,6 +35,7 @@ from unitrain.errors import ConfigError, ModelError
 from unitrain.monitoring.loop_counters import CountedForward
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import (
+    compute_norms_of_infinite_order,
     current_backward,
     disable_compile,
     fsdp_parameters,
@@ -83,6 +84,7 @@ class ShardedParameters:
         # Keys are ids, because an optimizer that was built before holds the complete parameters.
         self.replaced = {id(before[name]): (ref(before[name]), after[name]) for name in before}
         make_state_dicts_complete(model, communicator)
+        compute_norms_of_infinite_order()
         # Before the hook of fully_shard that gathers the parameters of the root block.
         model.register_forward_pre_hook(lambda module, inputs: self.collectives.start_recording(), prepend=True)
         # Before the hook of fully_shard that gathers the parameters of the root block for the backward pass.

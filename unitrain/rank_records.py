@@ -1,0 +1,25 @@
+"""JSON files in which the ranks of a run that a tool has started record their results, one per rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def write_rank_record(folder: Path, rank: int, fields: dict[str, Any]) -> None:
+    """Write the record of `rank` to `folder`, atomically."""
+    path = folder / f"rank-{rank}.json"
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(fields))
+    unfinished.rename(path)
+
+
+def read_rank_records(folder: Path) -> list[dict[str, Any]] | None:
+    """Read the records of all ranks from `folder`, in rank order. Return None if the record of a rank is missing.
+
+    Each record contains the number of ranks as "size".
+    """
+    found = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
+    found.sort(key=lambda fields: fields["rank"])
+    return found if found and len(found) == found[0]["size"] else None
