@@ -2,9 +2,11 @@
 
 Two ranks train a transformer with Adam in float32 for two steps. The limit applies to the peak of the resident memory
 of a rank minus that of the process before the model is built. A search finds the largest batch of a model, and the
-largest number of blocks with a small batch, whose peak is below the limit.
+largest number of blocks with a small batch, whose peak is below the limit. A row takes about a minute. It is saved when
+it is complete, and rows of earlier runs with the same limit, backend and ranks are kept.
 
     python benchmarks/memory_limits.py            # starts its own ranks; writes benchmarks/results/memory_limits.*
+    python benchmarks/memory_limits.py --shard state --checkpoint-activations none      # one row
 """
 
 from __future__ import annotations
@@ -12,22 +14,23 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 import torch
 from limited_training import LENGTH, TextClassifier, peak_bytes
-from rich.progress import Progress
+from tables import RESULTS, save_results
 
 from unitrain.backends.base import Shard
 from unitrain.testing import RankGroup
 
-RESULTS = Path(__file__).parent / "results"
 MB = 2**20
 BLOCKS, BATCH = 8, 4  # of the model with the largest batch, and of the batch with the largest model
 _SHARDS: tuple[str, ...] = get_args(Shard)
+_ACTIVATIONS = ("none", "blocks")
 
 
 def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> int:
@@ -61,32 +64,25 @@ def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> in
         fits(guess)
 
 
-def measure(
-    backend: str, shards: Sequence[str], ranks: int, limit: int, progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Return a row per setting with the largest batch, the largest number of blocks and its parameters."""
-    rows = []
-    for shard in shards:
-        for checkpoints in (False, True):
-            found: dict[str, Any] = {"shard": shard, "checkpoint_activations": checkpoints}
+def measure(backend: str, shard: str, checkpoints: bool, ranks: int, limit: int) -> dict[str, Any]:
+    """Return a row with the largest batch, the largest number of blocks and its parameters."""
 
-            def run(blocks: int, batch: int, found: dict[str, Any] = found) -> tuple[int, int]:
-                with RankGroup(backend, ranks) as group:
-                    results = group.run(
-                        peak_bytes, found["shard"], found["checkpoint_activations"], blocks, batch, timeout_seconds=300
-                    )
-                progress(f"{found} blocks={blocks} batch={batch}: {max(results)[0] / MB:.0f} MB")
-                return max(peak for peak, _ in results), results[0][1]
+    def peak(blocks: int, batch: int) -> int:
+        with RankGroup(backend, ranks) as group:
+            peaks: list[int] = group.run(peak_bytes, shard, checkpoints, blocks, batch, timeout_seconds=200)
+        click.echo(f"{shard}, {checkpoints=}, {blocks=}, {batch=}: {max(peaks) / MB:.0f} MB", err=True)
+        return max(peaks)
 
-            found["batch"] = largest(lambda batch: run(BLOCKS, batch)[0], limit, 32, 4)
-            found["blocks"] = largest(lambda blocks: run(blocks, BATCH)[0], limit, 16, 1)
-            found["parameters"] = sum(one.numel() for one in TextClassifier(found["blocks"]).parameters())
-            rows.append(found)
-    return rows
+    batch = largest(lambda batch: peak(BLOCKS, batch), limit, 32, 4)
+    blocks = largest(lambda blocks: peak(blocks, BATCH), limit, 16, 1)
+    parameters = sum(one.numel() for one in TextClassifier(blocks).parameters())
+    row = {"shard": shard, "checkpoint_activations": checkpoints, "batch": batch, "blocks": blocks}
+    return {**row, "parameters": parameters}
 
 
 def table(rows: list[dict[str, Any]], backend: str, ranks: int, limit: int) -> list[str]:
     """Return the table in Markdown."""
+    rows = sorted(rows, key=lambda row: (_SHARDS.index(row["shard"]), row["checkpoint_activations"]))
     base = rows[0]
     small = sum(one.numel() for one in TextClassifier(BLOCKS).parameters())
     lines = [
@@ -115,23 +111,20 @@ def table(rows: list[dict[str, Any]], backend: str, ranks: int, limit: int) -> l
 @click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--limit", "limit_mb", type=click.IntRange(min=1), default=200, show_default=True, metavar="MB")
 @click.option("--shard", "shards", type=click.Choice(_SHARDS), multiple=True, default=_SHARDS, show_default=True)
+@click.option("--checkpoint-activations", "checkpointed", type=click.Choice(_ACTIVATIONS), multiple=True,
+              default=_ACTIVATIONS, show_default=True)  # fmt: skip
 @click.option("--backend", type=click.Choice(["ddp", "horovod"]), default="ddp", show_default=True)
-def main(output: Path, ranks: int, limit_mb: int, shards: list[str], backend: str) -> None:
-    """Measure, print the table and save it. Rows of an earlier run with other values of --shard are kept."""
+def main(output: Path, ranks: int, limit_mb: int, shards: list[str], checkpointed: list[str], backend: str) -> None:
+    """Measure, print the table and save it."""
     limit = limit_mb * MB
     settings = {"backend": backend, "ranks": ranks, "limit_bytes": limit}
     saved = output / "memory_limits.json"
     earlier = json.loads(saved.read_text()) if saved.exists() else {}
     rows = earlier["rows"] if settings.items() <= earlier.items() else []
-    with Progress() as progress:
-        measured = measure(backend, shards, ranks, limit, progress.console.print)
-    rows = [*(row for row in rows if row["shard"] not in shards), *measured]
-    rows.sort(key=lambda row: (_SHARDS.index(row["shard"]), row["checkpoint_activations"]))
-    lines = table(rows, backend, ranks, limit)
-    click.echo("\n".join(lines))
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "memory_limits.md").write_text("\n".join(lines) + "\n")
-    saved.write_text(json.dumps({**settings, "rows": rows}, indent=1) + "\n")
+    for shard, checkpoints in product(shards, [name == "blocks" for name in checkpointed]):
+        rows = [row for row in rows if (row["shard"], row["checkpoint_activations"]) != (shard, checkpoints)]
+        rows.append(measure(backend, shard, checkpoints, ranks, limit))
+        save_results(table(rows, backend, ranks, limit), "memory_limits", output, **settings, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Time to save a checkpoint in the sharded format, compared with gathering the state on rank 0.
 
 The optimizer state is sharded in both cases. The formats take turns on the same ranks, in a new order in every round.
-The time is that of the slowest rank, from the call until the checkpoint is complete on disk.
+The time is that of the slowest rank, from the call until the checkpoint is complete on disk. Results of earlier runs on
+other backends are kept.
 
     python benchmarks/sharded_checkpoints.py    # starts its own ranks; writes benchmarks/results/sharded_checkpoints.*
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 from pathlib import Path
@@ -27,7 +29,10 @@ from turns import measure
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def main(backends: list[str], sizes: list[str], ranks: int, rounds: int, output: Path) -> None:
     """Measure, print the table and save it."""
-    results = {backend: measure(backend, sizes, WAYS, take_turn, rounds, ranks) for backend in backends}
+    saved = output / "sharded_checkpoints.json"
+    earlier = json.loads(saved.read_text()) if saved.exists() else {}
+    results = earlier["seconds"] if earlier.get("ranks") == ranks else {}
+    results |= {backend: measure(backend, sizes, WAYS, take_turn, rounds, ranks) for backend in backends}
     lines = [
         "# Saving a sharded checkpoint",
         "",

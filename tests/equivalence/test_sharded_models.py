@@ -1,4 +1,4 @@
-"""Training with sharded state and gradients equals replicated training, for models and precisions in common use."""
+"""Training with sharded state, gradients or parameters equals replicated training, in common models and precisions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from unitrain import GradientWatch, Histograms, Logger, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
+from unitrain.backends.sharding.state_format import complete_tensor
 from unitrain.testing import RankGroup
 
 WIDTH, CLASSES, TOKENS, SAMPLES = 8, 4, 6, 36
@@ -110,7 +111,7 @@ def train(
     trainer.fit(data())
     scale = trainer.loss_scale
     return (
-        [parameter.detach() for parameter in model.parameters()],
+        [complete_tensor(parameter.detach(), backend) for parameter in model.parameters()],
         trainer._update.gradient_norm()["gradient_norm"],
         1.0 if scale is None else scale.item(),
         edges.ranges,
@@ -122,7 +123,7 @@ def compare(backend: Backend) -> None:
         # A difference in the last bit of a weight may change its rounding to half precision.
         for precision, tolerance in (("fp64", 1e-12), ("fp32", 1e-6), ("bf16", 1e-5), ("fp16", 1e-5)):
             expected, norm, scale, ranges = train(backend, kind, precision, "none")
-            for shard in ("state", "gradients"):
+            for shard in ("state", "gradients", "parameters"):
                 found, found_norm, found_scale, found_ranges = train(backend, kind, precision, shard)
                 where = f"{kind.__name__}, {precision}, {shard}"
                 torch.testing.assert_close(

@@ -19,7 +19,7 @@ from unitrain.backends.gradients.compression import CompressionStates, compress_
 from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
 from unitrain.backends.gradients.unused_parameters import check_first_backward
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
-from unitrain.backends.sharding.optimizer_state import check_sharded_optimizer
+from unitrain.backends.sharding.optimizer_checks import check_sharded_optimizer
 from unitrain.bootstrap.devices import choose_device
 from unitrain.errors import ConfigError, LauncherMismatchError
 from unitrain.torch_compat import unwrap_compiled

@@ -47,7 +47,8 @@ from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_tensors, broadcas
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.distributed_model import ShardedGradientModel
 from unitrain.backends.sharding.gradient_reducer import Transfer
-from unitrain.backends.sharding.optimizer_state import check_sharded_optimizer, shard_optimizer_state
+from unitrain.backends.sharding.optimizer_checks import check_sharded_optimizer
+from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import from_ordered_keys, is_expanded, needs_keys, ordered_keys
 from unitrain.bootstrap import environment

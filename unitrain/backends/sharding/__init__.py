@@ -3,6 +3,7 @@
 
 partition           partitioning of the parameters among the ranks
 dense               views of dense tensors in storage order, in which they are partitioned
+optimizer_checks    checks of the optimizers that can be sharded
 optimizer_state     hooks of an optimizer, which update this rank's shard and broadcast it
 gradient            the `.grad` of a parameter of which each rank stores a slice
 gradient_reducer    reduction of gradients to the ranks that own them, during the backward pass

@@ -1,18 +1,23 @@
-"""Training loops with Adam whose parameters are replicated, sharded by unitrain, or sharded by torch; run in turns."""
+"""Training loops with Adam that replicate everything, or shard state, gradients or parameters; run in turns."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from loops import BATCH, CLASSES, FEATURES, MODELS, network
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Backend, Shard
+from unitrain.backends.sharding.gradient import ShardedGradient
 
-REPLICATED, SHARDED, TORCH = "replicated", 'shard="parameters"', "torch's fully_shard"
-WAYS = (REPLICATED, SHARDED, TORCH)
+REPLICATED, ZERO, FULLY_SHARD = "none", "ZeroRedundancyOptimizer", "fully_shard"
+SHARDS: dict[str, Shard] = {REPLICATED: "none", "state": "state", "gradients": "gradients", "parameters": "parameters"}
+WAYS = (*SHARDS, ZERO, FULLY_SHARD)
 
 _prepared: dict[tuple[str, str], tuple[nn.Module, torch.optim.Optimizer]] = {}
 
@@ -37,28 +42,32 @@ def take_turn(backend: Backend, way: str, model: str, number: int) -> float:
 def persistent_bytes(backend: Backend, way: str, model: str) -> tuple[float, float]:
     """Return the bytes per parameter of weights, gradients and optimizer state on this rank, and those of the formula.
 
-    Adam in float32 takes 16 bytes per parameter, and 16 / size with sharded parameters (ZeRO, section 3). It trains one
-    step and keeps its gradients.
+    It trains one step and keeps its gradients. A view counts with all the memory that it keeps alive.
     """
     distributed, optimizer = _prepare(backend, way, model)
     count = sum(parameter.numel() for parameter in distributed.parameters())
     distributed(torch.randn(BATCH, FEATURES)).sum().backward()
     optimizer.step()
-    tensors = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-    for parameter in distributed.parameters():
-        assert parameter.grad is not None
-        tensors += [parameter.detach(), parameter.grad]
-    storages = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
-    total = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    held = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    states = (value for entry in held.state.values() for value in entry.values() if isinstance(value, Tensor))
+    gradients = [parameter.grad for parameter in distributed.parameters() if parameter.grad is not None]
+    total = sum(_storages(chain(distributed.parameters(), gradients, states)).values())
     optimizer.zero_grad()
-    return total / count, 16.0 if way == REPLICATED else 16 / backend.size
+    _prepared.clear()
+    return total / count, formula_bytes(way, backend.size)
+
+
+def formula_bytes(way: str, size: int) -> float:
+    """Return the bytes per parameter of weights, gradients and Adam's state in float32 (ZeRO, section 3)."""
+    sharded = {REPLICATED: 0, "state": 8, ZERO: 8, "gradients": 12, "parameters": 16, FULLY_SHARD: 16}[way]
+    return 16 - sharded + sharded / size
 
 
 def _prepare(backend: Backend, way: str, model: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     if (way, model) not in _prepared:
         torch.manual_seed(1)
         own = network(MODELS[model][0])
-        if way == TORCH:
+        if way == FULLY_SHARD:
             from torch.distributed.fsdp import fully_shard
 
             for module in [*own.modules()][::-1]:
@@ -66,10 +75,19 @@ def _prepare(backend: Backend, way: str, model: str) -> tuple[nn.Module, torch.o
                     fully_shard(module)
                     module.set_force_sum_reduction_for_comms(True)  # Gloo has no average
             _prepared[way, model] = own, torch.optim.Adam(own.parameters(), lr=1e-4)
+        elif way == ZERO:
+            distributed = backend.distributed_model(own)
+            _prepared[way, model] = distributed, ZeroRedundancyOptimizer(own.parameters(), torch.optim.Adam, lr=1e-4)
         else:
-            blocks = (nn.Linear,) if way == SHARDED else ()
-            shard = "parameters" if way == SHARDED else "none"
+            shard, blocks = SHARDS[way], (nn.Linear,) if way == "parameters" else ()
             distributed = backend.distributed_model(own, shard=shard, shard_blocks=blocks)
             optimizer = torch.optim.Adam(own.parameters(), lr=1e-4)
             _prepared[way, model] = distributed, backend.distributed_optimizer(optimizer, distributed, shard=shard)
     return _prepared[way, model]
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of the memory of `tensors` by address, without duplicates."""
+    local = (one.local if isinstance(one, ShardedGradient) else getattr(one, "_local_tensor", one) for one in tensors)
+    storages = (tensor.untyped_storage() for tensor in local)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

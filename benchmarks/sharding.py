@@ -1,0 +1,119 @@
+"""Time and memory of Adam with sharded state, gradients and parameters, compared with replicas and torch's classes.
+
+Each loop takes turns with replicated training on the same ranks, in a new order in every round. The first table shows
+the step time relative to replicated training in the same round. The second table shows the memory of weights, gradients
+and optimizer state in bytes per parameter, on the rank with the highest value. Results of earlier runs for other ways,
+backends and numbers of ranks are kept, so that each one can be measured separately.
+
+    python benchmarks/sharding.py                 # starts its own ranks; writes benchmarks/results/sharding.*
+    python benchmarks/sharding.py --measure time --backend ddp --way parameters
+    python benchmarks/sharding.py --measure memory --ranks 3
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from loops import BATCH, MODELS
+from sharding_loops import FULLY_SHARD, REPLICATED, WAYS, ZERO, formula_bytes, persistent_bytes, take_turn
+from tables import BACKENDS, RESULTS, ratio, save_results
+from turns import measure
+
+from unitrain.testing import RankGroup
+
+MEASURED = ("time", "memory")
+SIZES = (2, 3, 4)
+NAMES = {
+    REPLICATED: "replicated", "state": 'shard="state"', "gradients": 'shard="gradients"', ZERO: ZERO,
+    "parameters": 'shard="parameters"', FULLY_SHARD: "torch's fully_shard",
+}  # fmt: skip
+
+
+def table(figures: dict[str, Any]) -> list[str]:
+    """Return the lines of both tables. `figures` are the contents of sharding.json."""
+    lines = [
+        "# Sharded optimizer state, gradients and parameters",
+        "",
+        f"2 ranks on one host, with one core and one thread each and without a GPU; a model with {figures['model']} "
+        f"parameters, {BATCH} samples per rank, Adam in float32; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} CPU cores. Time of a step / time of replicated training in the "
+        "same round; below 1, it is faster. Medians; in brackets the interquartile range of all rounds. Command: "
+        "`python benchmarks/sharding.py`.",
+        "",
+        f"| | {' | '.join(f'{backend} | rounds' for backend in BACKENDS)} |",
+        "|---" * (1 + 2 * len(BACKENDS)) + "|",
+    ]
+    seconds: dict[str, dict[str, dict[str, list[float]]]] = figures["seconds"]
+    for way in WAYS[1:]:
+        cells = []
+        for backend in BACKENDS:
+            found = seconds.get(backend, {}).get(way)
+            cells += ["", ""] if found is None else [ratio(found["own"], found["replicated"]), str(len(found["own"]))]
+        if any(cells):
+            lines.append(f"| {NAMES[way]} | {' | '.join(cells)} |")
+    medians = [
+        f"{statistics.median(found['replicated']) * 1000:.0f} ms ({backend}, with {NAMES[way]})"
+        for backend, by_way in seconds.items()
+        for way, found in by_way.items()
+    ]
+    lines += ["", f"Median time of replicated training: {', '.join(medians)}."] if medians else []
+    lines += [
+        "",
+        "Bytes per parameter of weights, gradients and optimizer state on the rank with the most, and the difference "
+        "to the formula (16; 8 + 8 / ranks; 4 + 12 / ranks; 16 / ranks):",
+        "",
+        f"| | {' | '.join(f'{size} ranks' for size in SIZES)} |",
+        "|---" * (1 + len(SIZES)) + "|",
+    ]
+    for way in WAYS:
+        by_size: dict[str, float] = figures["bytes"].get(way, {})
+        cells = [
+            f"{by_size[str(size)]:.3f} ({by_size[str(size)] / formula_bytes(way, size) - 1:+.2%})"
+            if str(size) in by_size
+            else ""
+            for size in SIZES
+        ]
+        if any(cells):
+            lines.append(f"| {NAMES[way]} | {' | '.join(cells)} |")
+    return lines
+
+
+@click.command()
+@click.option("--measure", "measured", type=click.Choice(MEASURED), multiple=True, default=MEASURED, show_default=True)
+@click.option("--way", "ways", type=click.Choice(WAYS[1:]), multiple=True, default=WAYS[1:], show_default=True)
+@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
+@click.option("--ranks", "sizes", type=click.Choice(list(map(str, SIZES))), multiple=True, default=map(str, SIZES),
+              help="Numbers of ranks whose memory is measured. Times are those of 2 ranks.")  # fmt: skip
+@click.option("--model", type=click.Choice(list(MODELS)), default="25M", show_default=True)
+@click.option("--rounds", type=click.IntRange(min=2), default=12, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+def main(
+    measured: list[str], ways: list[str], backends: list[str], sizes: list[str], model: str, rounds: int, output: Path
+) -> None:
+    """Measure, print the tables and save them."""
+    saved = output / "sharding.json"
+    figures: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() else {}
+    if figures.get("model") != model:
+        figures = {"model": model, "seconds": {}, "bytes": {}}
+    for backend in backends if "time" in measured else ():
+        for way in ways:
+            found = measure(backend, [model], [REPLICATED, way], take_turn, rounds, 2)[model]
+            figures["seconds"].setdefault(backend, {})[way] = {"own": found[way], "replicated": found[REPLICATED]}
+            save_results(table(figures), "sharding", output, **figures)
+    for size in sizes if "memory" in measured else ():
+        with RankGroup("ddp", int(size)) as group:
+            for way in (REPLICATED, *ways):
+                most, _ = max(group.run(persistent_bytes, way, model, timeout_seconds=200))
+                figures["bytes"].setdefault(way, {})[size] = most
+    save_results(table(figures), "sharding", output, **figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Checks of optimizers whose state is to be sharded. They do not communicate."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unitrain.backends import checks
+from unitrain.backends.base import Shard
+from unitrain.backends.sharding.dense import is_dense
+from unitrain.backends.sharding.optimizer_state import ELEMENTWISE, sharded_state
+from unitrain.errors import ModelError
+
+_INSEPARABLE = (torch.optim.LBFGS,)
+
+
+def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard) -> None:
+    """Check the arguments of `distributed_optimizer`. It does not communicate.
+
+    Raises ConfigError for an unknown `shard`, ModelError for parameters of another model, and, with `shard="state"`,
+    also if the update of one parameter depends on others or a parameter is not stored densely. With
+    `shard="parameters"`, raises ModelError unless the optimizer is an elementwise optimizer of torch.optim.
+    """
+    checks.check_optimizer_of_model(optimizer, model)
+    checks.check_shard("distributed_optimizer", shard)
+    sharded = sharded_state(optimizer)
+    if sharded is not None and sharded.shard != shard:
+        raise ModelError(
+            "The state of this optimizer is sharded over ranks already. Pass the same setting again, "
+            f'shard="{sharded.shard}", or build a new optimizer.'
+        )
+    if shard == "parameters":
+        _check_elementwise(optimizer)
+    if shard in ("none", "parameters"):
+        return
+    if isinstance(optimizer, _INSEPARABLE):
+        name = type(optimizer).__name__
+        raise ModelError(
+            f"The state of {name} cannot be sharded, because {name} computes with all parameters at once. "
+            'Use shard="none", or another optimizer: torch.optim.AdamW(model.parameters(), ...).'
+        )
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if not is_dense(parameter):
+            raise ModelError(
+                f"A parameter of shape {list(parameter.shape)} and stride {list(parameter.stride())} has gaps in its "
+                "memory, so its state cannot be sharded. Build it from a contiguous tensor: "
+                "nn.Parameter(tensor.contiguous())."
+            )
+    if sharded is None:
+        _check_state_dict_methods(optimizer)
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    if type(optimizer) not in ELEMENTWISE:
+        supported = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+        raise ModelError(
+            'distributed_optimizer(shard="parameters") updates shards of parameters, so it needs an elementwise '
+            f'optimizer of torch.optim, got {type(optimizer).__name__}. Use one of {supported}, or shard="state".'
+        )
+
+
+def _check_state_dict_methods(optimizer: Optimizer) -> None:
+    """Raise ModelError unless `state_dict` and `load_state_dict` call their hooks, which exchange the state of all
+    ranks."""
+    kind, called = type(optimizer), set[str]()
+    methods = [
+        name for name in ("state_dict", "load_state_dict") if getattr(kind, name) is not getattr(Optimizer, name)
+    ]
+    if not methods:
+        return
+    handles = [
+        optimizer.register_state_dict_post_hook(lambda optimizer, state: called.add("state_dict")),
+        optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: called.add("load_state_dict")),
+    ]
+    try:
+        optimizer.load_state_dict(optimizer.state_dict())
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name in methods:
+        if name not in called:
+            raise ModelError(
+                f"The state of {kind.__name__} cannot be sharded, because {kind.__name__}.{name} does not call "
+                f"super().{name}, whose hooks exchange the state of all ranks. Call super().{name} in it, or use "
+                'shard="none".'
+            )
