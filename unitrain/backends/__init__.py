@@ -4,19 +4,19 @@ base                 the interface: `Communicator` and `Backend`, with the contr
 lifecycle            methods that all backends share: on_rank_zero, shutdown, failure reports
 capabilities         features that only some backends provide, such as PowerSGD state; `require`; tunables
 registry             backend names and their classes, including those of installed packages
-local                one process without communication, the reference of the others
+local                one process without communication, the reference for the others
 ddp                  torch.distributed with NCCL or Gloo
 horovod/             Horovod as a torch.distributed process group
 process_group        collectives and distributed models of ddp and horovod, over any process group
 composed_collectives reducescatter and allgather between CPUs, composed of allreduces and broadcasts
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments
-blocks               the modules of a model that have given classes
+blocks               the modules of a model with given classes
 checks               validation of arguments, the same on every backend
-synchronized_errors  an error on one rank raised on all ranks
+synchronized_errors  raise an error of one rank on all ranks
 tensors, objects     tensors as bytes and ordered keys; Python objects as tensors
-compression_setting  the values of `compression=` and their arithmetic
-sharding/            ZeRO: optimizer state, gradients and parameters sharded over the ranks
+compression_setting  the values of `compression=` and their formulas
+sharding/            ZeRO: optimizer state, gradients and parameters sharded across ranks
 gradients/           DDP's reducer, corrections to DDP, and the steps at the end of a backward pass
 
 Importing this package imports none of its modules; a backend is loaded only when it is requested by name.

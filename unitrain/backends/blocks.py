@@ -15,9 +15,9 @@ BlockClass = type[nn.Module] | str
 
 
 def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], setting: str) -> dict[str, nn.Module]:
-    """Return the outermost modules of `model` with a class in `classes` (classes or class names), by name.
+    """Return the outermost modules of `model` whose class is in `classes` (classes or class names), by name.
 
-    Raises ModelError, which names `setting`, if a class is not a class of modules, if the model has no module of that
+    Raises ModelError, which names `setting`, if a class is not a module class, if the model has no module of that
     class, and for containers without a forward, such as ModuleList.
     """
     wanted = [classes] if isinstance(classes, type | str) else list(classes)
@@ -32,7 +32,7 @@ def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], se
 
 
 def find_repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost modules of `model` whose class occurs several times in it, by name.
+    """Return the outermost modules of `model` whose class occurs more than once in it, by name.
 
     Containers, and modules without submodules, are not blocks.
     """
@@ -45,7 +45,7 @@ def find_repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_of_class(module: nn.Module, block: BlockClass) -> bool:
-    """Return whether `module` has the class `block`, or one that descends from it."""
+    """Return whether `module` is an instance of the class, or of the class name, `block`, including subclasses."""
     if isinstance(block, str):
         return any(kind.__name__ == block for kind in type(module).__mro__ if issubclass(kind, nn.Module))
     return isinstance(module, block)

@@ -1,6 +1,6 @@
-"""Concurrent in-place broadcasts from different roots, which distribute the updates of a sharded optimizer.
+"""Concurrent in-place broadcasts from different roots, which distribute the parameters updated by a sharded optimizer.
 
-Several broadcasts take less time than an allgather on every transport, and do not need a second copy of the result.
+On every transport, several broadcasts take less time than an allgather, and do not need a second copy of the result.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class Broadcasts:
     """Starts broadcasts in the default process group.
 
     Args:
-        waits_on_stream: whether a GPU stream waits for the broadcasts instead of the host, as with NCCL. The watchdog
-        then
-            checks that they complete, and otherwise terminates the process.
+        waits_on_stream: whether a GPU stream, and not the host, waits for the broadcasts, as with NCCL. The watchdog
+            then terminates the process if they do not complete in time.
     """
 
     def __init__(self, monitor: FailureMonitor, rank: int, *, waits_on_stream: bool) -> None:
@@ -36,8 +35,8 @@ class Broadcasts:
     def start(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
         """Start to broadcast each piece in place from its root, and return a function that waits for all broadcasts.
 
-        Each of `pieces` consists of a contiguous tensor, [elements], and the rank of its root. All ranks pass the same
-        sizes and roots in the same order, and start their other collectives in the same order relative to this call.
+        Each of `pieces` consists of a contiguous tensor, [elements], and the rank of its root. All ranks must pass the
+        same sizes and roots in the same order, and start other collectives in the same order relative to this call.
         There is no consistency check. Pieces must not be read or written before the returned function returns. On GPUs,
         that function makes the current stream wait for the broadcasts. It raises CollectiveTimeoutError, which names
         the missing ranks.

@@ -25,7 +25,7 @@ CapabilityT = TypeVar("CapabilityT")
 
 @dataclass(frozen=True)
 class Tunable:
-    """An environment variable that affects the speed of a backend. It affects results only by rounding."""
+    """An environment variable that affects the speed of a backend, and its results only by rounding."""
 
     variable: str
     description: str
@@ -34,7 +34,7 @@ class Tunable:
 
 
 class CompressionState(ABC):
-    """State that gradient compression keeps between the reductions of a model's gradients, and that checkpoints store.
+    """State of gradient compression that persists between steps and is stored in checkpoints.
 
     `get_loss_scale` returns the loss scale of the current backward pass, or None if losses are not scaled. It must be
     equal on every rank. The state is stored unscaled, because the loss scale may change before the next reduction.
@@ -51,9 +51,9 @@ class CompressionState(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks call it.
 
-        If the number of ranks is unchanged, each rank restores its own error-feedback state. Otherwise every rank loads
-        the mean of the saved errors, which preserves the error of the mean gradient. Raises CheckpointError on every
-        rank if the state belongs to another model.
+        If the number of ranks is unchanged, each rank restores its own error-feedback state. Otherwise, every rank
+        loads the mean of the saved errors, so their contribution to the mean gradient does not change. Raises
+        CheckpointError on every rank if the state belongs to a different model.
         """
 
 
@@ -88,15 +88,15 @@ class SupportsPointToPoint(ABC):
 
 
 class SupportsShardedParameters(ABC):
-    """A backend that shards parameters over ranks, with `distributed_model(shard="parameters")`."""
+    """A backend that shards parameters across ranks with `distributed_model(shard="parameters")`."""
 
     @abstractmethod
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
-        """Shard the parameters of `copy`, which is not trained, in the same way as those of `model`. All ranks call it.
+        """Shard the parameters of `copy`, which is not trained, like those of `model`. All ranks call it.
 
-        `copy` is a copy of the user's module before it was sharded, with equal values on all ranks, such as an average
-        of weights. `model` is the module that `distributed_model` returned. Forward passes of `copy` then gather its
-        parameters block by block.
+        `copy` is a copy of the user's module from before it was sharded, such as an average of weights, with equal
+        values on all ranks. `model` is the module that `distributed_model` returned. Afterwards, forward passes of
+        `copy` all-gather its parameters block by block.
         """
 
 

@@ -1,4 +1,4 @@
-"""Checks of arguments before any communication, so that an invalid argument raises the same error on every backend."""
+"""Validation of arguments before any communication. An invalid argument raises the same error on every backend."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_reduction(tensor: Tensor, op: str) -> None:
     if op not in REDUCE_OPS:
         raise ConfigError(f"Unknown op {op!r}. {did_you_mean(str(op), REDUCE_OPS)}Available: {', '.join(REDUCE_OPS)}.")
     if op == "mean" and not tensor.dtype.is_floating_point:
-        # Horovod rounds down and Gloo raises an error. Raising an error here makes all backends behave in the same way.
+        # Horovod rounds down and Gloo raises an error. Raising an error here makes all backends consistent.
         raise TensorError(
             f"The mean of {dtype_name(tensor.dtype)} values is not an integer. "
             'Convert first, tensor.double(), or use op="sum" and divide.'
@@ -179,7 +179,7 @@ def check_matching_shard(model_shard: Shard | None, shard: Shard) -> None:
 
 
 def check_shard_compression(shard: Shard, compression: Compression) -> None:
-    """Raise ModelError for a compression that needs complete gradients with sharded gradients."""
+    """Raise ModelError for sharded gradients with a compression that requires complete gradients."""
     if shard == "gradients" and isinstance(read_compression(compression), PowerSGD):
         raise ModelError(
             "PowerSGD compresses complete gradients, so it cannot be used with shard='gradients'. "
@@ -289,7 +289,7 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
 
 
 def check_same_trained_parameters(names: Sequence[str], requires_grad_by_rank: Sequence[Sequence[bool]]) -> None:
-    """Raise ModelError unless all ranks train the same parameters.
+    """Raise ModelError unless the same parameters require gradients on all ranks.
 
     `requires_grad_by_rank` contains the values of requires_grad of every rank, in the order of `names`.
     """

@@ -1,11 +1,11 @@
 """reducescatter and allgather between CPUs, composed of faster collectives. benchmarks/collectives.py measures them.
 
-The native collectives of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same tensor. The slowest
-is Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call it allocates three buffers of
-the size of the whole tensor: a copy of the input, and two buffers for received data that it first fills with zeros. The
-kernel must map all pages of these buffers. It then sends half of the tensor as one message, adds it only after it has
-arrived completely, and finally sends each slice to its rank. Horovod's allreduce works in place: it divides the tensor
-into segments, and adds one segment while it receives the next.
+The native collectives of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same tensor. The slowest is
+Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it allocates three buffers of
+the size of the entire tensor, a copy of the input and two zero-filled receive buffers, and the kernel must map all
+their pages. It then sends half of the tensor as one message, adds it only after it has arrived completely, and finally
+sends each slice to its rank. Horovod's allreduce works in place: it divides the tensor into segments, and adds one
+segment while it receives the next.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ Wait = Callable[["dist.Work | None"], None]
 
 
 def is_broadcast_gather_faster(own: Tensor, rows: Sequence[int]) -> bool:
-    """Return whether `gather_by_broadcasts` is faster than the transport's allgather. Every rank returns the same."""
+    """Return whether `gather_by_broadcasts` is faster than the transport's allgather. The result is the same on every
+    rank.
+    """
     row_bytes = math.prod(own.shape[1:]) * own.element_size()
     return (
         own.device.type == "cpu"
@@ -44,7 +46,7 @@ def is_broadcast_gather_faster(own: Tensor, rows: Sequence[int]) -> bool:
 
 
 def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait) -> Tensor:
-    """Concatenate every rank's `own` along dim 0. `rows` is the number of rows per rank. Each rank broadcasts its rows.
+    """Concatenate every rank's `own` along dim 0, by one broadcast per rank. `rows` is the number of rows per rank.
 
     Rows are received in place, so ranks with fewer rows need no padding.
     """
@@ -65,8 +67,8 @@ def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait
 class PiecewiseReduceScatter:
     """A reducescatter that allreduces `tensor` piece by piece. A piece contains the same columns of all `size` slices.
 
-    Each piece is reduced by `torch_op` in `dtype`. In addition to the result, it allocates only the buffers of the
-    pieces.
+    Each piece is reduced by `torch_op` in `dtype`. In addition to the result, only the buffers of the pieces are
+    allocated.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class PiecewiseReduceScatter:
             self._started = place.stop
 
     def finish(self, wait: Wait) -> Tensor:
-        """Reduce the remaining pieces, and return this rank's slice of the result. `wait` waits for a work."""
+        """Reduce the remaining pieces, and return this rank's slice of the result. `wait` waits for a Work."""
         elements = self._result.view(-1)
         self.start()
         while self._in_flight:

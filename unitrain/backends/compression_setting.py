@@ -1,14 +1,14 @@
-"""Values of `compression=` and their arithmetic, which is the same for every number of ranks.
+"""Values of `compression=` and their formulas, which are the same for every number of ranks.
 
 With N ranks, each gradient g is replaced at the end of the backward pass by:
 
     "none"              mean(g)
-    "fp16", "bf16"      round(sum(round(g / N))), where `round` converts to the nearest value of the format. Ranks
-    transfer values in the format, and sum them in float32 in rank order, on every transport.
-                        A value beyond the range of fp16 becomes infinite, as in a forward pass in fp16.
-    PowerSGD            The low-rank product P Q^T for each compressed matrix, and mean(g) for other gradients.
+    "fp16", "bf16"      round(sum(round(g / N))), where `round` converts to the nearest value of the format. On every
+                        transport, values are transferred in the format, and summed in float32 in rank order. Values
+                        outside the range of fp16 become infinite, as in an fp16 forward pass.
+    PowerSGD            the low-rank product P Q^T for each compressed matrix, and mean(g) for other gradients
 
-Gradients that are accumulated under `no_sync` are compressed once, after summation. The results are the same on every
+Gradients that are accumulated with `no_sync` are compressed once, after summation. The results are the same on every
 rank.
 """
 
@@ -27,22 +27,22 @@ CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
 class PowerSGD:
     """Low-rank gradient compression with error feedback (Vogels et al., arXiv 1905.13727, algorithms 1 and 2).
 
-    Each gradient is viewed as a matrix g, [first dim, product of the other dims]. Let e be the error: the part of
-    earlier gradients that this rank has not transferred yet. Let Q be a matrix with `rank` columns, equal on all ranks.
-    A reduction computes M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P). The gradient becomes P Q^T
-    on every rank, and e becomes M - P Q^T. The result depends on the mean of e only, so N ranks compute the same as one
-    rank with the global batch.
+    Each gradient is viewed as a matrix g, [first dim, product of the other dims]. Let e be the error, the part of
+    earlier gradients that this rank has not communicated yet, and Q a matrix with `rank` columns that is equal on all
+    ranks. A reduction computes M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P). The gradient
+    becomes P Q^T on every rank, and e becomes M - P Q^T. The result depends only on the mean of e, so N ranks compute
+    the same result as one rank with the global batch.
 
     The first `start_step` reductions do not compress. A gradient is compressed only if it has at least
     `min_compression_rate` times as many elements as P and Q together. Without `warm_start`, each reduction starts from
-    a new random Q instead of the previous one. Without `error_feedback`, e is 0. A column of Q that is rounding noise,
-    for example because M has a lower rank, is replaced by a random column. All random numbers depend on `seed`, the
-    index of the parameter in the model and, without `warm_start`, the number of the reduction. The computation uses the
-    gradient's dtype, or float32 for half precision, and takes twice the memory of the compressed gradients.
+    a new random Q instead of the previous one. Without `error_feedback`, e is 0. A column of Q that is only rounding
+    noise, for example because M has a lower rank, is replaced by a random column. All random numbers depend on `seed`,
+    the index of the parameter in the model and, without `warm_start`, the number of the reduction. The computation uses
+    the gradient's dtype, or float32 for half precision, and takes twice the memory of the compressed gradients.
 
-    If a gradient of a backward pass contains inf or nan, its matrix becomes nan, and all e and Q remain unchanged; loss
-    scaling skips such a step. A gradient that is zero on all ranks, such as that of an unused parameter, stays zero,
-    and its e and Q remain unchanged. Raises ConfigError for an invalid value.
+    If any gradient of a backward pass contains inf or nan, its matrix becomes nan, and all e and Q remain unchanged;
+    with loss scaling, such a step is skipped. A gradient that is zero on all ranks, such as that of an unused
+    parameter, remains zero, and its e and Q do not change. Raises ConfigError for an invalid value.
     """
 
     rank: int = 2

@@ -27,7 +27,7 @@ MAX_GATHERING_RANKS = 64
 # Header of a row: fingerprint, count, and the number of payload bytes in the row, or -1.
 _ROW_HEADER = struct.Struct("=qqq")
 _ROW_HEADER_LENGTH = _ROW_HEADER.size // 8
-# Maximum number of elements that are added together with the fingerprints. With the header, they fit into one packet.
+# Maximum number of elements that are summed together with the fingerprints. With the header, they fit into one packet.
 _MAX_SUMMED_ELEMENTS = 128
 # An integer is summed as four parts of 16 bits, so sums and sums of squares are exact in float64 for 2**21 ranks.
 _PARTS, _PART_BITS = 4, 16
@@ -50,7 +50,7 @@ class CheckedArguments(NamedTuple):
 
 
 class ConsistencyCheck:
-    """Compares each collective of this rank with those of the other ranks, and counts the collectives.
+    """Compares each collective of this rank with that of the other ranks, and counts the collectives.
 
     Its exchanges of CPU tensors use `group`, or the default group if that is None.
     """
@@ -77,7 +77,7 @@ class ConsistencyCheck:
         check: Callable[[], None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> CheckedArguments:
-        """Return when every rank has called this with consistent arguments. All ranks call it.
+        """Block until every rank has called this with consistent arguments. All ranks call it.
 
         `check` raises an error for arguments that are invalid on this rank. With `dtype`, the exchange also transfers a
         small `tensor` in that dtype. Raises, on every rank, the error of the lowest rank with invalid arguments, or
@@ -174,7 +174,7 @@ class ConsistencyCheck:
             return
         rank, size = self._backend.rank, self._backend.size
         power_of_two = 1 << size.bit_length() - 1
-        partner = rank ^ power_of_two  # the partner's rank differs in the highest bit
+        partner = rank ^ power_of_two  # the partner's rank differs in one bit
         received = torch.empty_like(vector)
         if rank >= power_of_two:
             self._exchange(partner, send=vector)

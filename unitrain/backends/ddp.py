@@ -33,8 +33,9 @@ class DDPBackend(ProcessGroupBackend, SupportsPointToPoint):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Connect the ranks. Raises ConfigError if the transport is unknown, missing in this build of torch, or not
-        supported on the device, and if two ranks use the same GPU."""
+        """Connect the ranks. Raises ConfigError if the transport is unknown, missing in this build of torch, or does
+        not support the device, and if two ranks use the same GPU.
+        """
         checks.check_no_default_group()
         rank_info = options.rank_info
         device = choose_device(options.device, rank_info.local_rank)
@@ -45,7 +46,7 @@ class DDPBackend(ProcessGroupBackend, SupportsPointToPoint):
         if (own := rendezvous.own_address) and (interface := interface_with_address(own)):
             environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(
-            # Consistency checks exchange CPU tensors, always over Gloo.
+            # Consistency checks always exchange CPU tensors over Gloo.
             f"cpu:gloo,cuda:{transport}" if device.type == "cuda" else transport,
             store=dist.PrefixStore("ddp", rendezvous.store),
             rank=rank_info.rank,

@@ -39,7 +39,7 @@ def _wait_for_threads() -> None:
 def _is_any_thread_running() -> bool:
     """Return whether another thread of this process is running or runnable, or False without Linux's /proc.
 
-    A thread that is blocked on the GIL does not count: it stays blocked during the fork.
+    A thread that is blocked on the GIL does not count, because it remains blocked during the fork.
     """
     own = str(threading.get_native_id())
     with contextlib.suppress(OSError):

@@ -26,13 +26,13 @@ class Lifecycle(ABC):
 
     @contextmanager
     def on_rank_zero(self) -> Iterator[bool]:
-        """Yield whether this is rank 0. Use it for work of a single rank, such as writing a file.
+        """Yield whether this is rank 0. Use it for code that only one rank executes, such as writing a file.
 
             with backend.on_rank_zero() as is_rank_zero:
                 if is_rank_zero:
                     write_file()
 
-        The other ranks do not wait for the block, so a collective inside it would hang. The collective therefore raises
+        The other ranks do not wait for the block, so a collective inside it would hang. It therefore raises
         CollectiveMismatchError immediately, for every number of ranks. Any rank may enter the block.
         """
         self._rank_zero_depth += 1
@@ -60,8 +60,7 @@ class Lifecycle(ABC):
             )
 
     def report_failure(self, error: BaseException) -> None:  # noqa: B027 (backends of one process have no other rank)
-        """Report to the other ranks that this rank fails with `error`, so that they terminate within seconds. Any rank
-        may call it."""
+        """Report `error` of this rank to the other ranks, which then terminate within seconds. Any rank may call it."""
 
     def __enter__(self) -> Self:
         return self
@@ -69,8 +68,8 @@ class Lifecycle(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A shutdown during an exception would close connections, and the launcher would report another rank as the
-        # failed one.
+        # A shutdown during an exception would close connections, and the launcher would report the wrong rank as
+        # failed.
         is_clean_exit = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is None or is_clean_exit or isinstance(error, Preempted):
             self.shutdown()

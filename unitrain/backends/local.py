@@ -45,7 +45,8 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
     @classmethod
     def start(cls, options: StartOptions) -> Self:
         """Return the backend. Raises LauncherMismatchError if a launcher started more than one process, and ConfigError
-        for a transport or while an earlier backend is in use."""
+        if a transport is set or an earlier backend is in use.
+        """
         rank_info = options.rank_info
         if rank_info.size > 1:
             raise LauncherMismatchError(
@@ -171,7 +172,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         return unwrap_compiled(model)
 
     def __exit__(self, *error: Any) -> None:
-        self.shutdown()  # also during an exception, because the launcher cannot report another rank as failed
+        self.shutdown()  # even during an exception, because the launcher cannot report the wrong rank
 
     def shutdown(self) -> None:
         LocalBackend._running.discard(self)

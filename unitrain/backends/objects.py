@@ -68,8 +68,9 @@ def unpack(payload: Tensor, device: torch.device) -> Any:
 
 
 class _GPUTensorError(Exception):
-    """The object contains a GPU tensor. pickle would restore it on the sender's GPU index, which on the receiver
-    belongs to another rank or does not exist. torch.save can map devices, but is several times slower."""
+    """The object contains a GPU tensor. pickle would restore it on the sender's GPU index, which may belong to another
+    rank or not exist on the receiver. torch.save can map devices, but is several times slower.
+    """
 
 
 class _CPUPickler(pickle.Pickler):
@@ -96,7 +97,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> 
 def broadcast_with_tensors(communicator: Communicator, obj: Any, root: int = 0) -> Any:
     """Return the root's `obj` on every rank; the objects of other ranks are ignored. All ranks call it.
 
-    Tensors in dictionaries, lists and tuples may be of any size: they are broadcast in chunks. Pickling them would need
+    Tensors in dictionaries, lists and tuples may be of any size: they are broadcast in chunks. Pickling them would take
     several times their memory. GPU tensors are on `communicator.device` afterwards.
     """
     tensors: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Authentication of messages between the processes of a job, with the key that `unitrain launch` passes to them.
+"""Authentication of messages between the processes of a job, with a key that `unitrain launch` passes to them.
 
 The stores and sockets of a job accept connections from any program that can reach them. A message is therefore signed
 with HMAC-SHA256 and verified before it is used. Without a key, for example if the user runs the launcher directly,
@@ -57,7 +57,7 @@ def seal(text: str, purpose: str) -> str:
 
 
 def unseal(sealed: bytes, purpose: str) -> str:
-    """Return the text that was sealed for `purpose`. Raises AuthenticationError for anything else."""
+    """Return the text that was sealed for `purpose`. Raises AuthenticationError if the signature is not valid."""
     mark, content = sealed[:1].decode("latin-1"), sealed[1:]
     length = 2 * SIGNATURE_BYTES if has_key() else 0
     signature, text = content[:length], content[length:]
@@ -74,7 +74,7 @@ def unseal(sealed: bytes, purpose: str) -> str:
 
 
 def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
-    """Authenticate this process and its peer to each other by the job's `key`.
+    """Authenticate this process and its peer to each other with the job's `key`.
 
     Both peers use the same `role`; `is_server` is true on the side that accepted the connection. Nothing is sent if the
     key is None. Raises AuthenticationError if the peer has a different key.

@@ -15,10 +15,10 @@ from unitrain.errors import ConfigError
 def choose_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
     """Return the device of the rank with `local_rank`, and make it the current device if it is a GPU.
 
-    The default is a GPU if one is visible to torch, else the CPU. If several GPUs are visible, the rank uses the GPU
-    with index `local_rank`. If one GPU is visible, the launcher may have assigned one GPU per rank; `check_gpus` raises
-    an error if it has not. Raises ConfigError for an invalid device, and if the host has several GPUs, but fewer GPUs
-    than ranks.
+    The default is a GPU if one is visible to torch, otherwise the CPU. If several GPUs are visible, the rank uses the
+    GPU with index `local_rank`. If one GPU is visible, the launcher may have assigned one GPU per rank; if not,
+    `check_gpus` raises an error. Raises ConfigError for an invalid device, and if several GPUs are visible, but fewer
+    than there are ranks on the host.
     """
     try:
         device = torch.device(requested) if requested is not None else _default_device()

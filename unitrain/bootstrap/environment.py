@@ -1,8 +1,8 @@
 """Environment variables of this process: detection of the launcher and of this process's rank, and job settings.
 
-No other module reads or writes the environment. If one launcher runs inside another, as in `srun torchrun`, the
-innermost launcher is used, because it has started this process; `_LAUNCHERS` lists them in that order. Variables of
-outer launchers, such as Open MPI or Slurm, are ignored. `detect().evidence` lists the variables that were used.
+No other module reads or writes the environment. If launchers are nested, as in `srun torchrun`, the innermost one is
+used, because it started this process; `_LAUNCHERS` is in that order. Variables of outer launchers, such as Open MPI or
+Slurm, are ignored. `detect().evidence` lists the variables that were used.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Return this process's rank and launcher, from the environment or from `environ`.
 
     Raises EnvironmentVariableError if a variable is missing, is not a number, or contradicts another one. RANK and
-    WORLD_SIZE must match the launcher's variables. Otherwise, a process that another program starts inside a job would
-    use the rank of that job's process.
+    WORLD_SIZE must match the launcher's variables; otherwise, a process that another program starts inside a job would
+    use the rank of the process that started it.
     """
     environ = os.environ if environ is None else environ
     for variables in _LAUNCHERS:
@@ -171,12 +171,12 @@ def get_variable(name: str) -> str | None:
 
 
 def job_id() -> str | None:
-    """Return the identifier of this job if `unitrain launch` supervises it; it is equal in all attempts."""
+    """Return the ID of this job, which is the same in all attempts, if `unitrain launch` supervises it."""
     return get_variable(JOB)
 
 
 def job_description() -> str | None:
-    """Return a readable name of this job, equal in all attempts, such as "Slurm job 12"; None if it has none."""
+    """Return a readable name of this job that is the same in all attempts, such as "Slurm job 12", or None."""
     for variable, kind in _JOB_IDS:
         value = get_variable(variable)
         if value is not None and value != "none":  # torchrun's default run id
@@ -200,7 +200,7 @@ def is_debug_enabled() -> bool:
 
 
 def max_pods() -> int:
-    """Return the maximum number of pods of the PyTorchJob or TrainJob of this process, 1 outside of such a job."""
+    """Return the maximum number of pods of this process's PyTorchJob or TrainJob; 1 outside such a job."""
     number = os.environ.get("PET_NNODES", "").rpartition(":")[2]
     return int(number) if number.isascii() and number.isdecimal() else 1
 

@@ -1,5 +1,4 @@
-"""Signed messages between the ranks of a job through a torch Store. Any program that reaches its port can write to
-it."""
+"""Signed messages between the ranks of a job via a torch Store. Any program that reaches its port can write to it."""
 
 from __future__ import annotations
 

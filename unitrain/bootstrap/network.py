@@ -1,7 +1,7 @@
 """Addresses and interfaces of this host, and listening sockets.
 
-By default, Gloo and Horovod use the address to which the host's own name resolves. On Debian this is 127.0.1.1, so with
-two hosts connections are refused or hang.
+By default, Gloo and Horovod use the address to which the host's own name resolves. On Debian, this is 127.0.1.1, so
+connections between hosts are refused or hang.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def local_address_for(host: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each interface of this host that has one."""
+    """Return the IPv4 addresses of this host by interface."""
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of any launcher through a torch Store, and exchange of small values through that store."""
+"""Rendezvous of the ranks of any launcher via a torch Store, and exchange of small values via that store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.02
 _POLL_SECONDS_PER_RANK = 0.0001  # limits the total request rate of all ranks to 10,000 per second
 _CONNECT_PERIOD_SECONDS = 0.1
 _GROUPS = 2
-_SERVED_CONNECTIONS_PER_RANK = 5  # to rank 0's process, in addition to the connections of process groups
+_SERVED_CONNECTIONS_PER_RANK = 5  # to rank 0, in addition to the connections of process groups
 _SPARE_DESCRIPTORS = 512  # reserve for data, DataLoader workers and files
 _rendezvous_numbers = itertools.count()
 # Proxies are not used, because all hosts belong to the job.
@@ -60,8 +60,8 @@ class Rendezvous:
     def allgather(self, key: str, value: Any) -> list[Any]:
         """Return every rank's JSON-serializable `value`, in rank order. All ranks call it, once for each `key`.
 
-        It works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError, which
-        names the missing ranks.
+        Works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError, which names
+        the missing ranks.
         """
         self.post(key, value)
         if missing := self.missing_ranks(key):
@@ -109,8 +109,8 @@ class Rendezvous:
     def node_positions(self) -> list[NodePosition]:
         """Position of every rank on its host, in rank order. All ranks read it at the same time.
 
-        It is derived from the values of all ranks, because the launcher's node rank is not sufficient: Horovod's value
-        is wrong if hosts have different numbers of ranks, and Open MPI does not provide one.
+        It is derived from the values of all ranks, because launchers do not provide a reliable node rank: Horovod's is
+        wrong if hosts have different numbers of ranks, and Open MPI provides none.
         """
         host_name = environment.get_variable("HOROVOD_HOSTNAME") or socket.gethostname()
         values = self.allgather("positions", [host_name, self.rank_info.node_rank, self.rank_info.local_rank])
@@ -145,7 +145,7 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     """
     environment.check_not_in_step_shell(rank_info)
     raise_descriptor_limit(rank_info)
-    # A restarted job, or a second rendezvous of the same processes, must not read the keys of the previous one.
+    # A restarted job, or a second rendezvous of the same processes, must not read the keys of the previous rendezvous.
     # torchrun counts restarts per host, so hosts that joined later have different counts, but such jobs do not share
     # torchrun's store.
     is_shared = environment.get_variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -229,7 +229,7 @@ def raise_descriptor_limit(rank_info: RankInfo) -> None:
 
 
 def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta, *, is_server: bool) -> TCPStore:
-    """Return the store at an address. This process serves it if `is_server`. It does not wait for other ranks.
+    """Return the store at an address, which this process serves if `is_server`. Does not wait for other ranks.
 
     A served store listens on one address if `host` determines it (`network.listen`). Raises ConfigError if rank 0
     cannot listen there, CollectiveTimeoutError if no store responds within the timeout.

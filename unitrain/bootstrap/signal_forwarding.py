@@ -1,8 +1,8 @@
 """Forwarding of a scheduler's warning signals from a launcher to its ranks on this host.
 
 Schedulers send SIGUSR1 or SIGUSR2 some time before they terminate a job, for example Slurm with `--signal=USR1@120`. By
-default, these signals terminate torchrun and horovodrun, and with them the ranks, before a checkpoint can be saved. A
-launcher that calls `forward_warning_signals` forwards the signal to its ranks and continues to wait for them.
+default, these signals terminate torchrun and horovodrun, and thus the ranks, before a checkpoint can be saved. A
+launcher that calls `forward_warning_signals` forwards the signals to its ranks and continues to wait for them.
 """
 
 from __future__ import annotations

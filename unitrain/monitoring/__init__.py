@@ -1,14 +1,14 @@
 """Detection and reporting of failures and hangs. Backends use `FailureMonitor`; it combines the other modules.
 
 monitor             FailureMonitor: waits for collectives, and reports timeouts and failures
-watchdog            Watchdog thread: detects failures of other ranks and missed deadlines, and terminates the process
+watchdog            Watchdog: thread that detects failures of other ranks and timeouts, and terminates the process
 deadlines           time limits for waits of the training thread
-liveness            LivenessCheck: connections through which rank 0 and the other ranks detect killed processes
+liveness            LivenessCheck: connections between rank 0 and the other ranks, which detect killed processes
 failure_store       first failure, rank statuses and shutdowns, exchanged through the rendezvous store
 flight_recorder     history of this rank's recent collectives and backward passes
 rank_status         RankStatus: activity and source line of a rank, as data and as text
 stack_inspection    the user's line, the DataLoader worker and the function in a stack
 loop_counters       counts of backward passes and steps, compared between ranks
-peer_connection     connection that distinguishes an orderly exit of the peer from a crash
+peer_connection     connection that distinguishes a normal exit of the peer from a crash
 supervisor_client   a rank's connection to the `unitrain launch` that restarts its job
 """

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from unitrain.monitoring.failure_store import Shutdown
 
-# Time in which ranks must complete a collective after rank 0's process, which serves the store, has exited. Without the
-# store, it is unknown whether rank 0 took part in that collective.
+# Time within which ranks must complete a collective after the exit of rank 0's process, which serves the store. Without
+# the store, it is unknown whether rank 0 took part in that collective.
 _UNKNOWN_PARTICIPATION_SECONDS = 30.0
 
 
 class Deadline:
-    """Work that the training thread has started. If it is not done in time, `describe` returns the error text.
+    """Work that the training thread has started. If it times out, `describe` returns the error text.
 
     The training thread may replace `is_done`. The watchdog thread calls it, so it must not block.
     """
@@ -32,8 +32,8 @@ class Deadline:
 class Deadlines:
     """Deadlines of unfinished work. The training thread adds deadlines, and the watchdog thread checks them.
 
-    The host may run ahead of a GPU by several backward passes. The timer of each starts when the watchdog detects that
-    all earlier work is done, so later work does not extend the deadline of work that never completes.
+    The host may be several backward passes ahead of a GPU. Each timer starts when the watchdog detects that all earlier
+    work is done, so later work does not extend the deadline of work that never completes.
     """
 
     def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,7 +51,7 @@ class Deadlines:
         return deadline
 
     def expired(self) -> Deadline | None:
-        """Return the oldest deadline if its work was not done in time. Only the watchdog thread calls it."""
+        """Return the oldest deadline if its work has timed out. Only the watchdog thread calls it."""
         oldest = next((deadline for deadline in self._deadlines.copy() if not deadline.is_done()), None)
         if oldest is not self._oldest:
             self._oldest, self._began = oldest, self._clock()
@@ -61,10 +61,10 @@ class Deadlines:
 
 
 class WaitForShutDownRank:
-    """Detects that this rank waits in an operation for a rank that has shut down without starting that operation.
+    """Detects that this rank waits, in an operation, for a rank that has shut down without starting the operation.
 
-    Such a wait never completes, and not every transport detects it. `period_seconds` is the time between two checks. A
-    rank that still waits after this time is not waiting for a message that is already in flight.
+    Such a wait never ends, and not every transport detects it. `period_seconds` is the time between two checks. After
+    this time, a rank that still waits is not waiting for a message that is already in flight.
     """
 
     def __init__(self, period_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,7 +73,7 @@ class WaitForShutDownRank:
         self._began = 0.0
 
     def is_endless(self, shutdown: Shutdown | None, is_waiting: bool, num_recorded: int) -> bool:
-        """Return whether the wait in this rank's latest operation, with number `num_recorded`, can never complete.
+        """Return whether the wait in this rank's latest operation, number `num_recorded`, can never end.
 
         `shutdown` is the first shutdown of another rank, if any.
         """
@@ -91,7 +91,7 @@ class WaitForShutDownRank:
 class DataDeadline:
     """Time limit for the main thread's waits for batches from DataLoader workers.
 
-    Timeouts between ranks do not detect a job in which every rank waits for a hanging worker. This limit does.
+    Timeouts between ranks do not detect a job in which every rank waits for a hung worker. This limit does.
     """
 
     def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""Exchange of failure, status and shutdown reports between ranks through the rendezvous store."""
+"""Exchange of failure, status and shutdown reports between ranks via the rendezvous store."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _REQUESTS, _FAILURE, _SHUTDOWN, _PROCESS = "requests", "failure", "shutdown", "p
 _FAILURE_STATUS, _REQUESTED_STATUS = "failure_status", "requested_status"
 _STATUS_TIMEOUT_SECONDS = 3.0
 _POLL_SECONDS = 0.02
-# Limit of the requests that are answered at a time, because any program that connects to the store can add requests.
+# Maximum number of requests answered at a time, because any program that connects to the store can add requests.
 _MAX_ANSWERED_REQUESTS = 100
 
 
 class Shutdown(NamedTuple):
-    """A rank that shut down without an error, and the number of operations that it has recorded, if known."""
+    """A rank that shut down without an error, and the number of operations that it had recorded, if known."""
 
     rank: int
     reason: str
@@ -38,8 +38,8 @@ class RankProcess(NamedTuple):
 class FailureStore:
     """Access to the reports of all ranks for one thread. Each thread needs a separate object.
 
-    Each object has a separate connection to the store, because a connection that waits for a response blocks its other
-    users. Every method raises dist.DistError if rank 0's process, which serves the store, has exited.
+    Each object has a separate connection to the store, because waiting for a response blocks other users of a
+    connection. Every method raises dist.DistError if rank 0's process, which serves the store, has exited.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
@@ -48,8 +48,7 @@ class FailureStore:
         self._num_answered = 0
 
     def report_failure(self, failure: Failure, reporter: str) -> tuple[Failure, str]:
-        """Report `failure` unless a failure has already been reported. Return the first failure and its reporter's
-        name.
+        """Report `failure`, unless a failure has already been reported. Return the first failure and its reporter.
 
         `reporter` is unique among all threads of all ranks.
         """

@@ -47,7 +47,7 @@ class CollectiveCall:
     def fingerprint(self) -> int:
         """Hash below 2**63 that is equal on two ranks if and only if their calls match.
 
-        Calls of allgather may differ in dim 0, and calls with objects in the number of bytes.
+        For allgather, dim 0 may differ, and for objects the number of bytes.
         """
         if self.operation in ("broadcast_object", "allgather_object"):
             arguments: tuple[object, ...] = ()
@@ -133,9 +133,8 @@ class FlightRecorder:
     def _user_frame(self, kind: str) -> FrameType:
         """Return the user's frame from which `record` was called, directly or indirectly.
 
-        Python allocates each frame object when it is first accessed. Within a loop, the user's frame is usually at the
-        same depth as in the previous step, so only that frame and the frame that it called are compared with those of
-        the previous step.
+        Python allocates a frame object when it is first accessed. In a loop, the user's frame is usually at the same
+        depth as in the previous step, so only that frame and the frame that it called are accessed and compared.
         """
         if (position := self._positions.get(kind)) is not None:
             try:
@@ -176,7 +175,7 @@ class FlightRecorder:
         return f"{operation}, at {describe_line(file, line)}"
 
     def records(self) -> list[FlightRecord]:
-        """Return all stored entries, oldest first."""
+        """Return all recorded entries, oldest first."""
         return [
             FlightRecord(
                 position,
@@ -219,7 +218,7 @@ def ranks_without(
 ) -> list[int]:
     """Return the `ranks` that have not started `phase`, or all `ranks` if it is None.
 
-    A rank that has continued with later operations has also started `phase`.
+    A rank that has started later operations has also started `phase`.
     """
     if phase is None:
         return list(ranks)

@@ -35,16 +35,15 @@ _MAX_EXTRA_PENDING = 64
 class LivenessCheck:
     """This rank's connections for the liveness check. All ranks create it at the same time, then call `start`.
 
-    Rank 0 has a connection to each other rank; each other rank has one connection, to rank 0. `on_process_ended` is
-    called once, in a thread, with the first rank whose process has terminated unexpectedly. A rank is not monitored if
-    its connection could not be established.
+    Rank 0 has one connection to every other rank. `on_process_ended` is called once, in a thread, with the first rank
+    whose process has terminated unexpectedly. A rank is not monitored if its connection could not be established.
     """
 
     def __init__(self, rendezvous: Rendezvous, on_process_ended: Callable[[int], None]) -> None:
         self._on_process_ended = on_process_ended
         self._peers: dict[int, PeerConnection] = {}
         self._is_closed = False
-        self.exited_ranks: set[int] = set()  # ranks with an orderly exit
+        self.exited_ranks: set[int] = set()  # ranks that exited normally
         store = MessageStore(dist.PrefixStore("liveness", rendezvous.store), "liveness")
         with contextlib.suppress(OSError, dist.DistError, AuthenticationError):
             if rendezvous.rank_info.rank == 0:
@@ -57,7 +56,7 @@ class LivenessCheck:
         threading.Thread(target=self._run, name="unitrain liveness", daemon=True).start()
 
     def close(self) -> None:
-        """Announce an orderly exit and close the connections. A second call has no effect."""
+        """Announce a normal exit and close the connections. A second call has no effect."""
         self._is_closed = True
         while self._peers:
             _, peer = self._peers.popitem()

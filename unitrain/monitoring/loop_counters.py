@@ -26,10 +26,10 @@ class LoopCounters:
     """Counts backward passes, optimizer steps and forward passes of this rank, which must be equal on all ranks.
 
     The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the other ranks. If a
-    rank skips a backward pass, its later gradients are averaged with gradients of other steps of the other ranks.
-    Collectives cannot detect this, but the counts differ: the rank has run an optimizer step without a backward pass,
-    or a forward pass without a backward pass. Forward passes before the first backward pass are not compared, because
-    one rank may print or plot the model before training.
+    rank skips a backward pass, its later gradients are averaged with those of different steps on the other ranks.
+    Collectives cannot detect this, but the counts differ: the rank has run an optimizer step or a forward pass without
+    a backward pass. Forward passes before the first backward pass are not compared, because one rank may print or plot
+    the model before training.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,8 @@ class LoopCounters:
         store.set(_KEY, json.dumps(self._latest))
 
     def compare(self, store: MessageStore, rank: int) -> str | None:
-        """Return a description of the difference if this rank's counts differ from rank 0's at the same backward pass.
+        """Return a description of the difference if the counts of this rank and of rank 0 differ at the same backward
+        pass.
 
         If this rank has not run that backward pass yet, a later call compares it.
         """

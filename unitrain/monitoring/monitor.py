@@ -28,17 +28,17 @@ from unitrain.monitoring.watchdog import Watchdog
 
 # Ranks reach the timeout at slightly different times, so each rank waits this long for the reports of the others.
 _LATE_RANKS_TIMEOUT = timedelta(seconds=2)
-# If a thread blocks, its core may sleep, and waking it takes longer than a small collective: polling reduces the time
-# of a 1 KB exchange between two ranks from 0.9 ms to 0.3 ms. Longer waits block, so that the core is free.
+# When a thread blocks, its core may sleep, and waking it up takes longer than a small collective: polling reduces the
+# time of a 1 KB exchange between two ranks from 0.9 ms to 0.3 ms. Longer waits block, to free the core.
 _POLL_SECONDS = 0.005
 
 
 class FailureMonitor:
     """Detects timeouts and failures of this rank and of the other ranks, and reports them.
 
-    A backend records its collectives, waits for them with `wait_for_ranks`, and reports its own failures. Errors then
-    name the missing ranks and the source lines that they execute. All ranks create their monitor at the same time. With
-    `polls`, waits poll for a few milliseconds before they block; this requires operations on CPU tensors.
+    A backend records its collectives, waits for them with `wait_for_ranks`, and reports its own failures. Its errors
+    name the missing ranks and the source lines that they are executing. All ranks must create their monitor at the same
+    time. With `polls`, which requires operations on CPU tensors, waits poll for a few milliseconds before they block.
     `use_watchdog=False` omits the thread that detects failures of other ranks.
     """
 
@@ -81,7 +81,7 @@ class FailureMonitor:
         """Context manager in which the main thread waits for other ranks in the latest recorded operation, except
         inside `computing`.
 
-        It raises the same errors as `wait_for_ranks`. Use it for library code that waits by itself.
+        Raises the same errors as `wait_for_ranks`. Use it for library code that waits internally.
         """
         self._recorder.is_main_thread_waiting = True
         try:
@@ -95,7 +95,9 @@ class FailureMonitor:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Context manager inside `waiting` in which the main thread computes. An exception ends the wait."""
+        """Context manager inside `waiting` in which the main thread computes instead of waiting. An exception ends the
+        wait.
+        """
         self._recorder.is_main_thread_waiting = False
         yield
         self._recorder.is_main_thread_waiting = True
@@ -131,14 +133,14 @@ class FailureMonitor:
         self.raise_cause_of(error)
 
     def stop(self) -> None:
-        """Stop monitoring, without a failure. Ranks need not stop at the same time."""
+        """Stop monitoring after a normal exit. Ranks need not stop at the same time."""
         if self._watchdog is not None:
             self._watchdog.stop()
 
     def _describe_timeout(self, phase: GradientPhase | None = None) -> str:
-        """Return the error text for the latest operation, or an earlier `phase`, that has timed out.
+        """Return the error text for the timeout of the latest operation, or of an earlier `phase`.
 
-        The ranks exchange their statuses through the rendezvous store, which works while the backend is stuck.
+        The ranks exchange their statuses via the rendezvous store, which also works while the backend is stuck.
         """
         rank, seconds = self._rendezvous.rank_info.rank, self._rendezvous.timeout.total_seconds()
         operation = self._recorder.latest_operation if phase is None else str(phase)

@@ -1,8 +1,8 @@
-"""Connection between two processes of a job that distinguishes an orderly exit of the peer from a crash.
+"""Connection between two processes of a job that distinguishes a normal exit of the peer from a crash.
 
-The operating system closes the connections of a process when it terminates for any reason. At an orderly exit, the
-process first sends a final message. The liveness check uses these connections between ranks, and the supervisor uses
-them to monitor its ranks.
+When a process terminates for any reason, the operating system closes its connections. At a normal exit, the process
+first sends a final message. The liveness check uses such connections between ranks, and the supervisor uses them to
+monitor its ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from unitrain.bootstrap.authentication import authenticate, job_key
 
-# Final messages of a process: orderly exit, or exit after a checkpoint because of a preemption.
+# Final messages of a process: normal exit, or exit with a checkpoint after a preemption.
 ORDERLY_EXIT, PREEMPTED = "orderly exit", "preempted"
 _FINAL_MESSAGES = (ORDERLY_EXIT, PREEMPTED)
 # Errors of a connection that the peer or this process has closed. All other errors are network errors.
@@ -37,10 +37,10 @@ class Disconnect(Enum):
 
 
 class PeerConnection:
-    """A connection for lines of text. It takes ownership of an authenticated, blocking socket.
+    """A connection that transfers lines of text. It takes ownership of an authenticated, blocking socket.
 
-    At an orderly exit, this process sends `final_message`. Forked processes, such as DataLoader workers, close their
-    copy of the connection, so that it does not stay open after this process has terminated.
+    At a normal exit, this process sends `final_message`. Forked processes, such as DataLoader workers, close their copy
+    of the connection, so that it does not remain open after this process has terminated.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -97,7 +97,7 @@ class PeerConnection:
         return self._latest_message
 
     def send_final_message(self) -> None:
-        """Announce an orderly exit of this process."""
+        """Announce a normal exit of this process."""
         self.send(self.final_message)
 
     def close(self) -> None:

@@ -48,8 +48,8 @@ class RankStatus:
     """Status of a rank; fields that do not apply to its activity are empty.
 
     `location` is the user's line ("train.py:41: code"). `operation` is the collective or gradient phase in which the
-    rank waits, and `worker` the DataLoader worker for which it waits. `library_function` and `unitrain_function` are
-    the functions that it runs. `detail` is the error of a failed rank, or the reason of a shutdown. `latest_entry` is
+    rank waits, and `worker` the DataLoader worker that it waits for. `library_function` and `unitrain_function` are the
+    functions that it executes. `detail` is the error of a failed rank, or the reason for a shutdown. `latest_entry` is
     the latest operation and its line. `stack` contains the innermost frames as text, and `records` the history of
     operations.
     """
@@ -102,8 +102,9 @@ class RankStatus:
 
     @property
     def shows_stack(self) -> bool:
-        """Whether `stack` adds information to the description. For a waiting rank it contains only frames of torch and
-        unitrain."""
+        """Whether `stack` adds information to the description. The stack of a waiting rank only shows frames of torch
+        and unitrain.
+        """
         return not self.waits_for_ranks and self.activity is not Activity.WAITING_FOR_DATA
 
     def to_json(self) -> str:
@@ -144,7 +145,7 @@ class RankStatus:
 def format_statuses(
     statuses: Mapping[int, RankStatus], records_by_rank: Mapping[int, Sequence[FlightRecord]]
 ) -> list[str]:
-    """Return the statuses as lines of text, with equal ones grouped, and the records of all ranks if any differ."""
+    """Return the statuses as lines of text, with equal ones grouped, and the records of all ranks if they differ."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, status in statuses.items():
         stack = status.stack if status.shows_stack else []

@@ -36,21 +36,22 @@ def format_stack(stack: Sequence[FrameType]) -> list[str]:
 
 
 def call_site(frame: FrameType) -> str:
-    """Return the current line outside of unitrain and of libraries, as "train.py:41: code"."""
+    """Return the current line of the user's code, as "train.py:41: code"."""
     user = user_frame(frame)
     return describe_line(user.f_code.co_filename, user.f_lineno)
 
 
 def user_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame outside of unitrain and of libraries, starting at `frame`, or the outermost frame."""
+    """Return the innermost frame of the user's code (neither unitrain nor a library), starting at `frame`, or the
+    outermost frame.
+    """
     while (caller := frame.f_back) is not None and not _is_user_file(frame.f_code.co_filename):
         frame = caller
     return frame
 
 
 def user_position(stack: Sequence[FrameType]) -> int:
-    """Return the index in `stack` of the innermost frame outside of unitrain and of libraries, or 0 if there is
-    none."""
+    """Return the index in `stack` of the innermost frame of the user's code, or 0 if there is none."""
     return next((at for at in reversed(range(len(stack))) if _is_user_file(stack[at].f_code.co_filename)), 0)
 
 
@@ -61,7 +62,7 @@ def describe_line(file: str, line: int) -> str:
 
 
 def describe_functions(stack: Sequence[FrameType]) -> tuple[str, str]:
-    """Return the library function that user code or unitrain has called, and the unitrain function.
+    """Return the library function that was called by user code or unitrain, and the unitrain function.
 
     Each is empty if `stack` contains no such function.
     """
@@ -78,7 +79,7 @@ def is_in_backward(frame: FrameType) -> bool:
 
 
 def awaited_worker(frame: FrameType) -> str | None:
-    """Return the DataLoader worker for which `frame` waits, and its activity if known, or None if it does not wait.
+    """Return the DataLoader worker that `frame` waits for, and its activity if known, or None if it does not wait.
 
     The workers of a Trainer report their activity (`unitrain.data.workers`).
     """
@@ -96,7 +97,7 @@ def awaited_worker(frame: FrameType) -> str | None:
 
 
 def awaited_batch() -> tuple[int, int] | None:
-    """Return an identifier of the batch for which the main thread waits in a DataLoader, or None if it does not wait.
+    """Return an identifier of the batch that the main thread waits for in a DataLoader, or None if it does not wait.
 
     It is different for each batch of an iterator.
     """

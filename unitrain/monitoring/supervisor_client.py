@@ -1,8 +1,8 @@
 """A rank's connection to the supervisor: the `unitrain launch` process that restarts its job.
 
-Through this connection, the supervisor detects failures of the rank's process or host, requests a checkpoint and an
-exit when the hosts of the job change, and terminates the remaining ranks of an attempt. A separate thread waits for its
-messages, so training is not delayed.
+Through this connection, the supervisor detects failures of the rank's process or host, requests a checkpoint and exit
+when the hosts of the job change, and terminates the remaining ranks of a failed attempt. A background thread receives
+its messages, so training is not delayed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def connect(rank: int) -> None:
         connection.set_timeout(None)
         _client = _SupervisorClient(connection, rank)
     except (OSError, OverflowError, ValueError, AuthenticationError) as error:
-        # The job works without this connection: the supervisor then restarts it based on the exit code of the launcher.
+        # The connection is optional: without it, the supervisor restarts the job based on the exit code of the
+        # launcher.
         sys.stderr.write(f"unitrain: rank {rank} cannot reach unitrain launch at {address}: {error}\n")
 
 

@@ -1,4 +1,4 @@
-"""Watchdog thread that propagates failures between ranks, and terminates the process if it is blocked.
+"""Watchdog thread that propagates failures between ranks and terminates a blocked process.
 
 It polls the rendezvous store every 0.5 s for a failure report. If another rank has failed, it publishes this rank's
 status (stack and recent operations), waits a few seconds for the main thread to fail, and then terminates the process.
@@ -35,14 +35,14 @@ from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, forma
 from unitrain.monitoring.stack_inspection import awaited_batch
 
 _PERIOD_SECONDS = 0.5
-# Time in which the main thread must raise an error after the failure of another rank.
+# Time within which the main thread must raise an error after another rank has failed.
 _GRACE_SECONDS = 5.0
-# Time in which a rank that caused a failure must print the report.
+# Time within which a rank that caused a failure must print the report.
 _REPORT_SECONDS = 3.5
 # Launchers whose ranks continue to run when the launcher is killed.
 _LAUNCHERS_WITHOUT_CLEANUP = ("torchrun",)
 _LAST_CHECKPOINT_SECONDS = 60.0
-# Time for which a rank that has lost a peer waits for the report of that peer's failure.
+# Time for which a rank that has lost a peer waits for the report of the peer's failure.
 _FAILURE_REPORT_SECONDS = 4 * _PERIOD_SECONDS
 # A deadline expires this long after the timeout of the main thread's own wait.
 _DEADLINE_MARGIN_SECONDS = 5.0
@@ -101,8 +101,8 @@ class Watchdog:
     def set_deadline(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
         """Terminate the process and print the text of `describe` unless `is_done` returns true in time.
 
-        Use it for waits that cannot be interrupted otherwise. The call costs about 1 µs. The limit is a few seconds
-        longer than the timeout, and starts now or when earlier work is done.
+        Use it for waits that cannot be interrupted. The call costs about 1 µs. The limit is a few seconds longer than
+        the timeout, and starts immediately or when earlier work is done.
         """
         return self._deadlines.add(is_done, describe)
 
@@ -122,9 +122,8 @@ class Watchdog:
         return ModelError(text) if error_class == ModelError.__name__ else None
 
     def cause_of(self, error: BaseException) -> ModelError | None:
-        """Return another rank's ModelError if it caused `error`, or None.
-
-        It waits up to two seconds for the report of that failure.
+        """Return another rank's ModelError if it caused `error`, or None. Waits up to two seconds for the report of
+        that failure.
         """
         if not _is_peer_lost(error):
             return None
@@ -190,9 +189,8 @@ class Watchdog:
         return None if shutdown is None else Failure(shutdown.rank, f"{_SHUTDOWN_TOO_EARLY}: {shutdown.reason}")
 
     def _shutdown_of_awaited_rank(self) -> Failure | None:
-        """Return the shutdown of a rank for which this rank waits, if that rank never started the operation.
-
-        Such a wait never completes, and not every transport detects it.
+        """Return the shutdown of a rank that this rank waits for and that never started the operation. Such a wait
+        never ends, and not every transport detects it.
         """
         shutdown = self._first_shutdown()
         is_waiting = shutdown is not None and self._status().waits_for_ranks
@@ -237,14 +235,15 @@ class Watchdog:
         return self._store.collect_statuses_after_failure(ranks, self._status_responder())
 
     def _status_responder(self) -> Callable[[], None] | None:
-        """Return a function that answers requests of other ranks while the watchdog thread itself waits for these
-        ranks."""
+        """Return a function that answers status requests of other ranks while the watchdog thread waits for these
+        ranks.
+        """
         if threading.current_thread() is not self._thread:
             return None
         return partial(self._thread_store.answer_requests, self._status)
 
     def _complete_statuses(self, statuses: Mapping[int, RankStatus], ranks: Sequence[int]) -> dict[int, RankStatus]:
-        """Return `statuses`, extended by the `ranks` without a response: they have shut down, or do not respond."""
+        """Return `statuses`, with statuses added for the `ranks` that have shut down or do not respond."""
         complete = {rank: statuses.get(rank, RankStatus()) for rank in ranks}
         with contextlib.suppress(dist.DistError):
             for rank, status in complete.items():
@@ -255,8 +254,8 @@ class Watchdog:
     def _continue_stopped(self, ranks: Sequence[int]) -> None:
         """Resume the processes of `ranks` on this host that are stopped by SIGSTOP.
 
-        A stopped process does not react to the launcher's SIGTERM, so the launcher would wait until it sends SIGKILL. A
-        stopped process also keeps its GPU memory.
+        A stopped process does not react to the launcher's SIGTERM, so the launcher would wait for its timeout before it
+        sends SIGKILL. A stopped process also keeps its GPU memory.
         """
         for rank in ranks:
             with contextlib.suppress(dist.DistError, ProcessLookupError, PermissionError):
@@ -287,7 +286,7 @@ class Watchdog:
                     self._terminate_process()
                     return
             except dist.DistError:
-                # Rank 0's process has exited. Operations that require this process fail by themselves; others continue.
+                # Rank 0's process has exited. Operations that require this process raise an error; others continue.
                 store_is_reachable = False
             if self._liveness.exited_ranks and self._error is None:
                 failure = self._shutdown_of_awaited_rank()
@@ -360,14 +359,14 @@ class Watchdog:
         os._exit(1)
 
     def _exit_with_launcher(self) -> None:
-        """Send SIGTERM to this process, which the exited launcher did not do, and leave time for a checkpoint."""
+        """Send SIGTERM to this process in place of the launcher, which has exited, and leave time for a checkpoint."""
         _print([f"unitrain: stopping rank {self._rank} of {self._size} because {self._launcher} has ended"])
         os.kill(self._pid, signal.SIGTERM)
         if not self._ended.wait(_LAST_CHECKPOINT_SECONDS):
             os._exit(1)
 
     def _terminate_process(self) -> None:
-        """Wait a few seconds for the main thread to fail by itself, then terminate the process."""
+        """Wait a few seconds for the main thread to raise an error, then terminate the process."""
         self._failure_is_known.set()
         if not self._ended.wait(_GRACE_SECONDS):
             reason = f"{self._first_failure}; status: {self._status()}"
@@ -386,7 +385,7 @@ class Watchdog:
         is_consequence = first is not None and first.rank != self._rank
         text = f"rank {self._rank} of {self._size} ended with {own}{place}"
         if is_consequence and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
-            # Its traceback would show a consequence of the failure instead of the cause, and would be one of many.
+            # Its traceback would show a consequence of the failure instead of the cause, on every rank.
             _print([f"unitrain: {text}; {first}"])
         else:
             self._original_excepthook(error_class, error, traceback)
@@ -406,8 +405,8 @@ def _print(lines: Sequence[str]) -> None:
 def _write_torchrun_error(text: str, *, is_consequence: bool) -> None:
     """Write the error for torchrun's summary. It omits the traceback, because this rank prints it.
 
-    torchrun names the rank with the earliest time, in whole seconds, as the root cause. An error that was caused by
-    another rank's failure must therefore have a later time.
+    torchrun reports the rank with the earliest timestamp, in whole seconds, as the root cause. An error that was caused
+    by another rank's failure must therefore have a later timestamp.
     """
     file = environment.get_variable("TORCHELASTIC_ERROR_FILE")
     if file is not None:

@@ -2,11 +2,11 @@
 
 reference         reference implementation: one allreduce per gradient after the backward pass
 ddp_wrapper       the fast path: DistributedDataParallel with corrections
-reducer_group     the process group in which DDP's reducer communicates
-end_of_backward   the steps at the end of a backward pass, and their order
+reducer_group     the process group of DDP's reducer
+end_of_backward   the stages at the end of a backward pass, and their order
 unused_parameters the check of the first backward pass for parameters without a gradient
-local_gradients   tracking of gradients that are not reduced, checked before each optimizer step
-forward_buffers   buffers equal to rank 0's during training
+local_gradients   tracking of unreduced gradients, checked before each optimizer step
+forward_buffers   broadcast of buffers that a training forward pass reads
 compression       half-precision and PowerSGD compression of buckets
 power_sgd         PowerSGD and its state
 """

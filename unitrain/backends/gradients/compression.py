@@ -1,9 +1,9 @@
-"""Gradient compression: half precision, or PowerSGD with its state. `compression_setting.py` specifies the arithmetic.
+"""Gradient compression: half precision, or PowerSGD with its state. `compression_setting.py` specifies the formulas.
 
 With several ranks, a comm hook compresses the buckets of DDP's reducer. The autograd thread starts all collectives in
 DDP's bucket order, which is the same on all ranks. The second collective of a bucket starts at the end of the backward
-pass: waiting for the first one earlier would block the backward pass, while other ranks may wait for its later
-collectives. With one rank, the same arithmetic runs at the end of each backward pass.
+pass. Waiting for the first one earlier would block the backward pass, while other ranks may be waiting for collectives
+that it starts later. With one rank, the same arithmetic runs at the end of each backward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CompressionStates:
         self._compressors: WeakKeyDictionary[nn.Module, PowerSGDCompressor] = WeakKeyDictionary()
 
     def create(self, compression: Compression, model: nn.Module, communicator: Communicator) -> Compressor:
-        """Return a compressor for the gradients of `model`, the user's module. It replaces an earlier one."""
+        """Return a new compressor for the gradients of `model`, the user's module. It replaces an earlier one."""
         self._compressors.pop(model, None)
         setting = read_compression(compression)
         if not isinstance(setting, PowerSGD):

@@ -3,8 +3,8 @@
 DDP assigns gradients to buckets and reduces them during the backward pass, on any process group. This module adds:
 
 - an error on every rank that names the parameters, if models differ between ranks or parameters are unused;
-- gradient reduction in a second backward pass through a retained graph, after which DDP's replicas would diverge;
-- an error for an optimizer step on gradients that are not reduced;
+- gradient reduction in a second backward pass through a retained graph, without which replicas would diverge;
+- an error for an optimizer step on unreduced gradients;
 - support for freezing and unfreezing parameters during training.
 """
 
@@ -60,11 +60,11 @@ _num_models_wrapped = 0
 
 @dataclass(slots=True)
 class _PendingForwards:
-    """Counts of forward passes with gradients since the last backward pass, and the ID of that backward pass.
+    """Numbers of forward passes with grad mode since the last backward pass, and the ID of that backward pass.
 
-    `reducing` counts the forward passes outside `no_sync`. `prepared` counts those in which DDP has prepared its
-    reducer correctly for a backward pass: not if DDP needs the output tensors and does not find them. This is a
-    separate object, because setting an attribute of a module takes microseconds.
+    `reducing` counts the forward passes outside `no_sync`. `prepared` counts those after which DDP's reducer is
+    correctly prepared for a backward pass; it is not if DDP needs the output tensors but does not find them. This is a
+    separate object because setting an attribute of a module takes microseconds.
     """
 
     forwards: int = 0
@@ -77,8 +77,8 @@ class _PendingForwards:
 class DistributedModel(ReducerDDP, WrappedModel):
     """The module that `distributed_model` returns: DDP with corrections. `module` is the user's model.
 
-    The reducer communicates in `reducer_group`, which uses `group`, or the default group if that is None. `buffers` are
-    broadcast before the forward passes in which DDP would broadcast them.
+    The reducer uses `reducer_group`, which communicates through `group`, or the default group if that is None.
+    `buffers` are broadcast before the forward passes in which DDP would broadcast them.
     """
 
     shard: Shard = "none"  # or "gradients" on a single rank, where there is nothing to shard
@@ -134,8 +134,9 @@ class DistributedModel(ReducerDDP, WrappedModel):
             )
 
     def leave_group(self) -> None:
-        """Release the process group. From then on, calling this module calls the user's model, and gradients are not
-        reduced."""
+        """Release the process group. Afterwards, this module only calls the user's model, and gradients are not
+        reduced.
+        """
         if not self._has_left_group:
             self._has_left_group = True
             self._local_gradients.stop()
@@ -175,8 +176,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced.
 
-        Also re-raise the ModelError of another rank, for example from this check, so that no rank updates parameters.
-        The check does not communicate.
+        If this check has failed on another rank, re-raise its ModelError, so that no rank updates parameters. Does not
+        communicate.
         """
         if not self._has_left_group:
             self._gradient_group.check_other_ranks()
@@ -205,7 +206,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         DistributedModel._instances.add(self)
 
     def _check_no_shared_backward(self, backward: int) -> None:
-        """Raise ModelError if another distributed model with some of these parameters takes part in `backward`."""
+        """Raise ModelError if `backward` involves another distributed model that shares parameters with this one."""
         if not self.require_backward_grad_sync:
             return
         own = {id(parameter): name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -226,11 +227,12 @@ class DistributedModel(ReducerDDP, WrappedModel):
 
     @disable_compile
     def _update_trained_parameters(self, requires_grad: list[bool]) -> None:
-        """Update the set of trained parameters: reduce only gradients of parameters that currently require them.
+        """Update the set of trained parameters, so that exactly the gradients of parameters that require grad are
+        reduced.
 
-        DDP only reduces the parameters that required gradients when it was constructed. It would not reduce the
-        gradients of parameters that were unfrozen later, and would wait for those of frozen parameters. All ranks call
-        it. Raises ModelError on all ranks if their frozen parameters differ.
+        DDP reduces the parameters that required grad when it was constructed. It would not reduce the gradients of
+        parameters that are unfrozen later, and would wait for those of frozen parameters. All ranks call it. Raises
+        ModelError on all ranks if their frozen parameters differ.
         """
         if self.find_unused_parameters and not any(
             now and not before for now, before in zip(requires_grad, self._requires_grad, strict=True)
@@ -249,10 +251,10 @@ class DistributedModel(ReducerDDP, WrappedModel):
     def _mark_used(self) -> None:
         """Mark the parameters with local gradients as used in a new reducer.
 
-        The reducer records which parameters are used in backward passes inside `no_sync`, and does not reduce gradients
-        of parameters that no rank has used. A new reducer lacks this record, and only a backward pass can write it.
-        This function therefore runs a backward pass that adds zeros to the local gradients, without calling the user's
-        hooks.
+        In backward passes inside `no_sync`, the reducer records which parameters are used, and it does not reduce the
+        gradients of parameters that no rank has used. A new reducer has no such record, and only a backward pass can
+        create it. This function therefore runs a backward pass that adds zeros to the local gradients, without calling
+        the user's hooks.
         """
         for parameter in self._local_gradients.parameters_with_local_gradients():
             if parameter.requires_grad and parameter.grad is not None:
@@ -260,8 +262,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
                     torch.autograd.backward([parameter], [torch.zeros_like(parameter.grad)])
 
     def _prepare_backward(self, forward: CountedForward, gradient: Tensor) -> None:
-        """Prepare the reducer for the current backward pass if DDP has not. Called for each output that the pass
-        reaches.
+        """Prepare the reducer for the current backward pass if DDP has not done so. Called for each output that the
+        pass reaches.
 
         DDP prepares the reducer in a forward pass outside `no_sync`, for one backward pass that uses the same
         parameters. However, a retained graph allows another backward pass without a forward pass, several forward
@@ -305,7 +307,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
 
 
 def read_bucket_settings() -> dict[str, Any]:
-    """Return DDP's bucket settings from the environment. They affect the speed, and results only by rounding."""
+    """Return DDP's bucket settings from the environment. They affect speed, and results only by rounding."""
     settings: dict[str, Any] = {"gradient_as_bucket_view": environment.get_variable(BUCKET_VIEW.variable) != "0"}
     if environment.get_variable(BUCKETS.variable) is None:
         return settings

@@ -2,7 +2,7 @@
 
 At the end of a backward pass, autograd calls the callbacks that were queued during it, in the order in which they were
 queued. That order depends on which hook happens to run first. `end_of_backward` therefore queues one callback per
-backward, which runs all stages in the order of `BackwardStage`.
+backward pass, which runs all stages in the order of `BackwardStage`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _OPAQUE_TYPES = (
 
 
 class BackwardStage(IntEnum):
-    """The stages at the end of a backward pass. Stages run in increasing order. The functions of a stage run in the
-    order in which they were added.
+    """The stages at the end of a backward pass, which run in increasing order. Functions in a stage run in the order in
+    which they were added.
 
     FIND_UNUSED_PARAMETERS: in the first backward pass, exchange the names of unused parameters, and reduce zeros for
         them. Other ranks wait for these gradients, so no bucket can complete before this stage.
@@ -105,7 +105,7 @@ end_of_backward = EndOfBackwardCallbacks()
 
 
 def tensors_requiring_grad(output: Any) -> list[Tensor]:
-    """Return the tensors in the output of a forward pass that require gradients, from which a backward pass can start.
+    """Return the tensors in the output of a forward pass that require grad, from which a backward pass can start.
 
     The search covers tuples, lists, dictionaries, and the attributes of other objects, and inspects at most 100
     objects.

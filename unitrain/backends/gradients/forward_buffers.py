@@ -21,10 +21,10 @@ class ForwardBufferBroadcaster:
     """Broadcasts the buffers that a training forward pass reads, like DDP with broadcast_buffers=True.
 
     Running statistics of torch's normalization layers are not read in training mode. They differ between ranks while
-    their layer is in training mode, and are broadcast from rank 0 when the layer changes to eval mode. All other
-    buffers are broadcast in the first call of `broadcast`. Afterwards, each call broadcasts the buffers that a forward
-    pass on any rank has modified. The ranks search for modified buffers in only a few calls, which are the same on
-    every rank. After the first call, buffers that were never modified are not broadcast.
+    the layer is in training mode, and are broadcast from rank 0 when it is switched to eval mode. All other buffers are
+    broadcast in the first call of `broadcast`. Afterwards, each call broadcasts the buffers that a forward pass on any
+    rank has modified. The ranks search for modified buffers in only a few calls, which are the same on every rank.
+    After the first call, buffers that were never modified are not broadcast.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
@@ -97,7 +97,7 @@ class ForwardBufferBroadcaster:
         ]
 
     def _get_buffers(self, indices: Sequence[int]) -> list[Tensor | None]:
-        # The buffer is read each time, because a forward pass may assign another tensor.
+        # The buffer is looked up each time, because a forward pass may assign a different tensor.
         return [buffers[name] for buffers, name in (self._slots[index] for index in indices)]
 
     def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:

@@ -1,4 +1,4 @@
-"""Track gradients that are not reduced over ranks, so that an optimizer never steps on them."""
+"""Track unreduced gradients, so that an optimizer never steps on them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _MAX_SHOWN = 5
 
 
 class LocalGradients:
-    """Tracks the parameters of `model` with local gradients: `.grad` contains values that are not reduced over ranks.
+    """Tracks the parameters of `model` with local gradients, whose `.grad` contains values that are not reduced over
+    ranks.
 
     A hook on each parameter records every backward pass that adds to its gradient, regardless of how the forward pass
-    is called and of its output type. `mark_reduced` empties the set.
+    is called and of its output type. `mark_reduced` clears the record.
 
-    Without a reducer, as on a single rank, pass `accumulates`: it is called during a backward pass, and returns whether
-    the pass runs inside `no_sync`. A backward pass outside `no_sync` makes all gradients global. The hooks are
-    registered at the first `no_sync`, by `track`, because no gradient is local before.
+    Without a reducer, as on a single rank, pass `accumulates`, which is called during a backward pass and returns
+    whether the pass runs inside `no_sync`. A backward pass outside `no_sync` makes all gradients global. `track`
+    registers the hooks at the first `no_sync`, because no gradient is local before.
     """
 
     _instances: ClassVar[WeakSet[LocalGradients]] = WeakSet()
@@ -64,7 +65,9 @@ class LocalGradients:
         self._unreduced_ids = frozenset(self._names.keys() - set(map(id, trained)))
 
     def mark_local(self, parameter: Tensor) -> None:
-        """Mark the gradient of `parameter` as local. Without `track`, a reducer calls it for every local gradient."""
+        """Mark the gradient of `parameter` as local. If `track` is not used, the reducer calls this for every local
+        gradient.
+        """
         self._local_ids.add(id(parameter))
 
     def mark_reduced(self) -> None:
@@ -91,7 +94,7 @@ class LocalGradients:
         LocalGradients._instances.discard(self)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError if `optimizer` holds a parameter whose gradient is local or never reduced."""
+        """Raise ModelError if `optimizer` has a parameter whose gradient is local or is never reduced."""
         for group in optimizer.param_groups:
             if not self._parameter_ids.issuperset(map(id, group["params"])):
                 self._check_unknown_parameters(optimizer)

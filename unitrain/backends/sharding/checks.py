@@ -1,4 +1,4 @@
-"""Checks of the arguments of sharded parameters, and the choice of the blocks. They do not communicate."""
+"""Validation of the arguments for sharded parameters, and selection of the blocks, without communication."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_sharded_parameters(
 ) -> None:
     """Raise an error unless the parameters of `model` can be sharded with these arguments of `distributed_model`.
 
-    Raises ConfigError for arguments that exclude each other, ModelError for parameters that cannot be sharded, and
+    Raises ConfigError for incompatible arguments, ModelError for parameters that cannot be sharded, and
     UnsupportedError if torch is too old.
     """
     if compression != "none":
@@ -65,9 +65,9 @@ def check_sharded_parameters(
 def choose_blocks(model: nn.Module, blocks: Sequence[BlockClass]) -> dict[str, nn.Module]:
     """Return the modules of `model` whose parameters are gathered together, by name.
 
-    These are the outermost modules of the classes `blocks`. If `blocks` is empty, these are the outermost modules whose
-    class occurs several times, such as the layers of a transformer. Raises ModelError if blocks of given classes share
-    parameters with other modules; without given classes, such modules are not blocks.
+    These are the outermost modules of the classes `blocks` or, if `blocks` is empty, the outermost modules whose class
+    occurs more than once, such as the layers of a transformer. Raises ModelError if blocks of given classes share
+    parameters with other modules; if `blocks` is empty, such modules are not blocks.
     """
     found = find_blocks(model, blocks, _SETTING) if blocks else find_repeated_blocks(model)
     found.pop("", None)  # the model itself is always a block
@@ -117,7 +117,7 @@ def _check_parameters(model: nn.Module) -> None:
                 "Build it from a contiguous tensor, nn.Parameter(tensor.contiguous()), and leave channels_last out, "
                 f"{_ELSE}."
             )
-        # Gradients arrive at complete parameters, which exist during a forward and backward pass only.
+        # Gradients are computed for complete parameters, which exist only during a forward and backward pass.
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ModelError(
                 f"Parameter {name!r} has a gradient hook, which would not be called, because the parameter is replaced "

@@ -44,9 +44,9 @@ class _PendingForwards:
 
 
 class ShardedGradientModel(nn.Module, WrappedModel):
-    """Reduces each gradient to the ranks that own it. `module` is the user's model.
+    """A module that reduces each gradient to the ranks that own it. `module` is the user's model.
 
-    Without compression, the gradients of every backward pass are reduced, also inside `no_sync`, so that a rank never
+    Without compression, the gradients of every backward pass are reduced, even inside `no_sync`, so that a rank never
     stores all gradients. With compression, gradients are accumulated locally inside `no_sync`, and compressed once.
     """
 
@@ -97,7 +97,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
 
     @classmethod
     def check_not_shared(cls, model: nn.Module) -> None:
-        """Raise ModelError if another distributed model with sharded gradients has some parameters of `model`."""
+        """Raise ModelError if another distributed model with sharded gradients shares parameters with `model`."""
         own = {id(parameter): name for name, parameter in model.named_parameters()}
         for other in cls._instances:
             shared = [own[id(parameter)] for parameter in other._all_parameters if id(parameter) in own]
@@ -109,8 +109,9 @@ class ShardedGradientModel(nn.Module, WrappedModel):
                 )
 
     def leave_group(self) -> None:
-        """Release the process group. From then on, calling this module calls the user's model, and gradients are not
-        reduced."""
+        """Release the process group. Afterwards, this module only calls the user's model, and gradients are not
+        reduced.
+        """
         if not self._has_left:
             self._has_left = True
             self._local.stop()
@@ -141,7 +142,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced.
 
-        Also re-raise the ModelError of another rank, so that no rank updates parameters. The check does not
+        If this check has failed on another rank, re-raise its ModelError, so that no rank updates parameters. Does not
         communicate.
         """
         if self._has_left:
@@ -193,7 +194,8 @@ class ShardedGradientModel(nn.Module, WrappedModel):
             self.reducer.begin(accumulates=not completes)
 
     def _update_trained_parameters(self, requires_grad: list[bool]) -> None:
-        """Reduce only gradients of parameters that currently require them. All ranks call it.
+        """Update the set of trained parameters, so that exactly the gradients of parameters that require grad are
+        reduced. All ranks call it.
 
         Raises ModelError on all ranks if their frozen parameters differ.
         """

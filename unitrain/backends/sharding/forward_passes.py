@@ -17,13 +17,14 @@ _functions: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], None]]] = WeakK
 
 
 def register_forward_without_batch(model: nn.Module, method: Callable[[], None]) -> None:
-    """Register the bound method that takes part in a forward pass of `model` on other ranks."""
+    """Register a bound method with which this rank takes part in a forward pass of `model` on other ranks."""
     _functions[model] = WeakMethod(method)
 
 
 def forward_without_batch(model: nn.Module) -> Callable[[], None] | None:
-    """Return a function that takes part in a forward pass without gradients on other ranks; None unless the parameters
-    of `model` are sharded."""
+    """Return a function with which this rank takes part in a forward pass without gradients on other ranks, or None if
+    the parameters of `model` are not sharded.
+    """
     reference = _functions.get(model)
     return None if reference is None else reference()
 
@@ -31,11 +32,11 @@ def forward_without_batch(model: nn.Module) -> Callable[[], None] | None:
 def align_forward_passes(
     model: nn.Module, batches: Iterable[tuple[Any, int]], communicator: Communicator
 ) -> Iterable[tuple[Any, int]]:
-    """Return the (batch, number of samples) of `batches`, of which ranks may have different numbers.
+    """Return an iterable over the (batch, number of samples) pairs in `batches`, whose number may differ between ranks.
 
     If the parameters of `model` are sharded, all ranks call this, and run one forward pass without gradients for each
-    batch with samples. While this rank has no batch, it takes part in the forward passes of the others. A UnitrainError
-    from `batches` is raised on all ranks.
+    batch with samples. When this rank has no more batches, it takes part in the forward passes of the others. A
+    UnitrainError from `batches` is raised on all ranks.
     """
     take_part = forward_without_batch(model)
     return batches if take_part is None else _aligned(take_part, batches, communicator)

@@ -1,9 +1,8 @@
-"""The `.grad` of a parameter whose gradient is sharded over ranks (ZeRO-2): a tensor of which each rank stores one
-slice.
+"""The `.grad` of a parameter with a sharded gradient (ZeRO-2), a tensor of which each rank stores one slice.
 
 A gradient has the shape of its parameter, so that clipping and loss scaling are plain torch code:
-`nn.utils.clip_grad_norm_`, `nn.utils.clip_grad_value_`, `GradScaler` and `zero_grad` compute the same as with complete
-gradients. All other operations of torch raise ModelError, because their result would be that of this rank's slice.
+`nn.utils.clip_grad_norm_`, `nn.utils.clip_grad_value_`, `GradScaler` and `zero_grad` produce the same results as with
+complete gradients. All other torch operations raise ModelError, because they would use only this rank's slice.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 class ShardedGradient(Tensor):
     """The mean gradient of a parameter. This rank stores the elements [start, stop) in storage order, in `local`.
 
-    `local` is 1-D, and empty on ranks that own no part. `added` is the gradient that backward passes have added on this
-    rank since the last reduction, or None. Norms are those of the complete gradient: all ranks must compute them. One
-    allreduce computes the norms of all gradients of a model. `full_tensor()` returns the complete gradient.
+    `local` is 1-D, and empty on ranks that own no part. `added` is the gradient accumulated by backward passes on this
+    rank since the last reduction, or None. Norms are those of the complete gradient, so all ranks must compute them.
+    One allreduce computes the norms of all gradients of a model. `full_tensor()` returns the complete gradient.
     """
 
     local: Tensor
@@ -67,7 +66,7 @@ class ShardedGradient(Tensor):
     def full_tensor(self) -> Tensor:
         """Return the complete gradient as a new tensor. All ranks call it.
 
-        It needs the memory of the complete gradient on every rank, so use it for logging single parameters.
+        It takes the memory of the complete gradient on every rank, so use it only to log individual parameters.
         """
         local = torch.view_as_real(self.local).view(-1) if self.is_complex() else self.local
         complete = self._group.communicator.allgather(local)
@@ -110,7 +109,8 @@ class GradientGroup:
                 "clipping through the model that backend.distributed_model returned."
             )
         if order not in gradient._norms:
-            # All of them: which norms of unused gradients, such as frozen parameters, are cached differs between ranks.
+            # Compute all norms, because the cached norms of unused gradients, such as those of frozen parameters, may
+            # differ between ranks.
             self._compute_norms(self.gradients, order)
         return gradient._norms[order]
 
@@ -189,7 +189,7 @@ def _update_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _add(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Add the gradient of a backward pass on this rank, which the next reduction distributes."""
+    """Add this rank's gradient of a backward pass, which the next reduction sends to the owners."""
     gradient, other = args[:2]
     is_accumulation = (
         isinstance(gradient, ShardedGradient)

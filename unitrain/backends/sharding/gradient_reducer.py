@@ -1,9 +1,9 @@
 """ZeRO-2: reduction of gradients to the ranks that own them, bucket by bucket, during the backward pass.
 
 A bucket of gradients is sent with one all-to-all: each rank receives the other ranks' values of the elements that it
-owns, and sums them in rank order. This transfers half of the bytes of an allreduce, for any division of the elements
-among ranks. Horovod's all-to-all is slower than its allreduce, so its backend uses an allreduce, and keeps a slice of
-the result. After that, the complete gradients of the bucket are freed.
+owns, and sums them in rank order. This transfers half as many bytes as an allreduce, for any partition of the elements.
+Horovod's all-to-all is slower than its allreduce, so the horovod backend uses an allreduce, and keeps a slice of the
+result. The complete gradients of the bucket are then freed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward, is_reached_by_backward
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-# Buckets whose gradients are being sent. Further buckets wait, so that their memory remains bounded.
+# Maximum number of buckets in flight. Further buckets wait, which bounds the memory.
 _MAX_IN_FLIGHT = 2
 
 
@@ -38,7 +38,7 @@ class Transfer:
 
     group: the process group.
     first_bytes, other_bytes: sizes of the first bucket, which is sent as early as possible, and of the others.
-    half: the dtype in which gradients are sent with compression, or None.
+    half: the half-precision dtype in which gradients are sent with compression, or None.
     uses_all_to_all: whether to use an all-to-all instead of an allreduce. Half-precision values always use it, because
         they are summed in float32.
     """
@@ -86,17 +86,17 @@ class _InFlight:
 
 
 class GradientReducer:
-    """Reduces the gradients of `parameters`, so that each rank stores the elements that it owns.
+    """Reduces the gradients of `parameters`, of which each rank stores the elements that it owns.
 
     Args:
         parameters: all parameters of the model, by name.
         communicator: the backend.
         reducer_group: records the buckets for the watchdog and the consistency check.
-        find_unused_parameters: whether a backward pass may leave gradients out.
+        find_unused_parameters: whether a backward pass may leave parameters unused.
 
-    After a backward pass for which `begin` was called, every `.grad` is a ShardedGradient, the mean over ranks, and is
-    added to an earlier `.grad`. An optimizer calls `assign` before the first backward pass. Parameters of no optimizer
-    are assigned by tensors.
+    After a backward pass for which `begin` was called, every `.grad` is a ShardedGradient that contains the mean over
+    ranks, added to an earlier `.grad`. A sharded optimizer calls `assign` before the first backward pass. Parameters
+    without an optimizer are assigned by tensor.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class GradientReducer:
     # --- ownership ---
 
     def set_trained(self) -> None:
-        """Reduce the parameters that currently require gradients. All ranks call it."""
+        """Select the parameters that currently require grad for reduction. All ranks call it."""
         self._trained = [number for number, parameter in enumerate(self._parameters) if parameter.requires_grad]
         self._order, self._is_arranged = None, False
 
@@ -247,14 +247,14 @@ class GradientReducer:
     # --- a backward pass ---
 
     def expect_any_backward(self, *, accumulates: bool) -> None:
-        """Reduce the gradients of the next backward pass, whichever tensor it starts from."""
+        """Reduce the gradients of the next backward pass, regardless of the tensor from which it starts."""
         self._expects_any, self._accumulates = True, accumulates
 
     def begin(self, *, accumulates: bool) -> None:
         """Reduce the gradients of the current backward pass. All ranks call it in the same backward passes.
 
         With `accumulates`, as inside `no_sync`, the gradients remain marked as local, because a later backward pass
-        completes them, and the pass may leave out parameters.
+        completes them, and parameters may be unused.
         """
         self._expects_any, self._accumulates = False, accumulates
         reached: set[int] | None = None
@@ -317,7 +317,7 @@ class GradientReducer:
         """Start to reduce `bucket`, and free its gradients."""
         self._next = bucket.number + 1
         if self._finds_unused:
-            # Ranks send different gradients early, so this rank must not wait for others here.
+            # Ranks may start different buckets, so waiting for the others here could deadlock.
             while self._in_flight and self._is_complete(self._in_flight[0]):
                 self._finish(self._in_flight.popleft())
         else:
@@ -448,7 +448,7 @@ class GradientReducer:
             end_of_backward.add(BackwardStage.MARK_REDUCED, self._on_reduced)
 
     def _used_on_any_rank(self) -> set[int]:
-        """Return the parameters that got a gradient on any rank. Others keep their `.grad`."""
+        """Return the parameters that received a gradient on any rank. Others keep their `.grad`."""
         if not self._finds_unused:
             return set(self._trained)
         flags = torch.tensor(

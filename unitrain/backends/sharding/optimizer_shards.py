@@ -1,4 +1,4 @@
-"""Optimizers of sharded parameters: each rank updates its shards, and keeps their state."""
+"""Optimizers of sharded parameters: each rank updates its shards and stores their state."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _optimizers: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()
 
 
 def replace_parameters(optimizer: Optimizer, sharded: ShardedParameters) -> None:
-    """Replace complete parameters, which `optimizer` holds if it was built before `distributed_model`, by their shards.
+    """Replace the complete parameters of an `optimizer` that was built before `distributed_model` with their shards.
 
-    The state is not changed. It does not communicate.
+    The state does not change. Does not communicate.
     """
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
@@ -38,10 +38,10 @@ def replace_parameters(optimizer: Optimizer, sharded: ShardedParameters) -> None
 
 
 def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
-    """Shard the state of rank 0's `optimizer`, which holds sharded parameters. All ranks call it.
+    """Shard the state of rank 0's `optimizer`, which has sharded parameters. All ranks call it.
 
-    Each tensor is broadcast separately, except the DTensors of an optimizer that was built from sharded parameters, of
-    which each rank keeps its own rows. A second call for the same optimizer only broadcasts the parameter groups.
+    Each tensor is broadcast separately, except DTensors, whose rows each rank already has. A second call for the same
+    optimizer only broadcasts the parameter groups.
     """
     own = optimizer.state_dict() if optimizer not in _optimizers else {"param_groups": []}
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -64,10 +64,10 @@ def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
 
 
 class OptimizerShards:
-    """Hooks that make `optimizer` update plain tensors, the shards of this rank, in each step.
+    """Hooks with which `optimizer` updates plain tensors, the shards of this rank, in each step.
 
-    Outside of `step`, the optimizer holds the parameters, which are DTensors. Updating plain tensors avoids the cost of
-    dispatching each operation on DTensors. `optimizer.state` contains plain tensors: the rows of this rank.
+    Outside `step`, the parameters in the optimizer's groups are DTensors. Updating plain tensors avoids the dispatch
+    overhead of DTensors. `optimizer.state` contains plain tensors: the rows of this rank.
     """
 
     def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
@@ -83,7 +83,7 @@ class OptimizerShards:
         optimizer.__getstate__ = reject_copy  # type: ignore[method-assign]
 
     def _begin_step(self, optimizer: Optimizer) -> None:
-        """Replace the parameters, gradients and state of `optimizer` by those of this rank's parts."""
+        """Replace the parameters, gradients and state of `optimizer` with those of this rank's shards."""
         self._held = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._part(optimizer, parameter) for parameter in group["params"]]
@@ -101,7 +101,7 @@ class OptimizerShards:
 
     @disable_compile
     def _restore(self, optimizer: Optimizer) -> None:
-        """Restore the parameters of the optimizer, also after a step that raised an exception."""
+        """Restore the parameters of the optimizer, even after a step that raised an exception."""
         held, self._held = self._held, None
         if held is None:
             return
@@ -156,7 +156,9 @@ def _parameters_of(optimizer: Optimizer) -> Iterable[nn.Parameter]:
 
 
 def _select(parameter: nn.Parameter, entry: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
-    """Return the state `entry` of `parameter`, complete tensors or DTensors, with the rows of this rank."""
+    """Return the state `entry` of `parameter`, which consists of complete tensors or DTensors, restricted to this
+    rank's rows.
+    """
     if not isinstance(parameter, DTensor):
         return entry
     check_shapes(parameter, entry)

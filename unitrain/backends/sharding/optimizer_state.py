@@ -1,7 +1,7 @@
-"""ZeRO-1: optimizer state sharded over ranks. Each rank updates its part of the parameters and broadcasts it.
+"""ZeRO-1: optimizer state sharded across ranks. Each rank updates its part of the parameters and broadcasts it.
 
 Source: Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054. The optimizer remains the user's object. Its
-`param_groups` contain all parameters, except during `step`, when they contain this rank's part only.
+`param_groups` contain all parameters, except during `step`, when they contain only this rank's part.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from unitrain.backends.sharding.partition import Piece, batches_of, divide_eleme
 from unitrain.errors import ModelError
 from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_nested_step, step_without_hooks
 
-# Elementwise optimizers, for which a tensor may be partitioned among ranks.
+# Elementwise optimizers, which allow a tensor to be partitioned among ranks.
 ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
-# Each rank updates about this many bytes, then broadcasts them while it updates the next ones.
+# Each rank updates about this many bytes, and broadcasts them while it updates the next ones.
 _BATCH_BYTES = 2**24
 
 _sharded: WeakKeyDictionary[Optimizer, ShardedState] = WeakKeyDictionary()
@@ -50,13 +50,13 @@ def shard_optimizer_state(
     shard: Shard = "state",
     reducer: GradientReducer | None = None,
 ) -> None:
-    """Shard the state of `optimizer` over the ranks of `communicator`. All ranks call it, with equal parameters.
+    """Shard the state of `optimizer` across the ranks of `communicator`. All ranks call it, with equal parameters.
 
-    Elementwise optimizers of torch.optim are partitioned by elements, all others by tensors. The state must be complete
-    and equal on all ranks. Afterwards, all ranks must call `optimizer.state_dict()`, which gathers the complete state
-    on every rank. An optimizer without sharding can load it. With `shard="gradients"`, `reducer` shards the gradients
-    in the same way; it is None if gradients are complete. Raises ModelError if the optimizer was sharded by another
-    backend or with another model.
+    Elementwise optimizers of torch.optim are sharded by element, all others by tensor. The state must be complete and
+    equal on all ranks. Afterwards, all ranks must call `optimizer.state_dict()`, which gathers the complete state on
+    every rank. An unsharded optimizer can load this state. With `shard="gradients"`, `reducer` shards the gradients in
+    the same way; it is None if gradients are complete. Raises ModelError if the optimizer is already sharded by a
+    different backend or with a different model.
     """
     checks.check_is_optimizer("shard_optimizer_state(optimizer)", optimizer)
     fix = "Use shard_optimizer_state(optimizer, backend)"
@@ -101,11 +101,11 @@ class _Batch:
 
 
 class ShardedState:
-    """Hooks that make `optimizer` update this rank's part of the parameters in each step.
+    """Hooks with which `optimizer` updates this rank's part of the parameters in each step.
 
-    Outside of `step`, the optimizer holds all parameters, and `optimizer.state` has entries for the parameters that
-    this rank owns completely or partly. State tensors of a partly owned parameter are 1-D, in storage order. Parameters
-    that `add_param_group` adds are partitioned at the next step.
+    Outside `step`, the optimizer has all parameters, and `optimizer.state` has entries for the parameters that this
+    rank owns completely or partially. State tensors of a partially owned parameter are 1-D, in storage order.
+    Parameters added by `add_param_group` are partitioned at the next step.
     """
 
     def __init__(
@@ -140,22 +140,23 @@ class ShardedState:
         optimizer.__getstate__ = reject_copy  # type: ignore[method-assign]
 
     def belongs_to(self, communicator: Communicator, reducer: GradientReducer | None) -> bool:
-        """Return whether the state is sharded over the ranks of `communicator`, like the gradients of `reducer`."""
+        """Return whether the state is sharded across the ranks of `communicator`, like the gradients of `reducer`."""
         return self._communicator is communicator and self._reducer is reducer
 
     def local_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict with the state of this rank's parts only. It does not communicate."""
+        """Return the state dict with only the state of this rank's parts. Does not communicate."""
         with self._local_state_dicts():
             return optimizer.state_dict()
 
     def load_local_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load a state dict with the state of this rank's parts, as `local_state_dict` returns it. It does not
-        communicate."""
+        """Load a state dict with the state of this rank's parts, as returned by `local_state_dict`. Does not
+        communicate.
+        """
         with self._local_state_dicts():
             optimizer.load_state_dict(state_dict)
 
     def owned_range(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """Return the range of the elements of `parameter`, in storage order, whose state this rank holds, if any."""
+        """Return the range of elements of `parameter`, in storage order, whose state this rank stores, or None."""
         owned = self._owned.get(parameter)
         if owned is None:
             return None
@@ -163,7 +164,7 @@ class ShardedState:
         return owned.piece.start, owned.piece.stop
 
     def owns_start(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank holds the state of the first element of `parameter`. One rank does."""
+        """Return whether this rank stores the state of the first element of `parameter`. Exactly one rank does."""
         owned = self._owned.get(parameter)
         return owned is not None and owned.piece.start == 0
 
@@ -218,7 +219,7 @@ class ShardedState:
                 self._owned[parameter] = _OwnedParameter(parameter, part, piece)
 
     def _assigned_pieces(self, parameter: nn.Parameter) -> list[Piece] | None:
-        """Return the pieces in which the gradient of `parameter` is already sharded, if they suit this optimizer."""
+        """Return the pieces into which the gradient of `parameter` is already sharded, unless they are unsuitable."""
         pieces = None if self._reducer is None else self._reducer.pieces_of(parameter)
         return pieces if pieces is None or self._is_elementwise or len(pieces) == 1 else None
 
@@ -248,8 +249,7 @@ class ShardedState:
             self._batches.append(batch)
 
     def _view(self, parameter: nn.Parameter, piece: Piece) -> Tensor:
-        """Return the elements of `piece` as a 1-D view. Views are cached while the memory of the parameter stays the
-        same."""
+        """Return the elements of `piece` as a 1-D view. Views are cached until the memory of the parameter changes."""
         key, address = (parameter, piece.start), parameter.data_ptr()
         known = self._views.get(key)
         if known is None or known[0] != address:
@@ -312,7 +312,7 @@ class ShardedState:
             wait()
 
     def _hold(self, optimizer: Optimizer, batch: _Batch) -> None:
-        """Replace the optimizer's parameters by this rank's parts of `batch`."""
+        """Replace the optimizer's parameters with this rank's parts of `batch`."""
         for number, group in enumerate(optimizer.param_groups):
             group["params"] = [owned.part for owned in batch.owned.get(number, ())]
         if self._reducer is not None:
@@ -329,7 +329,7 @@ class ShardedState:
                 optimizer.state[part] = optimizer.state.pop(parameter)
 
     def _hold_gradients(self, batch: _Batch) -> None:
-        """Replace the sharded gradients of the parameters that this rank owns completely by complete ones."""
+        """Replace the sharded gradients of the parameters that this rank owns completely with complete gradients."""
         for owned in chain.from_iterable(batch.owned.values()):
             parameter, gradient, piece = owned.parameter, owned.parameter.grad, owned.piece
             if not isinstance(gradient, ShardedGradient):
@@ -354,7 +354,7 @@ class ShardedState:
                 optimizer.state[owned.parameter] = optimizer.state.pop(owned.part)
 
     def _restore(self, optimizer: Optimizer) -> None:
-        """Restore all parameters of the optimizer, also after a step that raised an exception."""
+        """Restore all parameters of the optimizer, even after a step that raised an exception."""
         held, self._all_parameters = self._all_parameters, None
         if held is None:
             return
@@ -432,7 +432,7 @@ class ShardedState:
 
 
 def reject_copy() -> Any:
-    """Raise ModelError. It replaces `__getstate__` of optimizers whose state is sharded."""
+    """Raise ModelError. Replaces `__getstate__` of optimizers with sharded state."""
     raise ModelError(
         "This optimizer cannot be copied or pickled, because its state is sharded over ranks: a copy has the part of "
         "this rank only. Call optimizer.state_dict() on every rank, and copy or save the result."
