@@ -1,6 +1,6 @@
 """Private torch APIs that unitrain uses, and public APIs that torch renamed.
 
-Each entry names the torch versions with which it was checked. No module of unitrain/backends or unitrain/modules uses
+Each entry states the torch versions that it was checked with. No module of unitrain/backends or unitrain/modules uses
 private torch APIs directly, except that `ddp.py` imports torch._dynamo early.
 """
 
@@ -77,7 +77,7 @@ def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# The base class of works that are implemented in Python. Checked with torch 2.14.
+# The base class of Work objects that are implemented in Python. Checked with torch 2.14.
 Work = dist._Work
 
 
@@ -109,8 +109,9 @@ def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeou
 
 
 def skip_shape_validation(stage: Any) -> None:
-    """Let a stage of torch.distributed.pipelining accept micro-batches of different shapes, also with
-    TORCH_DISTRIBUTED_DEBUG=DETAIL. Checked with torch 2.14."""
+    """Let a stage of torch.distributed.pipelining accept micro-batches of different shapes, even with
+    TORCH_DISTRIBUTED_DEBUG=DETAIL. Checked with torch 2.14.
+    """
     stage._runtime_validate = False
 
 
@@ -204,8 +205,9 @@ def has_forward_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
 
 
 def loads_state_unchanged(model: nn.Module) -> bool:
-    """Return whether `model.load_state_dict` only copies each tensor into the model, without hooks and overridden
-    methods. Checked with torch 2.14."""
+    """Return whether `model.load_state_dict` only copies tensors into the model, without hooks or overridden methods.
+    Checked with torch 2.14.
+    """
     return all(
         type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
         and type(module).load_state_dict is nn.Module.load_state_dict
@@ -253,8 +255,9 @@ class ReducerDDP(DistributedDataParallel):
         self.broadcast_buffers = False  # set afterwards, so that the constructor broadcasts buffers once
 
     def rebuild_reducer(self) -> None:
-        """Replace the reducer by one for the parameters that currently require gradients, and remove the hooks of the
-        old reducer."""
+        """Replace the reducer with one for the parameters that currently require grad, and remove the hooks of the old
+        reducer.
+        """
         parameters, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
         for hook, state in self._comm_hooks:
@@ -291,8 +294,9 @@ def ddp_finds_all(tensors: list[Tensor], output: Any) -> bool:
 
 
 def bucket_bytes(module: nn.Module) -> int:
-    """Return the bytes of the buckets of a DistributedDataParallel that copies gradients to them, and 0 for other
-    modules or if the gradients are views of the buckets. Checked with torch 2.14."""
+    """Return the total bucket size of a DistributedDataParallel in bytes; 0 for other modules, or if gradients are
+    views of the buckets. Checked with torch 2.14.
+    """
     if not isinstance(module, DistributedDataParallel) or module.gradient_as_bucket_view:
         return 0
     if not hasattr(module, "logger"):  # deleted by `release_groups`
@@ -313,14 +317,16 @@ def fsdp_parameters(module: nn.Module) -> list[Any]:
 
 
 def unsharded_parameter(parameter: Any) -> Tensor | None:
-    """Return the complete parameter of one of `fsdp_parameters`, whose memory exists only during its use; None before
-    the first forward pass. Checked with torch 2.14."""
+    """Return the complete parameter of one of `fsdp_parameters`, whose memory is allocated only during its use; None
+    before the first forward pass. Checked with torch 2.14.
+    """
     return getattr(parameter, "_unsharded_param", None)
 
 
 def is_fsdp_busy(module: nn.Module) -> bool:
-    """Return whether the last forward or backward pass of the root module of `fully_shard` has not completed, because
-    it raised an exception. Checked with torch 2.14."""
+    """Return whether an exception interrupted the last forward or backward pass of the root module of `fully_shard`.
+    Checked with torch 2.14.
+    """
     context: Any = module._get_fsdp_state()._state_ctx  # type: ignore[operator]
     return context.iter_forward_root is not None or context.post_backward_final_callback_queued
 
@@ -381,7 +387,6 @@ def compute_norms_of_infinite_order() -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a DTensor on this rank, without a copy, and other tensors unchanged. Checked with torch
-    2.14."""
+    """Return the local part of a DTensor, without a copy, and other tensors unchanged. Checked with torch 2.14."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part

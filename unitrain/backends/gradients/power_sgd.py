@@ -1,9 +1,9 @@
 """PowerSGD gradient compression, as specified in `compression_setting.PowerSGD`, and its state between steps.
 
-torch also provides a comm hook for PowerSGD. That hook stores its state by bucket, so a run cannot resume with another
-number of ranks. It starts collectives in callbacks, whose order may differ between ranks, so it fails over Gloo with
-more than one bucket. An overflow remains in its error feedback. Here the state is stored by parameter, and the caller
-starts the collectives and waits for them in the same order on every rank.
+torch also provides a comm hook for PowerSGD. That hook stores its state by bucket, so a run cannot resume with a
+different number of ranks. It starts collectives in callbacks, whose order may differ between ranks, so it fails over
+Gloo with more than one bucket. An overflow persists in its error feedback. Here, the state is stored by parameter, and
+the caller starts the collectives and waits for them in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROUNDING_EPSILONS = 1000
 
 
 class _Matrix(NamedTuple):
-    """A gradient that is being reduced. All tensors but `gradient` have the dtype of the computation."""
+    """A gradient that is being reduced. All tensors except `gradient` have the dtype of the computation."""
 
     name: str
     gradient: Tensor
@@ -49,8 +49,9 @@ class _NewState(NamedTuple):
 
 
 class PowerSGDCompressor(CompressionState):
-    """Reduces the gradients of `model`, the user's module, by PowerSGD. All ranks reduce the same gradients in the same
-    order."""
+    """Reduces the gradients of `model`, the user's module, with PowerSGD. All ranks must reduce the same gradients in
+    the same order.
+    """
 
     # Above this size, a checkpoint stores the mean of the errors of all ranks, which is as large as the model.
     max_gathered_bytes = 4 << 30
@@ -85,7 +86,7 @@ class PowerSGDCompressor(CompressionState):
     def reduce(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], start_allreduce: StartAllreduce
     ) -> Iterator[Wait]:
-        """Replace `gradients`, of one dtype, by the compressed mean over ranks.
+        """Replace `gradients`, of the same dtype, with the compressed mean over ranks.
 
         Yield the wait function of each allreduce that it starts; the caller calls that function before it resumes the
         generator. After all gradients of a backward pass, the caller calls `finish`.
@@ -138,8 +139,9 @@ class PowerSGDCompressor(CompressionState):
         self.discard_unfinished()
 
     def _keep_error(self, name: str, error: Tensor, finite: Tensor) -> None:
-        """Store `error` as the error of a matrix if `finite`, and reuse the memory of the other tensor for the next
-        M."""
+        """Store `error` as the error of a matrix if `finite`, and reuse the memory of the replaced tensor for the next
+        M.
+        """
         before = self._errors.get(name)
         if before is None:
             self._errors[name] = torch.where(finite, error, 0)

@@ -5,21 +5,22 @@ process_group  Horovod's collectives as a torch.distributed process group
 work           operations in flight, and their completion
 tensors        tensors and reductions in the forms that Horovod accepts
 runtime        starting Horovod under any launcher
-horovodrun     program: replacement of horovodrun that keeps environment variables off command lines
+horovodrun     program: replacement for horovodrun that keeps environment variables off command lines
 
-`register_process_group` is for torch.distributed programs without a unitrain backend. It imports Horovod when it is
-called.
+`register_process_group` is for torch.distributed programs without a unitrain backend. Only this function imports
+Horovod.
 """
 
 from __future__ import annotations
 
 
 def register_process_group() -> None:
-    """Make `torch.distributed.init_process_group("horovod")` available, under any launcher. Every rank calls it first.
+    """Make `torch.distributed.init_process_group("horovod")` available under any launcher. Every rank must call it
+    first.
 
-    Under horovodrun and mpirun it also starts Horovod and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    Under horovodrun and mpirun, this also starts Horovod and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
     MASTER_PORT, which torch reads. Further calls do nothing. Raises BackendUnavailableError if Horovod is missing or
-    was built for another torch.
+    was built for a different torch version.
     """
     from unitrain.backends import registry
 

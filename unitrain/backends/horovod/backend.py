@@ -1,5 +1,4 @@
-"""The backend `horovod`: the same collectives and distributed models as in the ddp backend, over Horovod's process
-group."""
+"""The backend `horovod`: the collectives and distributed models of the ddp backend, on Horovod's process group."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ from unitrain.torch_compat import default_process_group
 class HorovodBackend(ProcessGroupBackend):
     """Horovod's collectives over Gloo, MPI or NCCL, depending on how Horovod was built and started.
 
-    Horovod keeps running after `shutdown` until the process exits, and a later backend uses it: MPI can start only once
-    in a process, and horovodrun's rendezvous server would return the addresses of the first start again.
+    After `shutdown`, Horovod keeps running until the process exits, and a later backend reuses it: MPI can be started
+    only once per process, and horovodrun's rendezvous server would return the addresses of the first start again.
     """
 
     name = "horovod"
@@ -38,8 +37,9 @@ class HorovodBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Start Horovod and connect the ranks. Raises ConfigError for a transport that this Horovod does not use and
-        for two ranks on one GPU, and BackendUnavailableError for a GPU if this Horovod supports CPU tensors only."""
+        """Start Horovod and connect the ranks. Raises ConfigError for a transport that this Horovod does not use and if
+        two ranks use the same GPU, and BackendUnavailableError for a GPU if this Horovod supports only CPU tensors.
+        """
         checks.check_no_default_group()
         rank_info = options.rank_info
         device = choose_device(options.device, rank_info.local_rank)
@@ -101,10 +101,8 @@ class HorovodBackend(ProcessGroupBackend):
         return started.finish(self._monitor.wait_for_ranks)
 
     def _can_overlap_check(self, tensor: Any, op: str) -> bool:
-        """Return whether the arguments of a reduction are valid, and the tensor is too large to be transferred with the
-        check.
-
-        Ranks with matching arguments return the same value.
+        """Return whether the arguments of a reduction are valid and the tensor is too large to be transferred with the
+        check. The result is the same on all ranks with matching arguments.
         """
         return (
             isinstance(tensor, Tensor)

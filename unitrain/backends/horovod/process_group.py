@@ -1,6 +1,6 @@
 """Horovod's collectives as a torch.distributed `ProcessGroup`, registered as the backend "horovod".
 
-torch.distributed programs then run on a Horovod or MPI cluster, including DistributedDataParallel with its buckets and
+With it, torch.distributed programs run on a Horovod or MPI cluster, including DistributedDataParallel with buckets and
 hooks, ZeroRedundancyOptimizer, Join and object collectives. A unitrain backend is not required:
 
     unitrain.register_process_group()
@@ -61,7 +61,7 @@ def register_process_group() -> None:
 
 
 def register_backend() -> None:
-    """Register the name of the backend with torch.distributed, and do nothing else. Further calls do nothing."""
+    """Register only the backend's name with torch.distributed. Further calls do nothing."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
@@ -89,8 +89,9 @@ def _disable_compile_of_collectives(group: type[GroupT]) -> type[GroupT]:
 
 @_disable_compile_of_collectives
 class HorovodProcessGroup(dist.ProcessGroup):
-    """All ranks of Horovod as one torch.distributed group. Operations are asynchronous and complete in order of
-    issue."""
+    """All ranks of Horovod as one torch.distributed group. Operations are asynchronous and complete in the order of
+    issue.
+    """
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)

@@ -1,4 +1,4 @@
-"""Conversion of torch's tensors and reductions to the forms that Horovod accepts, and conversion of the results."""
+"""Conversion of torch tensors and reductions to forms that Horovod accepts, and of the results back to torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from unitrain.backends.tensors import flatten, from_ordered_keys, has_unit_strid
 from unitrain.errors import UnsupportedError
 from unitrain.monitoring.flight_recorder import dtype_name
 
-# Horovod stores counts and offsets of elements, and of bytes for an allgather, in a C int: from 2^31 on it aborts or
-# writes to wrong addresses. Larger tensors are communicated in pieces of at most this size.
+# Horovod stores element counts and offsets (for allgather, byte counts) in a C int: from 2^31, it aborts or writes to
+# wrong addresses. Larger tensors are communicated in pieces of at most this size.
 PIECE_BYTES = 2**29
 # Limit of one alltoall. It cannot be divided into pieces, because only the two ranks involved have the size of each
 # part.
@@ -172,7 +172,7 @@ def combine_rows(gathered: Tensor, dtype: torch.dtype, combine: Callable[[Tensor
 
 
 def piece_slices(count: int, bytes_each: int) -> Iterator[slice]:
-    """Yield the pieces in which a tensor of `count` elements is communicated, the same on every rank."""
+    """Yield the pieces in which a tensor of `count` elements is communicated. They are the same on every rank."""
     max_elements = max(1, PIECE_BYTES // max(1, bytes_each))
     for start in range(0, count, max_elements):
         yield slice(start, min(start + max_elements, count))

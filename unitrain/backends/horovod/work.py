@@ -1,4 +1,4 @@
-"""Horovod's operations in flight as torch.distributed `Work`s, and their completion.
+"""Pending Horovod operations as torch.distributed `Work` objects, and their completion.
 
 Horovod has no completion callbacks, so its handles must be polled. The waiting thread polls, because a notification
 from another thread would take 10 % of the step time of a small model. A background thread also polls, less often, for
@@ -26,7 +26,8 @@ from unitrain.torch_compat import Work, current_backward
 # A wait polls without sleeping for this number of seconds. With 0.001, the step time of a small model increases by a
 # third if operations take 2 ms.
 _BUSY_POLL_SECONDS = 0.005
-# Later it sleeps between polls for 1 % of the time waited so far, so that long waits leave the core to other processes.
+# Afterwards, it sleeps between polls for 1 % of the time waited so far, so that long waits free the core for other
+# processes.
 _POLL_INTERVAL_FRACTION = 0.01
 _MAX_POLL_INTERVAL_SECONDS = 0.002
 _BACKGROUND_POLL_SECONDS = 0.001
@@ -34,8 +35,7 @@ _MAX_IDLE_POLLS = 20  # limit for the background thread, after which it blocks u
 
 
 class HorovodWork(Work):
-    """An operation of Horovod. `wait` and the future return its result, or raise its error or
-    CollectiveTimeoutError."""
+    """A Horovod operation. `wait` and the future return its result, or raise its error or CollectiveTimeoutError."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class HorovodWork(Work):
 
     @classmethod
     def completed(cls, result: Any, device: torch.device) -> HorovodWork:
-        """Return a completed work."""
+        """Return a completed Work."""
         work = cls("", -1, result, device, None, timedelta(), None)
         work._complete(None)
         return work
 
     def poll(self) -> bool:
-        """Return whether the operation has finished, and if so complete this work. Only `CompletionQueue` calls it."""
+        """Return whether the operation has finished, and if so, complete this Work. Only `CompletionQueue` calls it."""
         if self._done:
             return True
         if not hvd.poll(self._handle):
@@ -97,7 +97,7 @@ class HorovodWork(Work):
         return True
 
     def discard(self) -> None:
-        """Stop waiting for the operation, because some ranks do not start it. It remains pending in Horovod."""
+        """Stop waiting for the operation, because some ranks will not start it. It remains pending in Horovod."""
         self._finish = None
         self._done = True
 
@@ -150,7 +150,9 @@ class HorovodWork(Work):
 
 
 class JoinedWork(Work):
-    """Several operations of one collective. It is complete when all `works` are, and fails if any of them fails."""
+    """Several operations of one collective. It is complete when all `works` are complete, and fails if any of them
+    fails.
+    """
 
     def __init__(self, works: list[HorovodWork], result: Any) -> None:
         super().__init__()
@@ -189,7 +191,7 @@ class JoinedWork(Work):
 
 
 def join_works(works: list[HorovodWork], result: Any, device: torch.device) -> dist.Work:
-    """Return one work for all `works`. Its future, like theirs, returns `result`."""
+    """Return one Work for all `works`. Its future, like theirs, returns `result`."""
     if not works:  # empty tensors, on every rank
         return HorovodWork.completed(result, device)
     return works[0] if len(works) == 1 else JoinedWork(works, result)
@@ -225,7 +227,7 @@ class CompletionQueue:
             end_of_backward.add(BackwardStage.WAIT_FOR_WORK_OBJECTS, self._finish_backward)
 
     def wait_for(self, work: HorovodWork, seconds: float | None) -> None:
-        """Return when `work` is complete, or after `seconds`."""
+        """Block until `work` is complete, for at most `seconds`."""
         is_in_callback = self._completer == threading.get_ident()
 
         def is_done() -> bool:
@@ -279,8 +281,8 @@ class CompletionQueue:
 def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
     """Call `is_done` until it returns true, or for `seconds`.
 
-    It first polls without sleeping, because waking a core takes longer than a small operation. Later it sleeps between
-    calls, the longer it has waited, so that other processes can use the core.
+    It first polls without sleeping, because waking up a core takes longer than a small operation. Later, it sleeps
+    between calls, for increasing intervals, so that other processes can use the core.
     """
     started = time.monotonic()
     while not is_done():

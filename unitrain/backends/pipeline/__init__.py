@@ -1,12 +1,12 @@
-"""Pipeline parallelism: the stages of a sequential model on different ranks, on torch.distributed.pipelining.
+"""Pipeline parallelism: the stages of a sequential model on different ranks, based on torch.distributed.pipelining.
 
 pipeline          `Pipeline`, the public class
 stages            torch's PipelineStage with micro-batches of different sizes
 stage_runs        the module of one stage, the interface of runs of its micro-batches, and the runs of a single stage
 scheduled_runs    runs of torch's schedules, and the exchange of shapes between stages
-micro_batches     division of a batch, with weights so that the loss is the mean over the batch
-partition         division of the blocks among stages with the smallest maximum of time or memory
+micro_batches     division of a batch, with weights such that the loss is the mean over the batch
+partition         division of blocks into stages that minimizes the maximum time or memory
 measurement       time and memory of each block
 replicas          the replicas of a pipeline as a communicator, for data and metrics
-complete_state    state dicts of the complete model and optimizer, gathered from and divided among the stages
+complete_state    state dicts of the complete model and optimizer
 """

@@ -30,7 +30,7 @@ def gather_model_state(communicator: Communicator, stages: int, module: StageMod
 def load_model_state(module: StageModule, names: list[str], state: Mapping[str, Any]) -> None:
     """Load this stage's part of `state`, a state dict of the complete model with the keys `names`.
 
-    Raises CheckpointError if `state` is no dictionary, if keys are missing or unknown, and if tensors do not fit.
+    Raises CheckpointError if `state` is not a dictionary, if keys are missing or unknown, and if shapes do not match.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -58,7 +58,7 @@ def gather_optimizer_state(
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer of the complete model. All ranks call it.
 
-    It equals that of the same optimizer in one process: parameters are numbered by group, in the order of the model.
+    It equals the state dict of the same optimizer in one process: parameters are numbered by group, in model order.
     """
     names = call_on_all_ranks(communicator, lambda: _names_by_group(module, optimizer))
     own = optimizer.state_dict()

@@ -28,11 +28,11 @@ class BlockCost:
 
     Args:
         seconds: time of its forward and backward pass.
-        state_bytes: weights, gradients, optimizer state (as for Adam) and buffers.
+        state_bytes: weights, gradients, optimizer state (estimated as for Adam) and buffers.
         held_bytes: memory between its forward and backward pass: activations, and its output.
         extra_bytes: additional memory during its forward or backward pass, such as recomputed activations.
         input_bytes: size of its input.
-        can_start_stage: whether its input is a tensor that requires a gradient, so that a stage can start with it.
+        can_start_stage: whether its input is a tensor that requires grad, so that a stage can start with it.
         is_trained: whether it has trainable parameters.
     """
 
@@ -82,7 +82,7 @@ def time_of_stage(costs: Sequence[BlockCost]) -> StageCost:
 
 
 def memory_of_stage(costs: Sequence[BlockCost], stages: int, micro_batches: int, schedule: str) -> StageCost:
-    """Return the cost function of stages by peak bytes. A stage holds several micro-batches at the same time."""
+    """Return the cost function of stages by peak bytes. A stage holds several micro-batches concurrently."""
 
     def cost(stage: int, start: int, stop: int) -> float:
         blocks = costs[start:stop]

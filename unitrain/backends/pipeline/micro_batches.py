@@ -1,4 +1,6 @@
-"""Division of a batch into micro-batches, and the weights with which their mean losses add up to that of the batch."""
+"""Division of a batch into micro-batches, and the weights with which their mean losses sum to the mean loss of the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Target(NamedTuple):
-    """The targets of a micro-batch, and the weight of its loss: its share of the samples, times the loss weight."""
+    """The targets of a micro-batch, and the weight of its loss: its fraction of the samples times the loss weight."""
 
     values: Any
     weight: float
@@ -48,7 +50,7 @@ def split_targets(targets: Any, sizes: list[int], loss_weight: float) -> list[Ta
     """Return the targets of micro-batches with `sizes` samples.
 
     `targets` is a tensor [samples, ...], or tuples, lists and dictionaries of such tensors. Raises TensorError if a
-    tensor has another number of samples.
+    tensor has a different number of samples.
     """
     samples = sum(sizes)
     for leaf in tree_leaves(targets):
@@ -80,7 +82,7 @@ def weighted_loss(loss_fn: LossFunction, output: Any, target: Target) -> Tensor:
 
 
 def checksum(values: Any) -> int:
-    """Return a number that is equal for equal shapes, dtypes and contents of the tensors in `values`."""
+    """Return a hash of the shapes, dtypes and contents of the tensors in `values`."""
     number = 0
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
@@ -90,7 +92,7 @@ def checksum(values: Any) -> int:
 
 
 def specification(tensor: Tensor) -> tuple[object, ...]:
-    """Return what determines the shapes and dtypes between stages: those of the inputs, and autocast."""
+    """Return the properties that determine the shapes and dtypes between stages: those of the inputs, and autocast."""
     kind = tensor.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (tuple(tensor.shape), tensor.dtype, autocast)

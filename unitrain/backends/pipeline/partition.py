@@ -1,19 +1,19 @@
-"""Division of a sequence of blocks into stages so that the maximum cost of a stage is minimal."""
+"""Division of a sequence of blocks into stages that minimizes the maximum cost of a stage."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-# Cost of a stage, by (stage, first block, last block + 1). An infinite cost excludes that stage.
+# Cost of a stage, as a function of (stage, first block, last block + 1). An infinite cost excludes the stage.
 StageCost = Callable[[int, int, int], float]
 
 
 def partition(blocks: int, stages: int, cost: StageCost) -> list[int] | None:
     """Return the number of blocks of each stage, or None if every division has a stage of infinite cost.
 
-    Stages are contiguous and not empty. The maximum cost is minimal; among such divisions, the sum of the squared costs
-    is minimal. The result depends on the arguments only. It takes O(stages * blocks ** 2) calls of `cost`.
+    Stages are contiguous and not empty. The division minimizes the maximum cost and, secondarily, the sum of the
+    squared costs. The result depends only on the arguments. `cost` is called O(stages * blocks ** 2) times.
     """
     costs = {
         (stage, start, stop): cost(stage, start, stop)

@@ -30,13 +30,13 @@ from unitrain.errors import ConfigError, ModelError
 
 Balance = Literal["time", "memory"]
 ScheduleName = Literal["1f1b", "gpipe"]
-# Gradients are reduced in pieces of about this size, which need as much additional memory.
+# Gradients are reduced in pieces of about this size, each of which needs as much additional memory.
 _BUCKET_BYTES = 25 * 2**20
 _MAX_LISTED = 4
 
 
 class Pipeline:
-    """A sequential model whose blocks are divided into stages, each on another rank (pipeline parallelism).
+    """A sequential model whose blocks are divided into stages on different ranks (pipeline parallelism).
 
         pipeline = unitrain.Pipeline(model, backend, loss_fn, stages=2, micro_batches=4, example_inputs=inputs)
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
@@ -48,31 +48,31 @@ class Pipeline:
             optimizer.zero_grad()
 
     The ranks 0 to `stages` - 1 compute the stages of replica 0, the next `stages` ranks those of replica 1, and so on.
-    Each rank keeps the blocks of its stage, and trains them with its own optimizer. Every batch is divided into
-    micro-batches, which different stages process at the same time. Gradients are those of the mean loss over the
-    samples of all replicas.
+    Each rank keeps the blocks of its stage, and trains them with a separate optimizer. Every batch is divided into
+    micro-batches, which the stages process concurrently. Gradients are those of the mean loss over the samples of all
+    replicas.
 
-    All ranks create it, with the same model and arguments. Parameters and buffers are broadcast from rank 0. The blocks
-    of other stages are moved to the device "meta", and those of this stage to the device of the rank.
+    All ranks must create it with the same model and arguments. Parameters and buffers are broadcast from rank 0. The
+    blocks of other stages are moved to the device "meta", and those of this stage to the device of the rank.
 
     Args:
         model: A torch.nn.Sequential. Its direct children are the blocks, and are never divided.
         backend: The backend that `unitrain.init` returned. With several stages, it must support point-to-point
-            communication; backend ddp does.
-        loss_fn: Computes the mean loss over the samples of a micro-batch, `loss_fn(output, targets)`.
+            communication, as backend ddp does.
+        loss_fn: A function `loss_fn(output, targets)` that returns the mean loss over the samples of a micro-batch.
         stages: The number of stages. It must divide the number of ranks. A single stage runs on any backend.
         micro_batches: Micro-batches per batch. The fraction of time in which a stage waits for others is about
             (stages - 1) / (micro_batches + stages - 1).
         schedule: "1f1b", in which a stage holds the activations of at most `stages` micro-batches, or "gpipe", in which
             it holds those of all micro-batches.
-        balance: How to divide the blocks: so that the slowest stage is as fast as possible ("time"), so that the
-            largest stage needs as little memory as possible ("memory"), or the number of blocks of each stage. Time and
-            memory are measured on rank 0, by a forward and backward pass of each block.
-        example_inputs: A batch of a replica, for that measurement.
+        balance: How to divide the blocks: "time" minimizes the time of the slowest stage, "memory" minimizes the memory
+            of the largest stage, and a list specifies the number of blocks per stage. Time and memory are measured on
+            rank 0, in a forward and backward pass of each block.
+        example_inputs: A batch of a replica, for this measurement.
 
     Raises, on every rank: UnsupportedError if the backend has no point-to-point communication; ConfigError for invalid
-    arguments; ModelError for a model that is not sequential, for stages without trainable parameters, and for a
-    parameter that blocks of different stages share.
+    arguments; ModelError for a model that is not sequential, for stages without trainable parameters, and for
+    parameters that are shared by different stages.
     """
 
     def __init__(
@@ -119,8 +119,9 @@ class Pipeline:
 
     @property
     def replicas(self) -> Replicas:
-        """The replicas as a communicator, for `ShardedLoader` and `MeanMetric`: all ranks of a replica read the same
-        batches."""
+        """The replicas as a communicator for `ShardedLoader` and `MeanMetric`, so that all ranks of a replica read the
+        same batches.
+        """
         return self._replicas
 
     @property
@@ -137,16 +138,17 @@ class Pipeline:
         return self._module.named_parameters()
 
     def forward_backward(self, inputs: Tensor, targets: Any, *, loss_weight: float = 1.0) -> Tensor:
-        """Add the gradients of the mean loss to `.grad`, averaged over replicas, and return that loss. All ranks call
+        """Add the gradients of the mean loss, averaged over replicas, to `.grad`, and return this loss. All ranks call
         it.
 
         All ranks of a replica pass the same batch: `inputs`, [samples, ...], and `targets`, a tensor [samples, ...] or
-        a tuple, list or dictionary of such tensors. Batches may differ in shape, also between replicas. A batch is
-        divided into micro-batches that differ by at most one sample; one with fewer samples than `micro_batches` has
-        fewer micro-batches. `loss_weight` is that of a ShardedLoader. The loss is float64 [], the same on every rank.
+        a tuple, list or dictionary of such tensors. Batches may differ in shape, even between replicas. A batch is
+        divided into micro-batches whose sizes differ by at most one sample; a batch with fewer samples than
+        `micro_batches` has fewer micro-batches. `loss_weight` is that of the ShardedLoader. The loss is float64 [], and
+        is the same on every rank.
 
-        The first batch of a new shape takes an additional forward pass, in which the stages exchange the shapes of
-        their outputs. Raises DataError if the ranks of a replica have different batches at that time.
+        The first batch of each shape takes an additional forward pass, in which the stages exchange the shapes of their
+        outputs. Raises DataError if the ranks of a replica then have different batches.
         """
         self._backend.check_collective_allowed("Pipeline.forward_backward")
         fix = "Use loss_weight=loader.loss_weight"
@@ -160,20 +162,20 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the output of the model for a batch, without gradients. All ranks of a replica call it, with the same
-        batch, and get the same output. Other replicas need not call it.
+        """Return the output of the model for a batch, without gradients. All ranks of a replica call it with the same
+        batch, and receive the same output. Other replicas need not call it.
 
-        Call `eval()` before, as for any model.
+        Call `eval()` first, as for any model.
         """
         self._backend.check_collective_allowed("Pipeline.forward")
         return self._runs.forward(split_batch(inputs, self._micro_batches))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm, over all stages, is at most `max_norm`, and return the norm before.
+        """Scale all gradients such that their norm over all stages is at most `max_norm`, and return the original norm.
         All ranks call it, after `forward_backward`.
 
-        It is like torch.nn.utils.clip_grad_norm_ for the complete model.
+        Equivalent to torch.nn.utils.clip_grad_norm_ for the complete model.
         """
         validation.check_positive("Pipeline.clip_grad_norm_(max_norm)", max_norm, "Use max_norm=1.0")
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
@@ -186,7 +188,7 @@ class Pipeline:
     def train(self, mode: bool = True) -> None:
         """Set the training mode of all blocks. All ranks call it.
 
-        When it changes to eval mode, buffers such as running statistics are broadcast from replica 0 to the others.
+        On a change to eval mode, buffers such as running statistics are broadcast from replica 0 to the others.
         """
         if self._module.training and not mode and self._replicas.size > 1:
             buffers = [buffer.data for buffer in self._module.buffers()]
@@ -203,7 +205,7 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the complete model on every rank, on the CPU. All ranks call it.
 
-        Its keys are those of the model that was passed to `Pipeline`, so that model can load it in one process.
+        Its keys are those of the model that was passed to `Pipeline`, so this model can load it in one process.
         """
         state = gather_model_state(self._backend, self._stages, self._module)
         return {name: state[name] for name in self._names}
@@ -219,8 +221,8 @@ class Pipeline:
         """Return the state dict of an optimizer of the complete model, on every rank. All ranks call it, with the
         optimizer of their stage.
 
-        It is that of the same optimizer in one process. The parameter groups must be equal on all stages, except for
-        their parameters.
+        It equals the state dict of the same optimizer in one process. Except for their parameters, the parameter groups
+        must be equal on all stages.
         """
         call_on_all_ranks(
             self._backend, lambda: checks.check_is_optimizer("optimizer_state_dict(optimizer)", optimizer)
@@ -236,8 +238,9 @@ class Pipeline:
         load_optimizer_state(self._backend, self._stages, self._module, optimizer, state)
 
     def _create_groups(self) -> tuple[RankGroup | None, RankGroup | None]:
-        """Return the group of this rank's replica, and the group of the same stage of all replicas. Each is None if it
-        would have one member or, with one stage, all ranks."""
+        """Return the group of this rank's replica, and the group of this stage in all replicas. A group is None if it
+        would have only one member or, with one stage, all ranks.
+        """
         if self._stages == 1:
             return None, None
         replicas, stages = range(self._replicas.size), range(self._stages)
@@ -250,7 +253,7 @@ class Pipeline:
         return own, twins
 
     def _reduce_gradients(self) -> None:
-        """Replace every gradient by its mean over the replicas."""
+        """Replace every gradient with its mean over the replicas."""
         if self._replicas.size == 1:
             return
         mean = self._backend.allreduce if self._twins is None else self._twins.mean
@@ -277,7 +280,9 @@ def _create_runs(
 ) -> StageRuns:
     if group is None:
         return SingleStageRuns(module, loss_fn)
-    from unitrain.backends.pipeline.scheduled_runs import ScheduledStageRuns  # imports torch's pipelining, for seconds
+    from unitrain.backends.pipeline.scheduled_runs import (
+        ScheduledStageRuns,
+    )  # imports torch's pipelining, which takes seconds
 
     return ScheduledStageRuns(module, group, schedule, loss_fn, device)
 

@@ -1,4 +1,4 @@
-"""The replicas of a pipeline as a communicator: every rank of a replica has the replica's number as its rank."""
+"""The replicas of a pipeline as a communicator, in which the rank is the index of the replica."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from unitrain.backends.lifecycle import Lifecycle
 class Replicas(Lifecycle, Communicator):
     """The replicas of a pipeline. `rank` is the replica that this rank belongs to, and `size` the number of replicas.
 
-    All ranks of the backend call its methods, and the ranks of one replica pass equal arguments. Pass it to
-    `ShardedLoader` and `MeanMetric`. Its collectives are meant for small tensors: they gather those of all ranks.
+    All ranks of the backend must call its methods, and the ranks of a replica must pass equal arguments. Pass it to
+    `ShardedLoader` and `MeanMetric`. Its collectives are intended for small tensors, because they gather the tensors of
+    all ranks.
     """
 
     def __init__(self, backend: Backend, stages: int) -> None:
@@ -67,7 +68,7 @@ class Replicas(Lifecycle, Communicator):
         self._backend.report_failure(error)
 
     def shutdown(self) -> None:
-        """Do nothing: the backend is shut down by its own method."""
+        """Do nothing. The backend must be shut down separately."""
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all replicas, [replicas, ...]."""

@@ -1,4 +1,4 @@
-"""Runs of the micro-batches of a batch through several stages, by torch's schedules."""
+"""Run the micro-batches of a batch through several stages, with torch's schedules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ScheduledStageRuns(StageRuns):
         self._module, self._group, self._schedule = module, group, schedule
         self._loss_fn, self._device = loss_fn, device
         self._is_first, self._is_last = group.index == 0, group.index == group.size - 1
-        # torch's stages and schedules are made for a fixed number of micro-batches, with or without backward passes.
+        # torch's stages and schedules are created for a fixed number of micro-batches, with or without backward passes.
         self._schedules: dict[tuple[int, bool], tuple[ShapedStage, Any]] = {}
         self._shapes: dict[object, _Shapes] = {}
         self._numbers = count()
@@ -71,8 +71,8 @@ class ScheduledStageRuns(StageRuns):
     def _check_same_shapes(self, kind: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Compare the shapes of the micro-batches with those of the previous stage. All ranks of the replica call it.
 
-        Each stage sends one small message to the next one and does not wait for it: the returned function does. Raises
-        DataError if the previous stage has other shapes or runs another kind of pass.
+        Each stage sends a small message to the next one without waiting; the returned function waits. Raises DataError
+        if the previous stage has different shapes or runs a different kind of pass.
         """
         own = _describe_batch(kind, inputs)
         wait_for_send = _nothing if self._is_last else self._group.start_send(own, self._group.index + 1, _BATCH_TAG)
@@ -122,7 +122,7 @@ class ScheduledStageRuns(StageRuns):
         it.
 
         Every stage runs one forward pass without gradients on a tensor of the right shape. Raises DataError if the
-        previous stage has another micro-batch.
+        previous stage has a different micro-batch.
         """
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
         inputs = values

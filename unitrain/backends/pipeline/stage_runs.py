@@ -1,4 +1,6 @@
-"""The module of one pipeline stage, the interface of runs of its micro-batches, and the runs of a single stage."""
+"""The module of a pipeline stage, the interface for running its micro-batches, and the implementation for a single
+stage.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ class StageRuns(ABC):
 
     @abstractmethod
     def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor | None:
-        """Add the gradients of the weighted losses of all micro-batches, and return the sum of these losses on the last
-        stage, None on others."""
+        """Add the gradients of the weighted losses of all micro-batches. Return the sum of these losses on the last
+        stage, and None on others.
+        """
 
     @abstractmethod
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from unitrain.torch_compat import skip_shape_validation
 
 
 class TensorShape(NamedTuple):
-    """Shape and dtype of a tensor that stages send to each other."""
+    """Shape and dtype of a tensor that is transferred between stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,10 +26,10 @@ class TensorShape(NamedTuple):
 
 
 class ShapedStage(PipelineStage):
-    """A PipelineStage whose micro-batches may differ in shape: `inputs` and `outputs` are the shapes of each one.
+    """A PipelineStage whose micro-batches may differ in shape. `inputs` and `outputs` are the shapes per micro-batch.
 
-    torch's class allocates the receive buffers of all micro-batches, of one shape, and keeps them. This class allocates
-    a buffer when it is needed, and releases it after the backward pass. Checked with torch 2.14.
+    torch's class allocates receive buffers of the same shape for all micro-batches, and keeps them. This class
+    allocates each buffer when it is needed, and releases it after the backward pass. Checked with torch 2.14.
     """
 
     def __init__(self, module: StageModule, group: RankGroup, device: torch.device) -> None:

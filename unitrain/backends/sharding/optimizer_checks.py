@@ -1,4 +1,4 @@
-"""Checks of optimizers whose state is to be sharded. They do not communicate."""
+"""Validation of optimizers whose state will be sharded, without communication."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _INSEPARABLE = (torch.optim.LBFGS,)
 
 
 def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard) -> None:
-    """Check the arguments of `distributed_optimizer`. It does not communicate.
-
-    Raises ConfigError for an unknown `shard`, ModelError for parameters of another model, and, with `shard="state"`,
-    also if the update of one parameter depends on others or a parameter is not stored densely. With
-    `shard="parameters"`, raises ModelError unless the optimizer is an elementwise optimizer of torch.optim.
+    """Check the arguments of `distributed_optimizer`. Does not communicate. Raises ConfigError for an unknown `shard`,
+    ModelError for parameters of a different model, and, with `shard="state"`, also if the update of one parameter
+    depends on others or a parameter is not stored densely. With `shard="parameters"`, raises ModelError unless the
+    optimizer is an elementwise optimizer of torch.optim.
     """
     checks.check_optimizer_of_model(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)

@@ -1,7 +1,7 @@
-"""The collectives of `fully_shard`: gathering the parameters of a block, and reducing its gradients.
+"""The collectives of `fully_shard`, which gather the parameters of a block and reduce its gradients.
 
-Between CPUs they are composed of broadcasts and allreduces, which are faster than the native collectives; see
-`composed_collectives`. The monitor records them, so timeouts name the missing ranks.
+On CPUs, they are composed of broadcasts and allreduces, which are faster than the native collectives; see
+`composed_collectives`. The monitor records them, so that timeouts name the missing ranks.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class ParameterCollectives:
         self.gathered: list[int] = []
 
     def start_recording(self) -> None:
-        """Empty `gathered`."""
+        """Clear `gathered`."""
         self.gathered = []
 
     def gather(self, output: Tensor, own: Tensor) -> dist.Work | None:
-        """Start to gather `own`, [elements], of every rank into `output`, [ranks * elements]. `own` is a view of its
-        place in `output`."""
+        """Start to gather every rank's `own`, [elements], into `output`, [ranks * elements]. `own` is a view of this
+        rank's part of `output`.
+        """
         phase, size = self._record(GATHER, own), dist.get_world_size()
         if output.device.type == "cpu" and size <= MAX_BROADCASTING_RANKS and output.nbytes >= MIN_BROADCAST_BYTES:
             parts = output.view(torch.uint8).view(size, -1)

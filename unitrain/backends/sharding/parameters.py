@@ -1,7 +1,7 @@
 """Sharded parameters (ZeRO-3): torch's `fully_shard` (FSDP2) on the process group of any backend.
 
-Each rank holds a shard of every parameter, of its gradient and of its optimizer state. The parameters of a block are
-gathered before its forward and backward pass and freed afterwards; its gradients are reduced in its backward pass.
+Each rank stores a shard of every parameter, its gradient and its optimizer state. The parameters of a block are
+all-gathered before its forward and backward pass and freed afterwards; its gradients are reduced in its backward pass.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _models_wrapped = 0
 
 
 class ShardedParameters:
-    """Applies `fully_shard` to `model`, in place, and controls its collectives. All ranks create it.
+    """Applies `fully_shard` to `model` in place, and controls its collectives. All ranks must create it.
 
-    It broadcasts the parameters and buffers of rank 0 first, one at a time. `blocks` are the classes of the modules
-    whose parameters are gathered together; see `choose_blocks`. All other parameters form one more block.
+    The parameters and buffers are first broadcast from rank 0, one at a time. `blocks` are the classes of the modules
+    whose parameters are gathered together; see `choose_blocks`. All other parameters form one additional block.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ShardedParameters:
             block.set_force_sum_reduction_for_comms(True)
             block.set_custom_all_gather(GatherParameters(collectives, index))  # type: ignore[arg-type]
             block.set_custom_reduce_scatter(ReduceGradients(collectives))  # type: ignore[arg-type]
-        # All ranks then reduce tensors of the same size, also if they use different parameters.
+        # All ranks then reduce tensors of the same size, even if they use different parameters.
         self.root.set_reduce_scatter_unused_params(True)
         after = dict(model.named_parameters())
         # Keys are ids, because an optimizer that was built before holds the complete parameters.
@@ -106,15 +106,16 @@ class ShardedParameters:
     def free_complete_parameters(self) -> None:
         """Free the complete parameters of the root block, which remain in memory after a forward pass with gradients.
 
-        Otherwise, if no backward pass followed, the next forward pass would use them without the updates of a step in
-        between.
+        Otherwise, without a backward pass, the next forward pass would use outdated parameters if an optimizer step
+        came in between.
         """
         self.root.reshard()
 
     @disable_compile
     def take_part_in_forward(self) -> None:
         """Gather and free the parameters of all blocks, as a forward pass without gradients does."""
-        # Without an earlier forward pass, the order in which blocks run is unknown: assume the order of definition.
+        # Before the first forward pass, the execution order of the blocks is unknown, so assume the order of
+        # definition.
         order = self._order if self._order is not None else [len(self.blocks) - 1, *range(len(self.blocks) - 1)]
         for index in order:
             self.blocks[index].unshard()
@@ -211,7 +212,9 @@ class ShardedModel(nn.Module, WrappedModel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of several backward passes. Each pass reduces them, so each rank keeps its shard."""
+        """Accumulate gradients over several backward passes. Each pass reduces its gradients, so each rank stores only
+        its shard.
+        """
         was_accumulating, self._is_accumulating = self._is_accumulating, True
         self._local.track()
         try:
@@ -220,8 +223,9 @@ class ShardedModel(nn.Module, WrappedModel):
             self._is_accumulating = was_accumulating
 
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError if the last backward pass was inside `no_sync`. Also re-raise the ModelError of another
-        rank. The check does not communicate."""
+        """Raise ModelError if the last backward pass was inside `no_sync`, and re-raise another rank's ModelError. Does
+        not communicate.
+        """
         if not self._has_left:
             self._monitor.raise_model_error()
             self._monitor.loop_counters.count_step()
@@ -274,8 +278,9 @@ class ShardedModel(nn.Module, WrappedModel):
                 end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, self._find_unused_parameters)
 
     def _record_used_parameters(self) -> None:
-        """Record the names of parameters that get a gradient. Complete parameters exist after the first forward
-        pass."""
+        """Record the names of parameters that receive a gradient. Complete parameters exist after the first forward
+        pass.
+        """
         # The module currently has complete parameters in its root block.
         names = {id(parameter): name for name, parameter in zip(self._names, self._all_parameters, strict=True)}
         for block in self.sharded.blocks:
@@ -317,7 +322,7 @@ def _class_name(model: nn.Module) -> str:
 
 
 def _precision_policy(module: nn.Module) -> MixedPrecisionPolicy:
-    """Return the policy under which results equal those of replicated parameters.
+    """Return the policy with which results equal those of replicated parameters.
 
     Parameters are gathered in their dtype, and autocast applies in the forward pass as without sharding. Gradients in
     half precision are summed in float32.

@@ -1,12 +1,11 @@
-"""Partitioning of parameters among ranks: each rank stores optimizer state and gradients of its part, and updates
-it."""
+"""Partitioning of parameters among ranks. Each rank updates its part, and stores its optimizer state and gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# Tensors with fewer elements are not split: the size of their state differs by at most 128 KiB between ranks.
+# Tensors with fewer elements are not split; this makes the size of the state differ by at most 128 KiB between ranks.
 MIN_DIVIDED_ELEMENTS = 2**14
 # Elements per cache line of 64 bytes, for float32.
 _ALIGNMENT = 16
@@ -23,10 +22,10 @@ class Piece:
 
 
 def divide_elements(sizes: Sequence[int], ranks: int) -> list[Piece]:
-    """Return pieces so that each rank owns a contiguous range with about the same number of elements.
+    """Return pieces such that each rank owns a contiguous range with about the same number of elements.
 
-    `sizes` are the numbers of elements of the parameters. Tensors with fewer than MIN_DIVIDED_ELEMENTS elements have
-    one owner.
+    `sizes` are the element counts of the parameters. Tensors with fewer than MIN_DIVIDED_ELEMENTS elements have a
+    single owner.
     """
     total = sum(sizes)
     limits = [total * rank // ranks for rank in range(1, ranks)]
@@ -44,7 +43,8 @@ def divide_elements(sizes: Sequence[int], ranks: int) -> list[Piece]:
 
 
 def divide_runs(sizes: Sequence[int], ranks: int, limit: int) -> list[Piece]:
-    """Divide runs of consecutive tensors with about `limit` elements by `divide_elements`, from the last to the first.
+    """Divide runs of consecutive tensors with about `limit` elements with `divide_elements`, from the last to the
+    first.
 
     Gradients are computed in this order, so each bucket of gradients is divided evenly among ranks.
     """
@@ -61,7 +61,9 @@ def divide_runs(sizes: Sequence[int], ranks: int, limit: int) -> list[Piece]:
 
 
 def divide_tensors(sizes: Sequence[int], ranks: int) -> list[Piece]:
-    """Return one piece per tensor. In descending order of size, assign each to the rank with the fewest elements."""
+    """Return one piece per tensor. Tensors are assigned, in descending order of size, to the rank with the fewest
+    elements.
+    """
     elements = [0] * ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

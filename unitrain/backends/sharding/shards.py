@@ -1,7 +1,7 @@
-"""Shards of parameters: DTensors that are divided along dim 0, and complete tensors.
+"""Conversion between shards of parameters (DTensors divided along dim 0) and complete tensors.
 
-`fully_shard` gives rank r the rows [r * n, (r + 1) * n) of a parameter, with n = ceil(rows / ranks). The shards of the
-last ranks may have fewer rows, or none.
+`fully_shard` assigns the rows [r * n, (r + 1) * n) of a parameter to rank r, with n = ceil(rows / ranks). The shards of
+the last ranks may have fewer rows, or none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unitrain.torch_compat import local_part
 
 
 def rows_of_rank(rows: int, rank: int, size: int) -> slice:
-    """Return the rows that `rank` holds of a parameter with `rows` rows."""
+    """Return the rows of `rank` in a parameter with `rows` rows."""
     count = -(-rows // size)
     return slice(min(rank * count, rows), min((rank + 1) * count, rows))
 
@@ -32,7 +32,7 @@ def local_rows(complete: Tensor, communicator: Communicator) -> Tensor:
 
 
 def shard_like(parameter: DTensor, complete: Tensor, communicator: Communicator) -> DTensor:
-    """Return this rank's shard of `complete`, which has the shape of `parameter`, as a DTensor. No communication."""
+    """Return this rank's shard of `complete`, of the shape of `parameter`, as a DTensor. Does not communicate."""
     return DTensor.from_local(
         local_rows(complete, communicator),
         parameter.device_mesh,

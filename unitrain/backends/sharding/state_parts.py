@@ -1,4 +1,4 @@
-"""The optimizer state of one rank as parts of tensors, for checkpoints that each rank writes and reads by itself.
+"""The optimizer state of one rank as parts of tensors, for checkpoints that all ranks write and read independently.
 
 The state may be replicated, sharded by `ShardedState` (ZeRO-1), or consist of DTensors (FSDP2). Parameters are
 identified by their index in `param_groups`, as in `Optimizer.state_dict`. Nothing in this module communicates.
@@ -31,7 +31,7 @@ from unitrain.backends.sharding.tensor_parts import (
 
 @dataclass(frozen=True)
 class StateKey:
-    """Place of a tensor in the state of an optimizer: `state[index][key]`."""
+    """Location of a tensor in the state of an optimizer: `state[index][key]`."""
 
     index: int
     key: Any
@@ -41,7 +41,7 @@ class StateKey:
 class OwnState:
     """The part of an optimizer's state that one rank writes.
 
-    `keys` maps the names of the tensors in `parts` to their places. `values` contains all other values, by index and
+    `keys` maps the names of the tensors in `parts` to their locations. `values` contains all other values, by index and
     key.
     """
 
@@ -75,7 +75,7 @@ class StoredState(ABC):
 
 
 def own_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str], rank: int, size: int) -> OwnState:
-    """Return the part of the state of `optimizer` that this rank writes. Over all ranks, each element occurs once.
+    """Return the part of the state of `optimizer` that this rank writes. Exactly one rank writes each element.
 
     `names` are the names of the parameters. The tensor `state[parameter][key]` is named `state.NAME.KEY`, as in
     `torch.distributed.checkpoint.state_dict` with `flatten_optimizer_state_dict`.
@@ -122,7 +122,7 @@ def _parts_of_sharded(sharded: ShardedState, parameter: nn.Parameter, name: str,
 
 
 def parameter_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the hyperparameters, as in `Optimizer.state_dict()["param_groups"]`. It does not communicate."""
+    """Return the hyperparameters, as in `Optimizer.state_dict()["param_groups"]`. Does not communicate."""
     sharded = sharded_state(optimizer)
     state_dict = optimizer.state_dict() if sharded is None else sharded.local_state_dict(optimizer)
     groups: list[dict[str, Any]] = state_dict["param_groups"]
@@ -130,7 +130,7 @@ def parameter_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def load_own_state(optimizer: Optimizer, stored: StoredState) -> None:
-    """Load the state that this rank holds from `stored`. The hyperparameters do not change.
+    """Load this rank's part of the state from `stored`. The hyperparameters do not change.
 
     Raises ModelError on every rank if a shape does not match its parameter.
     """
@@ -156,7 +156,7 @@ def load_own_state(optimizer: Optimizer, stored: StoredState) -> None:
 
 
 def _load_tensor(sharded: ShardedState | None, parameter: nn.Parameter, name: str, stored: StoredState) -> Tensor:
-    """Return the elements of tensor `name` that this rank holds as state of `parameter`."""
+    """Return the elements of tensor `name` that this rank stores as state of `parameter`."""
     shape, dtype = stored.shape(name), stored.dtype(name)
     loaded: Tensor
     if is_distributed_tensor(parameter) and shape == tuple(parameter.shape):

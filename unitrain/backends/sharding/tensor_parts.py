@@ -1,7 +1,7 @@
-"""Rectangular parts of tensors, the unit in which sharded checkpoints are written and read.
+"""Rectangular parts of tensors, the units that sharded checkpoints write and read.
 
-The parts of a rank come from replicated tensors (each rank writes a balanced part), ranges of elements (ZeRO-1), or
-DTensors (FSDP2). Nothing in this module communicates.
+A rank's parts are from replicated tensors (each rank writes a balanced part), ranges of elements (ZeRO-1), or DTensors
+(FSDP2). Nothing in this module communicates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MIN_DIVIDED_BYTES = 2**16
 class TensorPart:
     """The elements of tensor `name`, of global `shape`, from `offsets` to `offsets` + `data.shape`.
 
-    `data` may be a view of the tensor that this rank holds: saving reads it, and loading writes to it.
+    `data` may be a view of this rank's tensor: saving reads it, and loading writes to it.
     """
 
     name: str
@@ -35,7 +35,7 @@ class TensorPart:
 
 
 def is_distributed_tensor(value: Any) -> bool:
-    """Return whether `value` is a torch.distributed.tensor.DTensor. It does not import the module, which is slow."""
+    """Return whether `value` is a torch.distributed.tensor.DTensor, without importing this module, which is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -46,10 +46,10 @@ def whole(name: str, tensor: Tensor) -> TensorPart:
 
 
 def own_parts(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorPart]:
-    """Return the parts of `tensors` that this rank writes. Over all ranks, they contain each element once.
+    """Return the parts of `tensors` that this rank writes. Exactly one rank writes each element.
 
-    Plain tensors are replicated. They are divided so that each rank writes about the same number of bytes. Of a
-    DTensor, a rank writes its local elements, divided among the ranks that have the same elements.
+    Plain tensors are replicated, and divided such that each rank writes about the same number of bytes. The local
+    elements of a DTensor are divided among the ranks that have the same elements.
     """
     parts, replicated = [], {}
     for name, tensor in tensors.items():
@@ -61,7 +61,7 @@ def own_parts(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[Tenso
 
 
 def local_parts(name: str, tensor: Tensor) -> list[TensorPart]:
-    """Return all elements of `tensor` that this rank holds: the complete tensor, or the local elements of a DTensor."""
+    """Return this rank's elements of `tensor`: the complete tensor, or the local elements of a DTensor."""
     if not is_distributed_tensor(tensor):
         return [whole(name, tensor)]
     local = _local_part(name, tensor)
@@ -202,8 +202,9 @@ def _local_part(name: str, tensor: Any) -> _LocalPart | None:
 
 
 def empty_like_local(tensor: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a new CPU tensor for the elements of `tensor` that this rank holds, and the tensor that contains it: the
-    same one, or a DTensor with the placements of `tensor`."""
+    """Return a new CPU tensor for this rank's elements of `tensor`, and the tensor that contains it: the same one, or a
+    DTensor with the placements of `tensor`.
+    """
     if not is_distributed_tensor(tensor):
         empty = torch.empty(tensor.shape, dtype=dtype)
         return empty, empty
