@@ -13,6 +13,7 @@ class also subclasses a builtin exception, so that `except ValueError` in a user
     ├── HorovodBuildError           (RuntimeError)  Horovod could not be built
     ├── UnsupportedError            (NotImplementedError)  backend does not provide the feature
     ├── TensorError                 (ValueError)    tensor that an operation does not accept
+    ├── CollectiveArgumentError     (RuntimeError, ValueError)  arguments that a torch.distributed group does not accept
     ├── CollectiveMismatchError     (RuntimeError)  ranks called different collectives, or with different arguments
     ├── CollectiveTimeoutError      (TimeoutError)  ranks were missing until the timeout
     ├── ModelError                  (ValueError)    model, optimizer or loss that cannot be trained
@@ -73,6 +74,13 @@ class UnsupportedError(UnitrainError, NotImplementedError):
 
 class TensorError(UnitrainError, ValueError):
     """A tensor has a dtype, shape or layout that the operation does not accept."""
+
+
+class CollectiveArgumentError(UnitrainError, RuntimeError, ValueError):
+    """A method of a torch.distributed group got lists, tensors or a root that it does not accept.
+
+    It is a RuntimeError like the errors of torch's own process groups.
+    """
 
 
 class CollectiveMismatchError(UnitrainError, RuntimeError):

@@ -1,11 +1,16 @@
 """Horovod as a process group of torch.distributed.
 
-backend        the backend `horovod`
-process_group  Horovod's collectives as a torch.distributed process group
-work           operations in flight, and their completion
-tensors        tensors and reductions in the forms that Horovod accepts
-runtime        starting Horovod under any launcher
-horovodrun     program: replacement for horovodrun that keeps environment variables off command lines
+backend            the backend `horovod`
+process_group      Horovod's collectives as a torch.distributed process group
+signatures         the overloads of a process group's methods, and the checks of their arguments
+operations         names, pieces and conversions of Horovod's operations
+work               operations in flight, and their completion
+tensors            tensors and reductions in the forms that Horovod accepts
+sparse             sparse tensors in the form that Horovod gathers
+monitored_barrier  torch's barrier that names missing ranks, over the store
+mismatches         detection of ranks that wait for different operations
+runtime            starting Horovod under any launcher
+horovodrun         program: replacement for horovodrun that keeps environment variables off command lines
 
 `register_process_group` is for torch.distributed programs without a unitrain backend. Only this function imports
 Horovod.

@@ -19,6 +19,8 @@ from unitrain.monitoring.flight_recorder import dtype_name
 # Horovod stores element counts and offsets (for allgather, byte counts) in a C int: from 2^31, it aborts or writes to
 # wrong addresses. Larger tensors are communicated in pieces of at most this size.
 PIECE_BYTES = 2**29
+# Limit of the result of one allgather of rows whose number differs between ranks.
+GATHER_BYTES = 2**31 - 1
 # Limit of one alltoall. It cannot be divided into pieces, because only the two ranks involved have the size of each
 # part.
 ALLTOALL_BYTES = 2**31 - 1
@@ -165,6 +167,17 @@ def _bitwise_reduction(dtype: torch.dtype, name: str) -> Reduction | None:
     return None
 
 
+def combine_two(one: Tensor, other: Tensor, op: Any) -> Tensor:
+    """Return the reduction by `op` of two tensors of one rank. Raises UnsupportedError for AVG and PREMUL_SUM."""
+    functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum, **_BITWISE,
+    }  # fmt: skip
+    for name, function in functions.items():
+        if op == getattr(dist.ReduceOp, name):
+            return function(one, other)
+    raise UnsupportedError(f"Horovod's process group reduces only one tensor of each rank by {op}. Use ReduceOp.SUM.")
+
+
 def combine_rows(gathered: Tensor, dtype: torch.dtype, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return the rows of `gathered`, uint8 [size, bytes], combined in rank order as values of `dtype`."""
     result: Tensor = functools.reduce(combine, (row.view(dtype) for row in gathered))
@@ -196,10 +209,12 @@ class Destination:
     """A tensor to which results are written in pieces: as `elements`, of its dtype, or as `bytes`, uint8.
 
     Both share memory with the tensor if it is contiguous. Otherwise `finish` copies them to it after the last piece.
+    `finish` also copies the tensor to the other tensors of `copies`.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, copies: list[Tensor] | None = None) -> None:
         self._tensor = tensor.detach()
+        self._copies = [other.detach() for other in copies or () if other is not tensor]
         self._copied = (
             not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or not has_unit_stride(tensor.view(-1))
         )
@@ -213,3 +228,5 @@ class Destination:
         """Complete the tensor."""
         if self._copied:
             self._tensor.copy_(self.elements.view(self._tensor.shape))
+        for other in self._copies:
+            other.copy_(self._tensor)

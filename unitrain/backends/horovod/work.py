@@ -7,6 +7,7 @@ futures that C++ code waits for.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
+from unitrain.backends.horovod.mismatches import Operation
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.torch_compat import Work, current_backward
 
@@ -31,11 +33,18 @@ _BUSY_POLL_SECONDS = 0.005
 _POLL_INTERVAL_FRACTION = 0.01
 _MAX_POLL_INTERVAL_SECONDS = 0.002
 _BACKGROUND_POLL_SECONDS = 0.001
+# An operation that has been pending for this time is compared with those of rank 0, and then at growing intervals.
+_FIRST_MISMATCH_CHECK_SECONDS = 2.0
+_MAX_MISMATCH_CHECK_SECONDS = 30.0
 _MAX_IDLE_POLLS = 20  # limit for the background thread, after which it blocks until an operation is added
 
 
+class GroupTimeoutError(CollectiveTimeoutError, dist.DistBackendError):
+    """An operation timed out. Like the timeouts of torch's process groups, it is a DistBackendError."""
+
+
 class HorovodWork(Work):
-    """A Horovod operation. `wait` and the future return its result, or raise its error or CollectiveTimeoutError."""
+    """A Horovod operation. `wait` and the future return its result, or raise its error or GroupTimeoutError."""
 
     def __init__(
         self,
@@ -46,9 +55,15 @@ class HorovodWork(Work):
         finish: Callable[[Any], Any] | None,
         timeout: timedelta,
         completions: CompletionQueue | None,
+        started: Operation | None = None,
+        find_mismatch: Callable[[], Exception | None] | None = None,
     ) -> None:
         super().__init__()
         self._name = name
+        self.started = started
+        self._find_mismatch = find_mismatch
+        self._mismatch_interval = _FIRST_MISMATCH_CHECK_SECONDS
+        self._next_mismatch_check = time.monotonic() + _FIRST_MISMATCH_CHECK_SECONDS
         self._handle = handle
         self._result = result
         self._finish = finish
@@ -62,6 +77,7 @@ class HorovodWork(Work):
         self._future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[device] if device.type == "cuda" else None
         )
+        self._typed_future: torch.futures.Future[Any] | None = None
 
     @classmethod
     def completed(cls, result: Any, device: torch.device) -> HorovodWork:
@@ -70,17 +86,30 @@ class HorovodWork(Work):
         work._complete(None)
         return work
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout, counted from now."""
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout.total_seconds()
+
     def poll(self) -> bool:
         """Return whether the operation has finished, and if so, complete this Work. Only `CompletionQueue` calls it."""
         if self._done:
             return True
         if not hvd.poll(self._handle):
-            if time.monotonic() < self._deadline:
-                return False
+            now = time.monotonic()
+            if now < self._deadline:
+                if now < self._next_mismatch_check or self._find_mismatch is None:
+                    return False
+                self._mismatch_interval = min(2 * self._mismatch_interval, _MAX_MISMATCH_CHECK_SECONDS)
+                self._next_mismatch_check = now + self._mismatch_interval
+                if (error := self._find_mismatch()) is not None:
+                    self._complete(error)
+                return error is not None
             seconds = self._timeout.total_seconds()
             self._complete(
-                CollectiveTimeoutError(
-                    f"Horovod's {self._name} timed out after {seconds:g} s, because some ranks did not call it."
+                GroupTimeoutError(
+                    f"Horovod's {self._name} timed out after its timeout of {seconds:g} s, because some ranks did not "
+                    "call it. Pass a longer timeout to init_process_group if these ranks need more time."
                 )
             )
             return True
@@ -128,7 +157,7 @@ class HorovodWork(Work):
         if self._error is not None:
             raise self._error
         if not self._done:  # torch's works also raise their errors, and callers ignore the returned value
-            raise CollectiveTimeoutError(f"Horovod's {self._name} is not complete after {seconds:g} s.")
+            raise GroupTimeoutError(f"Horovod's {self._name} is not complete after {seconds:g} s.")
         if self._ready is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready)
         return True
@@ -143,7 +172,9 @@ class HorovodWork(Work):
         return self._error
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
+        if self._typed_future is None:
+            self._typed_future = _as_tensor_list(self._future, self._result)
+        return self._typed_future
 
     def result(self) -> Any:
         return self._result
@@ -166,6 +197,10 @@ class JoinedWork(Work):
             work.wait(timedelta(seconds=left))
         return True
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        for work in self._works:
+            work.set_timeout(timeout)
+
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
@@ -178,7 +213,8 @@ class JoinedWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             every = torch.futures.collect_all([work.get_future() for work in self._works])
-            self._future = every.then(self._result_or_error)
+            joined: torch.futures.Future[Any] = every.then(self._result_or_error)
+            self._future = _as_tensor_list(joined, self._result)
         return self._future
 
     def result(self) -> Any:
@@ -188,6 +224,31 @@ class JoinedWork(Work):
         if (error := self.exception()) is not None:
             raise error
         return self._result
+
+
+def _as_tensor_list(future: torch.futures.Future[Any], result: Any) -> torch.futures.Future[Any]:
+    """Return a future that C++ code accepts as a future of a list of tensors, for float16 tensors on CPUs.
+
+    DDP's built-in hook FP16_COMPRESS rejects futures of Python objects. The returned future completes 0.1 ms later.
+    """
+    if not isinstance(result, list) or not result or result[0].dtype != torch.float16 or result[0].is_cuda:
+        return future
+    typed: torch.futures.Future[Any] = _script().after(future, result)
+    return typed
+
+
+@functools.cache
+def _script() -> Any:
+    return torch.jit.CompilationUnit(
+        """
+        def _after(done: Future[Tensor], tensors: List[Tensor]) -> List[Tensor]:
+            torch.jit.wait(done)
+            return tensors
+
+        def after(done: Future[Tensor], tensors: List[Tensor]) -> Future[List[Tensor]]:
+            return torch.jit.fork(_after, done, tensors)
+        """
+    )
 
 
 def join_works(works: list[HorovodWork], result: Any, device: torch.device) -> dist.Work:
@@ -237,6 +298,10 @@ class CompletionQueue:
             return work.is_completed()
 
         _poll_until(is_done, seconds)
+
+    def pending_operations(self) -> list[Operation]:
+        """Return the operations that are not complete, the oldest first."""
+        return [work.started for work in list(self._works) if work.started is not None and not work.is_completed()]
 
     def stop(self) -> None:
         """Complete all works added so far, and stop the thread."""

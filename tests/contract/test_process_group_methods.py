@@ -1,0 +1,334 @@
+"""Direct calls of a process group's methods: overloads, checks of arguments, results of futures, sparse tensors and the
+monitored barrier. Each case runs on Gloo and on Horovod, with equal results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups import nightly
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unitrain.backends.base import Backend
+from unitrain.errors import CollectiveArgumentError, CollectiveMismatchError, CollectiveTimeoutError
+from unitrain.testing import RankGroup
+
+SHORT = timedelta(seconds=0.4)
+
+
+@pytest.fixture(scope="module", params=[3, *nightly(2)])
+def groups(request: pytest.FixtureRequest) -> Any:
+    with RankGroup("horovod", request.param) as horovod, RankGroup("ddp", request.param) as gloo:
+        yield horovod, gloo
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def values(work: Any) -> Any:
+    """Return the value of a work's future, as lists."""
+    future = work.get_future()
+    future.wait()
+    return [tensor.to_dense().tolist() for tensor in future.value()]
+
+
+def flat(numbers: Any) -> list[Any]:
+    return [number for one in numbers for number in flat(one)] if isinstance(numbers, list) else [numbers]
+
+
+def overloads(backend: Backend) -> list[Any]:
+    rank, size, group = backend.rank, backend.size, world()
+    own = torch.tensor([rank + 1.0, 2.0])
+
+    def parts() -> list[Tensor]:
+        return [torch.zeros(2) for _ in range(size)]
+
+    results = [
+        values(group.allreduce(own.clone())),
+        values(group.allreduce(own.clone(), dist.ReduceOp.MAX)),
+        values(group.allreduce(tensor=own.clone(), op=dist.ReduceOp.MIN, timeout=timedelta(seconds=30))),
+        values(group.allreduce([own.clone()], dist.ReduceOp.PRODUCT)),
+        values(group.broadcast(own.clone(), root=size - 1)),
+        values(group.broadcast(own.clone(), 0, timedelta(seconds=30))),
+        values(group.allgather(parts(), own)),
+        values(group.allgather([parts()], [own])),
+        values(group.all_gather_single(torch.zeros(2 * size), own)),
+        values(group.alltoall_base(torch.zeros(2 * size), own.repeat(size), [], [])),
+        values(group.all_to_all_single(torch.zeros(size), own[0].repeat(size), [1] * size, [1] * size)),
+    ]
+    reduced = own.clone()
+    group.reduce(reduced, root=0, op=dist.ReduceOp.SUM).wait()
+    gathered = parts() if rank == 1 else []
+    group.gather(gathered, own, root=1).wait()
+    scattered = torch.zeros(2)
+    group.scatter(scattered, [own + other for other in range(size)] if rank == 0 else [], root=0).wait()
+    part = torch.zeros(2)
+    group.reduce_scatter(part, [own + other for other in range(size)], dist.ReduceOp.SUM).wait()
+    group.barrier().wait()
+    group.barrier(timeout=timedelta(seconds=30)).wait()
+    return [*results, reduced.tolist() if rank == 0 else [], [one.tolist() for one in gathered], scattered.tolist(),
+            part.tolist()]  # fmt: skip
+
+
+def several_tensors_of_each_rank(backend: Backend) -> list[Any]:
+    rank, size, group = backend.rank, backend.size, world()
+    results = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        tensors = [torch.tensor([2.0 * rank + 1, 3.0]), torch.tensor([2.0 * rank + 2, 4.0])]
+        results += [values(group.allreduce(tensors, options)), [one.tolist() for one in tensors]]
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = size - 1, 1
+    tensors = [torch.tensor([2.0 * rank]), torch.tensor([2.0 * rank + 1])]
+    return [*results, values(group.broadcast(tensors, options)), [one.tolist() for one in tensors]]
+
+
+def parts_of_different_sizes(backend: Backend) -> list[Any]:
+    """Reduce-scatter of tensors whose size depends on the receiving rank, with none for rank 0."""
+    inputs = [torch.arange(float(count)) + backend.rank for count in range(backend.size)]
+    output = torch.zeros(backend.rank)
+    dist.reduce_scatter(output, inputs)
+    return output.tolist()
+
+
+def sparse_tensors(backend: Backend) -> list[Any]:
+    rank, size = backend.rank, backend.size
+    results = []
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        indices = torch.tensor([[rank, size - 1, size], [0, 1, 2]])
+        own = torch.sparse_coo_tensor(indices, torch.arange(1.0, 4.0).to(dtype) + rank, (size + 1, 3))
+        rows = torch.sparse_coo_tensor([[rank, 0]], torch.ones(2, 3, dtype=dtype) * rank, (size, 3))
+        none = torch.sparse_coo_tensor(torch.zeros(1, 0).long(), torch.zeros(0, dtype=dtype), (4,))
+        one = none if rank else torch.sparse_coo_tensor([[2]], torch.ones(1, dtype=dtype), (4,))
+        for tensor in (own, rows, none, one):
+            results.append(values(world().allreduce([tensor])))
+            assert tensor.is_sparse
+            results.append(tensor.to_dense().tolist())
+    first, second = (torch.sparse_coo_tensor([[rank]], [1.0 + k], (size,)) for k in range(2))
+    results.append(values(world().allreduce([first, second])))
+    return results
+
+
+def sparse_gradients(backend: Backend) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double()
+    distributed = DistributedDataParallel(model)
+    distributed(torch.tensor([backend.rank, 5, 5])).sum().backward()
+    return [parameter.grad.to_dense().tolist() for parameter in model.parameters()]
+
+
+def built_in_hooks(backend: Backend) -> list[Any]:
+    results = []
+    for hook in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        distributed = DistributedDataParallel(model)
+        distributed._register_builtin_comm_hook(hook)
+        for step in range(2):
+            distributed(torch.full((1, 5), backend.rank + step + 1.0)).sum().backward()
+        results += [parameter.grad.tolist() for parameter in model.parameters()]
+    return results
+
+
+def sequence_numbers(backend: Backend) -> list[Any]:
+    first = world()._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(2))
+    return [world()._get_sequence_number_for_group() - first]
+
+
+CASES: list[Callable[[Backend], list[Any]]] = [
+    overloads, several_tensors_of_each_rank, parts_of_different_sizes, sparse_tensors, sparse_gradients,
+    built_in_hooks, sequence_numbers,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_results_equal_those_of_gloo(groups: Any, case: Callable[[Backend], list[Any]]) -> None:
+    horovod, gloo = groups
+    for found, expected in zip(horovod.run(case), gloo.run(case), strict=True):
+        assert len(found) == len(expected)
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert flat(one) == pytest.approx(flat(other)), number
+
+
+def invalid_arguments(backend: Backend) -> list[list[str]]:
+    """Return the errors of invalid calls. All ranks raise before any communication."""
+    rank, size, group = backend.rank, backend.size, world()
+    one, two = torch.zeros(1), torch.zeros(2)
+    wide, sparse = torch.zeros(1, dtype=torch.float64), torch.sparse_coo_tensor([[0]], [1.0], (1,))
+    maximum = dist.AllreduceOptions()
+    maximum.reduceOp = dist.ReduceOp.MAX
+    other_root = dist.ScatterOptions()
+    other_root.rootRank = (rank + 1) % size
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("invalid root rank", lambda: group.broadcast(one, root=-1)),
+        ("invalid root rank", lambda: group.reduce(one, root=size)),
+        ("invalid root rank", lambda: group.gather([], one, root=size)),
+        ("invalid root tensor", lambda: group.broadcast([], dist.BroadcastOptions())),
+        ("invalid tensor type", lambda: group.allreduce([one, wide])),
+        ("invalid tensor size", lambda: group.allreduce([one, two])),
+        ("invalid tensor layout", lambda: group.allreduce([one, sparse])),
+        ("unsupported reduction operation", lambda: group.allreduce([sparse], maximum)),
+        ("requires non-empty tensor list", lambda: group.allreduce([])),
+        ("requires non-empty tensor list", lambda: group.allreduce_coalesced([])),
+        ("tensors must all have the same type", lambda: group.allreduce_coalesced([one, wide])),
+        ("invalid tensor layout at index", lambda: group.allreduce_coalesced([one, sparse])),
+        ("unsupported layout", lambda: group.allreduce_coalesced([sparse, sparse])),
+        ("requires a single-element output tensor list", lambda: group.scatter([], [], dist.ScatterOptions())),
+        ("requires a single-element input list", lambda: group.scatter([one], [], root_options(dist.ScatterOptions))),
+        ("requires a single-element input tensor list", lambda: group.gather([], [one, one], dist.GatherOptions())),
+        ("Incorrect input list size", lambda: group.scatter(one, [one] * (size + 1), root=rank)),
+        ("Incorrect output list size", lambda: group.gather([one] * (size + 1), one, root=rank)),
+        ("requires empty input on non-root", lambda: group.scatter([one], [[one] * size], other_root)),
+    ]
+
+    def root_options(kind: Any) -> Any:
+        options = kind()
+        options.rootRank = rank
+        return options
+
+    words = []
+    for expected, call in calls:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        message = str(caught.value)
+        # torch's dispatcher rejects empty lists and sparse tensors before Gloo does.
+        is_from_dispatcher = "no tensor arguments" in message or "Could not run" in message
+        words.append(expected if expected in message or is_from_dispatcher else message)
+    group.allreduce(one).wait()  # the ranks still work together
+    return [words, [expected for expected, _ in calls]]
+
+
+def test_invalid_arguments_raise_the_errors_of_gloo(groups: Any) -> None:
+    for group in groups:
+        for words, expected in group.run(invalid_arguments):
+            assert words == expected
+
+
+def indivisible_tensors(backend: Backend) -> list[str]:
+    size, group = backend.size, world()
+    odd = torch.zeros(size + 1)
+    messages = []
+    for call in (
+        lambda: dist.reduce_scatter_tensor(torch.zeros(1), odd),
+        lambda: dist.all_gather_into_tensor(odd, torch.zeros(1)),
+        lambda: dist.all_to_all_single(torch.zeros(size + 1), odd),
+        lambda: dist.all_to_all_single(odd, odd, [1] * size, [1] * size),
+        lambda: group.reduce_scatter_tensor_coalesced([torch.zeros(1)], [odd]),
+    ):
+        with pytest.raises(CollectiveArgumentError) as caught:
+            call()
+        messages.append(str(caught.value))
+    group.allreduce(odd).wait()
+    return messages
+
+
+def test_indivisible_tensors_raise_on_every_rank(groups: Any) -> None:
+    horovod, _ = groups
+    messages = horovod.run(indivisible_tensors)
+    assert all(one == messages[0] for one in messages)
+    assert "Horovod's reduce_scatter got input" in messages[0][0]
+
+
+def coalescing_manager(backend: Backend) -> list[Any]:
+    """Collectives between _start_coalescing and _end_coalescing, whose work has all results."""
+    size, device = backend.size, torch.device("cpu")
+    tensors = [torch.full((count,), 1.0) for count in (3, 4, 5)]
+    world()._start_coalescing(device)
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    work = world()._end_coalescing(device)
+    found = work.get_future().wait()
+    assert [one.data_ptr() for one in found] == [one.data_ptr() for one in tensors]
+    assert all(bool((tensor == size).all()) for tensor in tensors)
+    return []
+
+
+def test_coalesced_operations_return_one_work_with_all_results(groups: Any) -> None:
+    horovod, _ = groups
+    horovod.run(coalescing_manager)
+
+
+def monitored_barrier(backend: Backend) -> list[str]:
+    rank, size = backend.rank, backend.size
+    for wait_all_ranks in (False, True):
+        world().monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=wait_all_ranks)
+    message = ""
+    if rank != size - 1:
+        with pytest.raises(RuntimeError) as caught:
+            world().monitored_barrier(timeout=SHORT)
+        message = str(caught.value).split("Check")[0]
+    backend.barrier()
+    if rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            world().monitored_barrier(timeout=SHORT, wait_all_ranks=True)
+        message += str(caught.value)
+    backend.barrier()
+    return [message]
+
+
+def test_a_monitored_barrier_names_missing_ranks(groups: Any) -> None:
+    horovod, _ = groups
+    results = horovod.run(monitored_barrier)
+    last = len(results) - 1
+    assert f"Rank {last} failed to pass monitoredBarrier in 400 ms" in results[0][0]
+    assert f"Ranks {', '.join(map(str, range(1, last + 1)))} failed to pass monitoredBarrier" in results[0][0]
+    for rank in range(1, last):
+        assert f"Rank {rank} successfully reached monitoredBarrier, but received errors" in results[rank][0]
+
+
+def timed_out_operation(backend: Backend) -> list[str]:
+    message = ""
+    if backend.rank == 0:
+        started = time.monotonic()
+        with pytest.raises(dist.DistBackendError) as caught:
+            world().allreduce(torch.ones(2), timeout=SHORT).wait()
+        assert isinstance(caught.value, CollectiveTimeoutError)
+        assert time.monotonic() - started < 5
+        message = str(caught.value)
+    else:
+        time.sleep(2 * SHORT.total_seconds())
+        world().allreduce(torch.ones(2)).wait()
+    return [message]
+
+
+def test_the_timeout_of_a_call_raises_the_error_of_torch() -> None:
+    with RankGroup("horovod", 2) as group:
+        ((message,), _) = group.run(timed_out_operation)
+    assert "Horovod's allreduce timed out after its timeout of 0.4 s" in message
+
+
+def different_sizes(backend: Backend) -> list[str]:
+    with pytest.raises(CollectiveMismatchError) as caught:
+        dist.all_reduce(torch.ones(5 + backend.rank))
+    return [str(caught.value)]
+
+
+def test_tensors_of_different_sizes_are_reported_on_every_rank_before_the_timeout() -> None:
+    with RankGroup("horovod", 2, backend_timeout_seconds=60) as group:
+        messages = group.run(different_sizes, timeout_seconds=30)
+    assert messages[0] == messages[1]
+    assert "rank 0 waits for allreduce of 5 float32 elements, and rank 1 for allreduce of 6" in messages[0][0]
+
+
+def slow_rank(backend: Backend) -> list[float]:
+    if backend.rank == 0:
+        time.sleep(7)
+    first, second = torch.ones(2), torch.ones(3)
+    works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
+    for work in works:
+        work.wait()
+    return [*first.tolist(), *second.tolist()]
+
+
+def test_a_slow_rank_is_not_reported_as_a_mismatch() -> None:
+    with RankGroup("horovod", 2) as group:
+        assert group.run(slow_rank) == [[2.0] * 5] * 2

@@ -1,0 +1,110 @@
+"""The suites, and the tests that they select."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import unittest
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+WHEEL_MODULE = "torch.testing._internal.distributed.distributed_test"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests of one module at one number of ranks.
+
+    `module` is the name of a module of the wheel, or the path of a file relative to the folder of PyTorch's checkout.
+    `size` is None if each test class defines its number of ranks.
+    """
+
+    name: str
+    title: str
+    module: str
+    size: int | None
+    selects: Callable[[str], bool] = lambda test: True
+
+    @property
+    def is_in_wheel(self) -> bool:
+        return not self.module.endswith(".py")
+
+
+def _prefix(*prefixes: str) -> Callable[[str], bool]:
+    return lambda test: test.startswith(prefixes)
+
+
+def _is_group_test(test: str) -> bool:
+    return "group" in test
+
+
+SUITES = (
+    Suite("wheel", "DistributedTest", WHEEL_MODULE, 2),
+    Suite("groups", "DistributedTest, groups, 3 ranks", WHEEL_MODULE, 3, _is_group_test),
+    Suite(
+        "direct",
+        "ProcessGroupGlooTest (direct method calls)",
+        "test/distributed/test_c10d_gloo.py",
+        None,
+        _prefix("ProcessGroupGlooTest."),
+    ),
+    Suite(
+        "reducer",
+        "DDP, comm hooks, reducer",
+        "test/distributed/test_c10d_gloo.py",
+        None,
+        _prefix("DistributedDataParallelTest.", "ReducerTest.", "CommTest."),
+    ),
+    Suite("hooks", "DDP comm hooks", "test/distributed/algorithms/ddp_comm_hooks/test_ddp_hooks.py", None),
+    Suite("checkpoint", "distributed checkpoint", "test/distributed/checkpoint/test_checkpoint.py", None),
+    Suite("state_dict", "distributed checkpoint, state dicts", "test/distributed/checkpoint/test_state_dict.py", None),
+    Suite("join", "Join", "test/distributed/algorithms/test_join.py", None),
+    Suite("objects", "object collectives", "test/distributed/test_c10d_object_collectives.py", None),
+    Suite("zero", "ZeroRedundancyOptimizer", "test/distributed/optim/test_zero_redundancy_optimizer.py", None),
+    Suite("functional", "functional collectives", "test/distributed/test_c10d_functional_native.py", None),
+)
+BY_NAME = {suite.name: suite for suite in SUITES}
+
+
+def load_module(suite: Suite, folder: Path | None) -> ModuleType:
+    """Import the module of a suite from the wheel, or from `folder`. Its decorators see the settings of Gloo."""
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(suite.size or 2), INIT_METHOD="file://unused")
+    if suite.is_in_wheel:
+        return importlib.import_module(suite.module)
+    assert folder is not None
+    path = folder / suite.module
+    sys.path[:0] = [str(path.parent), str(folder / "test")]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_classes(suite: Suite, module: ModuleType) -> list[type[unittest.TestCase]]:
+    """Return the classes with multi-rank tests."""
+    from torch.testing._internal import common_distributed
+
+    if suite.is_in_wheel:
+        wheel: Any = module
+        return [type("DistributedTest", (wheel.TestDistBackend, wheel.DistributedTest._DistTestBase), {})]
+    bases = (common_distributed.MultiProcessTestCase, common_distributed.MultiProcContinuousTest)
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, bases) and value.__module__ == module.__name__
+    ]
+
+
+def select_tests(suite: Suite, classes: list[type[unittest.TestCase]]) -> Iterator[tuple[type[unittest.TestCase], str]]:
+    """Yield the class and the name of each test that the suite selects, in alphabetical order."""
+    for test_class in classes:
+        for name in unittest.TestLoader().getTestCaseNames(test_class):
+            if suite.selects(f"{test_class.__name__}.{name}"):
+                yield test_class, name

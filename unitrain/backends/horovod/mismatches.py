@@ -1,0 +1,80 @@
+"""Detection of ranks that wait for different operations of one process group.
+
+Horovod runs an operation when all ranks have started it under one name, which contains the dtype and the number of
+elements. If ranks pass tensors of different sizes, or call different collectives, every rank waits for an operation
+that the others never start. Without this module, that is reported as a timeout.
+
+A rank that has waited for some seconds writes its pending operations to the store of the group, and compares them with
+those of rank 0. In a step without long waits, nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from unitrain.errors import CollectiveMismatchError
+
+_MAX_REPORTED = 16  # pending operations, of which the oldest one decides
+
+
+class Operation(NamedTuple):
+    """An operation that a rank has started: its position in the sequence of all its operations, and its kind, such as
+    "allreduce.torch.float32.5", which has the number of elements and is equal on all ranks."""
+
+    position: int
+    kind: str
+
+    def describe(self) -> str:
+        operation, _, dtype, size = self.kind.split(".")
+        return f"{operation} of {int(size):,} {'bytes' if dtype == 'uint8' else f'{dtype} elements'}"
+
+
+class MismatchDetector:
+    """Compares the pending operations of this rank with those of rank 0."""
+
+    def __init__(self, store: dist.Store, rank: int, pending: Callable[[], Sequence[Operation]]) -> None:
+        self._store = dist.PrefixStore("mismatches", store)
+        self._rank, self._pending = rank, pending
+        self._suspected: tuple[Operation, Operation] | None = None
+
+    def find(self) -> CollectiveMismatchError | None:
+        """Report the pending operations, and return an error if rank 0 waits for other ones.
+
+        Call it at intervals of seconds while the oldest operation is pending. The mismatch is returned if two
+        subsequent calls find it, because an operation can complete between the reports of two ranks.
+        """
+        with contextlib.suppress(RuntimeError):  # rank 0 has ended; its failure is reported elsewhere
+            if self._store.check(["error"]):
+                return CollectiveMismatchError(self._store.get("error").decode())
+            own = self._pending()[:_MAX_REPORTED]
+            if self._rank == 0:
+                self._store.set("0", json.dumps(own))
+                return None
+            if not own or not self._store.check(["0"]):
+                return None
+            found = _first_difference([Operation(*one) for one in json.loads(self._store.get("0"))], own)
+            confirmed, self._suspected = found is not None and found == self._suspected, found
+            if found is not None and confirmed:
+                message = (
+                    f"Ranks called different collectives: rank 0 waits for {found[0].describe()}, and rank "
+                    f"{self._rank} for {found[1].describe()} (operation {found[1].position + 1} of this group). Call "
+                    "the same collectives in the same order, with tensors of the same dtype and size, on every rank."
+                )
+                self._store.set("error", message)
+                return CollectiveMismatchError(message)
+        return None
+
+
+def _first_difference(root: Sequence[Operation], own: Sequence[Operation]) -> tuple[Operation, Operation] | None:
+    """Return the oldest pending operations of two ranks if they are in the same position, and neither rank has started
+    the other's operation."""
+    if not root or not own or root[0].position != own[0].position:
+        return None
+    if own[0].kind in {one.kind for one in root} or root[0].kind in {one.kind for one in own}:
+        return None
+    return root[0], own[0]

@@ -1,0 +1,77 @@
+"""torch.distributed.monitored_barrier over the store of a process group.
+
+It communicates through the store and not through Horovod, so it also reports missing ranks while Horovod waits for an
+operation that some ranks have not started.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_NO_ERROR = "passed"
+
+
+class MonitoredBarrier:
+    """A barrier in which rank 0 names the missing ranks."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = dist.PrefixStore("monitored_barrier", store)
+        self._rank, self._size = rank, size
+        self._number = 0
+
+    def wait(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+        """Return when all ranks have called this method. Every rank calls it.
+
+        Raises DistBackendError after `timeout`. The error on rank 0 names the first missing rank, or all missing ranks
+        with `wait_all_ranks`. The other ranks that reached the barrier also raise.
+        """
+        self._number += 1
+        prefix = str(self._number)
+        if self._rank != 0:
+            self._store.set(f"{prefix}/{self._rank}", _NO_ERROR)
+            self._wait_for_rank_0(prefix, timeout)
+            return
+        error = self._find_error(prefix, timeout, wait_all_ranks)
+        self._store.set(prefix, error or _NO_ERROR)
+        if self._number > 1:  # all ranks have read the result of the previous barrier, or raised
+            self._store.delete_key(str(self._number - 1))
+        if error:
+            raise dist.DistBackendError(error)
+        for rank in range(1, self._size):
+            self._store.delete_key(f"{prefix}/{rank}")
+
+    def _find_error(self, prefix: str, timeout: timedelta, wait_all_ranks: bool) -> str | None:
+        milliseconds = round(timeout.total_seconds() * 1000)
+        deadline = time.monotonic() + timeout.total_seconds()
+        if milliseconds <= 0:
+            return f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms. Use a longer timeout."
+        missing = []
+        for rank in range(1, self._size):
+            left = max(timedelta(seconds=deadline - time.monotonic()), timedelta(milliseconds=1))
+            try:
+                self._store.wait([f"{prefix}/{rank}"], left)
+            except dist.DistStoreError:
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        if not missing:
+            return None
+        ranks = f"Rank{'s' if wait_all_ranks else ''} {', '.join(map(str, missing))}"
+        return f"{ranks} failed to pass monitoredBarrier in {milliseconds} ms. Check what these ranks do."
+
+    def _wait_for_rank_0(self, prefix: str, timeout: timedelta) -> None:
+        # Rank 0 reports after its own timeout, which may have started later.
+        limit = 2 * timeout + timedelta(seconds=1)
+        try:
+            self._store.wait([prefix], limit)
+            error = self._store.get(prefix).decode()
+        except dist.DistStoreError:
+            error = f"rank 0 did not answer in {limit.total_seconds():g} s"
+        if error != _NO_ERROR:
+            raise dist.DistBackendError(
+                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: {error}"
+            )

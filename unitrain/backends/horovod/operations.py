@@ -1,0 +1,296 @@
+"""Start Horovod's operations for a process group: names, pieces, and conversions of tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from weakref import WeakValueDictionary
+
+import horovod.torch as hvd
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
+from unitrain.backends.horovod.tensors import (
+    ALLTOALL_BYTES,
+    Destination,
+    combine_rows,
+    dense_bytes,
+    find_reduction,
+    flatten_dense,
+    piece_slices,
+)
+from unitrain.backends.horovod.work import CompletionQueue, HorovodWork
+from unitrain.errors import CollectiveArgumentError, UnsupportedError
+
+# Horovod negotiates an operation with a known name and shape with one bit, and other operations with a message to rank
+# 0 and a response. Names are therefore reused, in the same order on every rank. A name is not reused before its
+# previous operation has completed.
+_NAMES_PER_SHAPE = 16
+_groups = 0
+
+
+class OperationStarter(dist.ProcessGroup):
+    """Base of Horovod's process group: the operations from which it composes torch's collectives.
+
+    Each method returns the works of the pieces in which a tensor is communicated. Every rank calls the same methods
+    with tensors of the same size.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg] # torch's stub describes another constructor
+        global _groups
+        self._number, self._generation = _groups, 0
+        self._prefix = f"unitrain.{_groups}.0"
+        _groups += 1
+        self._timeout = timeout
+        self._completions = CompletionQueue()
+        self._issued: defaultdict[str, int] = defaultdict(int)
+        self._latest: WeakValueDictionary[str, HorovodWork] = WeakValueDictionary()
+        self._sequence_number = self._position = 0  # operations started, and those under the current names
+        self._mismatches = MismatchDetector(store, rank, self._completions.pending_operations)
+        self._coalesced: list[HorovodWork] | None = None  # works since _start_coalescing
+
+    def start_new_names(self) -> None:
+        """Use new names from now on, because some ranks have not started operations under the current names. All ranks
+        call it."""
+        self._generation += 1
+        self._position = 0
+        self._prefix = f"unitrain.{self._number}.{self._generation}"
+        self._issued.clear()
+        self._latest.clear()
+
+    def _reduce(
+        self,
+        operation: str,
+        source: Tensor,
+        target: Tensor | None,
+        op: Any,
+        result: Any,
+        on_complete: Callable[[], object] | None = None,
+    ) -> list[HorovodWork]:
+        """Start to reduce `source` into `target`, which is None if this rank does not need the result."""
+        reduction_plan = find_reduction(source.dtype, op)
+        if reduction_plan.combine is not None:
+            return self._reduce_gathered(source, target, reduction_plan.combine, result, on_complete or (lambda: None))
+        values = flatten_dense(source)
+        in_place = reduction_plan.encode is None and target is source and values.data_ptr() == source.data_ptr()
+        destination = None if in_place or target is None else Destination(target)
+        works = []
+        for place in piece_slices(len(values), _encoded_bytes(source.dtype)):
+            wide = reduction_plan.to_horovod(values[place])
+
+            def finish(reduced: Tensor, place: slice = place) -> None:
+                if destination is not None:
+                    destination.elements[place] = reduction_plan.from_horovod(reduced, source.dtype)
+                    if place.stop == len(values):
+                        destination.finish()
+                if on_complete is not None and place.stop == len(values):
+                    on_complete()
+
+            # Values that are not encoded may share memory with the user's tensor.
+            allreduce = hvd.allreduce_async_ if in_place or reduction_plan.encode is not None else hvd.allreduce_async
+            works.append(
+                self._issue(
+                    operation,
+                    wide,
+                    functools.partial(allreduce, wide, op=reduction_plan.op),
+                    result,
+                    None if destination is None and on_complete is None else finish,
+                )
+            )
+        return works
+
+    def _reduce_gathered(
+        self,
+        source: Tensor,
+        target: Tensor | None,
+        combine: Callable[[Tensor, Tensor], Tensor],
+        result: Any,
+        on_complete: Callable[[], object] = lambda: None,
+    ) -> list[HorovodWork]:
+        destination = None if target is None else Destination(target)
+
+        def finish(gathered: Tensor, place: slice) -> None:
+            if destination is not None:
+                destination.bytes[place] = combine_rows(gathered.view(self.size(), -1), source.dtype, combine).view(
+                    torch.uint8
+                )
+                if place.stop == len(destination.bytes):
+                    destination.finish()
+                    on_complete()
+
+        return self._gather_pieces(source, result, finish)
+
+    def _reduce_scatter(self, output: Tensor, source: Tensor, op: Any, result: Any) -> list[HorovodWork]:
+        """Start to reduce `source`, which consists of `size` equal parts, and write this rank's part to `output`."""
+        reduction_plan, size, destination = find_reduction(source.dtype, op), self.size(), Destination(output)
+        _check_ratio("reduce_scatter", "input", source, "output", output, size)
+        parts = flatten_dense(source).view(size, -1) if source.numel() else source.new_empty(size, 0)
+        if reduction_plan.combine is not None:
+            complete = torch.empty_like(parts)
+
+            def take_local_part() -> None:
+                destination.elements.copy_(complete[self.rank()])
+                destination.finish()
+
+            return self._reduce_gathered(source, complete, reduction_plan.combine, result, take_local_part)
+        scatters = reduction_plan.op in (
+            hvd.Sum,
+            hvd.Average,
+        )  # Horovod supports reducescatter for these operations only
+        works = []
+        for place in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
+            wide = reduction_plan.to_horovod(parts[:, place].contiguous().view(-1))
+
+            def finish(reduced: Tensor, place: slice = place) -> None:
+                local_tensor = reduced if scatters else reduced.view(size, -1)[self.rank()]
+                destination.elements[place] = reduction_plan.from_horovod(local_tensor, source.dtype)
+                if place.stop == parts.shape[1]:
+                    destination.finish()
+
+            reduce = hvd.reducescatter_async if scatters else hvd.allreduce_async
+            works.append(
+                self._issue(
+                    "reducescatter" if scatters else "allreduce",
+                    wide,
+                    functools.partial(reduce, wide, op=reduction_plan.op),
+                    result,
+                    finish,
+                )
+            )
+        return works
+
+    def _gather(self, local_tensor: Tensor, outputs: list[Tensor] | Tensor, result: Any) -> list[HorovodWork]:
+        """Start to gather `local_tensor` of every rank into `outputs`: a list of tensors, one tensor, or an empty
+        list."""
+        count = local_tensor.numel() * local_tensor.element_size()
+        if isinstance(outputs, Tensor):
+            _check_ratio("all_gather", "output", outputs, "input", local_tensor, self.size())
+            targets = [Destination(outputs)]
+            rows = [*targets[0].bytes.view(self.size(), count)] if count else []
+        else:
+            targets = [Destination(output) for output in outputs]
+            rows = [target.bytes for target in targets]
+
+        def finish(gathered: Tensor, place: slice) -> None:
+            for row, part in zip(
+                rows, gathered.view(self.size(), -1), strict=False
+            ):  # rows is empty if this rank needs no result
+                row[place] = part
+            if place.stop == count:
+                for target in targets:
+                    target.finish()
+
+        return self._gather_pieces(local_tensor, result, finish)
+
+    def _gather_pieces(self, local_tensor: Tensor, result: Any, finish: Callable[..., None]) -> list[HorovodWork]:
+        """Start to gather the bytes of `local_tensor`.
+
+        Each piece, uint8 [size * bytes], is passed to `finish(gathered, place=...)`.
+        """
+        payload, size, each = dense_bytes(local_tensor), self.size(), local_tensor.element_size()
+        works = []
+        for elements in piece_slices(local_tensor.numel(), size * each):
+            place = slice(elements.start * each, elements.stop * each)
+            piece = payload[place]
+            works.append(
+                self._issue(
+                    "allgather",
+                    piece,
+                    functools.partial(hvd.allgather_async, piece),
+                    result,
+                    functools.partial(finish, place=place),
+                )
+            )
+        return works
+
+    def _exchange(
+        self,
+        payload: Tensor,
+        splits: list[int],
+        target: Destination,
+        result: Any,
+        on_complete: Callable[[], None] = lambda: None,
+    ) -> list[HorovodWork]:
+        """Start an alltoall of `payload`, uint8 [rows, bytes], that sends `splits[rank]` rows to each rank.
+
+        Raises UnsupportedError if this rank sends or receives more than Horovod supports.
+        """
+        num_bytes = max(payload.numel(), len(target.bytes))
+        if num_bytes > ALLTOALL_BYTES:
+            raise UnsupportedError(
+                f"Rank {self.rank()} exchanges {num_bytes:,} bytes in an alltoall with splits, but Horovod supports at "
+                f"most {ALLTOALL_BYTES:,}. Exchange fewer rows, or parts of each row, per call: tensor[:, :half]"
+            )
+
+        def finish(received: tuple[Tensor, Tensor]) -> None:
+            target.bytes.copy_(received[0].view(-1))
+            target.finish()
+            on_complete()
+
+        return [self._issue_exchange(payload, splits, result, finish)] if payload.shape[1] else []
+
+    def _issue_exchange(
+        self, payload: Tensor, splits: list[int], result: Any, finish: Callable[[Any], None]
+    ) -> HorovodWork:
+        counts = torch.tensor(splits, dtype=torch.int32)
+        return self._issue(
+            "alltoall",
+            payload,
+            functools.partial(hvd.alltoall_async, payload, splits=counts),
+            result,
+            finish,
+            size=payload.shape[1],
+        )
+
+    def _issue(
+        self,
+        operation: str,
+        tensor: Tensor,
+        start: Callable[..., int],
+        result: Any,
+        finish: Callable[[Any], Any] | None = None,
+        size: int | None = None,
+    ) -> HorovodWork:
+        """Start an operation on `tensor` under the next name. `finish` copies Horovod's output to torch's result.
+
+        `size` is equal on every rank, and is the number of elements by default.
+        """
+        device = tensor.device
+        size = tensor.numel() if size is None else size
+        signature = f"{operation}.{tensor.dtype}.{size}"
+        kind = f"{self._prefix}.{signature}"
+        name = f"{kind}.{self._issued[kind] % _NAMES_PER_SHAPE}"
+        self._issued[kind] += 1
+        if (previous := self._latest.get(name)) is not None:
+            previous.wait()
+        started = Operation(self._position, signature)
+        work = HorovodWork(
+            operation, start(name=name), result, device, finish, self._timeout, self._completions, started,
+            self._mismatches.find,
+        )  # fmt: skip
+        self._latest[name] = work
+        self._sequence_number += 1
+        self._position += 1
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        self._completions.add(work)
+        return work
+
+
+def _check_ratio(operation: str, larger: str, whole: Tensor, smaller: str, part: Tensor, size: int) -> None:
+    """Raise CollectiveArgumentError unless one tensor has `size` times the elements of the other, on every rank."""
+    if whole.numel() != size * part.numel():
+        raise CollectiveArgumentError(
+            f"Horovod's {operation} got {larger} {tuple(whole.shape)} and {smaller} {tuple(part.shape)} on {size} "
+            f"ranks. The {larger} must have {size} times the elements of the {smaller}: {size * part.numel():,}."
+        )
+
+
+def _encoded_bytes(dtype: torch.dtype) -> int:
+    return max(dtype.itemsize, 4)  # smaller dtypes are encoded in 32 bits

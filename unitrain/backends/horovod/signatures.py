@@ -1,0 +1,317 @@
+"""The overloads of torch.distributed.ProcessGroup's methods, and the checks of their arguments.
+
+torch.distributed passes lists of tensors and an options object. Programs that call the methods of a group themselves
+also pass single tensors, roots, operations and timeouts: `group.allreduce(tensor)`, `group.broadcast(tensor, root=0)`.
+The decorators of this module convert these arguments to lists and options, check them with the words of torch's own
+process groups, and apply the timeout of the options to the returned work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unitrain.errors import CollectiveArgumentError
+
+_AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
+_REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+Arguments = tuple[Any, ...]
+# A conversion returns the arguments of the method that takes lists and options. The options come last.
+Conversion = Callable[..., Arguments]
+
+
+def accepts(convert: Conversion) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for a method of a process group that takes what `convert` returns.
+
+    The decorated method takes the arguments of `convert`.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *arguments: Any, **options: Any) -> Any:
+            converted = convert(self, *arguments, **options)
+            work = method(self, *converted)
+            timeout = getattr(converted[-1], "timeout", None)
+            if timeout is not None and timeout > timedelta():  # torch sets -1 ms if the caller sets none
+                work.set_timeout(timeout)
+            return work
+
+        return call
+
+    return decorate
+
+
+def broadcast(
+    group: Any, tensors: Any = None, opts: Any = None, timeout: Any = None, *, tensor: Any = None, root: Any = None
+) -> Arguments:
+    tensors = _as_list(tensors if tensor is None else tensor)
+    opts = _options(dist.BroadcastOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
+    _check_root("broadcast", group, opts.rootRank)
+    if not 0 <= opts.rootTensor < len(tensors):
+        raise CollectiveArgumentError(
+            f"Horovod's broadcast got an invalid root tensor: {opts.rootTensor}, in a list of {len(tensors)}. "
+            "Set opts.rootTensor to the index of a tensor in the list."
+        )
+    _check_same("broadcast", tensors)
+    return tensors, opts
+
+
+def allreduce(
+    group: Any, tensors: Any = None, opts: Any = None, timeout: Any = None, *, tensor: Any = None, op: Any = None
+) -> Arguments:
+    tensors = _as_list(tensors if tensor is None else tensor)
+    opts = _options(dist.AllreduceOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op)
+    _check_same("allreduce", tensors)
+    return tensors, opts
+
+
+def allreduce_coalesced(group: Any, tensors: Any, opts: Any = None) -> Arguments:
+    tensors = _as_list(tensors)
+    _check_not_empty("allreduce_coalesced", tensors)
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise CollectiveArgumentError(
+                "Horovod's allreduce_coalesced: tensors must all have the same type, got "
+                f"{first.dtype} and {tensor.dtype}. Call it once for each dtype and device."
+            )
+        if tensor.layout != first.layout:
+            raise CollectiveArgumentError(
+                f"Horovod's allreduce_coalesced got an invalid tensor layout at index {index}: {tensor.layout}. "
+                "Call it with dense tensors: tensor.to_dense()"
+            )
+    if first.layout != torch.strided:
+        raise CollectiveArgumentError(
+            f"Horovod's allreduce_coalesced got tensors of an unsupported layout: {first.layout}. "
+            "Call allreduce once for each sparse tensor."
+        )
+    return tensors, _options(dist.AllreduceCoalescedOptions, opts)
+
+
+def reduce(
+    group: Any,
+    tensors: Any = None,
+    opts: Any = None,
+    op: Any = None,
+    timeout: Any = None,
+    *,
+    tensor: Any = None,
+    root: Any = None,
+) -> Arguments:
+    tensors = _as_list(tensors if tensor is None else tensor)
+    opts = _options(dist.ReduceOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root, reduceOp=op)
+    _check_root("reduce", group, opts.rootRank)
+    _check_single("reduce", "tensor list", tensors)
+    if opts.rootTensor != 0:
+        raise CollectiveArgumentError(
+            f"Horovod's reduce got an invalid root tensor: {opts.rootTensor}. Set opts.rootTensor to 0."
+        )
+    return tensors, opts
+
+
+def allgather(
+    group: Any,
+    output_tensors: Any = None,
+    input_tensors: Any = None,
+    opts: Any = None,
+    *,
+    input_tensor: Any = None,
+    timeout: Any = None,
+) -> Arguments:
+    outputs, inputs = _as_nested(output_tensors), _as_list(input_tensors if input_tensor is None else input_tensor)
+    _check_not_empty("allgather", inputs, "input tensor list")
+    if len(inputs) != len(outputs):
+        raise CollectiveArgumentError(
+            "Horovod's allgather requires input/output tensor lists to have the same length, got "
+            f"{len(inputs)} and {len(outputs)}. Pass one list of outputs for each input."
+        )
+    _check_same("allgather", inputs)
+    for parts in outputs:
+        _check_parts("allgather", "output", group, parts, inputs[0], len(inputs), check_sizes=False)
+    return outputs, inputs, _options(_AllgatherOptions, opts, timeout)
+
+
+def gather(
+    group: Any,
+    output_tensors: Any = None,
+    input_tensors: Any = None,
+    opts: Any = None,
+    timeout: Any = None,
+    *,
+    input_tensor: Any = None,
+    root: Any = None,
+) -> Arguments:
+    outputs, inputs = _as_nested(output_tensors), _as_list(input_tensors if input_tensor is None else input_tensor)
+    opts = _options(dist.GatherOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
+    _check_root("gather", group, opts.rootRank)
+    _check_single("gather", "input tensor list", inputs)
+    if _is_root_list("gather", "output", group, opts.rootRank, outputs):
+        _check_parts("gather", "output", group, outputs[0], inputs[0])
+    return outputs, inputs, opts
+
+
+def scatter(
+    group: Any,
+    output_tensors: Any = None,
+    input_tensors: Any = None,
+    opts: Any = None,
+    timeout: Any = None,
+    *,
+    output_tensor: Any = None,
+    root: Any = None,
+) -> Arguments:
+    outputs, inputs = _as_list(output_tensors if output_tensor is None else output_tensor), _as_nested(input_tensors)
+    opts = _options(dist.ScatterOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
+    _check_root("scatter", group, opts.rootRank)
+    _check_single("scatter", "output tensor list", outputs)
+    if _is_root_list("scatter", "input", group, opts.rootRank, inputs):
+        _check_parts("scatter", "input", group, inputs[0], outputs[0])
+    return outputs, inputs, opts
+
+
+def reduce_scatter(
+    group: Any,
+    output_tensors: Any = None,
+    input_tensors: Any = None,
+    opts: Any = None,
+    timeout: Any = None,
+    *,
+    input_tensor: Any = None,
+    op: Any = None,
+) -> Arguments:
+    outputs, inputs = _as_list(output_tensors), _as_nested(input_tensors if input_tensor is None else input_tensor)
+    opts = _options(dist.ReduceScatterOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op)
+    _check_single("reduce_scatter", "output tensor list", outputs)
+    _check_single("reduce_scatter", "input list", inputs)
+    _check_parts("reduce_scatter", "input", group, inputs[0], outputs[0], check_sizes=False)
+    return outputs, inputs, opts
+
+
+def all_gather_single(group: Any, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Arguments:
+    return output, input, _options(_AllgatherOptions, opts, timeout)
+
+
+def reduce_scatter_single(group: Any, outputTensor: Any, inputTensor: Any, opts: Any = None) -> Arguments:  # noqa: N803 (torch's names)
+    return outputTensor, inputTensor, _options(dist.ReduceScatterOptions, opts)
+
+
+def all_to_all_single(
+    group: Any,
+    output: Any = None,
+    input: Any = None,
+    output_split_sizes: Sequence[int] = (),
+    input_split_sizes: Sequence[int] = (),
+    opts: Any = None,
+    timeout: Any = None,
+    *,
+    output_tensor: Any = None,
+    input_tensor: Any = None,
+) -> Arguments:
+    output, input = output if output_tensor is None else output_tensor, input if input_tensor is None else input_tensor
+    return output, input, output_split_sizes, input_split_sizes, _options(dist.AllToAllOptions, opts, timeout)
+
+
+def barrier(group: Any, opts: Any = None, timeout: Any = None) -> Arguments:
+    return (_options(dist.BarrierOptions, opts, timeout),)
+
+
+def _options(kind: Any, given: Any, timeout: Any = None, **fields: Any) -> Any:
+    """Return the options `given`, or new ones of the class `kind` with the values of `fields` that are not None."""
+    if isinstance(given, kind):
+        return given
+    options = kind()
+    for name, value in {**fields, "timeout": given if isinstance(given, timedelta) else timeout}.items():
+        if value is not None:
+            setattr(options, name, value)
+    return options
+
+
+def _as_list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _as_nested(tensors: Any) -> list[list[Tensor]]:
+    """Return a list of lists for a list of tensors."""
+    return [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors
+
+
+def _check_root(operation: str, group: Any, root: int) -> None:
+    if not 0 <= root < group.size():
+        raise CollectiveArgumentError(
+            f"Horovod's {operation} got an invalid root rank: {root}, in a group of {group.size()} ranks. "
+            f"Use a rank from 0 to {group.size() - 1}."
+        )
+
+
+def _check_not_empty(operation: str, tensors: Sequence[Any], kind: str = "tensor list") -> None:
+    if not tensors:
+        raise CollectiveArgumentError(
+            f"Horovod's {operation} requires non-empty {kind}, got an empty one. Pass at least one tensor."
+        )
+
+
+def _check_single(operation: str, kind: str, tensors: Sequence[Any]) -> None:
+    if len(tensors) != 1:
+        raise CollectiveArgumentError(
+            f"Horovod's {operation} requires a single-element {kind}, got {len(tensors)} elements. "
+            "Call it once for each element."
+        )
+
+
+def _check_same(operation: str, tensors: Sequence[Tensor]) -> None:
+    """Raise CollectiveArgumentError unless all tensors of one rank have the same layout, dtype and shape."""
+    _check_not_empty(operation, tensors)
+    for tensor in tensors[1:]:
+        _check_equals(operation, tensor, tensors[0])
+
+
+def _check_equals(operation: str, tensor: Tensor, expected: Tensor, check_size: bool = True) -> None:
+    for kind, got, wanted in (
+        ("layout", tensor.layout, expected.layout),
+        ("type", tensor.dtype, expected.dtype),
+        ("size", tuple(tensor.shape), tuple(expected.shape)),
+    ):
+        if got != wanted and (check_size or kind != "size"):
+            raise CollectiveArgumentError(
+                f"Horovod's {operation} got an invalid tensor {kind}: {got}, expected {wanted}. "
+                f"Pass tensors of one {'shape' if kind == 'size' else kind if kind == 'layout' else 'dtype'}."
+            )
+
+
+def _is_root_list(operation: str, kind: str, group: Any, root: int, lists: Sequence[Any]) -> bool:
+    """Return whether this rank is the root, which passes one list. Other ranks pass none."""
+    if group.rank() == root:
+        _check_single(operation, f"{kind} list", lists)
+        return True
+    if lists and any(lists):
+        raise CollectiveArgumentError(
+            f"Horovod's {operation} requires empty {kind} on non-root ranks, got {len(lists)} lists on rank "
+            f"{group.rank()} with root {root}. Pass an empty list on this rank."
+        )
+    return False
+
+
+def _check_parts(
+    operation: str,
+    kind: str,
+    group: Any,
+    parts: Sequence[Tensor],
+    expected: Tensor,
+    lists: int = 1,
+    check_sizes: bool = True,
+) -> None:
+    """Check a list with one tensor for each rank."""
+    size = group.size() * lists
+    if len(parts) != size:
+        raise CollectiveArgumentError(
+            f"Horovod's {operation}: Incorrect {kind} list size {len(parts)}. {kind.capitalize()} list size should be "
+            f"{size}, same as size of the process group. Pass one tensor for each rank."
+        )
+    for part in parts:
+        _check_equals(operation, part, expected, check_sizes)
