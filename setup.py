@@ -27,7 +27,7 @@ manifests = ["jsonschema>=4.20", "kubeflow-trainer-api>=2.1", "kubernetes-valida
 # The reasons for Sphinx are in CONTRIBUTING.md.
 docs = ["furo>=2025.12", "myst-parser>=5.0", "sphinx>=9.0", "sphinx-click>=6.2"]
 dev = [
-    "hypothesis>=6.100", "import-linter>=2.6", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3",
+    "expecttest>=0.2", "hypothesis>=6.100", "import-linter>=2.6", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3",
     "pytest-xdist>=3.6", "ruff>=0.6",
 ]  # fmt: skip
 

@@ -50,6 +50,7 @@ def accepts(convert: Conversion) -> Callable[[Callable[..., Any]], Callable[...,
 def broadcast(
     group: Any, tensors: Any = None, opts: Any = None, timeout: Any = None, *, tensor: Any = None, root: Any = None
 ) -> Arguments:
+    """Return the arguments of `broadcast`."""
     tensors = _as_list(tensors if tensor is None else tensor)
     opts = _options(dist.BroadcastOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
     _check_root("broadcast", group, opts.rootRank)
@@ -65,6 +66,7 @@ def broadcast(
 def allreduce(
     group: Any, tensors: Any = None, opts: Any = None, timeout: Any = None, *, tensor: Any = None, op: Any = None
 ) -> Arguments:
+    """Return the arguments of `allreduce`."""
     tensors = _as_list(tensors if tensor is None else tensor)
     opts = _options(dist.AllreduceOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op)
     _check_same("allreduce", tensors)
@@ -72,6 +74,7 @@ def allreduce(
 
 
 def allreduce_coalesced(group: Any, tensors: Any, opts: Any = None) -> Arguments:
+    """Return the arguments of `allreduce_coalesced`."""
     tensors = _as_list(tensors)
     _check_not_empty("allreduce_coalesced", tensors)
     first = tensors[0]
@@ -104,6 +107,7 @@ def reduce(
     tensor: Any = None,
     root: Any = None,
 ) -> Arguments:
+    """Return the arguments of `reduce`."""
     tensors = _as_list(tensors if tensor is None else tensor)
     opts = _options(dist.ReduceOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root, reduceOp=op)
     _check_root("reduce", group, opts.rootRank)
@@ -124,6 +128,7 @@ def allgather(
     input_tensor: Any = None,
     timeout: Any = None,
 ) -> Arguments:
+    """Return the arguments of `allgather`."""
     outputs, inputs = _as_nested(output_tensors), _as_list(input_tensors if input_tensor is None else input_tensor)
     _check_not_empty("allgather", inputs, "input tensor list")
     if len(inputs) != len(outputs):
@@ -147,6 +152,7 @@ def gather(
     input_tensor: Any = None,
     root: Any = None,
 ) -> Arguments:
+    """Return the arguments of `gather`."""
     outputs, inputs = _as_nested(output_tensors), _as_list(input_tensors if input_tensor is None else input_tensor)
     opts = _options(dist.GatherOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
     _check_root("gather", group, opts.rootRank)
@@ -166,6 +172,7 @@ def scatter(
     output_tensor: Any = None,
     root: Any = None,
 ) -> Arguments:
+    """Return the arguments of `scatter`."""
     outputs, inputs = _as_list(output_tensors if output_tensor is None else output_tensor), _as_nested(input_tensors)
     opts = _options(dist.ScatterOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
     _check_root("scatter", group, opts.rootRank)
@@ -185,6 +192,7 @@ def reduce_scatter(
     input_tensor: Any = None,
     op: Any = None,
 ) -> Arguments:
+    """Return the arguments of `reduce_scatter`."""
     outputs, inputs = _as_list(output_tensors), _as_nested(input_tensors if input_tensor is None else input_tensor)
     opts = _options(dist.ReduceScatterOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op)
     _check_single("reduce_scatter", "output tensor list", outputs)
@@ -194,10 +202,12 @@ def reduce_scatter(
 
 
 def all_gather_single(group: Any, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Arguments:
+    """Return the arguments of `all_gather_single`."""
     return output, input, _options(_AllgatherOptions, opts, timeout)
 
 
 def reduce_scatter_single(group: Any, outputTensor: Any, inputTensor: Any, opts: Any = None) -> Arguments:  # noqa: N803 (torch's names)
+    """Return the arguments of `reduce_scatter_single`."""
     return outputTensor, inputTensor, _options(dist.ReduceScatterOptions, opts)
 
 
@@ -213,11 +223,13 @@ def all_to_all_single(
     output_tensor: Any = None,
     input_tensor: Any = None,
 ) -> Arguments:
+    """Return the arguments of `all_to_all_single`."""
     output, input = output if output_tensor is None else output_tensor, input if input_tensor is None else input_tensor
     return output, input, output_split_sizes, input_split_sizes, _options(dist.AllToAllOptions, opts, timeout)
 
 
 def barrier(group: Any, opts: Any = None, timeout: Any = None) -> Arguments:
+    """Return the arguments of `barrier`."""
     return (_options(dist.BarrierOptions, opts, timeout),)
 
 
