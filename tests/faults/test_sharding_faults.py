@@ -117,8 +117,8 @@ def test_a_fault_ends_sharded_training_and_the_report_names_the_rank(
             ended = time.time()
             assert all(process.returncode for process in processes), f"{fault}:\n{together}"
             assert re.search(report, together), f"{fault}:\n{together}"
-            is_mismatch = "CollectiveMismatchError" in together  # of all ranks
-            assert is_mismatch or "rank 0 failed first" not in together, f"{fault}:\n{together}"
+            if fault != "calls state_dict":  # in which both ranks wait for each other
+                assert "rank 0 failed first" not in together, f"{fault}:\n{together}"
             (began,) = re.findall(r"fault (\S+)", together)
             # The ranks of an earlier job may have ended later.
             limit = max(limit for _, limit in FAULTS.values() if limit < 60)
