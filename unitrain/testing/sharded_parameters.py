@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
 from unitrain.backends.sharding.state_format import complete_tensor
-from unitrain.errors import ConfigError, ModelError
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.modules.sync_batch_norm import sync_batch_norm
-from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
+from unitrain.testing.cases import assert_same_on_every_rank, contract
 from unitrain.torch_compat import fsdp_parameters, unsharded_parameter
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -73,12 +72,13 @@ class _ConvNet(nn.Module):
         return output
 
 
-def _build(kind: type[nn.Module] = _Transformer, dtype: torch.dtype = torch.float64) -> nn.Module:
+def build_model(kind: type[nn.Module] = _Transformer, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Return a model with the same weights on every rank."""
     torch.manual_seed(0)
     return kind().to(dtype)
 
 
-def _loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
+def model_loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
     """Return the loss of `model` on the samples of `ranks`, of which each has the same number."""
     parts = []
     for rank in ranks:
@@ -96,25 +96,28 @@ def _loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
     return loss
 
 
-def _adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+def adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """Return AdamW, with a large eps, so that rounding errors of small gradients are not amplified."""
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def _setup(
-    backend: Backend, model: nn.Module, make: MakeOptimizer = _adam, blocks: tuple[Any, ...] = ()
+def distribute(
+    backend: Backend, model: nn.Module, make: MakeOptimizer = adam, blocks: tuple[Any, ...] = ()
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard the parameters of `model`, and return the distributed model and the optimizer that `make` builds."""
     optimizer = make(model.parameters())
     wrapped = backend.distributed_model(model, shard="parameters", shard_blocks=blocks)
     return wrapped, backend.distributed_optimizer(optimizer, wrapped, shard="parameters")
 
 
-def _complete(backend: Backend, model: nn.Module) -> dict[str, Tensor]:
+def complete_state(backend: Backend, model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the complete state of the distributed `model`. All ranks call it."""
     return {name: value.clone() for name, value in backend.unwrap(model).state_dict().items()}
 
 
 def _assert_same(backend: Backend, model: nn.Module, twin: nn.Module, tolerance: float = 1e-12) -> None:
     broadcast_buffers(model, backend)
-    state, expected = _complete(backend, model), twin.state_dict()
+    state, expected = complete_state(backend, model), twin.state_dict()
     assert list(state) == list(expected)
     for name, value in state.items():
         torch.testing.assert_close(
@@ -131,23 +134,23 @@ def _everyone(backend: Backend) -> range:
 def sharded_parameters_train_as_plain_torch(backend: Backend) -> None:
     """Train with several optimizers, clipping, and accumulation inside and outside `no_sync`."""
     optimizers: list[tuple[MakeOptimizer, float | None]] = [
-        (_adam, 0.05),
+        (adam, 0.05),
         (lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1), None),
         (lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, eps=0.01, foreach=True), 1e9),
     ]
     for make, max_norm in optimizers:
-        model, twin = _build(), _build()
-        wrapped, optimizer = _setup(backend, model, make)
+        model, twin = build_model(), build_model()
+        wrapped, optimizer = distribute(backend, model, make)
         twin_optimizer = make(twin.parameters())
         for step in range(3):
             optimizer.zero_grad()
             twin_optimizer.zero_grad()
             with backend.no_sync(wrapped):
-                _loss(wrapped, [backend.rank], 10 + step).backward()
+                model_loss(wrapped, [backend.rank], 10 + step).backward()
             for micro_step in (0, 20):
-                _loss(wrapped, [backend.rank], micro_step + step).backward()
+                model_loss(wrapped, [backend.rank], micro_step + step).backward()
             for micro_step in (10, 0, 20):
-                _loss(twin, _everyone(backend), micro_step + step).backward()
+                model_loss(twin, _everyone(backend), micro_step + step).backward()
             if max_norm is not None:
                 norms = [nn.utils.clip_grad_norm_(one.parameters(), max_norm) for one in (model, twin)]
                 assert abs(norms[0].item() - norms[1].item()) < 1e-12, norms
@@ -174,7 +177,7 @@ def norms_of_sharded_parameters_are_those_of_complete_gradients(backend: Backend
     for order in (2.0, 1.0, 3.0, torch.inf, -torch.inf):
         for foreach in (None, False):
             model, twin = build(), build()
-            wrapped, _ = _setup(backend, model)
+            wrapped, _ = distribute(backend, model)
             for one, inputs in ((wrapped, rows[backend.rank :: backend.size]), (twin, rows)):
                 one(inputs).sin().mean().backward()
             norms = [nn.utils.get_total_norm(gradients(one), order).item() for one in (model, twin)]
@@ -189,7 +192,7 @@ def norms_of_sharded_parameters_are_those_of_complete_gradients(backend: Backend
 @contract
 def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12)) for _ in range(3)))
-    wrapped, optimizer = _setup(backend, model, torch.optim.Adam, (nn.Linear,))
+    wrapped, optimizer = distribute(backend, model, torch.optim.Adam, (nn.Linear,))
     complete = sum(parameter.numel() for parameter in model.parameters())
     wrapped(torch.ones(2, 12)).sum().backward()
     optimizer.step()
@@ -227,8 +230,8 @@ def sharded_parameters_of_large_blocks(backend: Backend) -> None:
         return output
 
     model, twin = build(), build()
-    wrapped, optimizer = _setup(backend, model, blocks=(nn.Linear,))
-    twin_optimizer = _adam(twin.parameters())
+    wrapped, optimizer = distribute(backend, model, blocks=(nn.Linear,))
+    twin_optimizer = adam(twin.parameters())
     for step in range(3):
         for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
             one.zero_grad()
@@ -239,36 +242,36 @@ def sharded_parameters_of_large_blocks(backend: Backend) -> None:
 
 @contract
 def sharded_parameters_of_a_conv_net_with_synchronized_batch_norm(backend: Backend) -> None:
-    model, twin = _build(_ConvNet), _build(_ConvNet)
+    model, twin = build_model(_ConvNet), build_model(_ConvNet)
     sync_batch_norm(model, backend)
-    wrapped, optimizer = _setup(backend, model)
-    twin_optimizer = _adam(twin.parameters())
+    wrapped, optimizer = distribute(backend, model)
+    twin_optimizer = adam(twin.parameters())
     for step in range(3):
         for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
             one.zero_grad()
-            _loss(trained, ranks, step).backward()
+            model_loss(trained, ranks, step).backward()
             one.step()
     _assert_same(backend, wrapped, twin)
     for trained in (wrapped, twin):
         trained.eval()
     with torch.no_grad():
-        values = [_loss(wrapped, [0], 7).item(), _loss(twin, [0], 7).item()]
+        values = [model_loss(wrapped, [0], 7).item(), model_loss(twin, [0], 7).item()]
     assert abs(values[0] - values[1]) < 1e-12, values
-    _loss(wrapped.train(), [backend.rank], 8).backward()
+    model_loss(wrapped.train(), [backend.rank], 8).backward()
 
 
 @contract
 def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend) -> None:
     """Resume in one process from a state saved with sharded parameters, and the reverse."""
-    model, twin = _build(), _build()
-    wrapped, optimizer = _setup(backend, model)
-    twin_optimizer = _adam(twin.parameters())
+    model, twin = build_model(), build_model()
+    wrapped, optimizer = distribute(backend, model)
+    twin_optimizer = adam(twin.parameters())
     assert optimizer.state_dict() == twin_optimizer.state_dict()
 
     def step(number: int, *pairs: tuple[nn.Module, torch.optim.Optimizer]) -> None:
         for trained, one in pairs:
             one.zero_grad()
-            _loss(trained, [backend.rank] if trained is not twin else _everyone(backend), number).backward()
+            model_loss(trained, [backend.rank] if trained is not twin else _everyone(backend), number).backward()
             one.step()
 
     for number in range(2):
@@ -283,8 +286,8 @@ def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend)
     step(5, (wrapped, optimizer))
     model.load_state_dict(copy.deepcopy(twin.state_dict()))
     optimizer.load_state_dict(copy.deepcopy(expected))
-    fresh = _build()
-    fresh_optimizer = _adam(fresh.parameters())
+    fresh = build_model()
+    fresh_optimizer = adam(fresh.parameters())
     if backend.rank == 0:
         fresh.load_state_dict(twin.state_dict())
         fresh_optimizer.load_state_dict(copy.deepcopy(expected))
@@ -303,18 +306,18 @@ def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend)
 @contract
 def optimizer_state_that_was_created_from_sharded_parameters(backend: Backend) -> None:
     """Adagrad creates its state when it is built; Adam has state if it was used before `distributed_optimizer`."""
-    makes: list[MakeOptimizer] = [lambda parameters: torch.optim.Adagrad(parameters, 0.01, 0, 0, 0.1), _adam]
+    makes: list[MakeOptimizer] = [lambda parameters: torch.optim.Adagrad(parameters, 0.01, 0, 0, 0.1), adam]
     for make in makes:
-        model, twin = _build(), _build()
+        model, twin = build_model(), build_model()
         wrapped = backend.distributed_model(model, shard="parameters")
         optimizer, twin_optimizer = make(model.parameters()), make(twin.parameters())
         pairs = ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend)))
         for step in range(3):
-            if step == (0 if make is not _adam else 1):
+            if step == (0 if make is not adam else 1):
                 backend.distributed_optimizer(optimizer, wrapped, shard="parameters")
             for one, trained, ranks in pairs:
                 one.zero_grad()
-                _loss(trained, ranks, step).backward()
+                model_loss(trained, ranks, step).backward()
                 one.step()
         _assert_same(backend, wrapped, twin)
         state, expected = optimizer.state_dict()["state"], twin_optimizer.state_dict()["state"]
@@ -334,7 +337,7 @@ def sharded_parameters_with_groups_freezing_and_schedulers(backend: Backend) -> 
         optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
-    model, twin = _build(), _build()
+    model, twin = build_model(), build_model()
     for one in (model, twin):
         one.get_submodule("layers.1").requires_grad_(False)
     pairs = [make(model), make(twin)]
@@ -351,7 +354,7 @@ def sharded_parameters_with_groups_freezing_and_schedulers(backend: Backend) -> 
                 one.get_submodule("layers.1").requires_grad_(step == 2)
                 one.get_parameter("layers.0.up.bias").requires_grad_(step == 4)
             optimizer.zero_grad()
-            _loss(trained, ranks, step).backward()
+            model_loss(trained, ranks, step).backward()
             optimizer.step()
             scheduler.step()
     _assert_same(backend, wrapped, twin)
@@ -363,7 +366,7 @@ def sharded_parameters_with_loss_scaling_and_autocast(backend: Backend) -> None:
     for dtype, overflow_step in ((torch.float16, 1), (torch.bfloat16, -1)):
         results = []
         for shard in ("none", "parameters"):
-            model = _build(dtype=torch.float32)
+            model = build_model(dtype=torch.float32)
             optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
             wrapped = backend.distributed_model(model, shard=shard)
             backend.distributed_optimizer(optimizer, wrapped, shard=shard)
@@ -371,7 +374,7 @@ def sharded_parameters_with_loss_scaling_and_autocast(backend: Backend) -> None:
             for step in range(4):
                 optimizer.zero_grad()
                 with torch.autocast(backend.device.type, dtype):
-                    loss = _loss(wrapped, [backend.rank], step)
+                    loss = model_loss(wrapped, [backend.rank], step)
                 if step == overflow_step and backend.rank == backend.size - 1:
                     loss = loss * float("inf")
                 scaler.scale(loss).backward()
@@ -379,7 +382,7 @@ def sharded_parameters_with_loss_scaling_and_autocast(backend: Backend) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.05)
                 scaler.step(optimizer)
                 scaler.update()
-            results.append((_complete(backend, wrapped), scaler.get_scale()))
+            results.append((complete_state(backend, wrapped), scaler.get_scale()))
         torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-6)
         assert results[0][1] == results[1][1]
 
@@ -388,17 +391,17 @@ def sharded_parameters_with_loss_scaling_and_autocast(backend: Backend) -> None:
 def sharded_parameters_with_activation_checkpointing(backend: Backend) -> None:
     choices: list[tuple[Any, tuple[str, ...]]] = [(_Layer, ()), ("_Layer", ("MultiheadAttention",))]
     for checkpointed, blocks in choices:
-        model, twin = _build(), _build()
+        model, twin = build_model(), build_model()
         checkpoint_activations(model, checkpointed)
-        wrapped, optimizer = _setup(backend, model, blocks=blocks)
-        twin_optimizer = _adam(twin.parameters())
+        wrapped, optimizer = distribute(backend, model, blocks=blocks)
+        twin_optimizer = adam(twin.parameters())
         for step in range(2):
             for one, trained, ranks in (
                 (optimizer, wrapped, [backend.rank]),
                 (twin_optimizer, twin, _everyone(backend)),
             ):
                 one.zero_grad()
-                _loss(trained, ranks, step).backward()
+                model_loss(trained, ranks, step).backward()
                 one.step()
         _assert_same(backend, wrapped, twin)
 
@@ -406,16 +409,16 @@ def sharded_parameters_with_activation_checkpointing(backend: Backend) -> None:
 @contract
 def sharded_parameters_after_forwards_without_backward(backend: Backend) -> None:
     """A forward pass with gradients before the step must not leave outdated parameters in memory."""
-    model, twin = _build(), _build()
-    wrapped, optimizer = _setup(backend, model)
-    twin_optimizer = _adam(twin.parameters())
+    model, twin = build_model(), build_model()
+    wrapped, optimizer = distribute(backend, model)
+    twin_optimizer = adam(twin.parameters())
     for step in range(2):
         for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
             one.zero_grad()
-            loss = _loss(trained, ranks, step)
+            loss = model_loss(trained, ranks, step)
             loss.backward(retain_graph=True)
             loss.backward()
-            _loss(trained, ranks, 9)
+            model_loss(trained, ranks, 9)
             one.step()
     _assert_same(backend, wrapped, twin)
 
@@ -430,121 +433,18 @@ class _InPlace(nn.Sequential):
 def gradients_of_sharded_parameters_after_another_forward(backend: Backend) -> None:
     """Clip after a forward pass with gradients that follows the backward pass, call `model.zero_grad` between the
     forward and the backward pass, and accumulate the gradients of an output that was changed in place."""
-    model, twin = _build(), _build()
-    wrapped, optimizer = _setup(backend, model)
-    twin_optimizer = _adam(twin.parameters())
+    model, twin = build_model(), build_model()
+    wrapped, optimizer = distribute(backend, model)
+    twin_optimizer = adam(twin.parameters())
     for step in range(3):
         norms = []
         for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
-            loss = _loss(trained, ranks, step)
+            loss = model_loss(trained, ranks, step)
             trained.zero_grad()
             loss.backward()
-            _loss(_InPlace(trained), ranks, 9).backward()
-            _loss(trained, ranks, 9)
+            model_loss(_InPlace(trained), ranks, 9).backward()
+            model_loss(trained, ranks, 9)
             norms.append(nn.utils.clip_grad_norm_(trained.parameters(), 0.05).item())
             one.step()
         assert abs(norms[0] - norms[1]) < 1e-12, norms
     _assert_same(backend, wrapped, twin)
-
-
-class _Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.fails = self.skips = False
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        features = self.first(inputs)
-        if self.fails:
-            raise RuntimeError("failed")
-        output: Tensor = features if self.skips else self.second(features)
-        return output
-
-
-@contract
-def sharded_parameters_continue_after_an_exception(backend: Backend) -> None:
-    model = _Failing()
-    wrapped, optimizer = _setup(backend, model, blocks=(nn.Linear,))
-    model.fails = True
-    raises(RuntimeError, "failed", lambda: wrapped(torch.ones(2, 3)))
-    model.fails = False
-    wrapped(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if backend.size > 1 or backend.name != "local":
-        model.skips = True
-        wrapped(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-
-
-@contract
-def sharded_parameters_that_are_unused_raise(backend: Backend) -> None:
-    model = _Failing()
-    wrapped, _ = _setup(backend, model, blocks=())
-    model.skips = backend.rank == 0
-    text = raises(ModelError, "2 parameters got no gradient", lambda: wrapped(torch.ones(2, 3)).sum().backward())
-    assert "second.weight, second.bias" in text
-    assert_same_on_every_rank(backend, text)
-
-
-@contract
-def sharded_parameters_reject_a_step_on_local_gradients(backend: Backend) -> None:
-    model = _build()
-    wrapped, optimizer = _setup(backend, model)
-    before = _complete(backend, wrapped)
-    with backend.no_sync(wrapped):
-        _loss(wrapped, [backend.rank], 0).backward()
-    text = raises(ModelError, "not reduced over ranks", optimizer.step)
-    assert_same_on_every_rank(backend, text)
-    torch.testing.assert_close(_complete(backend, wrapped), before)
-    optimizer.zero_grad()
-    _loss(wrapped, [backend.rank], 0).backward()
-    optimizer.step()
-
-
-class _Scalar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(1.5))
-
-
-@contract
-def parameters_that_cannot_be_sharded_raise(backend: Backend) -> None:
-    def check(kind: type[Exception], text: str, model: nn.Module, **arguments: Any) -> None:
-        arguments = {"shard": "parameters", **arguments}
-        message = raises(kind, text, lambda: backend.distributed_model(model, **arguments))
-        assert_same_on_every_rank(backend, message)
-
-    model = _build()
-    check(ConfigError, "does not compress gradients, got compression='fp16'", model, compression="fp16")
-    check(ConfigError, "does not support find_unused_parameters=True", model, find_unused_parameters=True)
-    check(ConfigError, "shard is 'state'", model, shard="state", shard_blocks=("_Layer",))
-    check(ConfigError, "must be a tuple of classes", model, shard_blocks="_Layer")
-    check(ModelError, "has no module of class 'Layer'", model, shard_blocks=("Layer",))
-    check(ModelError, "'embedding.weight' is shared by", model, shard_blocks=("Embedding",))
-    check(ModelError, "'factor' has 0 dimensions", _Scalar())
-    check(ModelError, "is not contiguous", nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last))
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    check(ModelError, "have different dtypes", mixed)
-    hooked = nn.Linear(2, 2)
-    hooked.weight.register_hook(lambda gradient: gradient)
-    check(ModelError, "has a gradient hook", hooked)
-
-    wrapped = backend.distributed_model(model, shard="parameters")
-    for optimizer in (torch.optim.LBFGS(model.parameters()), torch.optim.Adafactor(model.parameters())):
-        text = raises(
-            ModelError,
-            f"elementwise optimizer of torch.optim, got {type(optimizer).__name__}",
-            lambda optimizer=optimizer: backend.distributed_optimizer(optimizer, wrapped, shard="parameters"),
-        )
-        assert_same_on_every_rank(backend, text)
-    for shard in ("none", "state"):
-        text = raises(
-            ModelError,
-            f"was called with shard={shard!r} and a model with shard='parameters'",
-            lambda shard=shard: backend.distributed_optimizer(_adam(model.parameters()), wrapped, shard=shard),
-        )
-        assert_same_on_every_rank(backend, text)
-    if backend.name != "local":
-        check(ModelError, "is sharded already", model)
-        raises(ModelError, "cannot be copied", lambda: copy.deepcopy(wrapped))
