@@ -12,6 +12,7 @@ Another package adds a launcher through the entry-point group `unitrain.launcher
 - `spec`: `LaunchSpec` (the request), `Command` (the result), and lookup of programs and modules
 - `registry`: launcher names, `build` and `build_local`
 - `torchrun`, `horovodrun`, `mpirun`, `srun`: one launcher each
+- `devices`: selection of GPUs, or of the number of processes on CPUs
 - `hosts`: hosts and slots, hostfiles, placement of processes
 - `elastic`: the allowed range of ranks, host discovery, reachability
 - `arguments`: `--launcher-args` and `-x`
@@ -24,6 +25,7 @@ Another package adds a launcher through the entry-point group `unitrain.launcher
 
 from unitrain.launchers.agents import LAUNCH_ID_VARIABLE, add_cleanup
 from unitrain.launchers.arguments import parse_exports, parse_launcher_args
+from unitrain.launchers.devices import Devices, SelectedDevices, parse_devices, select_devices
 from unitrain.launchers.elastic import (
     ElasticRange,
     HostDiscoveryError,
@@ -42,12 +44,14 @@ __all__ = [
     "DEFAULT_LAUNCHERS",
     "LAUNCH_ID_VARIABLE",
     "Command",
+    "Devices",
     "ElasticRange",
     "Host",
     "HostDiscoveryError",
     "LaunchError",
     "LaunchSpec",
     "MissingLauncherError",
+    "SelectedDevices",
     "add_cleanup",
     "allocated_hosts",
     "allocated_slots",
@@ -61,10 +65,12 @@ __all__ = [
     "find_reachable_hosts",
     "is_one_of_several_tasks",
     "is_this_host",
+    "parse_devices",
     "parse_elastic",
     "parse_exports",
     "parse_hosts",
     "parse_launcher_args",
     "processes_per_host",
     "read_hostfile",
+    "select_devices",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unitrain.launchers.arguments import is_likely_secret, parse_launcher_args
+from unitrain.launchers.devices import parse_devices, select_uncounted_devices
 from unitrain.launchers.elastic import parse_elastic
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.translation.hosts import format_hosts, place_processes, read_hosts
@@ -20,7 +21,7 @@ SYNTAX = Syntax(
     arity_table(
         "--gloo --mpi --dry-run --help --module --untuned",
         "--backend --launcher --num-processes --hosts --hostfile --interface -x --max-restarts --launcher-args "
-        "--elastic --host-discovery-script --elastic-timeout --log-dir",
+        "--elastic --host-discovery-script --elastic-timeout --log-dir --devices",
     ),
     {"-np": "--num-processes", "-n": "--num-processes", "-H": "--hosts", "-h": "--help", "-m": "--module"},
 )
@@ -34,7 +35,13 @@ def parse(words: Sequence[str]) -> Job:
     options = Options(SYNTAX, words)
     hosts = read_hosts(options.take_last("--hosts"), options.take_last("--hostfile"), "--hostfile")
     slots = sum(host.slots for host in hosts)
-    size = options.take_number("--num-processes") or slots or 1
+    num_processes = options.take_number("--num-processes")
+    devices = options.take_last("--devices")
+    selected = None
+    if devices is not None:
+        selected = select_uncounted_devices(parse_devices(devices), num_processes, hosts)
+        num_processes, hosts = selected.num_processes, selected.hosts
+    size = num_processes or slots or 1
     script = options.take_last("--host-discovery-script")
     elastic = options.take_last("--elastic")
     if elastic is not None:
@@ -47,6 +54,8 @@ def parse(words: Sequence[str]) -> Job:
     )
     backend = backend or DEFAULT_BACKENDS.get(launcher, "ddp")
     variables, forwarded = options.take_exports()
+    if selected is not None:
+        variables = {**variables, **selected.variables}
     texts = [option.values[0] for option in options.take_all("--launcher-args")]
     launcher_options = [LauncherOption(launcher, tuple(parse_launcher_args([text])), "own") for text in texts]
     launcher_options += [

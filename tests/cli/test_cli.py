@@ -34,9 +34,9 @@ OPTIONS = {
         "--host-bandwidth", "--servers", "--json", "--output",
     },
     "unitrain launch": {
-        "--backend", "--launcher", "-np", "-n", "--num-processes", "-H", "--hosts", "--gloo", "--mpi", "-x",
-        "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout", "--untuned",
-        "--log-dir", "--dry-run", "--hostfile", "--interface", "-m", "--module", "SCRIPT", "ARGS",
+        "--backend", "--launcher", "-np", "-n", "--num-processes", "--devices", "-H", "--hosts", "--gloo", "--mpi",
+        "-x", "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout",
+        "--untuned", "--log-dir", "--dry-run", "--hostfile", "--interface", "-m", "--module", "SCRIPT", "ARGS",
     },
     "unitrain memory": {
         "-np", "-n", "--num-processes", "--backend", "--ranks", "--steps", "--timeout-seconds", "--json", "SCRIPT",

@@ -10,9 +10,11 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
+from fake_programs import write_program
 from launches import running_launcher
 from nbclient import NotebookClient
 from preload import preloaded
@@ -168,6 +170,46 @@ def test_unpicklable_arguments_are_rejected_before_ranks_start() -> None:
         unitrain.run(print, np=2, backend="dpp")
     with pytest.raises(ConfigError, match=r"^unitrain\.run\(np=...\) must be at least 1, got 0\. Use np=2"):
         unitrain.run(print, np=0)
+
+
+def report_devices() -> tuple[str, str | None]:
+    """Return the rank and CUDA_VISIBLE_DEVICES of this process."""
+    rank = os.environ.get("RANK") or os.environ["HOROVOD_RANK"]
+    return rank, os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "visible"),
+    [
+        (4, {"devices": 2}, "0,1"),
+        (4, {"devices": [1, 3], "backend": "horovod"}, "1,3"),
+        (4, {"devices": 0, "np": 2}, ""),
+        (0, {"devices": "2"}, None),
+    ],
+)
+def test_run_selects_devices(
+    gpus: int, arguments: dict[str, Any], visible: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "\n".join(f"echo 'GPU {index}: NVIDIA H100'" for index in range(gpus))
+    write_program(tmp_path, "nvidia-smi", lines)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert unitrain.run(report_devices, **arguments) == [("0", visible), ("1", visible)]
+
+
+def test_contradictory_or_missing_numbers_of_ranks_are_rejected() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^unitrain\.run starts np ranks, but neither np nor devices is set\. Use np"
+    ):
+        unitrain.run(print)
+    with pytest.raises(
+        ConfigError, match=r"^devices=2 starts one rank per device \(2\), but np=3 requests 3\. Use np=2,"
+    ):
+        unitrain.run(print, np=3, devices=2)
+    with pytest.raises(
+        ConfigError, match=r"^unitrain\.run\(devices=\.\.\.\) takes a number of devices, .* got 'two'\. Us"
+    ):
+        unitrain.run(print, devices="two")
 
 
 def test_run_inside_a_rank_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

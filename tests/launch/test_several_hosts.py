@@ -20,6 +20,11 @@ ROOT = str(Path(__file__).parents[2])
 PYTHON = sys.executable
 LAUNCH = [PYTHON, "-m", "unitrain", "launch"]
 VARIABLES = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+LAUNCHERS = [
+    ("torchrun", ["--backend", "ddp"], []),
+    ("horovodrun", ["--backend", "horovod"], []),
+    ("mpirun", ["--launcher", "mpirun"], [needs_mpi]),
+]
 # Arguments: the folder for the reports of the ranks, and how the script ends. It does not import torch.
 SCRIPT = """
 import json, os, socket, sys, time
@@ -29,7 +34,7 @@ names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 rank = int(next(os.environ[name] for name in names if name in os.environ))
 sizes = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
 size = int(next(os.environ[name] for name in sizes if name in os.environ))
-keys = ("HF_TOKEN", "GLOO_SOCKET_IFNAME", "MASTER_PORT")
+keys = ("HF_TOKEN", "GLOO_SOCKET_IFNAME", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 told = dict(rank=rank, size=size, host=socket.gethostname(), **{key: os.environ.get(key) for key in keys})
 with open(f"{folder}/{rank}.part", "w") as file:
     json.dump(told, file)
@@ -107,11 +112,19 @@ def test_concurrent_launches_do_not_share_a_rendezvous(two_hosts: list[Host], sc
     assert rank_results[0][0]["MASTER_PORT"] != rank_results[1][0]["MASTER_PORT"]
 
 
-ENDS = [
-    ("torchrun", ["--backend", "ddp"], []),
-    ("horovodrun", ["--backend", "horovod"], []),
-    ("mpirun", ["--launcher", "mpirun"], [needs_mpi]),
-]
+@pytest.mark.parametrize(
+    "options", [pytest.param(options, id=launcher, marks=needs) for launcher, options, needs in LAUNCHERS]
+)
+def test_devices_are_selected_on_each_host(
+    options: list[str], two_hosts: list[Host], script: str, tmp_path: Path
+) -> None:
+    """Ranks on the second host receive the variable, and the first host is not filled first."""
+    command = [*LAUNCH, *options, "-H", "h1:4,h2:4", "--devices", "1,3", script, str(tmp_path), "returns"]
+    with two_hosts[0].start(command, VARIABLES) as process:
+        output, _ = process.communicate(timeout=90)
+    reports = read_rank_reports(tmp_path)
+    assert [one["host"] for one in reports] == ["h1", "h1", "h2", "h2"], output
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in reports} == {"1,3"}
 
 
 def fails_itself(hosts: list[Host], process: subprocess.Popen[str]) -> None:
@@ -133,7 +146,7 @@ def ask_launch_to_end(hosts: list[Host], process: subprocess.Popen[str]) -> None
     ("options", "fault"),
     [
         pytest.param(options, fault, id=f"{launcher}-{fault.__name__}", marks=[*needs, *tier])
-        for launcher, options, needs in ENDS
+        for launcher, options, needs in LAUNCHERS
         for fault, fast in ((fails_itself, "torchrun"), (kill_launch, "horovodrun"), (ask_launch_to_end, "mpirun"))
         for tier in ([] if launcher == fast else [pytest.mark.nightly],)
     ],

@@ -309,6 +309,11 @@ def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
         assert f"{option} of unitrain launch is left out: " in remarks(line, "torchrun")
     assert parse("unitrain launch --elastic 2:8 -H a:4,b:2 t.py").counts == (4, 2)
     assert parse("unitrain launch --elastic 2:4 t.py").counts == (4,)
+    line = "unitrain launch --devices 1,3 -H a:4,b:4 t.py"
+    assert lines(line, "srun")[0].startswith("CUDA_VISIBLE_DEVICES=1,3 ")
+    assert parse(line).counts == (2, 2)
+    assert "-np 3 -x CUDA_VISIBLE_DEVICES=0,1,2 " in lines("unitrain launch --devices 3 t.py", "unitrain")[0]
+    assert "-np 2 -x CUDA_VISIBLE_DEVICES= " in lines("unitrain launch --devices 0 -np 2 t.py", "unitrain")[0]
     assert lines("torchrun --nproc-per-node 2 -m pkg.t -v", "unitrain") == [
         "unitrain launch --backend ddp -np 2 -m pkg.t -v"
     ]

@@ -21,6 +21,13 @@ from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_k
 @click.option(
     "-np", "-n", "--num-processes", type=int, metavar="N", help="Total number of ranks. [default: all slots, else 1]"
 )
+@click.option(
+    "--devices",
+    metavar="N|-1|I,J",
+    help="Devices of each host, one rank per device: a number, -1 for all GPUs, 0 for the CPU, or GPU indices such as "
+    "1,3 or [0], relative to CUDA_VISIBLE_DEVICES. Without GPUs, a number is the number of processes. "
+    "[default: determined by -np]",
+)
 @click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts and their numbers of slots. [default: this host]")
 @click.option(
     "--hostfile",
@@ -93,6 +100,7 @@ def launch(untuned: bool, is_dry_run: bool, **arguments: object) -> None:
     \b
       unitrain launch -np 2 train.py --epochs 3
       unitrain launch -np 2 -m package.train --epochs 3
+      unitrain launch --devices 1,3 train.py --epochs 3
       unitrain launch --backend horovod -np 8 -H node1:4,node2:4 train.py
       unitrain launch --backend horovod --launcher torchrun -np 2 train.py
       unitrain launch --launcher mpirun --backend ddp -np 8 -H node1:4,node2:4 -x WANDB_API_KEY train.py

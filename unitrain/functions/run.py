@@ -37,12 +37,17 @@ def run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    np: int,
+    np: int | None = None,
+    devices: int | str | Sequence[int] | None = None,
     backend: str | None = None,
     launcher: str | None = None,
     timeout_seconds: float | None = None,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on `np` ranks of this machine and return the results in rank order.
+
+    `devices` selects the GPUs, with one rank per GPU, as in `unitrain launch --devices`: a number of GPUs, -1 for all
+    GPUs, a list of indices, or a string such as "1,3". On a machine without GPUs, a number is the number of ranks. 0
+    selects the CPU; then `np` is the number of ranks. Either `np` or `devices` is required.
 
     The backend's default launcher (or `launcher`) starts the ranks as new processes, as in `unitrain launch`.
     `function` uses `unitrain.init()` and `Trainer` as in a script. It may be defined in a notebook, or in `__main__`
@@ -67,13 +72,14 @@ def run(
     )
     fix = "Use kwargs={'learning_rate': 0.1}"
     validation.check_instance("unitrain.run(kwargs)", kwargs, Mapping, "a dictionary", fix, optional=True)
-    validation.check_integer("unitrain.run(np=...)", np, 1, "Use np=2 for two ranks")
+    validation.check_integer("unitrain.run(np=...)", np, 1, "Use np=2 for two ranks", optional=True)
     validation.check_text("unitrain.run(backend=...)", backend, "Use backend='ddp', or leave it out", optional=True)
     validation.check_text(
         "unitrain.run(launcher=...)", launcher, "Use launcher='torchrun', or leave it out", optional=True
     )
     fix = "Use None to wait without a limit"
     validation.check_positive("unitrain.run(timeout_seconds=...)", timeout_seconds, fix, optional=True)
+    np, variables = _select_devices(np, devices, launcher)
     backend = backend or environment.get_variable("UNITRAIN_BACKEND") or ("ddp" if np > 1 else "local")
     registry.check_backend_name(backend)
     with tempfile.TemporaryDirectory(prefix="unitrain-run-") as name:
@@ -83,14 +89,34 @@ def run(
             _check_one_host()
         try:
             script = str(Path(__file__).with_name("rank.py"))
-            mark = {_MARK: secrets.token_hex(8)}
-            command = launchers.build_local(launcher, script, np, backend, args=(name,), environment=mark)
+            variables[_MARK] = secrets.token_hex(8)
+            command = launchers.build_local(launcher, script, np, backend, args=(name,), environment=variables)
         except launchers.LaunchError as error:
             raise ConfigError(str(error)) from error
         code, last_lines = _run_command(command, timeout_seconds)
         outcomes = Outcome.load_all(folder, np)
     _check_all_returned(outcomes, np, code, last_lines)
     return [outcomes[rank].result for rank in range(np)]
+
+
+def _select_devices(
+    np: int | None, devices: int | str | Sequence[int] | None, launcher: str | None
+) -> tuple[int, dict[str, str]]:
+    """Return the number of ranks and the variables that select their GPUs. Raises ConfigError."""
+    if devices is None:
+        if np is None:
+            raise ConfigError(
+                "unitrain.run starts np ranks, but neither np nor devices is set. Use np=2 for two ranks, or "
+                "devices=-1 for one rank per GPU."
+            )
+        return np, {}
+    try:
+        parsed = launchers.parse_devices(devices, is_argument=True)
+        this_host = (launchers.Host("localhost", np or 1),)
+        selected = launchers.select_devices(parsed, launcher or "", np, this_host)
+    except launchers.LaunchError as error:
+        raise ConfigError(str(error)) from error
+    return selected.num_processes or 1, dict(selected.variables)
 
 
 def _run_command(command: launchers.Command, timeout_seconds: float | None) -> tuple[int, list[str]]:

@@ -25,7 +25,7 @@ from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, did_you_mean
-from unitrain.launchers import Command, ElasticRange, Host, LaunchError, LaunchSpec
+from unitrain.launchers import Command, ElasticRange, Host, LaunchError, LaunchSpec, SelectedDevices
 from unitrain.supervisor import rank_logs
 from unitrain.supervisor.checks import check_module, check_not_launched, check_script, check_started_once
 from unitrain.supervisor.membership import Membership
@@ -51,6 +51,7 @@ class LaunchRequest:
     backend: str | None = None
     launcher: str | None = None
     num_processes: int | None = None
+    devices: str | None = None
     hosts: str | None = None
     hostfile: Path | None = None
     interface: str | None = None
@@ -196,6 +197,10 @@ def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, use
             "Add the allowed number of ranks: --elastic 1:8"
         )
     num_processes = request.num_processes
+    if request.devices is not None:
+        selected = _select_devices(request.devices, launcher, spec, num_processes)
+        num_processes = selected.num_processes
+        spec = replace(spec, hosts=selected.hosts, environment={**spec.environment, **selected.variables})
     if num_processes is None:
         num_processes = sum(host.slots for host in spec.hosts) or launchers.allocated_slots(launcher) or 1
     if request.use_tuned_settings:
@@ -245,6 +250,21 @@ def _parse_hosts(hosts: str | None, hostfile: Path | None) -> tuple[Host, ...]:
     return launchers.parse_hosts(hosts) if hosts is not None else ()
 
 
+def _select_devices(text: str, launcher: str, spec: LaunchSpec, num_processes: int | None) -> SelectedDevices:
+    """Return the ranks, hosts and variables for `--devices`. Raises LaunchError."""
+    variable = "CUDA_VISIBLE_DEVICES"
+    devices = launchers.parse_devices(text)
+    if variable in spec.environment or variable in spec.forwarded:
+        raise LaunchError(f"{devices} and -x {variable} both select the GPUs. Leave one of them out.")
+    selected = launchers.select_devices(devices, launcher, num_processes, spec.hosts)
+    if spec.backend == "local" and (selected.num_processes or 1) > 1:
+        raise LaunchError(
+            f"{devices} starts {selected.num_processes} ranks, but backend 'local' runs one process. Use --backend ddp "
+            "or --backend horovod, or select one device: --devices 1"
+        )
+    return selected
+
+
 def _check_interface(interface: str | None) -> None:
     """Raise LaunchError if this host, the only one of the job, lacks the network interface `interface`."""
     names = [name for _, name in socket.if_nameindex()]
@@ -283,6 +303,12 @@ def _check_elastic(request: LaunchRequest, launcher: str, limits: ElasticRange) 
         raise LaunchError(
             f"-np {request.num_processes} requests a fixed number of ranks, but --elastic {limits} a variable one. "
             f"Leave -np out, or use --elastic {request.num_processes}:{request.num_processes}"
+        )
+    if request.devices is not None:
+        devices = launchers.parse_devices(request.devices)
+        raise LaunchError(
+            f"{devices} starts one rank per device, but --elastic {limits} requests a variable number of ranks. Leave "
+            "--devices out, and select the GPUs with: -x CUDA_VISIBLE_DEVICES=1,3 -H node1:2,node2:2"
         )
     if request.hosts is not None and request.host_discovery_script is not None:
         raise LaunchError(

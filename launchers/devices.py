@@ -1,0 +1,262 @@
+"""Selection of the devices of a launch: `unitrain launch --devices` and `unitrain.run(devices=...)`.
+
+The values have the same meaning as in Lightning's `Trainer(devices=...)`:
+
+    "3", 3                three devices: the first three GPUs, or three processes on a host without GPUs
+    "-1", -1              all GPUs
+    "0", 0                no GPU: the ranks compute on the CPU
+    "[0]", "0,", [0]      GPU 0
+    "1,3", [1, 3]         GPUs 1 and 3
+
+An index refers to the GPUs that CUDA_VISIBLE_DEVICES shows, in the order in which torch numbers them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from unitrain.launchers import slurm
+from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import Host, is_this_host
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+_ALL = -1
+_INDEX = re.compile("[0-9]{1,4}")
+_NVIDIA_SMI_TIMEOUT_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of the ranks on each host: `count` devices, or the GPUs with these `indices`.
+
+    A `count` of -1 selects all GPUs, and 0 the CPU. `is_argument` states whether the user wrote an argument of
+    `unitrain.run` instead of an option of `unitrain launch`.
+    """
+
+    count: int
+    indices: tuple[int, ...] | None = None
+    is_argument: bool = False
+
+    def __str__(self) -> str:
+        """Return the selection as the user writes it."""
+        if self.indices is None:
+            return self.format(str(self.count))
+        if self.is_argument:
+            return self.format(str(list(self.indices)))
+        return self.format(",".join(map(str, self.indices)) + ("," if self.count == 1 else ""))
+
+    def format(self, value: str) -> str:
+        """Return `value` as an option or argument, for a message."""
+        return _format(value, is_argument=self.is_argument)
+
+    def format_processes(self, number: int) -> str:
+        """Return a number of processes as an option or argument, for a message."""
+        return f"np={number}" if self.is_argument else f"-np {number}"
+
+
+@dataclass(frozen=True)
+class SelectedDevices:
+    """The result of a selection: the number of ranks, the hosts with their slots, and variables for every rank.
+
+    `num_processes` is None if the selection does not determine it.
+    """
+
+    num_processes: int | None
+    hosts: tuple[Host, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_devices(value: str | int | Sequence[int], *, is_argument: bool = False) -> Devices:
+    """Parse the value of `--devices`, or with `is_argument` that of `unitrain.run(devices=...)`. Raises LaunchError."""
+    indices: tuple[int, ...] | None = None
+    count: int | None = None
+    if isinstance(value, str):
+        text = value.strip()
+        if text == str(_ALL) or _INDEX.fullmatch(text):
+            count = int(text)
+        else:
+            indices = _parse_indices(text)
+    elif isinstance(value, int):
+        count = value if _is_index(value) or value == _ALL else None
+    elif isinstance(value, Sequence) and value and all(map(_is_index, value)):
+        indices = tuple(value)  # type: ignore[arg-type]  # not a string
+    if indices is not None:
+        devices, distinct = (Devices(len(each), each, is_argument) for each in (indices, tuple(dict.fromkeys(indices))))
+        if devices != distinct:
+            repeated = next(index for index in indices if indices.count(index) > 1)
+            raise LaunchError(
+                f"{devices} selects GPU {repeated} twice, but two ranks cannot use the same GPU. Use {distinct}"
+            )
+        return devices
+    if count is not None:
+        return Devices(count, None, is_argument)
+    number, some = (_format(text, is_argument=is_argument) for text in ("2", "[1, 3]" if is_argument else "1,3"))
+    name = "unitrain.run(devices=...)" if is_argument else "--devices"
+    raise LaunchError(
+        f"{name} takes a number of devices, -1 for all GPUs, 0 for the CPU, or the indices of GPUs, got {value!r}. "
+        f"Use {number} for two devices, or {some} for GPUs 1 and 3."
+    )
+
+
+def select_devices(
+    devices: Devices, launcher: str, num_processes: int | None, hosts: tuple[Host, ...] = ()
+) -> SelectedDevices:
+    """Return the ranks and variables for `devices` of each of `hosts`, or of this host if `hosts` is empty.
+
+    `num_processes` is the number of ranks that the user requested, or None. Raises LaunchError if it contradicts the
+    selection, for GPUs that this host lacks, and if Slurm selects the hosts. The GPUs of other hosts are not counted,
+    so `unitrain.init()` reports a missing GPU there.
+    """
+    _check_not_selected_by_slurm(devices, launcher, hosts)
+    if len(hosts) > 1 or not all(map(is_this_host, hosts)):
+        if VARIABLE in os.environ and devices.count:
+            names = ", ".join(host.name for host in hosts)
+            raise LaunchError(
+                f"{devices} selects GPUs of {names}, but {VARIABLE}={os.environ[VARIABLE]} refers to the GPUs of this "
+                f"host. Clear it with: unset {VARIABLE}"
+            )
+        return select_uncounted_devices(devices, num_processes, hosts)
+    if devices.count == 0:
+        return SelectedDevices(num_processes, hosts, {VARIABLE: ""})
+    gpus = visible_gpus()
+    count = len(gpus) if devices.count == _ALL else devices.count
+    variables = {}
+    if gpus or devices.indices is not None or devices.count == _ALL:
+        _check_gpus_exist(devices, len(gpus))
+        indices = devices.indices if devices.indices is not None else range(count)
+        variables = {VARIABLE: ",".join(gpus[index] for index in indices)}
+    _check_processes(devices, num_processes, count, count)
+    return SelectedDevices(count, hosts, variables)
+
+
+def select_uncounted_devices(
+    devices: Devices, num_processes: int | None, hosts: tuple[Host, ...] = ()
+) -> SelectedDevices:
+    """Return the ranks and variables for `devices` of each of `hosts`, whose GPUs cannot be counted.
+
+    If `hosts` is empty, it is one host. Raises LaunchError for -1, which requires the number of GPUs.
+    """
+    if devices.count == 0:
+        return SelectedDevices(num_processes, hosts, {VARIABLE: ""})
+    if devices.count == _ALL:
+        raise LaunchError(
+            f"{devices} selects all GPUs, but unitrain counts the GPUs of this host only. Use the number of GPUs of "
+            f"each host, as in {devices.format('8')}"
+        )
+    for host in hosts:
+        if host.slots < devices.count:
+            raise LaunchError(
+                f"{devices} starts {devices.count} ranks on each host, but host {host.name!r} has {host.slots} "
+                f"{'slot' if host.slots == 1 else 'slots'}. Use: -H "
+                + ",".join(str(Host(each.name, max(each.slots, devices.count))) for each in hosts)
+            )
+    expected = devices.count * max(1, len(hosts))
+    _check_processes(devices, num_processes, expected, devices.count)
+    indices = devices.indices if devices.indices is not None else range(devices.count)
+    hosts = tuple(replace(host, slots=devices.count) for host in hosts)
+    return SelectedDevices(expected, hosts, {VARIABLE: ",".join(map(str, indices))})
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs of this host that CUDA shows, as entries of CUDA_VISIBLE_DEVICES, in the order of their indices.
+
+    CUDA ignores an invalid entry of the variable and all entries after it, and shows no GPU if an entry is repeated.
+    """
+    number = count_gpus()
+    setting = os.environ.get(VARIABLE)
+    if setting is None or not number:
+        return [str(index) for index in range(number)]
+    visible: list[str] = []
+    for entry in map(str.strip, setting.split(",")):
+        is_index = entry.isascii() and entry.isdecimal() and int(entry) < number
+        if not is_index and not entry.startswith(("GPU-", "MIG-")):
+            break
+        visible.append(entry)
+    return visible if len(set(visible)) == len(visible) else []
+
+
+def count_gpus() -> int:
+    """Return the number of NVIDIA GPUs that this process can access, from `nvidia-smi -L`, else from the driver.
+
+    A host without a driver has 0. torch is not imported, so that a command can be displayed quickly.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        try:
+            done = subprocess.run(
+                [program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        else:
+            if done.returncode == 0:
+                return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    return len(list(DRIVER_FOLDER.glob("*/information")))
+
+
+def _parse_indices(text: str) -> tuple[int, ...] | None:
+    """Return the indices in "1,3", "1," or "[1, 3]", or None if `text` is not such a list."""
+    is_list = text.startswith("[") and text.endswith("]")
+    parts = [part.strip() for part in text.strip("[]" if is_list else "").split(",")]
+    if not is_list and len(parts) == 1:
+        return None
+    if not parts[-1]:
+        del parts[-1]
+    is_valid = bool(parts) and all(map(_INDEX.fullmatch, parts))
+    return tuple(map(int, parts)) if is_valid else None
+
+
+def _check_not_selected_by_slurm(devices: Devices, launcher: str, hosts: tuple[Host, ...]) -> None:
+    """Raise LaunchError if the ranks start on hosts that Slurm has selected, where Slurm sets CUDA_VISIBLE_DEVICES."""
+    allocated = () if hosts else slurm.allocated_hosts(launcher) if launcher != "srun" else ()
+    if launcher != "srun" and all(map(is_this_host, allocated)) and len(allocated) < 2:
+        return
+    where = ", ".join(host.name for host in allocated) or "the hosts of the allocation"
+    raise LaunchError(
+        f"{devices} selects devices, but {launcher} starts ranks on {where}, where Slurm assigns the GPUs. Leave it "
+        "out, and request GPUs from Slurm: salloc --gpus-per-node 2"
+    )
+
+
+def _check_gpus_exist(devices: Devices, number: int) -> None:
+    """Raise LaunchError if this host has fewer visible GPUs than `devices` needs; it has `number`."""
+    largest = max(devices.indices) if devices.indices is not None else devices.count - 1
+    if number and largest < number:
+        return
+    setting = os.environ.get(VARIABLE)
+    restriction = f" that {VARIABLE}={setting} shows" if setting is not None else ""
+    found = f"this host has {number} {'GPU' if number == 1 else 'GPUs'}{restriction}"
+    if not number:
+        raise LaunchError(
+            f"{devices} selects GPUs, but {found}. For processes on the CPU, state their number: {devices.format('2')}"
+        )
+    wanted = f"GPU {largest}" if devices.indices is not None else f"{devices.count} GPUs"
+    indices = "index 0" if number == 1 else f"indices 0 to {number - 1}"
+    raise LaunchError(
+        f"{devices} selects {wanted}, but {found}, with {indices}. Use {devices.format(str(_ALL))} for all of them"
+    )
+
+
+def _check_processes(devices: Devices, num_processes: int | None, expected: int, per_host: int) -> None:
+    if num_processes is not None and num_processes != expected:
+        each = f"{per_host} on each host, {expected} in all" if expected != per_host else str(expected)
+        given, correct = devices.format_processes(num_processes), devices.format_processes(expected)
+        raise LaunchError(
+            f"{devices} starts one rank per device ({each}), but {given} requests {num_processes}. "
+            f"Use {correct}, or leave it out"
+        )
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10_000
+
+
+def _format(value: str, *, is_argument: bool) -> str:
+    return f"devices={value}" if is_argument else f"--devices {value}"
