@@ -85,7 +85,7 @@ def parse_devices(value: str | int | Sequence[int], *, is_argument: bool = False
             indices = _parse_indices(text)
     elif isinstance(value, int):
         count = value if _is_index(value) or value == _ALL else None
-    elif isinstance(value, Sequence) and value and all(map(_is_index, value)):
+    elif isinstance(value, Sequence) and not isinstance(value, bytes) and value and all(map(_is_index, value)):
         indices = tuple(value)  # type: ignore[arg-type]  # not a string
     if indices is not None:
         devices, distinct = (Devices(len(each), each, is_argument) for each in (indices, tuple(dict.fromkeys(indices))))

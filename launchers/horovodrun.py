@@ -6,8 +6,9 @@ import os
 from dataclasses import replace
 
 from unitrain.launchers import slurm
+from unitrain.launchers.devices import VARIABLE as DEVICES_VARIABLE
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import check_distinct
+from unitrain.launchers.hosts import check_distinct, is_this_host
 from unitrain.launchers.spec import Command, LaunchSpec, find_program, launcher_module_command
 
 
@@ -42,4 +43,14 @@ def build(spec: LaunchSpec) -> Command:
         options.append("--disable-cache")  # horovodrun caches host reachability for an hour
     if controller == "mpi" and os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return Command((*start, *options, *spec.launcher_args, spec.python, *spec.program), variables)
+    program = (*_device_assignment(spec), spec.python, *spec.program)
+    return Command((*start, *options, *spec.launcher_args, *program), variables)
+
+
+def _device_assignment(spec: LaunchSpec) -> tuple[str, ...]:
+    """Return the prefix of the rank's command that sets CUDA_VISIBLE_DEVICES, which horovodrun does not send to other
+    hosts. It is empty if the user has not requested the variable, or all ranks run on this host."""
+    settings = {**{name: os.environ.get(name, "") for name in spec.forwarded}, **spec.environment}
+    if DEVICES_VARIABLE not in settings or all(map(is_this_host, spec.hosts)):
+        return ()
+    return ("env", f"{DEVICES_VARIABLE}={settings[DEVICES_VARIABLE]}")

@@ -153,6 +153,19 @@ def test_slow_network_has_the_requested_bandwidth(two_hosts: list[Host], monkeyp
     assert re.search(r"qdisc tbf .* rate 1Gbit ", shown), shown
 
 
+@needs_hosts
+@pytest.mark.nightly
+def test_hierarchical_reduction_sends_less_between_the_hosts(tmp_path: Path) -> None:
+    """2 ranks on each of 2 hosts: a ring allreduce sends 1.5 times the gradients, the hierarchical one 1 time."""
+    shown = run("hierarchical_reduction.py", "--rate", "1gbit", "--rounds", "2", "--steps", "2", "--output", tmp_path)
+    table = (tmp_path / "hierarchical_reduction.md").read_text()
+    assert table.strip() in shown
+    assert re.search(rf"^\| 1gbit \| hierarchical reduction \| \d+\.\d \| \d+\.\d ms \| {RATIO} \|$", table, re.M)
+    sent = json.loads((tmp_path / "hierarchical_reduction.json").read_text())["1gbit"]["megabytes"]
+    plain, hierarchical = (min(rounds) for rounds in sent.values())
+    assert plain / hierarchical == pytest.approx(1.5, rel=0.1)
+
+
 @pytest.mark.nightly
 def test_memory_limits(tmp_path: Path) -> None:
     """The largest batch and model need at most the limit, and checkpointed activations allow a larger batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,6 +180,10 @@ def test_devices_are_selected_on_each_of_several_hosts(script: Path) -> None:
     command = launch(script, "--devices", "3", "-H", "a:4,b:4", "--backend", "horovod")
     assert "CUDA_VISIBLE_DEVICES=0,1,2 " in command
     assert " -np 6 -H a:3,b:3 " in command
+    # horovodrun does not send this variable to other hosts.
+    assert f" env CUDA_VISIBLE_DEVICES=0,1,2 {sys.executable} " in command
+    command = launch(script, "-x", "CUDA_VISIBLE_DEVICES=1", "-H", "a:4,b:4", "--backend", "horovod", "--mpi")
+    assert f" env CUDA_VISIBLE_DEVICES=1 {sys.executable} " in command
 
 
 def test_a_slurm_allocation_of_two_hosts_rejects_devices(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

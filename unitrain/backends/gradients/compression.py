@@ -69,7 +69,7 @@ def compress_buckets(model: DistributedDataParallel, compressor: Compressor, red
     """Reduce the gradients of `model` with `compressor`. All ranks call it before the first backward pass."""
     compression = _BucketCompression(compressor, model, reducer_group)
     # A lambda, because DDP checks the annotations of other functions, which are strings in this module.
-    model.register_comm_hook(None, lambda state, bucket: compression.start_bucket(bucket))
+    DistributedDataParallel.register_comm_hook(model, None, lambda state, bucket: compression.start_bucket(bucket))
 
 
 class _BucketCompression:

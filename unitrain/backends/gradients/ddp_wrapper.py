@@ -11,6 +11,8 @@ DDP assigns gradients to buckets and reduces them during the backward pass, on a
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -25,7 +27,7 @@ from unitrain.backends import checks
 from unitrain.backends.base import Shard
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.gradients.compression import Compressor, compress_buckets
-from unitrain.backends.gradients.end_of_backward import tensors_requiring_grad
+from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
@@ -55,6 +57,9 @@ BUCKETS = Tunable(
 )
 BUCKET_VIEW = Tunable("UNITRAIN_BUCKET_VIEW", "gradients are views of the buckets (1), or copies (0)", "1", ("0",))
 
+# `hook(state, bucket)` returns a future with the reduced buffer of the bucket.
+CommHook = Callable[[Any, dist.GradBucket], Any]
+
 _num_models_wrapped = 0
 
 
@@ -72,6 +77,44 @@ class _PendingForwards:
     prepared: int = 0
     last_backward: int = -1
     broadcasts_buffers: bool = True  # whether the next forward pass broadcasts buffers first
+
+
+class _MonitoredHook:
+    """Calls the communication hook of a user, and waits for its futures at the end of the backward pass.
+
+    The watchdog monitors this wait. DDP would wait in C++, where a timeout names no rank.
+    """
+
+    def __init__(self, hook: CommHook, model: DistributedModel) -> None:
+        self._hook, self._futures = hook, list[Any]()
+        self._model = weakref.ref(model)  # a hook must not keep the groups alive
+
+    def __call__(self, state: object, bucket: dist.GradBucket) -> Any:
+        if bucket.index() == 0:  # an exception may have interrupted the previous backward pass
+            self._futures.clear()
+        self._group().begin_bucket(bucket.buffer())
+        future = self._hook(state, bucket)
+        self._futures.append(future)
+        if bucket.is_last():
+            end_of_backward.add(BackwardStage.COMPRESS, self._wait)
+        return future
+
+    def _wait(self) -> None:
+        group = self._group()
+        try:
+            with group.monitored_wait():
+                for future in self._futures:
+                    future.wait()
+        except RuntimeError as error:
+            group.raise_cause_of(error)
+            raise
+        finally:
+            self._futures.clear()
+
+    def _group(self) -> ReducerGroup:
+        model = self._model()
+        assert model is not None, "a backward pass holds the model"
+        return model._gradient_group
 
 
 class DistributedModel(ReducerDDP, WrappedModel):
@@ -133,6 +176,23 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 lambda: self.require_backward_grad_sync,
             )
 
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Reduce gradients by `hook` instead of an allreduce, as in DistributedDataParallel. All ranks call it once,
+        before the first backward pass.
+
+        `hook(state, bucket)` starts to reduce `bucket.buffer()`, which contains gradients that are not divided by the
+        number of ranks, and returns a future with the reduced buffer. The optimizer treats the gradients as the mean
+        over ranks. Raises ModelError if there is a hook already, or if gradients are compressed.
+        """
+        if self._comm_hooks:
+            raise ModelError(
+                "The gradients of this model have a communication hook already. Leave compression out of "
+                "distributed_model, and register one hook."
+            )
+        monitored = _MonitoredHook(hook, self)
+        # A lambda, because DDP checks the annotations of other functions.
+        super().register_comm_hook(state, lambda state, bucket: monitored(state, bucket))
+
     def leave_group(self) -> None:
         """Release the process group. Afterwards, this module only calls the user's model, and gradients are not
         reduced.
@@ -140,6 +200,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         if not self._has_left_group:
             self._has_left_group = True
             self._local_gradients.stop()
+            self._comm_hooks.clear()  # hooks may hold groups
             self.release_groups()
             del self._gradient_group, self._forward_buffers
 

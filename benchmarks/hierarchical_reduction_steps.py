@@ -1,0 +1,74 @@
+"""Time steps with a plain and with a hierarchical reduction, in turns; see hierarchical_reduction.py."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from loops import BATCH, CLASSES, FEATURES, network, sgd
+from slow_network_training import HIDDEN
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import unitrain
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from hierarchical import HierarchicalReduction
+
+PLAIN, HIERARCHICAL = "allreduce over all ranks", "hierarchical reduction"
+
+
+def sent_bytes() -> int:
+    """Return the number of bytes that this host has sent over eth0."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "eth0":
+            return int(counters.split()[8])
+    raise RuntimeError("this host has no network interface eth0")
+
+
+def main(rounds: int, steps: int) -> None:
+    """Print the seconds and the megabytes sent by the first host per step, by way and round."""
+    with unitrain.init("ddp", device="cpu") as backend:
+        models: dict[str, nn.Module] = {}
+        optimizers = {}
+        for way in (PLAIN, HIERARCHICAL):
+            torch.manual_seed(1)
+            model = network(HIDDEN)
+            models[way] = distributed = backend.distributed_model(model)
+            if way == HIERARCHICAL:
+                hook = HierarchicalReduction(backend, backend.allgather_object(backend.node_rank))
+                distributed.register_comm_hook(None, hook)  # type: ignore[operator]
+            optimizers[way] = backend.distributed_optimizer(sgd(model), distributed)
+        inputs, targets = torch.randn(BATCH, FEATURES), torch.randint(0, CLASSES, (BATCH,))
+
+        def run(way: str, count: int) -> None:
+            for _ in range(count):
+                cross_entropy(models[way](inputs), targets).backward()
+                optimizers[way].step()
+                optimizers[way].zero_grad()
+
+        seconds: dict[str, list[float]] = {way: [] for way in models}
+        megabytes: dict[str, list[float]] = {way: [] for way in models}
+        order = random.Random(0)
+        for turn in range(rounds + 1):  # the first is a warm-up
+            for way in order.sample(list(models), len(models)):
+                backend.barrier()
+                sent, start = sent_bytes(), time.perf_counter()
+                run(way, steps)
+                backend.barrier()
+                if turn:
+                    seconds[way].append((time.perf_counter() - start) / steps)
+                    megabytes[way].append((sent_bytes() - sent) / steps / 1e6)
+        weights = [next(iter(backend.unwrap(model).parameters())).detach() for model in models.values()]
+        torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+        if backend.rank == 0:
+            print(json.dumps({"seconds": seconds, "megabytes": megabytes}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,140 @@
+"""Communication hooks of users on the module that `distributed_model` returns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups import SEVERAL_RANKS
+from torch import Tensor, nn
+
+from unitrain.backends.base import Backend
+from unitrain.errors import ModelError
+from unitrain.testing import RankGroup
+
+STEPS = 3
+# Register a hook on a distributed model.
+Register = Callable[[Any, Backend], None]
+
+
+class Network(nn.Module):
+    """Has several buckets of gradients, and a layer that training starts without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 1))
+        self.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.body(inputs)
+        return output
+
+
+def mean_hook(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Compute the same mean as without a hook, and count the buckets in `state`."""
+    state["buckets"] = state.get("buckets", 0) + 1
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    work = dist.all_reduce(buffer, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def hierarchical_hook(backend: Backend) -> Any:
+    sys.path.append(str(Path(__file__).parents[2] / "examples"))
+    from hierarchical import HierarchicalReduction
+
+    return HierarchicalReduction(backend, [0, 0, 1][: backend.size])  # the last rank on another host
+
+
+def train(backend: Backend, register: Register | None) -> list[Tensor]:
+    """Return the parameters after some steps with accumulated gradients and a layer that is frozen in the first."""
+    network = Network()
+    network.body[0].requires_grad_(False)
+    model = backend.distributed_model(network)
+    if register is not None:
+        register(model, backend)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    backend.distributed_optimizer(optimizer, model)
+    generator = torch.Generator().manual_seed(backend.rank)
+    for _ in range(STEPS):
+        with backend.no_sync(model):
+            model(torch.randn(3, 8, generator=generator).double()).square().mean().backward()
+        model(torch.randn(3, 8, generator=generator).double()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        network.body[0].requires_grad_(True)  # from the second step on
+    return [parameter.detach().clone() for parameter in network.parameters()]
+
+
+def compare_hooks(backend: Backend) -> dict[str, Any]:
+    state: dict[str, int] = {}
+    results = {
+        "without": train(backend, None),
+        "mean": train(backend, lambda model, _: model.register_comm_hook(state, mean_hook)),
+        "buckets": state["buckets"],
+    }
+    if backend.name == "ddp":
+        hook = hierarchical_hook(backend)
+        results["hierarchical"] = train(backend, lambda model, _: model.register_comm_hook(None, hook))
+    return results
+
+
+def register_wrongly(backend: Backend) -> list[str]:
+    """Return the messages of a second hook, of a hook in addition to compression, and of a hook that fails."""
+    model: Any = backend.distributed_model(Network())
+    model.register_comm_hook({}, mean_hook)
+    messages = []
+    for wrong in (model, backend.distributed_model(Network(), compression="bf16")):
+        try:
+            wrong.register_comm_hook({}, mean_hook)
+        except ModelError as error:
+            messages.append(str(error))
+
+    def failing(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future: Any = torch.futures.Future()
+        future.set_exception(ArithmeticError("the hook fails"))
+        return future
+
+    model = backend.distributed_model(Network())
+    model.register_comm_hook(None, failing)
+    try:
+        model(torch.ones(1, 8).double()).sum().backward()
+    except (ArithmeticError, RuntimeError) as error:
+        messages.append(str(error))
+    return messages
+
+
+@pytest.fixture(scope="module", params=SEVERAL_RANKS, ids=lambda group: f"{group[0]}-{group[1]}")
+def results(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    backend, size = request.param
+    with RankGroup(backend, size) as group:
+        found = group.run(compare_hooks)
+        for result, messages in zip(found, group.run(register_wrongly), strict=True):
+            result["messages"] = messages
+        yield found
+
+
+def test_hook_of_a_user_reduces_the_gradients(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["buckets"] > STEPS  # several per step
+        torch.testing.assert_close(result["mean"], results[0]["without"], rtol=0, atol=1e-12)
+
+
+def test_hierarchical_reduction_computes_the_mean_over_all_ranks(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        if "hierarchical" in result:
+            torch.testing.assert_close(result["hierarchical"], results[0]["without"], rtol=0, atol=1e-12)
+
+
+def test_invalid_hooks_are_reported(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        second, compressed, failing = result["messages"]
+        assert second == compressed
+        assert second.startswith("The gradients of this model have a communication hook already. Leave compression out")
+        assert "the hook fails" in failing
