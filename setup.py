@@ -44,7 +44,7 @@ def description() -> str:
 setup(
     name="unitrain",
     version=version.group(1),
-    description="One PyTorch training script on DDP or Horovod, under any launcher, with the same numbers",
+    description="Run one PyTorch training script on DDP or Horovod, under any launcher, with the same results",
     long_description=description(),
     long_description_content_type="text/markdown",
     author="The unitrain authors",

@@ -5,15 +5,15 @@
     command = build("horovodrun", LaunchSpec(script="train.py", num_processes=4, hosts=parse_hosts("a:2,b:2")))
     print(command.shell())
 
-`build` starts no ranks. It only queries this machine, for example for the hosts of a Slurm allocation or a free port.
-The package imports neither torch nor the rest of unitrain, so a command can be displayed quickly on any machine.
-Another package adds a launcher through the entry-point group `unitrain.launchers` (name -> build function).
+`build` does not start ranks. It only queries this machine, for example for the hosts of a Slurm allocation or for a
+free port. The package imports neither torch nor the rest of unitrain, so a command can be displayed quickly on any
+machine. Other packages can add launchers through the entry-point group `unitrain.launchers` (name -> build function).
 
 - `spec`: `LaunchSpec` (the request), `Command` (the result), and lookup of programs and modules
 - `registry`: launcher names, `build` and `build_local`
 - `torchrun`, `horovodrun`, `mpirun`, `srun`: one launcher each
 - `devices`: selection of GPUs, or of the number of processes on CPUs
-- `hosts`: hosts and slots, hostfiles, placement of processes
+- `hosts`: hosts and slots, hostfiles, process placement
 - `elastic`: the allowed range of ranks, host discovery, reachability
 - `arguments`: `--launcher-args` and `-x`
 - `rendezvous`: MASTER_ADDR and MASTER_PORT

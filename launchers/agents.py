@@ -1,10 +1,10 @@
 """Start, monitor and terminate programs on several hosts, over ssh or through Slurm.
 
 `build_command` is for launchers that must be started on every host (torchrun). `add_cleanup` is for launchers that run
-on this host and start the remote processes themselves: an agent per host terminates the processes that outlive the
-launcher. (Ranks of horovodrun outlive it, as do the ranks of a killed mpirun on its own host.)
+on this host and start the remote processes themselves: an agent per host terminates processes that outlive the
+launcher, such as the ranks of horovodrun, and those of a killed mpirun on its own host.
 
-Both return a command that calls `main` in a new process. The arguments are the plan as JSON. The plan contains only the
+Both return a command that calls `main` in a new process, with the plan as JSON arguments. The plan contains only the
 names of forwarded variables; their values are sent over the connection.
 """
 
@@ -42,7 +42,7 @@ _MAX_ARGUMENT_CHARACTERS = 100_000
 LAUNCH_ID_VARIABLE = "UNITRAIN_LAUNCH"
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _HEARTBEAT_SECONDS = 2.0
-# Time for ranks that lose a peer to fail by themselves, with a more specific error message than "terminated".
+# Time within which ranks that lose a peer can raise an error that is more specific than "terminated".
 _FAILURE_GRACE_SECONDS = 5.0
 _SHUTDOWN_TIMEOUT_SECONDS = 40.0  # torchrun allows its ranks 30 s
 _PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the ranks were preempted and saved a checkpoint
@@ -195,7 +195,7 @@ class Agents:
                 process.wait()
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
-        # The signal may interrupt a write to a pipe, and buffered files do not support reentrant writes.
+        # The signal may interrupt a write to a pipe, and buffered files are not reentrant.
         self._received_signals.append(number)
 
     def _send_all(self, line: bytes) -> None:

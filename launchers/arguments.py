@@ -1,4 +1,4 @@
-"""Arguments of `unitrain launch` that are forwarded: options of the launcher and environment variables."""
+"""Forwarded arguments of `unitrain launch`: launcher options and environment variables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_launcher_args(texts: Iterable[str]) -> tuple[str, ...]:
                 '--launcher-args "--bind-to core"'
             ) from error
         if not found or not found[0].startswith("-"):
-            # Otherwise the launcher would execute its first word as the program.
+            # Otherwise, the launcher would execute its first word as the program.
             raise LaunchError(
                 f"--launcher-args {text!r} does not begin with an option. Give the option with its values, as in "
                 '--launcher-args "--bind-to core"'
@@ -102,7 +102,7 @@ def parse_exports(
 
 
 def is_likely_secret(name: str, value: str = "") -> bool:
-    """Return whether the value of a variable is probably secret and must be hidden from other users of the host.
+    """Return whether a variable probably contains a secret that must be hidden from other users of the host.
 
     The criterion is a keyword in the name, such as KEY in WANDB_API_KEY, or a URL with a password in the value.
     """

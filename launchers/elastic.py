@@ -1,4 +1,4 @@
-"""Elastic jobs: the allowed number of ranks, discovery of hosts, and detection of reachable hosts."""
+"""Elastic jobs: the allowed number of ranks, host discovery, and detection of reachable hosts."""
 
 from __future__ import annotations
 

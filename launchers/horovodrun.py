@@ -1,4 +1,4 @@
-"""horovodrun: starts Horovod's ranks on all hosts over ssh, with its Gloo controller or through MPI."""
+"""horovodrun: starts Horovod's ranks on all hosts over ssh, with the Gloo or the MPI controller."""
 
 from __future__ import annotations
 

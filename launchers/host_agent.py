@@ -1,9 +1,9 @@
-"""Agent that runs the part of a launch on one host. Its source is sent to the host and requires only Python there.
+"""Agent that executes the part of a launch on one host. Its source code is sent to the host, which needs only Python.
 
 The agent reads its job from standard input as one line of JSON, so that variable values do not appear in a command
 line. Each further line is a heartbeat (empty) or the number of a signal to forward. When the job exits, the connection
 closes or heartbeats stop, the agent kills all descendants of the job, including descendants in other process groups. A
-job without a command is for a launcher that starts ranks on this host itself: the agent identifies their processes by a
+job without a command is for a launcher that itself starts ranks on this host: the agent identifies their processes by a
 marker variable in the environment.
 """
 
@@ -105,4 +105,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.stdout.flush()
-    os._exit(main())  # does not wait for the thread, which may be blocked in a read
+    os._exit(main())  # does not join the thread, which may be blocked in a read

@@ -1,6 +1,6 @@
-"""Probe of one host before a launch. Its source is sent to the host, requires only Python there, and prints JSON.
+"""Probe of one host before a launch. Its source code is sent to the host, which needs only Python, and prints JSON.
 
-The sender appends a call of `probe_host` to the source (see `preflight.py`).
+The sender appends a call of `probe_host` to the source code (see `preflight.py`).
 """
 
 from __future__ import annotations

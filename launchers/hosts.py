@@ -1,4 +1,4 @@
-"""Hosts and their slots, in the notation of Horovod and MPI: `a:4,b:4`."""
+"""Hosts and their slots, in the notation of Horovod and MPI, `a:4,b:4`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a hostfile. Raises OSError, also for more than 16 MiB, and UnicodeDecodeError."""
+    """Return the lines of a hostfile. Raises UnicodeDecodeError, and OSError (also for files of more than 16 MiB)."""
     with path.open(encoding="utf-8") as file:
         text = file.read(_MAX_HOSTFILE_CHARACTERS + 1)
     if len(text) > _MAX_HOSTFILE_CHARACTERS:  # a device such as /dev/zero never ends
@@ -52,7 +52,7 @@ def read_lines(path: Path) -> list[str]:
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """Read a hostfile with one host per line: "name slots=4" as for Open MPI and Horovod, or "name:4".
 
-    The slots of a host with several lines are added up; schedulers list a host once per slot. Raises LaunchError.
+    If a host has several lines, its slots are added, because schedulers list a host once per slot. Raises LaunchError.
     """
     try:
         lines = read_lines(path)
@@ -106,7 +106,7 @@ def is_this_host(host: Host) -> bool:
 
 
 def check_is_this_host(host: Host, launcher: str) -> None:
-    """Raise LaunchError if `host` is another machine, for a launcher that starts ranks on this host only."""
+    """Raise LaunchError if `host` is not this machine. For launchers that start ranks on this host only."""
     if not is_this_host(host):
         raise LaunchError(
             f"{launcher} starts ranks on this host only, but -H names {host.name!r}. "

@@ -14,12 +14,12 @@ from unitrain.launchers.rendezvous import DEFAULT_PORT, rendezvous_variables
 from unitrain.launchers.spec import Command, LaunchSpec, find_program
 
 DEFAULT_OPTIONS = (
-    # By default Open MPI binds all threads of a rank to one core or socket.
+    # By default, Open MPI binds all threads of a rank to one core or socket.
     ("--bind-to", "none"),
     # Fill the first host first, as the other launchers do.
     ("--map-by", "slot"),
-    # The seconds from mpirun's SIGTERM until the ranks receive theirs, and again until SIGKILL. The default of 1 s is
-    # too short to write a checkpoint. mpirun waits for both periods even if no rank is left, and a failed job should
+    # The delay in seconds from mpirun's SIGTERM to that of the ranks, and from there to SIGKILL. The default of 1 s is
+    # too short to write a checkpoint. mpirun waits for both periods even if no ranks are left, and a failed job should
     # end within ten seconds.
     ("-mca", "odls_base_sigkill_timeout", "4"),
 )
@@ -30,10 +30,10 @@ SSH_OPTION = ("-mca", "plm_rsh_args", "-o StrictHostKeyChecking=accept-new")
 def build(spec: LaunchSpec) -> Command:
     """Return the command. It runs on one host and starts the ranks on all hosts.
 
-    Without hosts the ranks run on this host, or on the hosts of the current Slurm allocation. Variables are forwarded
+    Without hosts, the ranks run on this host, or on the hosts of the current Slurm allocation. Variables are forwarded
     by name, so that the command line shows no values. The rendezvous uses a free port of this host, or port 29500 of
     the first of several hosts (in a Slurm allocation see `slurm.Allocation.port`), unless MASTER_ADDR and MASTER_PORT
-    are set. Horovod on one host needs no rendezvous.
+    are set. Horovod on one host does not need a rendezvous.
     """
     spec.check_no_controller("mpirun")
     fix = "It is part of Open MPI: sudo apt-get install openmpi-bin"
@@ -49,7 +49,7 @@ def build(spec: LaunchSpec) -> Command:
         spec = replace(spec, hosts=(Host("localhost", spec.num_processes),))
     uses_other_hosts = len(spec.hosts) > 1 or not is_this_host(spec.hosts[0])
     variables = spec.variables
-    # On one host Horovod connects its ranks itself. On several hosts it would have to guess the address of rank 0,
+    # On one host, Horovod connects its ranks itself. On several hosts, it would have to guess the address of rank 0,
     # which fails if the cluster has no default route.
     if uses_other_hosts or spec.backend != "horovod":
         port = (job.port if job is not None else spec.port or DEFAULT_PORT) if uses_other_hosts else None

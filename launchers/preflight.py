@@ -34,8 +34,8 @@ class _ProbeResult:
 def check_hosts(spec: LaunchSpec) -> int:
     """Probe all hosts concurrently over ssh and return a free port of the first host for the rendezvous.
 
-    Raises LaunchError for the first host that is not reachable, lacks the script, its folder, Python or the interface,
-    or has different versions from the first host, and if MASTER_PORT is in use.
+    Raises LaunchError for the first host that is unreachable, lacks the script, its folder, Python or the interface, or
+    has different package versions than the first host, and if MASTER_PORT is in use.
     """
     hosts = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
     port = user_master_port(spec.environment) or 0
@@ -83,7 +83,7 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
 
 
 def _required_file(spec: LaunchSpec) -> str:
-    """Return the path of the script or module that every host needs, relative to the current folder if it is below."""
+    """Return the path of the script or module that every host needs, relative to the current folder if possible."""
     if not spec.module:
         return str(Path(spec.script))
     found = find_module(spec.script)

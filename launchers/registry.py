@@ -19,7 +19,7 @@ _ENTRY_POINT_GROUP = "unitrain.launchers"
 
 
 def _build_without_launcher(spec: LaunchSpec) -> Command:
-    """Return the command of one process. Raises LaunchError for several processes and for options of launchers."""
+    """Return the command for a single process. Raises LaunchError for several processes and for launcher options."""
     if spec.num_processes > 1 or len(spec.hosts) > 1:
         raise LaunchError(
             f"Without a launcher unitrain starts one process on this host, but -np requests {spec.num_processes}. "
@@ -55,7 +55,7 @@ def available() -> list[str]:
 
 
 def build(launcher: str, spec: LaunchSpec) -> Command:
-    """Return the command to run `spec` under `launcher`. Raises LaunchError, also for an unknown launcher."""
+    """Return the command that runs `spec` under `launcher`. Raises LaunchError, including for an unknown launcher."""
     function = _load(launcher)
     if spec.backend == "local" and spec.num_processes > 1 and launcher != "none":
         raise LaunchError(
@@ -66,11 +66,11 @@ def build(launcher: str, spec: LaunchSpec) -> Command:
 
 
 def build_local(launcher: str | None, script: str, num_processes: int, backend: str, **fields: Any) -> Command:
-    """Return the command that runs `script` as `num_processes` ranks on this host, also inside a Slurm allocation of
+    """Return the command that runs `script` on `num_processes` ranks on this host, even in a Slurm allocation of
     several hosts.
 
-    With `launcher` None, use the default launcher of the backend. `fields` are further fields of the LaunchSpec. Raises
-    LaunchError. srun is the exception: it starts the ranks on the hosts of the allocation.
+    The exception is srun, which starts the ranks on the hosts of the allocation. If `launcher` is None, the backend's
+    default launcher is used. `fields` are additional fields of the LaunchSpec. Raises LaunchError.
     """
     launcher = launcher or DEFAULT_LAUNCHERS.get(backend, "torchrun")
     # The host is named explicitly, because launchers otherwise use the hosts of the allocation.

@@ -15,8 +15,8 @@ DEFAULT_PORT = 29500  # torch's default
 def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment: Mapping[str, str]) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT. Values that the user set, in `environment` or this process, take precedence.
 
-    The rendezvous is on the first host, which runs rank 0, at `port`. With port None all ranks run on this host, and a
-    free port is chosen. Raises LaunchError if the name of the first of several hosts resolves to a different host
+    The rendezvous is at `port` of the first host, which runs rank 0. If the port is None, all ranks run on this host,
+    and a free port is chosen. Raises LaunchError if the name of the first of several hosts resolves to a different host
     elsewhere (such as localhost), and for an invalid MASTER_PORT.
     """
     settings = {**os.environ, **environment}

@@ -47,7 +47,7 @@ class Allocation:
 
 
 def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
-    """Return the current allocation, or None outside of one. Calls `scontrol` for the names of the hosts.
+    """Return the current allocation, or None outside an allocation. Calls `scontrol` to get the host names.
 
     Raises LaunchError for a Slurm variable that is missing or invalid, and if scontrol fails.
     """
@@ -73,7 +73,7 @@ def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
 
 
 def multi_host_allocation() -> Allocation | None:
-    """Return the allocation if it has several hosts, else None; also None in a task of a step with several tasks.
+    """Return the allocation if it has several hosts. Return None otherwise, and in a task of a step with several tasks.
 
     In a step the host of this process comes first.
     """
@@ -87,7 +87,9 @@ def multi_host_allocation() -> Allocation | None:
 
 
 def allocated_hosts(launcher: str) -> tuple[Host, ...]:
-    """Return the hosts of the allocation; empty outside of one, and for a launcher that does not start ranks there."""
+    """Return the hosts of the allocation; empty outside an allocation, and for a launcher that does not start ranks
+    there.
+    """
     job = None
     if launcher in ("mpirun", "srun"):
         job = allocation()
@@ -97,16 +99,17 @@ def allocated_hosts(launcher: str) -> tuple[Host, ...]:
 
 
 def allocated_slots(launcher: str) -> int | None:
-    """Return the number of tasks of the allocation; None outside of one, and for a launcher that does not start ranks
-    there."""
+    """Return the number of tasks of the allocation; None outside an allocation, and for a launcher that does not start
+    ranks there.
+    """
     return sum(host.slots for host in allocated_hosts(launcher)) or None
 
 
 def is_one_of_several_tasks() -> bool:
-    """Return whether srun has started this command in each of several tasks.
+    """Return whether srun has started this command in several tasks.
 
-    The result is False in the shell of `srun --pty`: it is the first task, and the other tasks, which have no terminal,
-    end immediately.
+    The result is False in the shell of `srun --pty`, which is the first task; the other tasks have no terminal and exit
+    immediately.
     """
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or "SLURM_STEP_ID" not in os.environ:
         return False

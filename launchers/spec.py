@@ -1,4 +1,4 @@
-"""The launch spec (the user's request) and the command that implements it. Both are plain data."""
+"""The launch spec (the user's request) and the command that executes it. Both are plain data."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ MAX_PROCESSES_PER_HOST = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """A launch: run `python script args...` as `num_processes` ranks on `hosts`, or on this host if `hosts` is empty.
+    """Request to run `python script args...` on `num_processes` ranks on `hosts`, or on this host if `hosts` is empty.
 
     Attributes:
-        script: A file, or with `module` the name of a module that is run as by `python -m`.
+        script: A file or, with `module`, the name of a module that is run like with `python -m`.
         backend: Passed to the script as UNITRAIN_BACKEND.
         controller: The controller of horovodrun, "gloo" or "mpi".
         environment: Variables to set on every rank.
         forwarded: Names of variables of this process to forward to every rank.
-        launcher_args: Options of the launcher itself. They take precedence over options derived from this spec.
+        launcher_args: Options of the launcher. They override options derived from this spec.
         elastic: The allowed number of ranks, for a launcher that restarts the job itself: torchrun on several hosts.
-        max_restarts: The number of restarts, for such a launcher.
+        max_restarts: The maximum number of restarts by such a launcher.
         interface: The network interface for communication between hosts, or None for the default route.
         port: The port of the rendezvous on the first host, or None for the default.
-        wrapper: A program with arguments that every rank runs instead of the script. The script and its arguments are
-        appended to it.
+        wrapper: A program with arguments that every rank runs instead of the script, which is appended with its
+            arguments.
         is_dry_run: The command is displayed, not executed, so its programs need not be installed on this host.
 
     Raises LaunchError for fewer than one process, for more processes than slots, and for an invalid MASTER_PORT.
@@ -119,7 +119,8 @@ class LaunchSpec:
 class Command:
     """A program with its arguments, and variables to add to the inherited environment.
 
-    For launchers that must be started on each host, `per_host` contains one command per host, and `argv` starts all.
+    For launchers that must be started on each host, `per_host` contains one command per host, and `argv` starts all of
+    them.
     """
 
     argv: tuple[str, ...]
@@ -142,7 +143,7 @@ def count_usable_cores() -> int:
 def find_program(name: str, python: str, fix: str, *, is_dry_run: bool = False) -> str:
     """Return the path of `name` in the folder of `python` or on PATH.
 
-    If it is not found, return `name` itself for a dry run, else raise MissingLauncherError with the `fix`.
+    If it is not found, return `name` itself for a dry run, otherwise raise MissingLauncherError with the `fix`.
     """
     found = shutil.which(name, path=str(Path(python).parent)) or shutil.which(name)
     if found is None and not is_dry_run:
@@ -155,8 +156,8 @@ def launcher_module_command(
 ) -> tuple[str, ...]:
     """Return the command that runs `module`, a launcher that needs `package`, with the interpreter `python`.
 
-    A program of this name on PATH may belong to another environment, whose ranks would run another Python. Raises
-    MissingLauncherError with the `fix` if this Python lacks the package and this is not a dry run.
+    A program of this name on PATH may belong to a different environment, and would start the ranks with a different
+    Python. Raises MissingLauncherError with the `fix` if this Python lacks the package, except for a dry run.
     """
     if not is_dry_run and python == sys.executable and importlib.util.find_spec(package) is None:
         name = module.rpartition(".")[2]

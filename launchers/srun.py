@@ -15,8 +15,8 @@ from unitrain.launchers.spec import Command, LaunchSpec, find_program
 
 DEFAULT_OPTIONS = (
     ("--export", "ALL"),
-    # A cluster may be configured to kill the other tasks some seconds after the first task exits, while rank 0 still
-    # writes its last checkpoint. Ranks of unitrain exit by themselves when a peer does not respond.
+    # A cluster may be configured to kill the other tasks some seconds after the first task exits, while rank 0 is still
+    # writing its last checkpoint. unitrain's ranks exit on their own when a peer does not respond.
     ("--wait", "0"),
 )
 
@@ -57,12 +57,12 @@ def build(spec: LaunchSpec) -> Command:
     spec = replace(spec, hosts=job.hosts)
     counts = processes_per_host(spec.num_processes, job.hosts)
     options = [
-        # Without names Slurm may choose other hosts of the allocation, and MASTER_ADDR would be wrong.
+        # Without names, Slurm may choose other hosts of the allocation, and MASTER_ADDR would be wrong.
         *("--nodelist", ",".join(host.name for host in job.hosts[: len(counts)])),
         *task_options(counts),
     ]
     if job.cpus_per_task is not None:
-        # Since Slurm 22.05 srun does not inherit it from sbatch, and each rank would have one core.
+        # Since Slurm 22.05, srun does not inherit it from sbatch, and each rank would have one core.
         options += ["--cpus-per-task", str(job.cpus_per_task)]
     if "SLURM_STEP_ID" in os.environ:
         options.append("--overlap")  # in a shell of `srun --pty`, the step holds the cores: srun would wait forever

@@ -20,9 +20,9 @@ RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 def build(spec: LaunchSpec) -> Command:
     """Return the command. It runs on one host and starts torchrun on each of the other hosts over ssh.
 
-    In a Slurm allocation of several hosts it uses the hosts of the allocation if the spec names none, and starts
-    torchrun through srun. On one host the rendezvous uses a free port, so that two jobs do not collide; on several
-    hosts it uses the spec's port or 29500 of the first host.
+    In a Slurm allocation of several hosts, it starts torchrun through srun, on the hosts of the allocation unless the
+    spec names hosts. On one host, the rendezvous uses a free port, so that two jobs do not collide; on several hosts,
+    it uses the spec's port or port 29500 of the first host.
     """
     spec.check_no_controller("torchrun")
     job = None
@@ -45,7 +45,7 @@ def build(spec: LaunchSpec) -> Command:
 
 
 def commands_per_host(spec: LaunchSpec) -> list[Command]:
-    """Return one command per host with processes, in host order. The rendezvous is on the first host.
+    """Return one command per host that runs processes, in host order. The rendezvous is on the first host.
 
     The commands contain the values of forwarded variables, except those that are probably secret. Raises LaunchError if
     the name of the first of several hosts resolves to a different host elsewhere.
@@ -84,7 +84,7 @@ def c10d_rendezvous_options(
     run_id: str = "unitrain",
     settings: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return the options of one of several hosts for a job with restarts. Only the c10d rendezvous supports them.
+    """Return the options for one of several hosts of a job with restarts, which only the c10d rendezvous supports.
 
     Args:
         nodes: "MIN:MAX" hosts.
@@ -95,7 +95,8 @@ def c10d_rendezvous_options(
     conf = {
         # Explicit, because torchrun compares the endpoint with the host's own name, which may resolve to 127.0.1.1.
         "is_host": "true" if is_first else "false",
-        # Wait 10 s for further hosts once there are enough. A host is lost after 3 missed keep-alives, 2 s apart.
+        # Wait 10 s for further hosts once there are enough. A host counts as lost after 3 missed keep-alives, 2 s
+        # apart.
         "last_call_timeout": "10",
         "keep_alive_interval": "2",
         "keep_alive_max_attempt": "3",
@@ -111,7 +112,7 @@ def c10d_rendezvous_options(
 
 
 def _elastic_instructions(spec: LaunchSpec) -> str:
-    """Return the error message for an elastic job on several hosts, with the command to type on each of them.
+    """Return the error message for an elastic job on several hosts, with the command to run on each of them.
 
     Hosts join and leave such a job by starting and stopping their own torchrun.
     """
@@ -130,7 +131,7 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
 
 
 def _options_with_restarts(spec: LaunchSpec, number: int, counts: Sequence[int]) -> list[str]:
-    """Return the options of host `number` for a job that the torchrun agents restart themselves."""
+    """Return the options of host `number` for a job that torchrun's agents restart."""
     min_nodes, max_nodes = (len(counts), len(counts)) if spec.elastic is None else spec.elastic.node_range(spec.hosts)
     return c10d_rendezvous_options(
         f"{min_nodes}:{max_nodes}",

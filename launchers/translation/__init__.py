@@ -5,16 +5,16 @@
         print(line.host, line.shell())
 
 A launcher's module parses its command line into a `Job` and builds its command line from a `Job`. Options that are not
-part of the job are stored in `Job.launcher_options`. The same launcher receives them unchanged. For another launcher,
+part of the job are stored in `Job.launcher_options`. The same launcher receives them unchanged; for other launchers,
 they are converted to equivalent options, or to a remark with an alternative. The package does not query the machine,
-except to read hostfiles named in a command line.
+except to read hostfiles that a command line names.
 
-- `dispatch`: `parse`, `build`, and the launchers known to each
+- `dispatch`: `parse`, `build`, and the launchers that each of them supports
 - `job`: `Job` and `LauncherOption`
 - `torchrun`, `horovodrun`, `openmpi`, `mpich`, `srun`, `unitrain`: the syntax of one launcher each
 - `sbatch`, `kubernetes`: batch scripts and manifests (not parsed)
 - `options`: parser of launcher options, driven by a table
-- `hosts`: hosts in command lines and hostfiles, placement of processes
+- `hosts`: hosts in command lines and hostfiles, process placement
 - `words`: splitting and quoting of command lines
 - `writing`: command lines, remarks, and advice about options without an equivalent
 """

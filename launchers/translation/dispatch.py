@@ -140,7 +140,7 @@ def _parse_mpi_command(words: Sequence[str]) -> Job:
 
 
 def _pop_rendezvous(variables: dict[str, str]) -> tuple[str | None, int | None]:
-    """Remove MASTER_ADDR and MASTER_PORT from `variables` and return them; None for a value that the shell expands."""
+    """Remove MASTER_ADDR and MASTER_PORT from `variables` and return them; None for a value with a shell expansion."""
     address, port = variables.pop("MASTER_ADDR", None), variables.pop("MASTER_PORT", None)
     return (
         None if address is None or has_expansion(address) else address,

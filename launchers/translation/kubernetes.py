@@ -51,7 +51,7 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
     The grace period between SIGTERM and SIGKILL is two minutes.
 
     The default is a PyTorchJob for DDP, in which torchrun starts the ranks, and an MPIJob for Horovod, in which mpirun
-    does. Raises LaunchError for a job that the kind does not support.
+    starts them. Raises LaunchError for a job that the kind does not support.
     """
     pods = pods or Pods()
     kind = pods.kind or ("MPIJob" if job.backend == "horovod" else "PyTorchJob")

@@ -151,7 +151,7 @@ def build(job: Job) -> Translation:
 def rendezvous(job: Job, notes: list[str]) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT, which srun does not set. Add a remark to `notes` if an address is left out.
 
-    Without named hosts the rendezvous is on the first host that Slurm chooses.
+    Without named hosts, the rendezvous is on the first host that Slurm selects.
     """
     if job.hosts or len(job.counts) == 1:
         return job.rendezvous
@@ -223,7 +223,7 @@ def _parse_export(options: Options, notes: list[str]) -> tuple[dict[str, str], t
 
 
 def _sbatch_options(options: Options) -> list[LauncherOption]:
-    """Return the options that sbatch has too. Drops the options that `build` always sets."""
+    """Return the options that sbatch also has. Drops the options that `build` always sets."""
     found: list[LauncherOption] = []
     for option in options.take_all("--kill-on-bad-exit", "--wait"):
         if option.values not in ((), ("1",)) if option.name == "--kill-on-bad-exit" else option.values != ("0",):

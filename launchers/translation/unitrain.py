@@ -90,8 +90,9 @@ def parse(words: Sequence[str]) -> Job:
 
 
 def build(job: Job) -> Translation:
-    """Return the `unitrain launch` command. Its launcher is the backend's default, but mpirun replaces torchrun on
-    several hosts."""
+    """Return the `unitrain launch` command. Its launcher is the backend's default, except that mpirun replaces torchrun
+    on several hosts.
+    """
     job.check_hosts_named(LAUNCHER)
     start = job.program[1:2]
     if job.python is None or start == () or (start[0].startswith("-") and (start[0] != "-m" or not job.program[2:])):

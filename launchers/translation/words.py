@@ -4,7 +4,8 @@ Text that a shell would expand, such as "$HOME/data" or *.txt, must reach the tr
 unquoted. `split` encloses it in two private-use characters within its word, and `quote` writes it as it was typed.
 
 The standard library's `shlex` quotes the literal text. It cannot split the line: shlex.split returns the same word for
-$HOME and '$HOME', so the result no longer shows what the shell would expand; and it does not support $'...' and braces.
+$HOME and '$HOME', so the result does not distinguish text that the shell would expand; nor does it support $'...' and
+braces.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def without_glob_marks(word: str) -> str:
 
 
 def split_assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables set before a command, as in `A=1 env B=2 program`, and the words from the program on."""
+    """Return the variables set before a command, as in `A=1 env B=2 program`, and the words from the program onward."""
     variables: dict[str, str] = {}
     rest = list(words)
     while rest:

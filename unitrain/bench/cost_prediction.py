@@ -31,7 +31,7 @@ _MAX_BUCKETS = 1_000_000
 
 @dataclass(frozen=True)
 class Layer:
-    """The gradient `size` of a layer in bytes, and the duration of its backward."""
+    """The gradient `size` of a layer in bytes, and the duration of its backward pass."""
 
     size: float
     seconds: float
@@ -39,7 +39,9 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The computation of one rank per step: seconds before and after the backward, and the layers in backward order."""
+    """The computation of one rank per step: seconds before and after the backward pass, and the layers in backward
+    order.
+    """
 
     before: float
     layers: Sequence[Layer]
@@ -53,7 +55,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """The duration of a step, and its exposed communication: the part that does not overlap with the backward."""
+    """The duration of a step, and its exposed communication, which does not overlap with the backward pass."""
 
     seconds: float
     exposed: float
@@ -71,11 +73,11 @@ def uniform_work(
     layers: int = 100,
     largest_layer: float = FIRST_BUCKET_BYTES,
 ) -> Work:
-    """Return the work of a model with gradients spread evenly over the backward.
+    """Return the work of a model whose gradients are spread evenly over the backward pass.
 
-    `backward_share` is the fraction of the step time spent in backward. The default of 2/3 assumes two matrix products
-    in backward per product in forward. There are at least `layers` layers of at most `largest_layer` bytes. Buckets
-    contain complete layers, so larger layers would determine the bucket size.
+    `backward_share` is the fraction of the step time spent in the backward pass. The default of 2/3 assumes two matrix
+    products in the backward pass per product in the forward pass. There are at least `layers` layers of at most
+    `largest_layer` bytes. Buckets contain complete layers, so larger layers would determine the bucket size.
     """
     layers = max(layers, math.ceil(gradient_bytes / largest_layer))
     backward = backward_share * step_seconds
@@ -92,8 +94,8 @@ def predict_step(
 ) -> Step:
     """Simulate a step with sequential allreduces of the buckets, `allreduce(bytes)` seconds each.
 
-    The allreduce of a bucket starts when the backward has filled the bucket and the previous allreduce is complete. The
-    optimizer waits for the last bucket.
+    The allreduce of a bucket starts when the backward pass has filled the bucket and the previous allreduce is
+    complete. The optimizer waits for the last bucket.
     """
     clock, reduced_at, filled, limit = work.before, 0.0, 0.0, first_bucket
     for number, layer in enumerate(work.layers, 1):
@@ -116,7 +118,7 @@ class Model:
     backward_share: float
 
     def work(self, bucket: float = BUCKET_BYTES) -> Work:
-        """Return the work of a step, with the gradients spread evenly over the backward.
+        """Return the work of a step whose gradients are spread evenly over the backward pass.
 
         Raises ConfigError if the gradients fill more than a million buckets.
         """
@@ -248,7 +250,7 @@ def compare_with_measured(
 ) -> list[dict[str, Any]]:
     """Return the measured and the predicted step time per measured backend on several ranks.
 
-    Rows with settings are skipped, because the model does not include changes of computation or communication.
+    Rows with settings are skipped, because the model does not include their changes of computation or communication.
     """
     found = []
     for row in trained["rows"]:

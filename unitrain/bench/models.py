@@ -38,12 +38,12 @@ def resolve(target: str) -> tuple[str, int]:
 
 
 def tiny() -> dict[str, Any]:
-    """Return an MLP with two hidden layers of 64. Overhead dominates its step time."""
+    """Return an MLP with two hidden layers of 64 units, whose step time is dominated by overhead."""
     return _mlp_arguments([64, 64])
 
 
 def mlp_25m() -> dict[str, Any]:
-    """Return an MLP with 25 million parameters and four hidden layers, and thus a high communication volume."""
+    """Return an MLP with 25 million parameters in four hidden layers, which has a high communication volume."""
     return _mlp_arguments([2048, 3072, 3072, 2816])
 
 
@@ -87,7 +87,7 @@ class SmallGPT(nn.Module):
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset that repeats 32 random images, to keep memory use and loading time negligible."""
+    """A dataset that repeats 32 random images, so that its memory usage and loading time are negligible."""
 
     def __init__(self, length: int = _SAMPLES) -> None:
         self._images = torch.randn(32, 3, 224, 224)

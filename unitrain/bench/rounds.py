@@ -33,7 +33,7 @@ def measure_collectives(
     """Time every operation with every message size (bytes) on every set of ranks, for about `seconds`.
 
     The warm-up round is not recorded; it determines the number of calls per turn. The result is plain data: "rows" with
-    the seconds per call of the slowest rank per round, and the same for "floors" (the lower bounds), measured on the
+    the slowest rank's seconds per call in each round, and the same for the lower bounds ("floors"), measured on the
     first set.
     """
     ranks = rank_sets[0].info.ranks
@@ -97,7 +97,7 @@ def measure_training(
     """Train `target` with each of `settings` on every set of ranks, `steps` steps per turn, for about `seconds`.
 
     The key None of `settings` is the unchanged configuration. The warm-up round is not recorded. The result is plain
-    data: "rows" with the seconds per step of the slowest rank per round, and the mean over ranks per phase.
+    data: "rows" with the slowest rank's seconds per step in each round, and the mean over ranks for each phase.
     """
     turns: dict[tuple[int, str | None], list[list[TrainTurn]]] = {}
     rounds = _Rounds(len(rank_sets), seconds, report_progress)

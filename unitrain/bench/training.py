@@ -43,9 +43,9 @@ class TrainTurn(NamedTuple):
 class StepProfiler(Callback):
     """Callback that times the phases of a step, and wraps the forward and the loss function.
 
-    `data` ends when the batch is available, `forward` when the loss is computed, `backward` when the local backward is
-    complete, and `exposed` when the gradients are reduced. `optimizer` is the rest of the step. On a GPU, the profiler
-    synchronizes after each phase, so throughput is measured in separate steps.
+    `data` ends when the batch is available, `forward` when the loss is computed, `backward` when the local backward
+    pass is complete, and `exposed` when the gradients are reduced. `optimizer` is the rest of the step. On GPUs, the
+    profiler synchronizes after each phase, so throughput is measured in separate steps.
     """
 
     def __init__(self, backend: Backend, forward: Any, loss_fn: Callable[..., Any]) -> None:

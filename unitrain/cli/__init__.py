@@ -1,7 +1,7 @@
 """The `unitrain` command, with one module per subcommand.
 
-Subcommands are imported lazily, so that --help does not import torch. Each module defines the options and the output of
-a command. The logic of the command is in the package of the same name.
+Subcommands are imported lazily, so that --help does not import torch. Each module defines the options and output of a
+command; its logic is in the package of the same name.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from unitrain.errors import did_you_mean
 
 _COMMANDS = {
     "bench": ("unitrain.cli.bench", "Benchmark collectives and training on every backend, and predict scaling."),
-    "ckpt": ("unitrain.cli.ckpt", "List, verify, show and convert checkpoints."),
+    "ckpt": ("unitrain.cli.ckpt", "List, verify, show, convert and consolidate checkpoints."),
     "doctor": ("unitrain.cli.doctor", "Diagnose problems on this machine, or in the ranks of a job."),
     "horovod": ("unitrain.cli.horovod", "Build Horovod for the installed torch, and check it."),
     "launch": ("unitrain.cli.launch", "Run a training script on several ranks."),
-    "memory": ("unitrain.cli.memory", "Report what fills the memory of a script, and which setting would save it."),
+    "memory": (
+        "unitrain.cli.memory",
+        "Break down the memory usage of a script, and predict the savings of each setting.",
+    ),
     "report": ("unitrain.cli.report", "Create a report of the metrics and timings of a run."),
     "submit": ("unitrain.cli.submit", "Submit a training script to Slurm or Kubernetes."),
     "translate": ("unitrain.cli.translate", "Convert the command line of one launcher to another launcher."),
@@ -29,7 +32,7 @@ _COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A click group that imports commands lazily. It lists names and help lines without an import."""
+    """A click group that imports commands lazily, and lists their names and help lines without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -56,4 +59,4 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="unitrain %(version)s")
 def unitrain() -> None:
-    """One PyTorch training script on DDP or Horovod, under any launcher, with the same numbers."""
+    """Run one PyTorch training script on DDP or Horovod, under any launcher, with the same numerical results."""

@@ -67,7 +67,7 @@ def collectives(
     """Benchmark collectives on every backend and transport, one at a time.
 
     Without a launcher, the command starts a separate set of ranks on this host for each backend and transport. Under a
-    launcher, on any number of hosts, it uses the launched ranks and initializes the backends one after the other:
+    launcher, on any number of hosts, it uses the launched ranks and initializes one backend after another:
 
     \b
       unitrain bench collectives -np 2 --json here.json --output here.png

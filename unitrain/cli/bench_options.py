@@ -50,7 +50,7 @@ def user_errors() -> Iterator[None]:
 
         if not isinstance(error, RankError):
             raise
-        # Print only the message of a unitrain error, but the traceback of any other error.
+        # Print only the message of unitrain errors, and the traceback of any other error.
         is_unitrain_error = hasattr(errors, error.kind) and error.errors
         message = error.errors[min(error.errors)] if is_unitrain_error else str(error)
         raise click.ClickException(message) from error

@@ -30,7 +30,7 @@ from unitrain.errors import ConfigError
     type=click.FloatRange(0, 1),
     default=2 / 3,
     show_default="two thirds",
-    help="Fraction of step time spent in backward.",
+    help="Fraction of the step time spent in the backward pass.",
 )
 @click.option("--bytes-per-parameter", type=click.FloatRange(min=0, min_open=True), default=4, show_default=True)
 @click.option("--bucket-bytes", metavar="SIZE", default="25MB", show_default=True, help="Gradient bucket size.")
@@ -78,9 +78,10 @@ def predict(
 ) -> None:
     """Predict step time and scaling efficiency on up to 1,024 ranks.
 
-    The prediction uses an alpha-beta model (unitrain/bench/cost_model.py). The model is fitted to MEASURED, a result of
-    bench collectives, or uses --latency and --bandwidth. The allreduce of a bucket overlaps with the backward of the
-    next bucket. The model ignores stragglers and data loading, so the prediction is a lower bound on the step time.
+    The prediction uses an alpha-beta model (unitrain/bench/cost_model.py), which is fitted to MEASURED, a result of
+    bench collectives, or defined by --latency and --bandwidth. The allreduce of a bucket overlaps with the backward
+    pass of the next bucket. The model ignores stragglers and data loading, so the prediction is a lower bound on the
+    step time.
 
     \b
       unitrain bench predict here.json --train trained.json

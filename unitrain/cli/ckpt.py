@@ -128,7 +128,7 @@ def show(checkpoint: Path) -> None:
 def consolidate(checkpoint: Path, file: Path, average: bool) -> None:
     """Write the model of CHECKPOINT, or of the newest valid checkpoint in a folder, to one safetensors file, FILE.
 
-    The checkpoint may be sharded. Tensors are read and written one at a time. FILE contains the tied parameters once.
+    The checkpoint may be sharded. Tensors are read and written one at a time. FILE contains tied parameters only once.
     Load it with safetensors.torch.load_model(model, FILE).
     """
     from unitrain.checkpoint import files
@@ -150,9 +150,9 @@ def consolidate(checkpoint: Path, file: Path, average: bool) -> None:
 def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, step: int | None) -> None:
     """Convert SOURCE, a checkpoint of another library, and write it to FOLDER.
 
-    SOURCE is a torch.save file (a state dict, also of a DDP model, or a dictionary with "model", "optimizer", "epoch"),
-    a safetensors file, a Lightning .ckpt file, or an Accelerate folder. Resume from the converted checkpoint with
-    TrainConfig(resume="FOLDER", output_dir=...).
+    SOURCE is a torch.save file (a state dict, including that of a DDP model, or a dictionary with "model", "optimizer",
+    "epoch"), a safetensors file, a Lightning .ckpt file, or an Accelerate folder. Resume from the converted checkpoint
+    with TrainConfig(resume="FOLDER", output_dir=...).
     """
     from unitrain.checkpoint import files
     from unitrain.checkpoint.conversion import read_foreign_checkpoint

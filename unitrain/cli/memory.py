@@ -1,4 +1,4 @@
-"""`unitrain memory`: report what fills the memory of a script, and what each setting would save."""
+"""`unitrain memory`: break down the memory usage of a script, and predict the savings of each setting."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def memory(
     script: Path,
     args: tuple[str, ...],
 ) -> None:
-    """Report what fills the memory of SCRIPT on each rank, and what each setting would save.
+    """Break down the memory usage of SCRIPT per rank, and predict the savings of each setting.
 
-    Trains a few steps of the unmodified SCRIPT with its ARGS, and stops it. The script uses unitrain.Trainer or its own
-    loop with a module and an optimizer of torch. On CPUs, the command measures the resident memory of the process,
-    which requires Linux; on GPUs, the memory of torch's tensors.
+    Runs the unmodified SCRIPT with its ARGS for a few training steps. The script must use unitrain.Trainer or a torch
+    optimizer. On CPUs, the command measures the resident memory of the process, which requires Linux; on GPUs, the
+    memory of torch tensors.
 
     \b
       unitrain memory train.py

@@ -22,7 +22,7 @@ def translate(target: str, hosts: str | None, backend: str | None, line: tuple[s
     """Convert LINE, the command line of a launcher, to another launcher.
 
     The result is written to standard output. For each option without an equivalent, a note with an alternative is
-    written to standard error. The backend stays the same unless --backend is given.
+    written to standard error. The backend does not change unless --backend is given.
 
     \b
       unitrain translate "horovodrun -np 16 -H a:8,b:8 python train.py" --to torchrun

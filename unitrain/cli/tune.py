@@ -47,8 +47,8 @@ def tune(launch: str, minutes: float, seconds: float, compression: bool, script:
     """Search for settings that reduce the step time of SCRIPT, which must use unitrain.Trainer.
 
     Runs the script repeatedly for a few seconds, with and without each setting. Settings with a significant speedup in
-    new pairs of runs are saved to unitrain-tuned.json. In this folder, `unitrain launch` applies and prints them for
-    runs with the same arguments on the same hardware. The settings change results by rounding errors only.
+    additional pairs of runs are saved to unitrain-tuned.json. In the same folder, `unitrain launch` applies and prints
+    them for runs with the same arguments on the same hardware. The settings change results only by rounding errors.
 
     \b
       unitrain tune train.py

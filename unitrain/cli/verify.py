@@ -60,13 +60,13 @@ def verify(
     target: str,
     args: tuple[str, ...],
 ) -> None:
-    """Train TARGET on every backend and report whether the numbers are the same.
+    """Train TARGET on every backend and report whether the numerical results are the same.
 
     TARGET is an unmodified training script that uses unitrain.Trainer, with its ARGS, or a function that returns the
     arguments of Trainer and fit as a dictionary. Each run stops after --steps steps without executing the code after
     `fit`. UNITRAIN_BACKEND selects the backend of each run. Runs with unexplained differences are repeated in float64,
-    to distinguish rounding from a defect. The exit status is 0 if the numbers are the same, and 1 if they differ or a
-    run failed.
+    to distinguish rounding errors from defects. The exit status is 0 if the results are the same, and 1 if they differ
+    or a run failed.
 
     \b
       unitrain verify train.py --epochs 3
@@ -95,7 +95,7 @@ def verify(
     if tolerance is None:
         tolerance = FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE
     controllers, skipped = find_available(names)
-    # By default SIGTERM would terminate this process only, and orphan the ranks. SystemExit terminates the ranks first.
+    # By default, SIGTERM would terminate only this process and orphan the ranks. SystemExit terminates the ranks first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     script = str(_TRAIN_FUNCTION) if is_function else target
     with tempfile.TemporaryDirectory(prefix="unitrain-verify-") as folder:
@@ -117,7 +117,7 @@ def verify(
         if json_file is not None:
             settings = {"target": target, "args": args, "steps": steps, "tolerance": tolerance, "float64": float64}
             report.write_json(verdict, settings, json_file)
-    # An unavailable backend is a failure if --backends names it. By default it is only skipped.
+    # An unavailable backend is a failure if --backends names it. Otherwise, it is skipped.
     is_missing = backends is not None and not all(controllers.get(name) for name in names)
     sys.exit(0 if verdict.is_same and not is_missing else 1)
 

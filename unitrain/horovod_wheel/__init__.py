@@ -7,7 +7,7 @@ patches       patches for the Horovod sources
 build         execute a build plan
 check         report the capabilities and problems of the installed Horovod
 
-The modules do not read the process environment. Their entry points take it as a mapping.
+The modules do not read the process environment; their entry points receive it as a mapping.
 """
 
 __all__ = ["build", "check", "machine", "patches", "plan"]

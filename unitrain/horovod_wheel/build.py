@@ -64,13 +64,14 @@ def find_cached(plan: BuildPlan) -> Path | None:
 
 
 def is_installed(plan: BuildPlan) -> bool:
-    """Return whether this build is installed and usable. It is not reinstalled, which would break running jobs."""
+    """Return whether this build is installed and usable. It is then not reinstalled, which would break running jobs."""
     report = check.inspect()
     return report.is_usable and report.key == plan.key
 
 
 def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, force: bool = False) -> Path:
-    """Build the wheel if it is not cached or with `force`, run the install steps, and return the path of the wheel.
+    """Build the wheel (unless it is cached and `force` is False), run the install steps, and return the path of the
+    wheel.
 
     Raises HorovodBuildError with the failed step, the error in its output, and the path of the log.
     """

@@ -1,8 +1,8 @@
 """Patches for the sources of Horovod 0.28.1 as data, and a function that applies them.
 
-Changes of kind `build` are needed to compile with current versions of torch, CMake and Python, and without a CUDA
-toolkit. Changes of kind `fix` correct the behavior at run time. `unitrain horovod check` reports whether the installed
-Horovod has them.
+Changes of kind `build` are required to compile with current versions of torch, CMake and Python, and without a CUDA
+toolkit. Changes of kind `fix` correct run-time behavior; `unitrain horovod check` reports whether the installed Horovod
+includes them.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def runtime_fixes(changes: tuple[Change, ...] = CHANGES) -> tuple[str, ...]:
 
 
 def digest(changes: tuple[Change, ...] = CHANGES) -> str:
-    """Return a short digest of all edits. It is part of the key of a wheel."""
+    """Return a short digest of all edits, which is part of a wheel's cache key."""
     parts = (part for change in changes for edit in change.edits for part in (edit.file, edit.before, edit.after))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 

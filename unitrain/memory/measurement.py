@@ -1,4 +1,4 @@
-"""Run a script with recording on, and read the records of its ranks."""
+"""Run a script with the recorder, and read the records of its ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measure(
     """Run `script` with `args` under `unitrain launch` on this host, and return the record of each rank.
 
     The run ends after the requested steps, and is terminated after `limit_seconds`. Raises ConfigError with the last
-    lines of the output if it ends without a record of each rank.
+    lines of the output if the record of any rank is missing.
     """
     with tempfile.TemporaryDirectory(prefix="unitrain-memory-") as name:
         folder = Path(name)

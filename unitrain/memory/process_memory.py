@@ -27,7 +27,7 @@ class ProcessMemory(Protocol):
 
 
 def process_memory(device: torch.device) -> ProcessMemory:
-    """Return the memory in which the tensors of `device` are: that of this process, or that of a GPU.
+    """Return the memory that contains the tensors of `device`: that of this process, or that of a GPU.
 
     Raises UnsupportedError for other devices, and if the system cannot measure the peak.
     """
@@ -55,8 +55,9 @@ class HostMemory:
         return _read("VmHWM")
 
     def reset_peak(self) -> None:
-        """Return free memory of the C allocator to the system, so that the peak counts memory in use only, and reset
-        the peak."""
+        """Return free memory of the C allocator to the system, so that the peak counts only memory in use, and reset
+        the peak.
+        """
         if self._trim is not None:
             self._trim(0)
         _CLEAR_REFS.write_text(_RESET_PEAK)

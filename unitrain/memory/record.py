@@ -47,16 +47,16 @@ class RankRecord:
     """The record of one rank. All sizes are bytes of this rank.
 
     `steps` is the number of measured steps. `parameters` and `gradients` are the bytes of their elements, and `trained`
-    those of the parameters that require gradients. `gradient_storages` is the memory of the gradients, which may be
-    views of buckets. `buckets` are the buckets outside the gradients, and `fusion_buffer` is the size of Horovod's
-    fusion buffer. `state` is the optimizer state of this rank, `is_state_complete` is False if it is sharded, and
-    `formula_state` is the complete state by the definition of the optimizer, or None. `average` are the averaged
-    weights.
+    those of the parameters that require grad. `gradient_storages` is the memory of the gradients, which may be views of
+    buckets. `buckets` are the buckets outside the gradients, and `fusion_buffer` is the size of Horovod's fusion
+    buffer. `state` is the optimizer state of this rank, `is_state_complete` is False if it is sharded, and
+    `formula_state` is the complete state computed from the optimizer class, or None. `average` is the size of the
+    averaged weights.
 
     `activations` is the largest sum of saved tensors, `float32_activations` the float32 part, and `early_gradients` is
     the memory of gradients at that time. `activations_at_peak` and `gradients_at_peak` have the largest sum. `other` is
-    the memory that was in use before the measured steps, apart from the tensors above: Python, libraries and data on a
-    CPU. `forward_backward_peak` and `step_peak` are the peaks between two optimizer steps and in an optimizer step, and
+    the memory in use before the measured steps, excluding the tensors above: on CPUs, Python, libraries and data.
+    `forward_backward_peak` and `step_peak` are the peaks between optimizer steps and during an optimizer step, and
     `startup_peak` is the peak before the measured steps.
     """
 
@@ -100,7 +100,7 @@ class RankRecord:
 
     @property
     def peak(self) -> int:
-        """The largest memory of the measured steps."""
+        """The peak memory of the measured steps."""
         return max(self.forward_backward_peak, self.step_peak)
 
 

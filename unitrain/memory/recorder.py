@@ -1,8 +1,7 @@
 """Measure the memory of a training process, and end it after the measured steps.
 
-The recorder uses hooks of torch that apply to all modules and optimizers of the process, so it also records loops
-without the Trainer. Memory is measured after the warm-up steps, in which optimizers create their state and DDP arranges
-its buckets.
+The recorder uses torch's global hooks for modules and optimizers, so it also records loops without the Trainer. Memory
+is measured after the warm-up steps, in which optimizers create their state and DDP arranges its buckets.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Recorder(Callback):
     """Records the memory of this process. After the measured steps, it writes the record and raises SystemExit, so that
     the rest of the script does not use a partially trained model.
 
-    A step is a call of `step` of the first optimizer that steps.
+    A step is a `step` call of the first optimizer that is stepped.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -177,7 +176,7 @@ class Recorder(Callback):
         self._memory = memory
 
     def _compare_with_peak(self) -> None:
-        """Keep the sizes of the saved tensors and of the gradients if the first or their sum is the largest so far."""
+        """Store the sizes of the saved tensors and the gradients if the former, or their sum, is the largest so far."""
         if self._memory is None:
             return
         gradients = sum(storage.nbytes() for storage in self._live_gradient_storages())
@@ -196,7 +195,7 @@ class Recorder(Callback):
     # --- the record ---
 
     def write(self) -> None:
-        """Write the record unless it is written already. Does nothing if no step was measured."""
+        """Write the record, unless it has already been written. Does nothing if no step was measured."""
         steps = self._steps - self._request.warmup
         largest, peak = self._largest, self._peak
         if self._is_written or steps < 1 or largest is None or peak is None:

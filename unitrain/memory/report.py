@@ -1,4 +1,4 @@
-"""The report of `unitrain memory`: a summary, the memory by kind, and what each setting would save."""
+"""The report of `unitrain memory`: a summary, the memory by category, and the savings of each setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REMAINDER = "remainder"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A kind of memory: its predicted and measured bytes, and the bytes at the peak. None if not known."""
+    """A category of memory: its predicted and measured bytes, and the bytes at the peak. None if unknown."""
 
     name: str
     predicted: int | None
@@ -32,7 +32,7 @@ class Row:
 
 
 def memory_rows(usage: Usage) -> list[Row]:
-    """Return the memory of a rank by kind. The bytes at the peak add up to the peak."""
+    """Return the memory of a rank by category. The bytes at the peak add up to the peak."""
     record, size = usage.record, usage.record.size
     parts = size if usage.shard == "parameters" else 1  # of each parameter; this rank has one of them
     formula = persistent_bytes(
@@ -86,7 +86,7 @@ def memory_rows(usage: Usage) -> list[Row]:
 
 
 def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
-    """Return what fills the memory, and which setting would save the most.
+    """Return a text that names the largest category of memory and the setting with the largest savings.
 
     Percentages are relative to training memory.
     """
@@ -191,7 +191,7 @@ def notes(usage: Usage) -> list[str]:
 
 
 def write_json(records: Sequence[RankRecord], ranks: int, settings: dict[str, Any], path: Path) -> None:
-    """Write the summary, the memory by kind, the savings in bytes, and the records of all ranks to `path`."""
+    """Write the summary, the memory by category, the savings in bytes, and the records of all ranks to `path`."""
     usage = Usage.of_ranks(records)
     savings = list_savings(usage, ranks)
     content = {

@@ -1,6 +1,6 @@
 """The tensors that autograd saves for the backward pass: their bytes, and the modules that saved them.
 
-A saved tensor counts as long as a node of the graph holds it. Tensors that share memory count once, and parameters and
+A saved tensor counts while a node of the graph references it. Tensors that share memory count once; parameters and
 buffers do not count.
 """
 
@@ -22,8 +22,9 @@ from unitrain.torch_compat import disable_compile
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A forward pass of `module`, with the tensors among its arguments. `end` is the number of storages saved until its
-    end."""
+    """A forward pass of `module`, with its tensor arguments. `end` is the number of storages that had been saved at its
+    end.
+    """
 
     module: nn.Module
     inputs: list[SavedStorage] = field(default_factory=list)
@@ -32,10 +33,10 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class SavedStorage:
-    """The memory of saved tensors that share it.
+    """Memory that one or more saved tensors share.
 
     `number` is its position among all saved storages. `stacks` are the modules that saved it, from the outermost to the
-    innermost, for each saved tensor. `holders` is the number of saved tensors that are alive.
+    innermost, for each saved tensor. `holders` is the number of saved tensors that still exist.
     """
 
     storage: weakref.ref[torch.UntypedStorage]
@@ -78,7 +79,7 @@ class SavedTensors:
         self._handles: list[Any] = []
 
     def start(self) -> None:
-        """Start to track. Hooks of the user's code and of torch.utils.checkpoint take precedence in their contexts."""
+        """Start tracking. Hooks of the user's code and of torch.utils.checkpoint take precedence in their contexts."""
         self._hooks.__enter__()
         self._handles = [
             register_module_forward_pre_hook(self._begin_call),
@@ -92,8 +93,9 @@ class SavedTensors:
             handle.remove()
 
     def live(self) -> list[SavedStorage]:
-        """Return the storages that are saved now, with their current sizes. FSDP frees gathered parameters by resizing
-        them to zero bytes."""
+        """Return the currently saved storages, with their current sizes. FSDP frees gathered parameters by resizing
+        them to zero bytes.
+        """
         for saved in self._live.values():
             storage = saved.storage()
             size_bytes = 0 if storage is None else storage.nbytes()
@@ -163,8 +165,8 @@ class SavedTensors:
 def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[Block]:
     """Return the effect of activation checkpointing for each class of modules that saved some of `storages`.
 
-    Only classes with submodules that were called at least twice are listed, because the activations of one block are
-    recomputed at a time. Blocks that are checkpointed already are not listed.
+    Only classes with submodules that were called at least twice are listed, because the activations of one block at a
+    time are recomputed. Blocks that are already checkpointed are not listed.
     """
     saved = list(storages)
     calls = {call for storage in saved for stack in storage.stacks for call in stack}
@@ -178,7 +180,7 @@ def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[Block]:
 
 
 def _with_checkpointing(name: str, saved: list[SavedStorage], blocks: set[ModuleCall]) -> Block:
-    """Return the saved bytes if each outermost call in `blocks` saved only its inputs.
+    """Return the effect if each outermost call in `blocks` saved only its inputs.
 
     In the backward pass, the activations of the blocks are recomputed one block at a time, last block first. Tensors
     that were saved only after a block are released before it is recomputed.
@@ -225,7 +227,7 @@ def _saved_storage(memory: torch.UntypedStorage, tensor: Tensor, number: int) ->
 
 
 def _memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the memory of `tensor`, or None if it has none, as a sparse tensor."""
+    """Return the memory of `tensor`, or None if it has none, like a sparse tensor."""
     part = local_tensor(tensor)
     if part.layout != torch.strided or part.device.type == "meta":
         return None

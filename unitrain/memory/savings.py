@@ -1,4 +1,4 @@
-"""Predictions of what each setting saves, from the record of one rank.
+"""Predicted savings of each setting, based on the record of one rank.
 
 Bytes of parameters P, gradients G and optimizer state S on d ranks, with the stages of ZeRO
 (https://arxiv.org/abs/1910.02054): P + G + S / d, P + (G + S) / d, and (P + G + S) / d. For Adam in float32, these are
@@ -26,7 +26,7 @@ _MIN_SHARE = 0.005  # of the peak; smaller savings are not suggested
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """The memory of the rank with the highest peak, in bytes, with the complete state of the optimizer.
+    """The memory of the rank with the highest peak, in bytes, and the complete optimizer state.
 
     `gradients` are the gradients in memory at the peak of the forward and backward pass.
     """
@@ -57,8 +57,9 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """The predicted saving of a setting in bytes of the peak. `is_estimate` is False if it is computed from the tensors
-    of the run, and `note` names the cost or the condition."""
+    """The predicted reduction of the peak by a setting, in bytes. `is_estimate` is False if it is computed from the
+    tensors of the run, and `note` states the cost or the condition.
+    """
 
     setting: str
     saved_bytes: int
@@ -69,7 +70,7 @@ class Saving:
 def persistent_bytes(*, parameters: int, gradients: int, state: int, shard: str, ranks: int) -> dict[str, float]:
     """Return the bytes of parameters, gradients and optimizer state on one of `ranks` ranks with `shard`.
 
-    The arguments are those of the complete model without sharding.
+    The arguments are the bytes of the complete model without sharding.
     """
     sharded = _STAGES[shard]
     sizes = {"parameters": parameters, "gradients": gradients, "state": state}
@@ -80,9 +81,10 @@ def persistent_bytes(*, parameters: int, gradients: int, state: int, shard: str,
 
 
 def list_savings(usage: Usage, ranks: int) -> list[Saving]:
-    """Return what each setting saves in the peak of the run, the largest saving first. Sharding is over `ranks` ranks.
+    """Return how much each setting reduces the peak of the run, largest savings first, with sharding across `ranks`
+    ranks.
 
-    Settings that the script uses already, and settings that save almost nothing, are not listed.
+    Settings that the script already uses, or that save almost nothing, are not listed.
     """
     record = usage.record
     found = [
@@ -117,7 +119,7 @@ def _sharding(usage: Usage, ranks: int) -> list[Saving]:
 
 
 def _checkpointing(record: RankRecord) -> list[Saving]:
-    """Return the class of blocks with the largest saving, and the one with the largest saving per recomputation."""
+    """Return the block class with the largest savings, and the one with the largest savings per recomputation."""
     blocks = sorted(record.blocks, key=lambda block: block.peak_bytes)
     return [
         Saving(
@@ -159,9 +161,9 @@ def _precision(record: RankRecord) -> list[Saving]:
 
 
 def _saved_between_steps(record: RankRecord, activations: int) -> int:
-    """Return how much the peak decreases if the activations need only `activations` bytes.
+    """Return how much the peak decreases if activations take only `activations` bytes.
 
-    They are not in memory in an optimizer step, and at the end of the backward pass, when all gradients are.
+    Activations are not in memory during an optimizer step or at the end of the backward pass, when all gradients are.
     """
     now = record.activations_at_peak + record.gradients_at_peak
     then = max(activations + record.early_gradients, record.gradient_storages)

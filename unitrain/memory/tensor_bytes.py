@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# Tensors of the size of the parameter that optimizers of torch.optim store per parameter.
+# Number of tensors with the size of the parameter that optimizers of torch.optim store per parameter.
 _STATE_TENSORS: dict[type[Optimizer], int] = {
     torch.optim.Adadelta: 2, torch.optim.Adagrad: 1, torch.optim.Adam: 2, torch.optim.Adamax: 2,
     torch.optim.AdamW: 2, torch.optim.ASGD: 1, torch.optim.NAdam: 2, torch.optim.RAdam: 2,
@@ -33,7 +33,7 @@ def element_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the memory that `tensors` occupy or keep alive, by address. Tensors that share memory have one entry."""
+    """Return the memory that `tensors` occupy or keep allocated, by address, with one entry per shared memory."""
     found = {}
     for tensor in tensors:
         storage = _dense(tensor).untyped_storage()
@@ -43,12 +43,12 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the memory that `tensors` occupy or keep alive."""
+    """Return the bytes of the memory that `tensors` occupy or keep allocated."""
     return sum(storage.nbytes() for storage in storages_of(tensors).values())
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors in the state of `optimizer`, also those in nested containers."""
+    """Yield the tensors in the state of `optimizer`, including those in nested containers."""
     for entry in optimizer.state.values():
         yield from _tensors(entry)
 
@@ -68,10 +68,11 @@ def is_state_complete(optimizer: Optimizer) -> bool:
 
 
 def formula_state_bytes(optimizer: Optimizer) -> int | None:
-    """Return the bytes of the complete state by the definition of the optimizer: Adam stores two tensors per parameter.
+    """Return the bytes of the complete state, computed from the optimizer class: Adam, for example, stores two tensors
+    per parameter.
 
-    Step counters are not included. Returns None for optimizers outside torch.optim and for LBFGS and others whose state
-    does not have the size of the parameters.
+    Step counters are not included. Returns None for optimizers outside torch.optim, and for those whose state does not
+    have the size of the parameters, such as LBFGS.
     """
     count = _STATE_TENSORS.get(type(optimizer))
     if count is None:
@@ -86,7 +87,7 @@ def formula_state_bytes(optimizer: Optimizer) -> int | None:
 
 
 def trained_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of `optimizer` that require gradients."""
+    """Return the parameters of `optimizer` that require grad."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
 
 

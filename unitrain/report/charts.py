@@ -18,8 +18,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from unitrain.errors import ReportError
 from unitrain.report.figures import Points
 
-# Based on the color-blind safe palette of Okabe and Ito. `to_svg` replaces each color with the CSS variable of the same
-# name, to support dark mode. Therefore all values must be distinct.
+# Based on the color-blind-safe palette of Okabe and Ito. To support dark mode, `to_svg` replaces each color with the
+# CSS variable of the same name, so all values must be distinct.
 COLORS = {
     "run-0": "#0072b2", "run-1": "#d55e00", "run-2": "#009e73",
     "run-3": "#b8528f", "run-4": "#8a6d00", "run-5": "#2f9fd6",

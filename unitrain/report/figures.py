@@ -78,7 +78,7 @@ def split_name(name: str) -> tuple[str, str]:
 def has_epoch_axis(records: list[Record]) -> bool:
     """Return whether the x axis shows epochs instead of steps.
 
-    The x axis shows epochs if every run has completed an epoch and its data has a length.
+    It shows epochs if every run has completed an epoch and the length of its data is known.
     """
     return all(
         record.epochs

@@ -2,9 +2,9 @@
 
 launch_plan  validate a launch request, plan it, and execute the plan
 submission   batch scripts and manifests for `unitrain submit`
-checks       preflight checks shared by all commands that start ranks
+checks       checks shared by all commands that start ranks
 supervisor   Job and Supervisor: run attempts of a job, and restart it after failures and host changes
-ranks        connections to the ranks, which detect when and how a rank exits
+ranks        connections to the ranks, which detect their exits
 membership   select the hosts of an elastic job
 rank_logs    one log file per rank
 """

@@ -1,4 +1,4 @@
-"""Preflight checks of commands that start ranks: the script exists, and the command itself runs without a launcher."""
+"""Checks of commands that start ranks: the script exists, and no launcher has started the command itself."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _MULTI_HOST_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")  # not srun: Slurm 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """The arguments of `unitrain launch`. None selects the default, which the help of the option documents."""
+    """The arguments of `unitrain launch`. None selects the default, which is documented in the option's help."""
 
     script: Path
     args: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class LaunchPlan:
 
 
 def plan_launch(request: LaunchRequest) -> LaunchPlan:
-    """Validate a request and return its plan. Starts no process except the preflight checks on other hosts.
+    """Validate a request and return its plan. Starts no processes, except for the preflight checks on other hosts.
 
     Raises LaunchError and ConfigError.
     """

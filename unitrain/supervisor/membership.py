@@ -13,17 +13,17 @@ from unitrain.launchers import ElasticRange, Host, LaunchError, find_reachable_h
 # Interval between host discoveries, and between probes of an unresponsive host.
 POLL_SECONDS = 2.0
 _PROBE_AGAIN_SECONDS = 10.0
-# If the ranks of a host fail first this many times in a row, the host is excluded for this time, while enough hosts
-# remain.
+# If a rank of the same host fails first this many times in a row, the host is excluded for this time, while enough
+# hosts remain.
 _MAX_FAILURES_IN_A_ROW = 2
 _EXCLUSION_SECONDS = 600.0
 
 
 class Membership:
-    """Selects the hosts per attempt from the hosts returned by `list_hosts`, for an `elastic` number of ranks.
+    """Selects the hosts of each attempt from those returned by `list_hosts`, for an `elastic` number of ranks.
 
-    Only responsive hosts are selected. Hosts of the previous attempt come first, so that rank 0 stays on its host when
-    the job grows. `list_hosts` may raise LaunchError.
+    Only responsive hosts are selected. Hosts of the previous attempt come first, so that rank 0 remains on its host
+    when the job grows. `list_hosts` may raise LaunchError.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The supervisor's connections to the ranks of a job: detect exits of ranks, and request a checkpoint or an exit."""
+"""The supervisor's connections to the ranks of a job, which detect exits of ranks and request checkpoints or exits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RankConnections:
         return self.crashed_ranks[0] if self.crashed_ranks and not self._first_exit_was_orderly else None
 
     def request_exit(self) -> None:
-        """Request a checkpoint and an exit of the job from rank 0, as soon as it is connected."""
+        """Request from rank 0, as soon as it is connected, that the job save a checkpoint and exit."""
         with self._change:
             self.is_exit_requested = True
             if 0 in self._connections:

@@ -28,7 +28,7 @@ from unitrain.supervisor.ranks import RankConnections
 # Termination and preemption signals. They are forwarded to the launcher, and the job is not restarted.
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PREEMPTED_CODE = int(Preempted(None).code or 0)
-# A failed host, file system or port may need time to recover.
+# A failed host, file system or port may take time to recover.
 _RESTART_PAUSE_SECONDS = 2.0
 # A launcher that does not exit although a host is unreachable is terminated after this time, and killed after twice
 # this time.
@@ -76,10 +76,10 @@ class Job:
 
 
 class Supervisor:
-    """Runs a job until it succeeds, a signal requests its end, or the restarts are exhausted.
+    """Runs a job until it succeeds, a signal terminates it, or the restarts are exhausted.
 
-    `membership` selects the hosts of each attempt; None selects the hosts of the job. A host change does not count as a
-    failure. `before_attempt` is called before each attempt.
+    `membership` selects the hosts of each attempt; without it, the hosts of the job are used. A host change does not
+    count as a failure. `before_attempt` is called before each attempt.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Supervisor:
             self._process.send_signal(signum)
 
     def _handle_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        if _is_in_foreground():  # on Ctrl-C the terminal signals the launcher too
+        if _is_in_foreground():  # on Ctrl-C, the terminal also signals the launcher
             self._stop_event.set()
         else:
             self._forward_signal(signum, frame)

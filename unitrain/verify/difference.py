@@ -1,8 +1,8 @@
 """Compare the recorded numbers of two runs.
 
 The permitted difference depends on the magnitude of the values, on their total change during training, and on the
-rounding of their dtype. The magnitude alone would accept a wrong gradient at a small learning rate: 20 steps of 1e-8
-change every parameter by less than the default tolerance, regardless of the gradient.
+precision of their dtype. The magnitude alone would not detect a wrong gradient at a small learning rate: 20 steps of
+1e-8 change every parameter by less than the default tolerance, regardless of the gradient.
 """
 
 from __future__ import annotations
@@ -125,8 +125,9 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
 
 
 def reason_not_comparable(record: Record) -> str | None:
-    """Return why a comparison with this run is not meaningful (a non-finite value, or no parameter changed), or
-    None."""
+    """Return the reason why a comparison with this run is not meaningful (a non-finite value, or no parameter changed),
+    or None.
+    """
     for step, loss in enumerate(record.losses(), 1):
         if not math.isfinite(loss):
             return f"the loss of step {step} is {loss}, so the run cannot be compared"

@@ -184,7 +184,7 @@ def _copy_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return copies of the parameters ("parameter NAME") and of the optimizer state ("state NAME KEY")."""
     parameters = _parameters(trainer)
     found = {f"parameter {name}": _copy_to_cpu(parameter) for name, parameter in parameters.items()}
-    state = trainer.optimizer.state_dict()["state"]  # the full state, also with a sharded optimizer
+    state = trainer.optimizer.state_dict()["state"]  # complete, even if the optimizer state is sharded
     names = {parameter: name for name, parameter in trainer.backend.unwrap(trainer.model).named_parameters()}
     for index, parameter in enumerate(optimizer_parameters(trainer.optimizer)):
         name = names[parameter]

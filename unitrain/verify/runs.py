@@ -141,7 +141,7 @@ class Verification:
         return Outcome(run=run, seconds=result.seconds, failure=failure, last_lines=last_lines(result.output))
 
     def _failure(self, code: int | None, run: Run, record: Record | None) -> str | None:
-        """Return why the run produced no numbers to compare, or None."""
+        """Return the reason why the run produced no numbers to compare, or None."""
         if code is None:
             return (
                 f"it did not finish within {self.limit_seconds:g} s and was terminated. Allow more: --timeout-seconds"

@@ -1,4 +1,4 @@
-"""Decide whether runs have the same numbers, and report known causes of differences."""
+"""Decide whether runs have the same numerical results, and report known causes of differences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of a run: its record, or the reason for the `failure` and the last lines of the output."""
+    """The outcome of a run: its record, or the reason for its `failure` and the last lines of its output."""
 
     run: Run
     seconds: float
@@ -57,7 +57,7 @@ class Outcome:
 class Row:
     """An outcome and its comparison with the reference.
 
-    `reasons` explain a difference, or why no comparison was possible. `needs_float64` is True if only a run in double
+    `reasons` explains a difference, or why no comparison was possible. `needs_float64` is True if only a run in double
     precision can distinguish the difference from rounding errors.
     """
 
@@ -161,7 +161,8 @@ def _can_be_same(record: Record, reference: Record, tolerance: float, *, float64
 
 
 def expected_difference(record: Record, reference: Record) -> str | None:
-    """Return why two runs on different numbers of ranks differ by design, or None if they must have the same numbers.
+    """Return the reason why two runs on different numbers of ranks differ by design, or None if their results must be
+    the same.
 
     The causes are settings that apply per rank or depend on the number of ranks.
     """
