@@ -1,6 +1,5 @@
-"""Contrastive learning of image vectors, without labels, with a loss over the samples of all ranks.
-
-Each image is compared with the images of all ranks, so N ranks train as one process does on the global batch:
+"""Contrastive learning of image embeddings, with a loss over the samples of all ranks. Each image is compared with the
+images of all ranks, so N ranks compute the same updates as one process with the global batch:
 
 python examples/contrastive.py --batch-size 128
 torchrun --nproc-per-node 2 examples/contrastive.py --backend ddp --batch-size 64
@@ -22,7 +21,7 @@ TEMPERATURE = 0.2
 
 
 class TwoViews(Dataset[tuple[Tensor, Tensor]]):
-    """Two noisy, shifted versions of each image; they depend on its index only."""
+    """Two noisy, shifted versions of each image, which depend only on its index."""
 
     def __init__(self, images: Dataset[tuple[Tensor, ...]], count: int) -> None:
         self.images, self.count = images, count
@@ -42,12 +41,12 @@ class TwoViews(Dataset[tuple[Tensor, Tensor]]):
 
 
 def encoder() -> nn.Module:
-    """Map images [n, 1, 8, 8] to vectors [n, 32]."""
+    """Return a network that maps images [n, 1, 8, 8] to embeddings [n, 32]."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 32))
 
 
 def contrast(one: Tensor, two: Tensor, backend: unitrain.Backend) -> Tensor:
-    """Return the cross-entropy of finding the second view of each image among the second views of all ranks."""
+    """Return the cross-entropy of identifying the second view of each image among the second views of all ranks."""
     one, two = (normalize(unitrain.differentiable_allgather(view, backend)) for view in (one, two))
     return cross_entropy(one @ two.t() / TEMPERATURE, torch.arange(len(one), device=one.device))
 
@@ -59,7 +58,7 @@ def contrast(one: Tensor, two: Tensor, backend: unitrain.Backend) -> Tensor:
 @click.option("--batch-size", default=64, show_default=True, help="Images per rank.")
 @click.option("--seed", default=0, show_default=True)
 def main(backend_name: str | None, device: str | None, epochs: int, batch_size: int, seed: int) -> None:
-    """Train an encoder of scikit-learn's digits, and classify each validation image as its nearest training image."""
+    """Train an encoder on scikit-learn's digits, and classify each validation image by its nearest training image."""
     with unitrain.init(backend_name, device=device) as backend:
         torch.manual_seed(seed)
         model = encoder().to(backend.device)
@@ -71,9 +70,11 @@ def main(backend_name: str | None, device: str | None, epochs: int, batch_size: 
         loader = unitrain.ShardedLoader(TwoViews(train, len(train)), backend, batch_size=batch_size, seed=seed)
         for _ in range(epochs):
             for views in loader:
-                # A dummy batch must not be gathered: it has no samples.
+                # A dummy batch contains no samples, so do not gather it.
                 one, two = (model(view)[: loader.num_samples] for view in views)
-                loss = contrast(one, two, backend)  # the loss of the global batch on every rank, so it needs no weight
+                loss = contrast(
+                    one, two, backend
+                )  # every rank computes the loss of the global batch, so do not weight it
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -17,7 +17,7 @@ import unitrain
 
 
 def digits_network() -> nn.Module:
-    """Map images [n, 1, 8, 8] to scores [n, 10]."""
+    """Return a network that maps images [n, 1, 8, 8] to logits [n, 10]."""
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=3, padding=1), nn.ReLU(),
         nn.Conv2d(16, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -26,7 +26,7 @@ def digits_network() -> nn.Module:
 
 
 def digits_data(seed: int) -> tuple[Subset[tuple[Tensor, ...]], Subset[tuple[Tensor, ...]]]:
-    """Return 80 % of the 1797 images for training and 20 % for validation; the split depends on `seed` only."""
+    """Return 80 % of the 1797 images for training and 20 % for validation. The split depends only on `seed`."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.from_numpy(digits.target).long())
@@ -35,7 +35,7 @@ def digits_data(seed: int) -> tuple[Subset[tuple[Tensor, ...]], Subset[tuple[Ten
 
 
 def correct(output: Tensor, target: Tensor) -> Tensor:
-    """Return for each sample whether the highest score is that of its target."""
+    """Return, for each sample, whether the prediction is correct."""
     return output.argmax(dim=1) == target
 
 

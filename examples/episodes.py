@@ -1,4 +1,5 @@
-"""Reinforcement learning: each rank and worker generates random episodes, and a policy learns from the good moves.
+"""Reinforcement learning: each rank and worker generates random episodes, and a policy learns to imitate the good
+moves.
 
 python examples/episodes.py
 torchrun --nproc-per-node 2 examples/episodes.py --workers 2
@@ -24,8 +25,8 @@ Episode = tuple[Tensor, Tensor, Tensor]
 class Episodes(IterableDataset[Episode]):
     """Random walks until the goal is reached: states [24, 4], moves [24], and whether a move was good, 0 or 1 [24].
 
-    A good move brings the player nearer to the goal. The dataset does not depend on ranks and workers: each of them has
-    other random numbers and therefore generates other episodes.
+    A good move brings the player closer to the goal. The dataset itself does not handle ranks and workers: each of them
+    has different random numbers and therefore generates different episodes.
     """
 
     def __init__(self, episodes: int) -> None:
@@ -48,7 +49,7 @@ class Episodes(IterableDataset[Episode]):
 
 
 def every_board() -> TensorDataset:
-    """Return each pair of player and goal once, as an episode of one move; [boards, 1, 4] marks all good moves."""
+    """Return every combination of player and goal as an episode with one move; [boards, 1, 4] marks all good moves."""
     corners = torch.cartesian_prod(*[torch.arange(BOARD_SIZE)] * 4)
     states = corners[(corners[:, :2] != corners[:, 2:]).any(1)]
     after = states[:, None, :2] + MOVES
@@ -58,7 +59,7 @@ def every_board() -> TensorDataset:
 
 
 def play(policy: nn.Module, batch: Episode) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return the scores of all moves in all states, and the target for the loss."""
+    """Return the logits of all moves in all states, and the target for the loss."""
     states, moves, value = batch
     return policy(states), (moves, value)
 
@@ -73,7 +74,7 @@ def imitation_loss(scores: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def is_good_move(scores: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-    """Return for each board whether the move with the highest score is good."""
+    """Return, for each board, whether the move with the highest logit is good."""
     _, good = target
     return good[:, 0].gather(-1, scores.argmax(-1))[:, 0]
 

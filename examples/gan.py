@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/gan.py --backend horovod
 
-The Trainer supports one optimizer and one loss. Your own loop can use several: wrap each model, and each backward pass
-reduces the gradients of the models that it passes through.
+The Trainer supports one optimizer and one loss. Your own loop can use several: wrap each model. A backward pass reduces
+the gradients of all models that it passes through.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(backend_name: str | None, device: str | None, epochs: int, batch_size: 
             for real, _ in loader:
                 fake = generator(torch.randn(len(real), NOISE, generator=noise, device=backend.device))
 
-                # One forward for both batches: each forward of a wrapped model is followed by one backward.
+                # Use one forward pass for both batches, because each one must be followed by one backward pass.
                 scores = critic(torch.cat([real.flatten(1), fake.detach()]))
                 labels = torch.cat([torch.ones_like(scores[: len(real)]), torch.zeros_like(scores[len(real) :])])
                 critic_loss = binary_cross_entropy_with_logits(scores, labels)
@@ -58,7 +58,7 @@ def main(backend_name: str | None, device: str | None, epochs: int, batch_size: 
                 critic_optimizer.step()
                 critic_optimizer.zero_grad()
 
-                # The gradient passes through the critic; the gradients of the critic itself are discarded.
+                # The gradient flows through the critic, whose own gradients are discarded.
                 score = critic(fake)
                 generator_loss = binary_cross_entropy_with_logits(score, torch.ones_like(score))
                 (generator_loss * loader.loss_weight).backward()

@@ -1,4 +1,4 @@
-"""Train a small GPT on Python's manual, character by character, on any backend.
+"""Train a small character-level GPT on Python's manual, on any backend.
 
 python examples/gpt.py
 torchrun --nproc-per-node 2 examples/gpt.py --precision bf16
@@ -23,7 +23,7 @@ VOCABULARY = [chr(PAD), "\n", *map(chr, range(32, 127))]  # padding, line feed, 
 
 
 class GPT(nn.Module):
-    """Maps characters [n, length] to scores of the next character at each position, [n, length, characters]."""
+    """Maps characters [n, length] to logits of the next character at each position, [n, length, characters]."""
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class GPT(nn.Module):
         self.scores = nn.Linear(width, len(VOCABULARY), bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the scores; each position depends on itself and on earlier positions."""
+        """Return the logits, computed with causal attention."""
         length = text.shape[1]
         hidden = self.characters(text) + self.positions(torch.arange(length, device=text.device))
         later = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
@@ -48,7 +48,7 @@ def encode(text: str) -> list[int]:
 
 
 def paragraphs() -> TensorDataset:
-    """Split Python's manual into paragraphs, and these into padded pieces of equal length."""
+    """Return the paragraphs of Python's manual, split into padded pieces of equal length."""
     pieces = []
     for paragraph in "\n\n".join(topics.values()).split("\n\n"):
         text = encode(" ".join(paragraph.split()) + "\n")
@@ -60,14 +60,16 @@ def paragraphs() -> TensorDataset:
 
 
 def loss_per_character(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over all characters except padding, and their number, so that each has the same weight."""
+    """Return the sum of the loss over all characters except padding, and their number, so that each has the same
+    weight.
+    """
     total = cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
     return total, (targets != PAD).sum()
 
 
 @torch.no_grad()
 def write(model: nn.Module, beginning: str, length: int, device: torch.device) -> str:
-    """Return `beginning` and `length` more characters that are sampled from the model."""
+    """Return `beginning`, followed by `length` characters sampled from the model."""
     generator = torch.Generator().manual_seed(0)
     text = encode(beginning)
     for _ in range(length):

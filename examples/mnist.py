@@ -36,7 +36,7 @@ class Hyperparameters:
 
 
 def build(name: str) -> nn.Module:
-    """Map images [n, 1, 28, 28] to scores [n, 10]."""
+    """Return a network that maps images [n, 1, 28, 28] to logits [n, 10]."""
     if name == "resnet18":
         model = resnet18(num_classes=10)
         model.conv1 = nn.Conv2d(1, 64, kernel_size=3, padding=1, bias=False)  # one channel, small images
@@ -49,7 +49,7 @@ def build(name: str) -> nn.Module:
 
 
 def load(folder: Path, backend: unitrain.Backend, download: bool) -> tuple[MNIST, MNIST]:
-    """Return the training and the test data; with `download`, one rank of each host downloads them first."""
+    """Return the training and test data. With `download`, one rank per host downloads them first."""
     if download and backend.local_rank == 0:
         MNIST(folder, download=True)
     backend.barrier()
@@ -61,7 +61,7 @@ def load(folder: Path, backend: unitrain.Backend, download: bool) -> tuple[MNIST
 
 
 def correct(output: Tensor, target: Tensor) -> Tensor:
-    """Return for each sample whether the highest score is that of its target."""
+    """Return, for each sample, whether the prediction is correct."""
     return output.argmax(dim=1) == target
 
 
@@ -83,7 +83,7 @@ class Accuracies(unitrain.Callback):
                 f"test/{index}", image * STANDARD_DEVIATION + MEAN, caption=f"a {label}, predicted {predictions[index]}"
             )
 
-    def state_dict(self) -> dict[str, Any]:  # so that a resumed run has the accuracies of all epochs
+    def state_dict(self) -> dict[str, Any]:  # a resumed run has the accuracies of all epochs
         return {"values": self.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The digits tutorial in your own loop, without the Trainer, with the same results.
+"""The digits tutorial in a custom loop, without the Trainer, with the same results.
 
 torchrun --nproc-per-node 2 examples/own_loop.py --backend horovod
 """
@@ -33,7 +33,8 @@ def main(backend_name: str | None, device: str | None, epochs: int, batch_size: 
         for _ in range(epochs):
             model.train()
             for images, targets in loader:
-                # The weight gives all samples the same weight if the last batch is divided unevenly.
+                # `loss_weight` gives all samples the same weight, even if the last batch has a different size on each
+                # rank.
                 loss = cross_entropy(model(images), targets) * loader.loss_weight
                 loss.backward()
                 optimizer.step()  # the gradients are already the mean over all ranks

@@ -1,4 +1,5 @@
-"""The digits tutorial with pipeline parallelism: the blocks of the network on different ranks, with the same results.
+"""The digits tutorial with pipeline parallelism: the stages of the network are on different ranks, with the same
+results.
 
 python examples/pipeline.py --stages 1
 torchrun --nproc-per-node 2 examples/pipeline.py --stages 2

@@ -1,4 +1,4 @@
-"""Print which samples each rank reads in each epoch, and a mean over the samples of all ranks.
+"""Print the samples that each rank reads in each epoch, and a mean over the samples of all ranks.
 
 torchrun --nproc-per-node 3 examples/sharding.py --samples 11
 horovodrun -np 2 python examples/sharding.py --backend horovod
@@ -46,7 +46,7 @@ def main(backend_name: str | None, samples: int, batch_size: int, epochs: int, s
         mean = unitrain.MeanMetric(backend)
         for (batch,) in evaluation:
             mean.update(batch.double(), len(batch))
-        mean_of_numbers = mean.compute()  # sums and counts are reduced, so uneven shards are no problem
+        mean_of_numbers = mean.compute()  # exact even with uneven shards, because sums and counts are reduced
         batch_means = [batch.double().mean().item() for (batch,) in evaluation]
         batch_means = [value for shard in backend.allgather_object(batch_means) for value in shard]
         if backend.rank == 0:

@@ -1,4 +1,4 @@
-"""A trainer class with snapshots, as in PyTorch's torchrun tutorial: it resumes when it is started again.
+"""A trainer class with snapshots, as in PyTorch's torchrun tutorial, which resumes after a restart.
 
 torchrun --nproc-per-node 2 --max-restarts 1 examples/snapshots.py --fail-in-epoch 3
 horovodrun -np 2 python examples/snapshots.py --backend horovod
@@ -24,14 +24,14 @@ class SnapshotTrainer:
         self, backend: unitrain.Backend, model: nn.Module, optimizer: torch.optim.Optimizer, snapshot: Path
     ) -> None:
         self.backend, self.snapshot = backend, snapshot
-        # Only rank 0 reads the file. The two calls below copy its model and its optimizer to the other ranks.
+        # Only rank 0 reads the file. The two calls below broadcast its model and optimizer state to the other ranks.
         self.epoch = backend.broadcast_object(self.load(model, optimizer) if backend.rank == 0 else None)
         self.restarted = self.epoch > 0
         self.model = backend.distributed_model(model)
         self.optimizer = backend.distributed_optimizer(optimizer, self.model)
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Load the snapshot, if there is one, and return the number of epochs that it has completed."""
+        """Load the snapshot, if there is one, and return its number of completed epochs."""
         if not self.snapshot.exists():
             return 0
         snapshot = torch.load(self.snapshot, map_location="cpu", weights_only=True)
@@ -45,13 +45,13 @@ class SnapshotTrainer:
         if self.backend.rank == 0:
             self.snapshot.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.snapshot.with_suffix(".unfinished")
-            model = self.backend.unwrap(self.model).state_dict()  # names without a prefix
+            model = self.backend.unwrap(self.model).state_dict()  # names without the prefix "module."
             torch.save({"model": model, "optimizer": self.optimizer.state_dict(), "epoch": self.epoch}, unfinished)
             unfinished.replace(self.snapshot)
 
     def train(self, loader: unitrain.ShardedLoader, epochs: int, save_every: int, fail_in_epoch: int | None) -> None:
         """Train until `epochs` epochs are complete."""
-        loader.epoch = self.epoch  # each epoch has its own order of samples
+        loader.epoch = self.epoch  # each epoch has a different sample order
         while self.epoch < epochs:
             if self.epoch + 1 == fail_in_epoch and not self.restarted:
                 raise RuntimeError(f"rank {self.backend.rank} fails in epoch {fail_in_epoch}, as requested")

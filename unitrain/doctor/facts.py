@@ -45,7 +45,7 @@ class Gpu:
 class Facts:
     """The host and software configuration of one rank. Sizes are in bytes. Unknown values are None.
 
-    `machine` identifies the running kernel, also across containers with different names. `name_addresses` are the
+    `machine` identifies the running kernel, even across containers with different names. `name_addresses` are the
     addresses to which the host's own name resolves, and `cores` the core numbers available to this process. `horovod`
     is None if Horovod is not installed, and on all ranks except the first per host. `has_job_key` is true if this
     process signs its messages.

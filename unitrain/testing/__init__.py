@@ -1,4 +1,4 @@
-"""Run functions on several ranks, and test a backend with the contract suite.
+"""Run functions on several ranks, and test backends with the contract suite.
 
     from unitrain.testing import run_ranks
 
@@ -12,8 +12,8 @@
     backend = FakeBackend(rank=0, size=4, peers=lambda operation, value, rank: value + rank)
     assert backend.allreduce(torch.zeros(1)).item() == 1.5
 
-A package that provides a backend in the entry-point group `unitrain.backends` tests the contract of
-`unitrain/backends/base.py` with one command:
+To test a backend from the entry-point group `unitrain.backends` against the contract in `unitrain/backends/base.py`,
+run:
 
     UNITRAIN_CONTRACT_BACKENDS=mine pytest --pyargs unitrain.testing.test_contract
 """

@@ -46,7 +46,7 @@ class Centers(nn.Module):
 
 
 def training_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that the next training forward pass reads, which exclude running statistics of BatchNorm."""
+    """Return the buffers that the next training forward pass reads, excluding the running statistics of BatchNorm."""
     statistics = {id(b) for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training for b in m.buffers()}
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in statistics}
 
@@ -71,8 +71,9 @@ def simulate_ddp(size: int, accumulate: int) -> nn.Module:
 
 
 def train_on_backend(backend: Backend, accumulate: int, shared_after: Iterable[int]) -> nn.Module:
-    """Train on the backend, and share all buffers after the steps `shared_after`, like an evaluation or a
-    checkpoint."""
+    """Train on the backend, and broadcast all buffers after the steps `shared_after`, as for an evaluation or a
+    checkpoint.
+    """
     model = Centers()
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=RATE), wrapped)

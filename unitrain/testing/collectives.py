@@ -136,7 +136,7 @@ def different_shapes_dtypes_ops_and_calls_raise_on_every_rank(backend: Backend) 
         text = raises(CollectiveMismatchError, "called different collectives", disagreement)
         assert f"rank {backend.size - 1} called" in text, text
         assert_same_on_every_rank(backend, text)
-    backend.barrier()  # and the group still works
+    backend.barrier()  # the group still works
     whole = torch.arange(backend.size * 5000.0)
     assert torch.equal(backend.reducescatter(whole), whole.chunk(backend.size)[backend.rank])
 

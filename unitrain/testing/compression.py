@@ -51,7 +51,7 @@ def steps(backend: Backend, model: nn.Module, wrapped: nn.Module, count: int) ->
 
 
 def allclose_up_to_order(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether both contain the same tensors, apart from rounding if more than two ranks are summed."""
+    """Return whether both contain the same tensors, up to rounding if more than two ranks are summed."""
     return one.keys() == other.keys() and all(torch.allclose(one[n], other[n], rtol=0, atol=1e-12) for n in one)
 
 

@@ -1,4 +1,4 @@
-"""Contract of PowerSGD: transferred gradients, error feedback, and resuming from a checkpoint."""
+"""Contract of PowerSGD: communicated gradients, error feedback, and resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_compression_state(
 
 
 def mean_errors(backend: Backend, compression_state: CompressionState) -> dict[str, Tensor]:
-    """Return the mean of the errors (gradients that are not transferred yet) over ranks, on every rank."""
+    """Return, on every rank, the mean over ranks of the errors (gradients that have not been communicated yet)."""
     state = backend.broadcast_object(compression_state.state_dict())
     return {name: of_all_ranks.mean(0) for name, of_all_ranks in state["errors"].items()}
 

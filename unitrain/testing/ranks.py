@@ -1,4 +1,4 @@
-"""Ranks of a backend as processes on this host. They stay alive between calls because starting them is slow."""
+"""Ranks of a backend as processes on this host. They are reused between calls, because starting them is slow."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class _Rank:
 class RankGroup:
     """`size` ranks of `backend` on this host; a context manager.
 
-    If possible, ranks are forked from a process that has imported torch. `spawn=True` starts new processes instead,
-    which timing measurements require. `command` is a launcher's command line without the program, such as
-    ["horovodrun", "-np", "2"]; without it, the ranks are started directly with RANK, WORLD_SIZE and the other variables
-    of a scheduler. `variables` are added to the environment of the ranks, which compute on `device`. Every wait has a
-    timeout. All processes are terminated at the end of the context.
+    If possible, ranks are forked from a process that has already imported torch. `spawn=True` starts new processes
+    instead, which timing measurements require. `command` is a launcher's command line without the program, such as
+    ["horovodrun", "-np", "2"]; without it, the ranks are started directly, with variables such as RANK and WORLD_SIZE.
+    `variables` are added to the environment of the ranks, which compute on `device`. Every wait has a timeout. All
+    processes are terminated at the end of the context.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class RankGroup:
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """Call `function(backend, *args)` on every rank and return the results in rank order.
 
-        The function must be importable by name. Raises RankError if a rank fails, or if it is still busy after
-        `timeout_seconds` or 15 s after another rank failed; the error contains the stacks of busy ranks. All processes
-        are then killed, and the next call starts new processes.
+        The function must be importable by name. Raises RankError if a rank fails or is still busy after
+        `timeout_seconds`, or 15 s after another rank has failed; the error contains the stacks of busy ranks. All
+        processes are then killed, and the next call starts new ones.
         """
         message = pickle.dumps((function, args))
         try:
@@ -106,7 +106,7 @@ class RankGroup:
             raise
 
     def stop(self) -> None:
-        """Shut down the backend on every rank, and kill the processes that do not exit in time."""
+        """Shut down the backend on every rank, and kill processes that do not exit in time."""
         for rank in self._ranks.values():
             with contextlib.suppress(OSError):
                 rank.connection.send(None)

@@ -1,4 +1,4 @@
-"""Contract of `shard="gradients"` (ZeRO-2): each rank keeps a slice of the gradients, and computes the same results."""
+"""Contract of `shard="gradients"` (ZeRO-2): each rank stores a slice of the gradients, with the same results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _run_case(case: Case, proxy: type[_ShardedGradients], backend: Backend) -> N
         case(proxy(backend))  # type: ignore[arg-type]
 
 
-# Cases of complete gradients that hold for sharded gradients, too.
+# Cases of complete gradients that also apply to sharded gradients.
 for _case in (
     gradients.gradients_are_the_mean_over_ranks_after_backward,
     gradients.distributed_model_broadcasts_parameters_and_buffers_of_rank_0,

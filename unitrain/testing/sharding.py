@@ -87,7 +87,7 @@ def sharded_state_trains_as_plain_torch(backend: Backend) -> None:
         (lambda parameters: torch.optim.Adagrad(parameters, lr=0.1), None),
         (lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, centered=True), None),
         (lambda parameters: torch.optim.NAdam(parameters, lr=0.01), None),
-        (lambda parameters: torch.optim.Adafactor(parameters, lr=0.01), None),  # partitioned by tensors
+        (lambda parameters: torch.optim.Adafactor(parameters, lr=0.01), None),  # sharded by tensor
     ]
     for make, max_norm in optimizers:
         model, wrapped, optimizer = _setup(backend, make)
@@ -109,7 +109,7 @@ def sharded_state_is_divided_evenly(backend: Backend) -> None:
     complete = 2 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     sizes = backend.allgather_object(_state_bytes(optimizer))
     assert sum(sizes) == complete, (sizes, complete)
-    # A tensor that is not split changes the share of a rank by at most its size.
+    # A tensor that is not split changes the size of a shard by at most the size of the tensor.
     assert max(sizes) - complete / backend.size <= 2 * 8 * MIN_DIVIDED_ELEMENTS, (sizes, complete)
 
 
@@ -280,7 +280,7 @@ def sharded_state_rejects_a_step_on_local_gradients(backend: Backend) -> None:
 
 @Communicator.register
 class _BroadcastOnly:
-    """A communicator with blocking broadcasts only, as a third-party backend may provide it."""
+    """A communicator with only blocking broadcasts, such as a third-party backend may be."""
 
     def __init__(self, backend: Backend) -> None:
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device

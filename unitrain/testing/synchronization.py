@@ -56,7 +56,7 @@ def two_models_that_share_a_parameter_cannot_share_a_backward(backend: Backend) 
     shared = nn.Linear(2, 2)
     first, second = (backend.distributed_model(_Wrapper(shared)) for _ in range(2))
     x = torch.ones(3, 2)
-    for model in (first, second):  # one after the other, both may train it
+    for model in (first, second):  # both may train it sequentially
         model(x).sum().backward()
 
     def one_backward() -> None:

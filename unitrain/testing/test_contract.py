@@ -1,4 +1,4 @@
-"""The contract suite: runs every case on every backend and size. Ranks stay alive between cases.
+"""The contract suite, which runs every case on every backend and size. Ranks are reused between cases.
 
 pytest --pyargs unitrain.testing.test_contract
 UNITRAIN_CONTRACT_BACKENDS=mine UNITRAIN_CONTRACT_SIZES=1,2 pytest --pyargs unitrain.testing.test_contract
@@ -56,7 +56,7 @@ GROUPS = [(backend, size) for backend in BACKENDS for size in SIZES if size == 1
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
-    """Yield the ranks of one backend and size, which stay alive between cases."""
+    """Yield the ranks of one backend and size, which are reused between cases."""
     backend, size = request.param
     with RankGroup(backend, size) as group:
         yield group

@@ -1,4 +1,4 @@
-"""`unitrain tune`: search for settings that reduce the step time and change results by rounding errors only.
+"""`unitrain tune`: search for settings that reduce the step time and change results only by rounding errors.
 
 tuning          run the script repeatedly, search for faster settings, and report the result
 search          the search algorithm and the significance test, independent of the measurement

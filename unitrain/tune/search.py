@@ -1,7 +1,7 @@
 """Search for faster settings under system noise: paired runs, medians, and a final check with new pairs.
 
-The two runs of a pair are executed in random order. Noise that depends on the order, is periodic or drifts then favors
-either side with equal probability, so the final check has a known false-positive rate.
+The two runs of a pair are executed in random order. Order-dependent, periodic or drifting noise therefore favors either
+side with equal probability, so the final check has a known false-positive rate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Measure = Callable[[Settings], float]
 # If the settings have no effect, either side of a pair is faster with probability 1/2. Then 7 or 8 of 8 pairs favor the
 # settings in 3.5 % of all checks.
 PAIRS, _MAX_DISAGREEING_PAIRS = 8, 1
-# Minimum gain in a single pair to measure a setting again, and minimum gain to combine it with others.
+# Minimum gain in a single pair for which a setting is measured again, and minimum gain for which it is combined with
+# others.
 _PROMISING_RATIO, _COMBINED_RATIO = 1.01, 1.02
 _REPETITIONS = 2
 _TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the duration of a search
@@ -100,9 +101,9 @@ def search(
 ) -> SearchResult:
     """Search for the fastest settings for about `limit_seconds`. The settings are empty if no gain is significant.
 
-    The search first measures each value separately, and promising values again. It then combines the best values one by
-    one. The final check takes a large fraction of the time. `run_seconds` is the estimated duration of one measurement.
-    `seed` makes the random order of the pairs reproducible.
+    The search first measures each value separately, and measures promising values again. It then combines the best
+    values one at a time. The final check takes a large fraction of the time. `run_seconds` is the estimated duration of
+    one measurement. `seed` makes the random order of the pairs reproducible.
     """
     began = clock()
     generator = random.Random(seed)

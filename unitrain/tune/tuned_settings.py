@@ -81,7 +81,7 @@ class TunedEntry:
     machine: str | None = None
 
     def save(self, file: Path = TUNED_FILE) -> None:
-        """Write the entry to `file`. It replaces an entry for the same run, also with another torch version."""
+        """Write the entry to `file`. It replaces an entry for the same run, even with a different torch version."""
         others = [one for one in _load(file) if one._identity != self._identity]
         _store([*others, self], file)
 
