@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulation import Clock, Event
 
-from unitrain.monitoring.deadlines import DataDeadline, Deadlines, WaitForShutDownRank
+from unitrain.monitoring.deadlines import DataDeadline, Deadlines, ShutdownWaitDetector
 from unitrain.monitoring.failure_store import Shutdown
 
 
@@ -46,7 +46,7 @@ def test_the_time_of_a_backward_begins_when_the_previous_one_is_done() -> None:
 
 def test_wait_for_rank_that_shut_down_before_the_operation_is_endless_after_one_period() -> None:
     clock = Clock()
-    wait = WaitForShutDownRank(0.5, clock)
+    wait = ShutdownWaitDetector(0.5, clock)
     shutdown = Shutdown(1, "its process exited", num_recorded=7)
     assert not wait.is_endless(shutdown, True, 8)
     clock.now = 0.4
@@ -57,7 +57,7 @@ def test_wait_for_rank_that_shut_down_before_the_operation_is_endless_after_one_
 
 def test_wait_is_not_endless_if_the_rank_took_part_or_this_rank_does_not_wait() -> None:
     clock = Clock()
-    wait = WaitForShutDownRank(0.5, clock)
+    wait = ShutdownWaitDetector(0.5, clock)
     for clock.now in (0.0, 100.0):
         assert not wait.is_endless(Shutdown(1, "its process exited", num_recorded=8), True, 8)
         assert not wait.is_endless(None, True, 8)
@@ -66,7 +66,7 @@ def test_wait_is_not_endless_if_the_rank_took_part_or_this_rank_does_not_wait() 
 
 def test_wait_is_endless_after_30_seconds_if_participation_of_rank_0_is_unknown() -> None:
     clock = Clock()
-    wait = WaitForShutDownRank(0.5, clock)
+    wait = ShutdownWaitDetector(0.5, clock)
     shutdown = Shutdown(0, "its process exited")
     assert not wait.is_endless(shutdown, True, 8)
     clock.now = 29.0

@@ -54,14 +54,14 @@ class StepProfiler(Callback):
         self.steps = self.samples = 0
         self._cuda = backend.device.type == "cuda"
         self._forward, self._loss_fn = Forward(forward), loss_fn
-        self._began: float | None = None
+        self._part_start_time: float | None = None
 
     def start(self, *, is_active: bool) -> None:
         """Reset the counters. The first step is not profiled, because it includes the start of the data loader."""
         self.is_active = is_active
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.steps = self.samples = 0
-        self._began = None
+        self._part_start_time = None
 
     def forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Call the forward function of the user, or the model."""
@@ -82,21 +82,21 @@ class StepProfiler(Callback):
         self._end_part("exposed")
 
     def on_step_end(self, trainer: Any) -> None:
-        if self._began is not None:
+        if self._part_start_time is not None:
             self._end_part("optimizer")
             self.steps += 1
         elif self.is_active:
-            self._began = self._now()
+            self._part_start_time = self._now()
 
     def _on_loss_gradient(self, gradient: Tensor) -> None:
         # The gradient reduction queues its callback later, so its callback runs after this one.
         Variable._execution_engine.queue_callback(lambda: self._end_part("backward"))
 
     def _end_part(self, part: str) -> None:
-        if self._began is not None:
+        if self._part_start_time is not None:
             now = self._now()
-            self.seconds[part] += now - self._began
-            self._began = now
+            self.seconds[part] += now - self._part_start_time
+            self._part_start_time = now
 
     def _now(self) -> float:
         if self._cuda:

@@ -79,8 +79,16 @@ class Checkpointer:
         """Call `load_checkpoint`. If both the run and the checkpoint are sharded, `load_optimizer_state` loads the
         optimizer state.
         """
-        later = self._config.shard != "none"
-        return load_checkpoint(path, model, optimizer, scheduler, self._communicator, required=required, later=later)
+        defer_optimizer_state = self._config.shard != "none"
+        return load_checkpoint(
+            path,
+            model,
+            optimizer,
+            scheduler,
+            self._communicator,
+            required=required,
+            defer_optimizer_state=defer_optimizer_state,
+        )
 
     def load_optimizer_state(self, path: Path, optimizer: torch.optim.Optimizer) -> None:
         """Load this rank's shard of the optimizer state from sharded checkpoint `path`."""
@@ -246,16 +254,16 @@ def load_checkpoint(
     communicator: Communicator,
     *,
     required: bool,
-    later: bool = False,
+    defer_optimizer_state: bool = False,
 ) -> dict[str, Any] | None:
     """Load the checkpoint `path`, or the newest valid one in folder `path`; return its `training` state.
 
     All ranks call it. The result is equal on all ranks; it is None if there is no checkpoint and `required` is False.
     Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and `distributed_optimizer`
-    broadcast them later. With `later`, the optimizer state of a sharded checkpoint is not loaded. Every rank loads
-    `scheduler`. Only rank 0 returns the state of gradient compression, because it may be much larger than the model.
-    Raises CheckpointError on every rank if no checkpoint is valid, or if it does not match the model, optimizer or
-    scheduler.
+    broadcast them later. With `defer_optimizer_state`, the optimizer state of a sharded checkpoint is not loaded. Every
+    rank loads `scheduler`. Only rank 0 returns the state of gradient compression, because it may be much larger than
+    the model. Raises CheckpointError on every rank if no checkpoint is valid, or if it does not match the model,
+    optimizer or scheduler.
     """
 
     checkpoint = find_checkpoint(path, communicator, required=required)
@@ -265,7 +273,7 @@ def load_checkpoint(
         communicator,
         f"restore from '{path}'",
         _FIX,
-        lambda: loading.load(checkpoint, model, optimizer, scheduler, later=later),
+        lambda: loading.load(checkpoint, model, optimizer, scheduler, defer_optimizer_state=defer_optimizer_state),
     )
     gradients = None if training is None else training.pop(GRADIENTS, None)
     training = communicator.broadcast_object(training)

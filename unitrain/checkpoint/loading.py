@@ -24,13 +24,18 @@ SHARDED = "sharded"
 
 
 def load(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, later: bool = False
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    *,
+    defer_optimizer_state: bool = False,
 ) -> dict[str, Any]:
     """Load a valid checkpoint into `model`, `optimizer` and `scheduler`, and return its remaining training state.
 
-    With `later`, only the hyperparameters of the optimizer are loaded from a sharded checkpoint, because each rank will
-    load its shard of the optimizer state. The averaged weights of a sharded checkpoint are not loaded. Raises
-    CheckpointError if the checkpoint does not match the arguments.
+    With `defer_optimizer_state`, only the hyperparameters of the optimizer are loaded from a sharded checkpoint; each
+    rank loads its shard of the optimizer state later. The averaged weights of a sharded checkpoint are not loaded.
+    Raises CheckpointError if the checkpoint does not match the arguments.
     """
     training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     _check_classes(path, training.get("classes", {}), optimizer, scheduler)
@@ -49,7 +54,7 @@ def load(
             _check_settings(path, state["param_groups"], optimizer, scheduled=scheduler is not None)
             if is_sharded:
                 training[SHARDED] = str(path)
-                stored = {} if later else sharded_files.StoredOptimizerState.open(path).full_state()
+                stored = {} if defer_optimizer_state else sharded_files.StoredOptimizerState.open(path).full_state()
                 state = {**state, "state": stored}
             optimizer.load_state_dict(state)
         if scheduler is not None and has_scheduler:

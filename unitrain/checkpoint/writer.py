@@ -108,11 +108,11 @@ def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
     All ranks call it.
     """
     writer = _writers.get(files.real_path(folder))
-    _wait_until_written(folder, _NOTHING if writer is None else writer.current, communicator)
+    _wait_until_written(folder, _NO_PENDING_WRITE if writer is None else writer.current, communicator)
 
 
 @dataclass
-class _Writing:
+class _PendingWrite:
     """A checkpoint that this process is writing, or its error. With `abandoned`, rank 0 stops waiting for others."""
 
     thread: threading.Thread | None = None
@@ -128,10 +128,10 @@ class _Writing:
         return self.thread.is_alive()
 
 
-_NOTHING = _Writing()
+_NO_PENDING_WRITE = _PendingWrite()
 
 
-def _wait_until_written(folder: Path, writing: _Writing, communicator: Communicator) -> None:
+def _wait_until_written(folder: Path, writing: _PendingWrite, communicator: Communicator) -> None:
     """Wait until all ranks have finished writing a checkpoint to `folder`. All ranks call it.
 
     The wait has no timeout, because a large model may take long, but a long wait is logged.
@@ -162,7 +162,7 @@ class CheckpointWriter:
         self._folder, self._communicator = folder, communicator
         self._retention, self._asynchronous = retention, asynchronous
         self._is_busy = False
-        self.current = _NOTHING
+        self.current = _NO_PENDING_WRITE
         """The last checkpoint that this process started to write."""
 
     def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ class CheckpointWriter:
         writing, this one.
         """
         self.wait()
-        self.current = _Writing()
+        self.current = _PendingWrite()
         target = files.checkpoint_path(self._folder, step)
         weights = model.state_dict()  # on all ranks, because it gathers sharded parameters
         if self._communicator.rank == 0:
@@ -210,7 +210,7 @@ class CheckpointWriter:
         token = self._communicator.broadcast_object(on_rank_zero(self._communicator, task, CHECK_WRITABLE, prepare))
         if token is None:
             return
-        self.current = writing = _Writing()
+        self.current = writing = _PendingWrite()
 
         def copied() -> tuple[StateShard, dict[str, Any]]:
             return shard.host_copy(), host_copy(plain_state(training)) if rank == 0 else {}

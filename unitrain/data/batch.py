@@ -145,7 +145,7 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
         return count
     lengths = [found for column in columns if (found := _lengths(column))]
     common = [length for length in (lengths[0] if lengths else ()) if all(length in found for found in lengths)]
-    return count if not common or count in common or _samples_come_second(columns, count, item) else common[0]
+    return count if not common or count in common or _samples_are_in_dim_1(columns, count, item) else common[0]
 
 
 def _parts(container: Any) -> Iterator[Any] | None:
@@ -183,7 +183,7 @@ def _has_layout_of(part: Any, item: Any) -> bool:
     return len(ours) == len(theirs) and all(_has_layout_of(*pair) for pair in zip(ours, theirs, strict=True))
 
 
-def _samples_come_second(columns: list[Any], count: int, item: Any) -> bool:
+def _samples_are_in_dim_1(columns: list[Any], count: int, item: Any) -> bool:
     """Return whether the second dimension of all tensors indexes the samples, as in [time, samples, features]."""
     tensors = [leaf for column in columns for leaf in _leaves(column) if isinstance(leaf, Tensor) and leaf.ndim]
     shapes = {tuple(leaf.shape) for leaf in _leaves(item) if isinstance(leaf, (Tensor, np.ndarray))}

@@ -19,7 +19,7 @@ from unitrain.randomness import IsolatedGenerators
 
 # Maximum number of batches per rank that are loaded before an exchange of batch sizes, if the workers prefetch that
 # many.
-_MAX_WINDOW = 8
+_MAX_BATCHES_AHEAD = 8
 # Exchanged instead of the number of items if a rank has no batch.
 NO_BATCH = -1
 # Exchanged to state whether a rank has a batch that can be used as a dummy batch.
@@ -33,7 +33,7 @@ def common_prefetch_count(prefetched: int, communicator: Communicator) -> int:
     StepAligner may load as many batches in advance as the workers prefetch. Without workers, it loads none in advance.
     """
     counts_by_rank: list[int] = communicator.allgather_object(prefetched)
-    return min(_MAX_WINDOW, *counts_by_rank)
+    return min(_MAX_BATCHES_AHEAD, *counts_by_rank)
 
 
 class StepAligner:

@@ -24,9 +24,9 @@ from unitrain.errors import ConfigError, RankFailedError
 from unitrain.functions.call import Call, Outcome
 from unitrain.processes import kill_processes, parent_death_signal
 
-_MARK = "UNITRAIN_RUN"
+_MARKER_VARIABLE = "UNITRAIN_RUN"
 # Launchers of `environment.detect` with variables that may also be set outside a rank, in a shell or a container.
-_NOT_NECESSARILY_RANKS = ("none", "env", "srun")
+_AMBIGUOUS_LAUNCHERS = ("none", "env", "srun")
 _MAX_LAST_LINES = 20
 # The time that launchers allow for ranks to save and exit.
 _GRACE_SECONDS = 35.0
@@ -59,7 +59,7 @@ def run(
     are terminated when the call returns or is interrupted.
     """
     rank_info = environment.detect()
-    if rank_info.launcher not in _NOT_NECESSARILY_RANKS:
+    if rank_info.launcher not in _AMBIGUOUS_LAUNCHERS:
         raise ConfigError(
             f"unitrain.run starts ranks, but {rank_info.launcher} has started this process as a rank already "
             f"({', '.join(rank_info.evidence)}). Call the function directly, or start the program with python."
@@ -89,7 +89,7 @@ def run(
             _check_one_host()
         try:
             script = str(Path(__file__).with_name("rank.py"))
-            variables[_MARK] = secrets.token_hex(8)
+            variables[_MARKER_VARIABLE] = secrets.token_hex(8)
             command = launchers.build_local(launcher, script, np, backend, args=(name,), environment=variables)
         except launchers.LaunchError as error:
             raise ConfigError(str(error)) from error
@@ -130,7 +130,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
         start_new_session=True,
         preexec_fn=parent_death_signal(signal.SIGTERM),
     )
-    tag = f"{_MARK}={command.environment[_MARK]}".encode()
+    tag = f"{_MARKER_VARIABLE}={command.environment[_MARKER_VARIABLE]}".encode()
     is_read, is_timed_out, is_killed = threading.Event(), threading.Event(), threading.Event()
 
     def enforce_timeout() -> None:

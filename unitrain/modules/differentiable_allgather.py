@@ -65,11 +65,11 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        own: Tensor = _OwnRowsOfSum.apply(gradient, ctx.communicator, ctx.counts)
+        own: Tensor = _AllreduceAndSelectRows.apply(gradient, ctx.communicator, ctx.counts)
         return (own.view(ctx.shape) if ctx.needs_input_grad[0] else None), None, None, None
 
 
-class _OwnRowsOfSum(torch.autograd.Function):
+class _AllreduceAndSelectRows(torch.autograd.Function):
     """Allreduce a tensor with the rows of all ranks, and return this rank's rows: the backward of an allgather."""
 
     @staticmethod

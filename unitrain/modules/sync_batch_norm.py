@@ -108,8 +108,9 @@ class SharedStatistics:
     def __init__(self, communicator: Communicator | None, names: tuple[str, ...]) -> None:
         self.communicator, self.names = communicator, names
         self.is_excluded = False  # whether `exclude_from_statistics` excludes this rank's samples
-        self._constants: dict[tuple[int, torch.device], Tensor] = {}
-        self._tails: dict[int, tuple[int, Tensor]] = {}  # by layer: the latest count, and its cached tensor
+        self._cached_layer_numbers: dict[tuple[int, torch.device], Tensor] = {}
+        # By layer: the latest count, and its cached tensor.
+        self._cached_check_values: dict[int, tuple[int, Tensor]] = {}
 
     @property
     def counts(self) -> bool:
@@ -143,9 +144,9 @@ class SharedStatistics:
         # layer numbers of all ranks are equal if and only if the mean of their squares is the square of their mean.
         channels, is_on_cpu = len(sums[0]), sums[0].device.type == "cpu"
         if is_on_cpu:
-            constants = [self._tail_on_cpu(count, number)]
+            constants = [self._check_values_on_cpu(count, number)]
         else:
-            constants = [sums[0].new_full((1,), count), self._number_on_device(number, sums[0].device)]
+            constants = [sums[0].new_full((1,), count), self._layer_number_on_device(number, sums[0].device)]
         total = self.sum(torch.cat([*sums, *constants]))
         moments, tail = total[: 2 * channels], total[2 * channels :]
         values: Tensor | float
@@ -160,19 +161,19 @@ class SharedStatistics:
         mean, second_moment = (moments / values).view(2, channels).unbind()
         return mean, (second_moment - mean.square()).clamp_min_(0), values
 
-    def _tail_on_cpu(self, count: int, number: int) -> Tensor:
+    def _check_values_on_cpu(self, count: int, number: int) -> Tensor:
         """Return the count, the layer number and its square, float64 [3]. The latest result per layer is cached."""
-        cached = self._tails.get(number)
+        cached = self._cached_check_values.get(number)
         if cached is None or cached[0] != count:
             cached = count, torch.tensor([count, number, number**2], dtype=torch.float64)
-            self._tails[number] = cached
+            self._cached_check_values[number] = cached
         return cached[1]
 
-    def _number_on_device(self, number: int, device: torch.device) -> Tensor:
+    def _layer_number_on_device(self, number: int, device: torch.device) -> Tensor:
         """Return a layer number and its square, float64 [2], cached because a copy would wait for queued kernels."""
-        if (cached := self._constants.get((number, device))) is None:
+        if (cached := self._cached_layer_numbers.get((number, device))) is None:
             cached = torch.tensor([number, number**2], dtype=torch.float64, device=device)
-            self._constants[number, device] = cached
+            self._cached_layer_numbers[number, device] = cached
         return cached
 
     def _check(self, number: int, values: float, numbers: float, number_squares: float) -> None:

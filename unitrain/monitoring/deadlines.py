@@ -40,7 +40,7 @@ class Deadlines:
         self._timeout_seconds, self._clock = timeout_seconds, clock
         self._deadlines: deque[Deadline] = deque()
         self._oldest: Deadline | None = None
-        self._began = 0.0
+        self._start_time = 0.0
 
     def add(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
         """Add a deadline for work that is done when `is_done` returns true. Only the training thread calls it."""
@@ -54,13 +54,13 @@ class Deadlines:
         """Return the oldest deadline if its work has timed out. Only the watchdog thread calls it."""
         oldest = next((deadline for deadline in self._deadlines.copy() if not deadline.is_done()), None)
         if oldest is not self._oldest:
-            self._oldest, self._began = oldest, self._clock()
-        if oldest is None or self._clock() <= self._began + self._timeout_seconds:
+            self._oldest, self._start_time = oldest, self._clock()
+        if oldest is None or self._clock() <= self._start_time + self._timeout_seconds:
             return None
         return oldest
 
 
-class WaitForShutDownRank:
+class ShutdownWaitDetector:
     """Detects that this rank waits, in an operation, for a rank that has shut down without starting the operation.
 
     Such a wait never ends, and not every transport detects it. `period_seconds` is the time between two checks. After
@@ -70,7 +70,7 @@ class WaitForShutDownRank:
     def __init__(self, period_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._period_seconds, self._clock = period_seconds, clock
         self._operation: int | None = None  # the latest operation in which this rank has waited
-        self._began = 0.0
+        self._start_time = 0.0
 
     def is_endless(self, shutdown: Shutdown | None, is_waiting: bool, num_recorded: int) -> bool:
         """Return whether the wait in this rank's latest operation, number `num_recorded`, can never end.
@@ -81,11 +81,11 @@ class WaitForShutDownRank:
             self._operation = None
             return False
         if self._operation != num_recorded:
-            self._operation, self._began = num_recorded, self._clock()
+            self._operation, self._start_time = num_recorded, self._clock()
         if shutdown.num_recorded is not None and num_recorded <= shutdown.num_recorded:
             return False  # that rank took part in the operation
         limit_seconds = _UNKNOWN_PARTICIPATION_SECONDS if shutdown.num_recorded is None else self._period_seconds
-        return self._clock() >= self._began + limit_seconds
+        return self._clock() >= self._start_time + limit_seconds
 
 
 class DataDeadline:
@@ -97,7 +97,7 @@ class DataDeadline:
     def __init__(self, timeout_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_seconds, self._clock = timeout_seconds, clock
         self._waiting_for: tuple[object, ...] | None = None
-        self._began = 0.0
+        self._start_time = 0.0
 
     def expired(self, batch: tuple[int, int] | None, num_recorded: int) -> bool:
         """Return whether the main thread has waited for the same `batch` longer than the timeout. Only the watchdog
@@ -108,8 +108,8 @@ class DataDeadline:
         """
         waiting_for = None if batch is None else (*batch, num_recorded)
         if waiting_for is None or waiting_for != self._waiting_for:
-            self._waiting_for, self._began = waiting_for, self._clock()
-        return waiting_for is not None and self._clock() > self._began + self._timeout_seconds
+            self._waiting_for, self._start_time = waiting_for, self._clock()
+        return waiting_for is not None and self._clock() > self._start_time + self._timeout_seconds
 
 
 def _always_true() -> bool:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import CollectiveTimeoutError, DataError, ModelError
-from unitrain.monitoring.deadlines import DataDeadline, Deadline, Deadlines, WaitForShutDownRank
+from unitrain.monitoring.deadlines import DataDeadline, Deadline, Deadlines, ShutdownWaitDetector
 from unitrain.monitoring.failure_store import FailureStore, RankProcess, Shutdown
 from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.liveness import LivenessCheck
@@ -69,13 +69,13 @@ class Watchdog:
         self._timeout_seconds = rendezvous.timeout.total_seconds()
         self._data_deadline = DataDeadline(self._timeout_seconds + _DEADLINE_MARGIN_SECONDS)
         self._launcher, self._parent_pid, self._pid = rendezvous.rank_info.launcher, os.getppid(), os.getpid()
-        self._ended, self._failure_is_known = threading.Event(), threading.Event()
+        self._stop_event, self._failure_is_known = threading.Event(), threading.Event()
         self._error: BaseException | None = None  # the error that makes this rank fail
         self._first_failure: Failure | None = None
         self._has_reported = False  # whether this rank reported the first failure
         self._report: list[str] = []
-        self._wait_for_shut_down_rank = WaitForShutDownRank(_PERIOD_SECONDS)
-        self._missing: dict[int, RankStatus] = {}
+        self._shutdown_wait_detector = ShutdownWaitDetector(_PERIOD_SECONDS)
+        self._collected_statuses: dict[int, RankStatus] = {}
         self._reporter: threading.Thread | None = None
         self._original_excepthook, sys.excepthook = sys.excepthook, self._excepthook
         atexit.register(self._report_exit)
@@ -91,7 +91,7 @@ class Watchdog:
         Report the shutdown first: if another rank still waits for this one, its failure report names this rank.
         """
         self._report_shutdown("it called shutdown() or left its `with unitrain.init()` block")
-        self._ended.set()
+        self._stop_event.set()
         atexit.unregister(self._report_exit)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._original_excepthook
@@ -111,8 +111,8 @@ class Watchdog:
         statuses: dict[int, RankStatus] = {}
         with contextlib.suppress(dist.DistError):
             statuses = self._store.request_statuses(ranks, self._status_responder())
-        self._missing = self._complete_statuses(statuses, ranks)
-        return self._missing
+        self._collected_statuses = self._complete_statuses(statuses, ranks)
+        return self._collected_statuses
 
     def model_error(self) -> ModelError | None:
         """Return the first failure if it is a ModelError, or None for another error or while it is unknown."""
@@ -135,7 +135,7 @@ class Watchdog:
 
         The main thread or the watchdog thread calls it. Only the first call has an effect.
         """
-        if self._error is not None or self._ended.is_set() or os.getpid() != self._pid:
+        if self._error is not None or self._stop_event.is_set() or os.getpid() != self._pid:
             return  # a process that was forked from this one, such as a DataLoader worker, is not a rank
         self._error = error
         failure = Failure(self._rank, _first_line(error))
@@ -143,7 +143,7 @@ class Watchdog:
             self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # that peer has failed first
         if _is_consequence(error):
             failure = self._early_shutdown() or self._missing_rank() or failure
-        self._ended.set()
+        self._stop_event.set()
         if self._publish_failure(failure):
             self._has_reported = True
             other_ranks = [rank for rank in range(self._size) if rank != self._rank]
@@ -164,7 +164,7 @@ class Watchdog:
     # --- shutdowns without an error ---
 
     def _report_shutdown(self, reason: str) -> None:
-        if self._ended.is_set() or os.getpid() != self._pid:
+        if self._stop_event.is_set() or os.getpid() != self._pid:
             return
         if latest := self._flight_recorder.latest_entry:
             reason += f"; last operation: {latest}"
@@ -194,7 +194,7 @@ class Watchdog:
         """
         shutdown = self._first_shutdown()
         is_waiting = shutdown is not None and self._status().waits_for_ranks
-        if not self._wait_for_shut_down_rank.is_endless(shutdown, is_waiting, self._flight_recorder.num_recorded):
+        if not self._shutdown_wait_detector.is_endless(shutdown, is_waiting, self._flight_recorder.num_recorded):
             return None
         assert shutdown is not None
         return Failure(shutdown.rank, f"{_SHUTDOWN_TOO_EARLY}: {shutdown.reason}")
@@ -203,7 +203,7 @@ class Watchdog:
 
     def _missing_rank(self) -> Failure | None:
         """Return the first missing rank after a timeout of this rank, unless the missing rank also waits."""
-        for rank, status in sorted(self._missing.items()):
+        for rank, status in sorted(self._collected_statuses.items()):
             if not status.waits_for_ranks:
                 error = f"it did not join {self._flight_recorder.latest_operation} of rank {self._rank} in time"
                 return Failure(rank, error + (f", and {status}" if status.activity is Activity.NO_RESPONSE else ""))
@@ -276,7 +276,7 @@ class Watchdog:
 
     def _run(self) -> None:
         store_is_reachable = True
-        while not self._ended.wait(_PERIOD_SECONDS):
+        while not self._stop_event.wait(_PERIOD_SECONDS):
             if os.getppid() != self._parent_pid and self._launcher in _LAUNCHERS_WITHOUT_CLEANUP:
                 self._exit_with_launcher()
                 return
@@ -320,7 +320,7 @@ class Watchdog:
 
     def _on_process_ended(self, rank: int) -> None:
         """Report that the process of `rank` has terminated unexpectedly. The thread of the liveness check calls it."""
-        if not self._ended.is_set():
+        if not self._stop_event.is_set():
             self._report_failed_peer(Failure(rank, _PROCESS_ENDED))
 
     def _report_failed_peer(self, failure: Failure) -> None:
@@ -362,13 +362,13 @@ class Watchdog:
         """Send SIGTERM to this process in place of the launcher, which has exited, and leave time for a checkpoint."""
         _print([f"unitrain: stopping rank {self._rank} of {self._size} because {self._launcher} has ended"])
         os.kill(self._pid, signal.SIGTERM)
-        if not self._ended.wait(_LAST_CHECKPOINT_SECONDS):
+        if not self._stop_event.wait(_LAST_CHECKPOINT_SECONDS):
             os._exit(1)
 
     def _terminate_process(self) -> None:
         """Wait a few seconds for the main thread to raise an error, then terminate the process."""
         self._failure_is_known.set()
-        if not self._ended.wait(_GRACE_SECONDS):
+        if not self._stop_event.wait(_GRACE_SECONDS):
             reason = f"{self._first_failure}; status: {self._status()}"
             _print([f"unitrain: ending rank {self._rank} of {self._size} because {reason}"])
             os._exit(1)

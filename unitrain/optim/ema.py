@@ -29,8 +29,8 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         """Copy `model`. Raises ModelError if it cannot be copied."""
-        self._source, self.model = model, _copy(model)
-        self._average = get_ema_multi_avg_fn(decay)
+        self._source_model, self.model = model, _copy(model)
+        self._update_averages = get_ema_multi_avg_fn(decay)
         self._find_weights()
         self._steps = 0
 
@@ -52,7 +52,7 @@ class WeightAverage:
     def update(self) -> None:
         """Update the average after a step."""
         if self._steps:
-            self._average(self._moving, self._sources, self._steps)
+            self._update_averages(self._floating_averages, self._floating_weights, self._steps)
             self._copy_integers()
         else:
             self._copy_weights()
@@ -74,25 +74,28 @@ class WeightAverage:
 
     def _find_weights(self) -> None:
         """Find the parameters of both models. If parameters are sharded, each rank averages its shards."""
-        self._weights = [local_part(parameter) for parameter in self._source.parameters()]
-        self._averaged = [local_part(parameter) for parameter in self.model.parameters()]
+        self._weights = [local_part(parameter) for parameter in self._source_model.parameters()]
+        self._averages = [local_part(parameter) for parameter in self.model.parameters()]
         # Frozen parameters may be integers, as in quantized models. They cannot be averaged and are copied.
-        pairs = [pair for pair in zip(self._averaged, self._weights, strict=True) if _has_mean(pair[0])]
-        self._moving, self._sources = [averaged for averaged, _ in pairs], [weight for _, weight in pairs]
+        pairs = [pair for pair in zip(self._averages, self._weights, strict=True) if _has_mean(pair[0])]
+        self._floating_averages, self._floating_weights = (
+            [averaged for averaged, _ in pairs],
+            [weight for _, weight in pairs],
+        )
 
     @torch.no_grad()
     def _copy_weights(self) -> None:
-        for averaged, weight in zip(self._averaged, self._weights, strict=True):
+        for averaged, weight in zip(self._averages, self._weights, strict=True):
             averaged.copy_(weight)
 
     def _copy_integers(self) -> None:
-        for averaged, weight in zip(self._averaged, self._weights, strict=True):
+        for averaged, weight in zip(self._averages, self._weights, strict=True):
             if not _has_mean(averaged):
                 averaged.copy_(weight)
 
     @torch.no_grad()
     def _copy_buffers(self) -> None:
-        for copied, buffer in zip(self.model.buffers(), self._source.buffers(), strict=True):
+        for copied, buffer in zip(self.model.buffers(), self._source_model.buffers(), strict=True):
             copy_into(copied, buffer)
 
 

@@ -78,9 +78,9 @@ class LossWeighting:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._tokens: Tensor | None = None  # number of tokens on this rank in the current step
-        self._counted: Tensor | None = None  # number of tokens on all ranks in a complete step
-        self._per_sample: Tensor | None = None
+        self._local_tokens: Tensor | None = None  # number of tokens on this rank in the current step
+        self._total_tokens: Tensor | None = None  # number of tokens on all ranks in a complete step
+        self._tokens_per_sample: Tensor | None = None
 
     def weight_loss(self, loss: Loss, micro_batch: MicroBatch) -> Tensor:
         """Return the weighted loss, to call backward on. The weight of a dummy batch is 0."""
@@ -90,28 +90,32 @@ class LossWeighting:
             return loss.value if weight == 1.0 else loss.value * weight
         here = torch.as_tensor(loss.tokens, dtype=torch.float64, device=self._communicator.device).detach()
         tokens = here if micro_batch.samples else torch.zeros_like(here)
-        self._tokens = tokens if self._tokens is None else self._tokens + tokens
-        if self._per_sample is None:
-            self._per_sample = _power_of_two(self._communicator.allreduce(tokens, "sum") / micro_batch.step_samples)
-        return loss.value * (weight if micro_batch.samples else 0.0) / self._per_sample.to(loss.value.dtype)
+        self._local_tokens = tokens if self._local_tokens is None else self._local_tokens + tokens
+        if self._tokens_per_sample is None:
+            self._tokens_per_sample = _power_of_two(
+                self._communicator.allreduce(tokens, "sum") / micro_batch.step_samples
+            )
+        return loss.value * (weight if micro_batch.samples else 0.0) / self._tokens_per_sample.to(loss.value.dtype)
 
     def loss_scale(self) -> Tensor | None:
         """Return the factor by which gradients are scaled until `finish_step`; None if losses are means over
         samples."""
-        return None if self._per_sample is None else 1 / self._per_sample
+        return None if self._tokens_per_sample is None else 1 / self._tokens_per_sample
 
     def overlapped_work(self) -> tuple[Callable[[], None], ...]:
         """Return the functions to call while gradients are reduced: one for losses over tokens, otherwise none."""
-        return () if self._tokens is None else (self._count,)
+        return () if self._local_tokens is None else (self._sum_tokens,)
 
     def finish_step(self, optimizer: Optimizer, micro_batch: MicroBatch) -> None:
         """If losses are sums over tokens, divide the reduced gradients in `optimizer` by the number of tokens."""
-        if self._counted is None or self._per_sample is None:
+        if self._total_tokens is None or self._tokens_per_sample is None:
             return
-        tokens, self._counted = self._counted, None
+        tokens, self._total_tokens = self._total_tokens, None
         # A step without tokens has zero gradients: do not divide by 0.
-        factor = torch.where(tokens > 0, micro_batch.step_samples * self._per_sample / tokens, 1.0)
-        self._per_sample = torch.where(tokens > 0, _power_of_two(tokens / micro_batch.step_samples), self._per_sample)
+        factor = torch.where(tokens > 0, micro_batch.step_samples * self._tokens_per_sample / tokens, 1.0)
+        self._tokens_per_sample = torch.where(
+            tokens > 0, _power_of_two(tokens / micro_batch.step_samples), self._tokens_per_sample
+        )
         gradients: dict[torch.dtype, list[Tensor]] = {}
         for parameter in optimizer_parameters(optimizer):
             if parameter.grad is not None:
@@ -122,21 +126,21 @@ class LossWeighting:
 
     def discard_step(self) -> None:
         """Discard the counts of a step that was not completed."""
-        self._tokens = self._counted = None
+        self._local_tokens = self._total_tokens = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of tokens per sample by which losses are divided."""
-        return {} if self._per_sample is None else {"tokens_per_sample": self._per_sample.item()}
+        return {} if self._tokens_per_sample is None else {"tokens_per_sample": self._tokens_per_sample.item()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the number of tokens per sample, so that rounding errors are the same as in an uninterrupted run."""
         if state:
             device = self._communicator.device
-            self._per_sample = torch.tensor(state["tokens_per_sample"], dtype=torch.float64, device=device)
+            self._tokens_per_sample = torch.tensor(state["tokens_per_sample"], dtype=torch.float64, device=device)
 
-    def _count(self) -> None:
-        if self._tokens is not None:
-            self._counted, self._tokens = self._communicator.allreduce(self._tokens, "sum"), None
+    def _sum_tokens(self) -> None:
+        if self._local_tokens is not None:
+            self._total_tokens, self._local_tokens = self._communicator.allreduce(self._local_tokens, "sum"), None
 
 
 def _power_of_two(number: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ class PlannedScheduler:
 
     def __init__(self, build: SchedulerFactory, optimizer: Optimizer) -> None:
         self._build, self._optimizer = build, optimizer
-        self._initial = [_settings(group) for group in optimizer.param_groups]
-        self._restored: dict[str, Any] | None = None
+        self._initial_settings = [_settings(group) for group in optimizer.param_groups]
+        self._restored_state: dict[str, Any] | None = None
         self._total_steps = 0
         self.scheduler: LRScheduler | None = None
 
@@ -104,7 +104,7 @@ class PlannedScheduler:
         """Store the state until `plan` builds the scheduler."""
         if "total_steps" not in state:
             raise ValueError("its scheduler was not built from the number of steps")
-        self._restored = state
+        self._restored_state = state
 
     def _build_restored(self, total_steps: int | None) -> LRScheduler:
         if total_steps is None:
@@ -112,8 +112,8 @@ class PlannedScheduler:
                 "The scheduler is built from the number of steps, which is unknown for data without a length. "
                 "Use TrainConfig(max_steps=10_000) instead of max_epochs."
             )
-        if self._restored is not None and self._restored["total_steps"] != total_steps:
-            planned = self._restored["total_steps"]
+        if self._restored_state is not None and self._restored_state["total_steps"] != total_steps:
+            planned = self._restored_state["total_steps"]
             raise CheckpointError(
                 f"The checkpoint's schedule was planned for {planned} steps, but this run has {total_steps}, which "
                 "changes its learning rates. Resume with the same length and global batch: "
@@ -121,7 +121,7 @@ class PlannedScheduler:
             )
         groups = self._optimizer.param_groups
         current = [_settings(group) for group in groups]
-        for group, initial in zip(groups, self._initial, strict=False):
+        for group, initial in zip(groups, self._initial_settings, strict=False):
             group.update(initial)
             if "initial_lr" not in initial:
                 group.pop("initial_lr", None)
@@ -131,10 +131,10 @@ class PlannedScheduler:
                 f"The scheduler function returned {type(scheduler).__name__}, not a scheduler of its optimizer. "
                 "Use scheduler=lambda optimizer, total_steps: CosineAnnealingLR(optimizer, total_steps)."
             )
-        if self._restored is not None:
+        if self._restored_state is not None:
             for group, settings in zip(groups, current, strict=True):
                 group.update(settings)
-            scheduler.load_state_dict(self._restored["scheduler"])
+            scheduler.load_state_dict(self._restored_state["scheduler"])
         self._total_steps = total_steps
         return scheduler
 

@@ -34,17 +34,21 @@ class StopCoordinator:
         self._preemption = PreemptionHandler(signals)
         self.reason: str | None = None
         self.preempted = False
-        self._requested: str | None = None
-        self._started = 0.0
-        self._interval = self._next = 1
+        self._requested_reason: str | None = None
+        self._start_time = 0.0
+        self._interval_steps = self._next_exchange_step = 1
         # Completed steps and time at the last exchange, or at the start or resumption of training.
         self._timing_start: tuple[int, float] | None = None
 
     def __enter__(self) -> Self:
-        self.reason, self.preempted, self._requested = None, False, None
-        self._started = time.perf_counter()
+        self.reason, self.preempted, self._requested_reason = None, False, None
+        self._start_time = time.perf_counter()
         self._preemption.__enter__()
-        self._interval, self._next, self._timing_start = 1, 1, None  # first exchange after one step, to time it
+        self._interval_steps, self._next_exchange_step, self._timing_start = (
+            1,
+            1,
+            None,
+        )  # first exchange after one step, to time it
         return self
 
     def __exit__(
@@ -63,11 +67,11 @@ class StopCoordinator:
 
     def request(self, reason: str) -> None:
         """Request a stop for `reason`. A request on one rank is sufficient."""
-        self._requested = reason
+        self._requested_reason = reason
 
     def is_due(self, step: int) -> bool:
         """Return whether an exchange is due after `step` steps: about every two seconds on the slowest rank."""
-        return step >= self._next
+        return step >= self._next_exchange_step
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
         """Stop all ranks if any rank requested it, reached the time limit, or received a signal.
@@ -76,23 +80,27 @@ class StopCoordinator:
         """
         now = time.perf_counter()
         limit, signalled = self._max_seconds, self._preemption.received
-        if limit is not None and now - self._started >= limit:
+        if limit is not None and now - self._start_time >= limit:
             self.request(f"the time limit max_seconds={limit:g} was reached")
         if signalled is not None:
             self.request(f"{signalled} was received by rank {self._communicator.rank}")
         before, start_time = self._timing_start or (step, now)
         trained = step > before  # otherwise there are no steps to measure
         seconds_per_step = (now - start_time) / (step - before) if trained else 0.0
-        here = torch.tensor([[self._requested is not None, seconds_per_step, *numbers]], dtype=torch.float64)
+        here = torch.tensor([[self._requested_reason is not None, seconds_per_step, *numbers]], dtype=torch.float64)
         ranks = self._communicator.allgather(here.to(self._communicator.device)).tolist()
         if trained:
             slowest = max(seconds_per_step for _, seconds_per_step, *_ in ranks)
-            self._interval = max(1, round(_INTERVAL_SECONDS / max(slowest, 1e-9)))
+            self._interval_steps = max(1, round(_INTERVAL_SECONDS / max(slowest, 1e-9)))
         self._timing_start = (step, now)
         # An exchange at the end of an epoch must not delay the next regular one.
-        self._next = step + self._interval if step >= self._next else min(self._next, step + self._interval)
+        self._next_exchange_step = (
+            step + self._interval_steps
+            if step >= self._next_exchange_step
+            else min(self._next_exchange_step, step + self._interval_steps)
+        )
         if any(requested for requested, *_ in ranks):
-            reasons = self._communicator.allgather_object((self._requested, signalled is not None))
+            reasons = self._communicator.allgather_object((self._requested_reason, signalled is not None))
             self.reason = next(reason for reason, _ in reasons if reason is not None)
             self.preempted = any(preempted for _, preempted in reasons)
         return [others for _, _, *others in ranks]

@@ -50,28 +50,32 @@ class LoopTimer:
         device = communicator.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # The first two steps are not representative: kernels are selected, and DDP rebuilds its buckets.
-        self._measuring, self._due, self._unmeasured = False, 0.0, _MIN_INTERVAL_STEPS - 2
+        self._measuring, self._next_measurement_time, self._steps_since_measurement = (
+            False,
+            0.0,
+            _MIN_INTERVAL_STEPS - 2,
+        )
         self._step_seconds: dict[str, float] = {}
-        self._lap_started = 0.0
-        self._recent: deque[dict[str, float]] = deque(maxlen=_RECENT_STEPS)
+        self._lap_start_time = 0.0
+        self._recent_steps: deque[dict[str, float]] = deque(maxlen=_RECENT_STEPS)
         self.start()
 
     def start(self) -> None:
         """Start or resume measuring."""
-        self._started = self._fetched = self._speed_since = time.perf_counter()
+        self._start_time = self._last_fetch_time = self._throughput_start_time = time.perf_counter()
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._measured: list[dict[str, float]] = []
+        self._measured_steps: list[dict[str, float]] = []
         self._laps: dict[str, float] = {}
         self._steps = self._samples = 0
-        self._stopped: float | None = None
-        self._last_reading = _Reading(self._started, 0, 0.0)
+        self._stop_time: float | None = None
+        self._last_reading = _Reading(self._start_time, 0, 0.0)
 
     def iterate(self, batches: Iterable[ItemT]) -> Iterator[ItemT]:
         """Yield from `batches`, and measure the fetch time of each batch. That of the first batch starts at `start`."""
-        waited_since = self._started
+        waited_since = self._start_time
         for batch in batches:
-            self._fetched = time.perf_counter()
-            self._seconds["data"] += self._fetched - waited_since
+            self._last_fetch_time = time.perf_counter()
+            self._seconds["data"] += self._last_fetch_time - waited_since
             if self._measuring:
                 self._start_lap()
             yield batch
@@ -88,20 +92,26 @@ class LoopTimer:
         """End a step with `samples` samples over all ranks."""
         self._steps += 1
         self._samples += samples
-        self._unmeasured += 1
+        self._steps_since_measurement += 1
         if self._measuring:
             self._end_lap("update")
-            self._measured.append(self._laps)
-            self._recent.append(self._laps)
+            self._measured_steps.append(self._laps)
+            self._recent_steps.append(self._laps)
             self._laps = {}
-            self._unmeasured, self._due = 0, self._fetched + _MIN_INTERVAL_SECONDS
-        self._measuring = self._unmeasured >= _MIN_INTERVAL_STEPS and self._fetched >= self._due
+            self._steps_since_measurement, self._next_measurement_time = (
+                0,
+                self._last_fetch_time + _MIN_INTERVAL_SECONDS,
+            )
+        self._measuring = (
+            self._steps_since_measurement >= _MIN_INTERVAL_STEPS
+            and self._last_fetch_time >= self._next_measurement_time
+        )
 
     def samples_per_second(self) -> float:
         """Return the throughput since the last call, or since `start`."""
-        since, self._speed_since = self._speed_since, time.perf_counter()
+        since, self._throughput_start_time = self._throughput_start_time, time.perf_counter()
         samples, self._samples = self._samples, 0
-        return samples / (self._speed_since - since)
+        return samples / (self._throughput_start_time - since)
 
     def take_recent_seconds(self) -> tuple[list[float], int]:
         """Return this rank's seconds per part of TRAINING since the last call, and the number of steps.
@@ -110,9 +120,9 @@ class LoopTimer:
         has no effect. They are zero before the first measured step.
         """
         last = self._last_reading
-        self._last_reading = now = _Reading(self._stopped or time.perf_counter(), self._steps, self._seconds["data"])
+        self._last_reading = now = _Reading(self._stop_time or time.perf_counter(), self._steps, self._seconds["data"])
         steps = now.steps - last.steps
-        recent = self._recent or [dict[str, float]()]
+        recent = self._recent_steps or [dict[str, float]()]
         seconds = [steps * median(laps.get(part, 0.0) for laps in recent) for part in _MEASURED]
         data = max(0.0, now.data - last.data)
         if self._stream is not None:
@@ -121,10 +131,12 @@ class LoopTimer:
 
     def stop(self) -> float:
         """Pause measuring until the next `start`, and return the seconds since the last `start`."""
-        self._stopped = time.perf_counter()
-        seconds = self._stopped - self._started
-        if self._measured:  # otherwise use the proportions of the preceding epoch
-            self._step_seconds = {part: fmean(laps.get(part, 0.0) for laps in self._measured) for part in _MEASURED}
+        self._stop_time = time.perf_counter()
+        seconds = self._stop_time - self._start_time
+        if self._measured_steps:  # otherwise use the proportions of the preceding epoch
+            self._step_seconds = {
+                part: fmean(laps.get(part, 0.0) for laps in self._measured_steps) for part in _MEASURED
+            }
         step = sum(self._step_seconds.values())
         if self._stream is not None:  # fetching overlaps with the GPU
             self._seconds["data"] = min(self._seconds["data"], max(0.0, seconds - self._steps * step))
@@ -147,7 +159,7 @@ class LoopTimer:
         yield
         seconds = time.perf_counter() - started
         self._seconds["data"] += seconds
-        self._lap_started += seconds
+        self._lap_start_time += seconds
 
     def gather(self) -> dict[str, list[float]]:
         """Return the seconds per part of PARTS since `start`, under keys such as "data_seconds", in lists with one
@@ -170,11 +182,11 @@ class LoopTimer:
         Variable._execution_engine.queue_callback(lambda: self._end_lap("wait"))
 
     def _end_lap(self, part: str) -> None:
-        before, now = self._lap_started, self._start_lap()
+        before, now = self._lap_start_time, self._start_lap()
         self._laps[part] = self._laps.get(part, 0.0) + now - before
 
     def _start_lap(self) -> float:
         if self._stream is not None:
             self._stream.synchronize()
-        self._lap_started = time.perf_counter()
-        return self._lap_started
+        self._lap_start_time = time.perf_counter()
+        return self._lap_start_time

@@ -43,9 +43,9 @@ class RankConnections:
         self.crashed_ranks: list[int] = []
         self.unreachable: list[int] = []
         self.is_preempted = self.is_exit_requested = False
-        self._first_exit_was_orderly = self._is_exiting = False
+        self._first_exit_was_normal = self._is_exiting = False
         self._connections: dict[int, PeerConnection] = {}
-        self._change = threading.Condition()
+        self._state_changed = threading.Condition()
         threading.Thread(target=self._accept, name="unitrain ranks", daemon=True).start()
 
     def __enter__(self) -> RankConnections:
@@ -55,18 +55,18 @@ class RankConnections:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        with self._change:
+        with self._state_changed:
             for connection in self._connections.values():
                 connection.interrupt()
 
     @property
     def first_crashed_rank(self) -> int | None:
         """The rank that was killed or crashed before any other rank exited, or None."""
-        return self.crashed_ranks[0] if self.crashed_ranks and not self._first_exit_was_orderly else None
+        return self.crashed_ranks[0] if self.crashed_ranks and not self._first_exit_was_normal else None
 
     def request_exit(self) -> None:
         """Request from rank 0, as soon as it is connected, that the job save a checkpoint and exit."""
-        with self._change:
+        with self._state_changed:
             self.is_exit_requested = True
             if 0 in self._connections:
                 self._connections[0].send(SAVE_AND_EXIT)
@@ -74,12 +74,12 @@ class RankConnections:
     def exit_all_ranks(self, timeout_seconds: float) -> None:
         """Request an immediate exit of all remaining ranks. Ranks still connected at the timeout count as
         unreachable."""
-        with self._change:
+        with self._state_changed:
             self._is_exiting = True  # also for ranks that connect later
-            self._change.wait_for(self._all_disconnected, _EXIT_DETECTION_SECONDS)
+            self._state_changed.wait_for(self._all_disconnected, _EXIT_DETECTION_SECONDS)
             for connection in self._connections.values():
                 connection.send(EXIT)
-            self._change.wait_for(self._all_disconnected, timeout_seconds)
+            self._state_changed.wait_for(self._all_disconnected, timeout_seconds)
             self.unreachable += sorted(self._connections)
 
     def _all_disconnected(self) -> bool:
@@ -110,7 +110,7 @@ class RankConnections:
                 return
             connection.set_timeout(None)
             connection.enable_keepalive(_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES)
-            with self._change:
+            with self._state_changed:
                 self._connections[rank] = connection
                 if self._is_exiting:
                     connection.send(EXIT)
@@ -119,7 +119,7 @@ class RankConnections:
             message = ""
             while isinstance(received := connection.receive(), str):
                 message = received
-            with self._change:
+            with self._state_changed:
                 if self._connections.get(rank) is connection:
                     self._record_disconnect(rank, received, message)
 
@@ -137,10 +137,10 @@ class RankConnections:
             self.unreachable.append(rank)
         elif disconnect is Disconnect.ORDERLY:
             self.is_preempted |= final_message == PREEMPTED
-            self._first_exit_was_orderly |= not self.crashed_ranks
+            self._first_exit_was_normal |= not self.crashed_ranks
         else:
             self.crashed_ranks.append(rank)
-        self._change.notify_all()
+        self._state_changed.notify_all()
 
 
 def _raise_descriptor_limit() -> None:

@@ -50,18 +50,18 @@ class StepTimer(Callback):
         return dataclasses.replace(arguments, config=config, callbacks=[*arguments.callbacks, self])
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     def on_step_end(self, trainer: Trainer) -> None:
         self._steps += 1
         if self._steps_to_time is None:
             if self._steps == self._request.warmup // 2:  # the first steps are the slowest
-                self._began = self._now(trainer)
+                self._start_time = self._now(trainer)
             elif self._steps == self._request.warmup:
-                per_step = (self._now(trainer) - self._began) / (self._request.warmup - self._request.warmup // 2)
+                per_step = (self._now(trainer) - self._start_time) / (self._request.warmup - self._request.warmup // 2)
                 slowest = trainer.backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
                 self._steps_to_time = max(_MIN_STEPS, math.ceil(self._request.seconds / slowest))
-                self._steps, self._began = 0, self._now(trainer)
+                self._steps, self._start_time = 0, self._now(trainer)
         elif self._steps == self._steps_to_time:
             self._finish(trainer)
 
@@ -83,7 +83,7 @@ class StepTimer(Callback):
     def _finish(self, trainer: Trainer) -> NoReturn:
         self._is_finished = True
         backend = trainer.backend
-        per_step = (self._now(trainer) - self._began) / self._steps
+        per_step = (self._now(trainer) - self._start_time) / self._steps
         slowest = backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
         # Launchers may bind each rank to separate cores, so the cores of a host are those of all its ranks.
         affinities = backend.allgather_object((backend.node_rank, usable_cores()))

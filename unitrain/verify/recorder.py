@@ -80,7 +80,7 @@ class Recorder(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         self._start = _parameter_digests(trainer)
         self._start_values = {name: _copy_to_cpu(parameter) for name, parameter in _parameters(trainer).items()}
-        self._generators = _rng_digests(trainer.backend.device)
+        self._initial_rng_digests = _rng_digests(trainer.backend.device)
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, micro_batch: MicroBatch, loss: Loss) -> None:
         self._samples.append(micro_batch.samples)
@@ -92,7 +92,7 @@ class Recorder(Callback):
         self._digest += digest_samples(map_tensors(Tensor.cpu, batch), micro_batch.samples)
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
-        self._rates[:] = [float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group]
+        self._learning_rates[:] = [float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group]
 
     def on_step_end(self, trainer: Trainer) -> None:
         self._steps.append(
@@ -101,7 +101,7 @@ class Recorder(Callback):
                 weight=sum(self._weights),
                 samples=self._samples,
                 digest=self._digest,
-                learning_rates=self._rates,
+                learning_rates=self._learning_rates,
             )
         )
         self._reset_step()
@@ -116,13 +116,13 @@ class Recorder(Callback):
         self._losses: list[float] = []
         self._weights: list[float] = []
         self._samples: list[int] = []
-        self._rates: list[float] = []
+        self._learning_rates: list[float] = []
         self._digest = 0
 
     def _finish(self, trainer: Trainer) -> NoReturn:
         self._is_written = True
         backend = trainer.backend
-        before, after = self._generators, _rng_digests(backend.device)
+        before, after = self._initial_rng_digests, _rng_digests(backend.device)
         record = RankRecord(
             rank=backend.rank,
             size=backend.size,

@@ -30,14 +30,16 @@ class ForwardBufferBroadcaster:
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._communicator = communicator
         self._statistics_layers: list[nn.Module] = []
-        self._slots: list[tuple[dict[str, Tensor | None], str]] = []
+        self._buffer_locations: list[tuple[dict[str, Tensor | None], str]] = []
         seen: set[int] = set()
         for module in model.modules():
             held = [(name, buffer) for name, buffer in buffers_by_name(module).items() if buffer is not None]
             if held and _reads_buffers_in_eval_only(module):
                 self._statistics_layers.append(module)
                 continue
-            self._slots += [(buffers_by_name(module), name) for name, buffer in held if id(buffer) not in seen]
+            self._buffer_locations += [
+                (buffers_by_name(module), name) for name, buffer in held if id(buffer) not in seen
+            ]
             seen.update(id(buffer) for _, buffer in held)
         self._last_modes: list[bool] | None = None
         self._initial_versions: list[tuple[Tensor | None, int]] = []
@@ -47,15 +49,17 @@ class ForwardBufferBroadcaster:
     @property
     def is_needed(self) -> bool:
         """Whether there is more than one rank and the model has buffers."""
-        return self._communicator.size > 1 and bool(self._statistics_layers or self._slots)
+        return self._communicator.size > 1 and bool(self._statistics_layers or self._buffer_locations)
 
     @disable_compile
     def broadcast(self) -> None:
         """Broadcast, from rank 0, the buffers that the next forward pass reads. All ranks call it in the same steps."""
         shared = self._statistics_of_layers_switched_to_eval()
-        if self._slots:
+        if self._buffer_locations:
             if self._num_calls == 0:
-                shared += [buffer for buffer in self._get_buffers(range(len(self._slots))) if buffer is not None]
+                shared += [
+                    buffer for buffer in self._get_buffers(range(len(self._buffer_locations))) if buffer is not None
+                ]
             elif (
                 self._num_calls & (self._num_calls - 1) == 0
                 if self._num_calls < _MAX_SEARCH_INTERVAL
@@ -98,10 +102,10 @@ class ForwardBufferBroadcaster:
 
     def _get_buffers(self, indices: Sequence[int]) -> list[Tensor | None]:
         # The buffer is looked up each time, because a forward pass may assign a different tensor.
-        return [buffers[name] for buffers, name in (self._slots[index] for index in indices)]
+        return [buffers[name] for buffers, name in (self._buffer_locations[index] for index in indices)]
 
     def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
-        buffers = self._get_buffers(range(len(self._slots)))
+        buffers = self._get_buffers(range(len(self._buffer_locations)))
         return [(buffer, -1 if buffer is None else tensor_version(buffer)) for buffer in buffers]
 
 

@@ -153,7 +153,7 @@ class PowerSGDCompressor(CompressionState):
 
     def state_dict(self) -> dict[str, Any]:
         errors = {}
-        gathers = self._gathers_errors()
+        gathers = self._stores_errors_of_all_ranks()
         for name, error in self._errors.items():  # one at a time, which limits the memory
             own = error.unsqueeze(0)
             of_all_ranks = self._communicator.allgather(own) if gathers else self._communicator.allreduce(own)
@@ -165,7 +165,7 @@ class PowerSGDCompressor(CompressionState):
         }
         return {"steps": self._reductions, "errors": errors, "queries": queries}
 
-    def _gathers_errors(self) -> bool:
+    def _stores_errors_of_all_ranks(self) -> bool:
         """Return whether the state contains the errors of all ranks. Otherwise it contains their mean, and rank 0 logs
         a warning."""
         total = self._communicator.size * sum(error.nbytes for error in self._errors.values())
@@ -243,12 +243,14 @@ class PowerSGDCompressor(CompressionState):
             torch.mul(error, self._scale.to(dtype), out=remainder).add_(own)
         query = self._queries.get(name)
         query = (
-            self._random_initial_query(name, remainder) if query is None else self._fill_columns(name, query.to(dtype))
+            self._random_initial_query(name, remainder)
+            if query is None
+            else self._replace_noise_columns(name, query.to(dtype))
         )
         smallest, largest = torch.aminmax(own)
         return _Matrix(name, gradient, remainder, _orthonormalize(query), (smallest.ne(0) | largest.ne(0)).to(dtype))
 
-    def _fill_columns(self, name: str, query: Tensor) -> Tensor:
+    def _replace_noise_columns(self, name: str, query: Tensor) -> Tensor:
         """Return Q with random columns in place of columns of rounding noise, which result from gradients of lower
         rank.
 

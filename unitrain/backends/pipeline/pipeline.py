@@ -96,16 +96,16 @@ class Pipeline:
         checks.check_same_model(backend, model)
         self._backend, self._micro_batches = backend, micro_batches
         self._names = list(model.state_dict())
-        self._counts = _divide(model, backend, stages, micro_batches, schedule, balance, example_inputs)
+        self._blocks_per_stage = _divide(model, backend, stages, micro_batches, schedule, balance, example_inputs)
         self._stages, self._stage = stages, backend.rank % stages
         self._replicas = Replicas(backend, stages)
         blocks = _blocks(model)
-        _check_shared_parameters(blocks, self._counts)
-        start = sum(self._counts[: self._stage])
-        self._module = _take_stage(blocks, start, start + self._counts[self._stage], backend)
+        _check_shared_parameters(blocks, self._blocks_per_stage)
+        start = sum(self._blocks_per_stage[: self._stage])
+        self._module = _take_stage(blocks, start, start + self._blocks_per_stage[self._stage], backend)
         self._module.train(model.training)
-        self._group, self._twins = self._create_groups()
-        self._runs = _create_runs(self._module, self._group, schedule, loss_fn, backend.device)
+        self._replica_group, self._stage_group = self._create_groups()
+        self._runs = _create_runs(self._module, self._replica_group, schedule, loss_fn, backend.device)
 
     @property
     def stage(self) -> int:
@@ -115,7 +115,7 @@ class Pipeline:
     @property
     def blocks_per_stage(self) -> list[int]:
         """The number of blocks of each stage."""
-        return list(self._counts)
+        return list(self._blocks_per_stage)
 
     @property
     def replicas(self) -> Replicas:
@@ -192,10 +192,10 @@ class Pipeline:
         """
         if self._module.training and not mode and self._replicas.size > 1:
             buffers = [buffer.data for buffer in self._module.buffers()]
-            if self._twins is None:
+            if self._stage_group is None:
                 broadcast_tensors(self._backend, buffers)
             else:
-                self._twins.broadcast_tensors(buffers, 0)
+                self._stage_group.broadcast_tensors(buffers, 0)
         self._module.train(mode)
 
     def eval(self) -> None:
@@ -256,7 +256,7 @@ class Pipeline:
         """Replace every gradient with its mean over the replicas."""
         if self._replicas.size == 1:
             return
-        mean = self._backend.allreduce if self._twins is None else self._twins.mean
+        mean = self._backend.allreduce if self._stage_group is None else self._stage_group.mean
         for gradients in _buckets(self._gradients()):
             reduced = mean(torch.cat([gradient.reshape(-1) for gradient in gradients]))
             pieces = reduced.split([gradient.numel() for gradient in gradients])
@@ -319,7 +319,7 @@ def _check_arguments(
     fix = "Use micro_batches=4 to start with"
     validation.check_integer("Pipeline(micro_batches=...)", micro_batches, 1, fix)
     validation.check_choice("Pipeline(schedule=...)", schedule, get_args(ScheduleName))
-    validation.check_function("Pipeline(loss_fn)", _call_of(loss_fn), "Use a function loss_fn(output, targets)")
+    validation.check_function("Pipeline(loss_fn)", _get_forward(loss_fn), "Use a function loss_fn(output, targets)")
     if backend.size % stages:
         raise ConfigError(
             f"Pipeline(stages={stages}) needs a number of ranks that is divisible by {stages}, but this job has "
@@ -349,7 +349,7 @@ def _check_arguments(
         )
 
 
-def _call_of(function: Any) -> Any:
+def _get_forward(function: Any) -> Any:
     return function.forward if isinstance(function, nn.Module) else function
 
 

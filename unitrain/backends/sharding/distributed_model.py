@@ -30,7 +30,7 @@ from unitrain.monitoring.loop_counters import CountedForward
 from unitrain.torch_compat import current_backward, disable_compile, unwrap_compiled
 
 _BROADCAST_BYTES = 2**25
-_numbers = count()
+_model_numbers = count()
 
 
 @dataclass(slots=True)
@@ -69,13 +69,13 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         _broadcast_state(communicator, model)
         self._device = communicator.device
         self._reducer_group, self._forward_buffers = reducer_group, buffers
-        self._syncs, self._has_left = True, False
+        self._requires_sync, self._has_left = True, False
         self._reduces_always = transfer.half is None
         self._pending = _PendingForwards()
         self._all_parameters = list(model.parameters())
         self._requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         self._local = LocalGradients(unwrap_compiled(model), lambda: False)
-        self._rendezvous, self._key, self._freeze_changes = rendezvous, f"sharded_gradients/{next(_numbers)}", 0
+        self._rendezvous, self._key, self._freeze_changes = rendezvous, f"sharded_gradients/{next(_model_numbers)}", 0
         self.reducer = GradientReducer(
             dict(model.named_parameters()),
             communicator,
@@ -92,7 +92,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
                 self,
                 model,
                 lambda names: rendezvous.allgather(f"{self._key}/unused", names),
-                lambda: self._syncs,
+                lambda: self._requires_sync,
             )
 
     @classmethod
@@ -121,11 +121,11 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward passes do not complete the gradients of a step."""
-        previous, self._syncs = self._syncs, False
+        previous, self._requires_sync = self._requires_sync, False
         try:
             yield
         finally:
-            self._syncs = previous
+            self._requires_sync = previous
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._has_left:
@@ -159,7 +159,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
 
     @disable_compile
     def _before_forward(self) -> None:
-        reduces, pending = self._syncs, self._pending
+        reduces, pending = self._requires_sync, self._pending
         if reduces or self._reduces_always:
             requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
             if requires_grad != self._requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
@@ -171,11 +171,11 @@ class ShardedGradientModel(nn.Module, WrappedModel):
 
     @disable_compile
     def _after_forward(self, output: Any) -> None:
-        reduces = self._syncs
+        reduces = self._requires_sync
         self._pending.reducing += reduces
         tensors = tensors_requiring_grad(output)
         if not tensors and (reduces or self._reduces_always):
-            self.reducer.expect_any_backward(accumulates=not reduces)
+            self.reducer.reduce_next_backward(accumulates=not reduces)
         if tensors:
             prepare = partial(self._prepare_backward, self._reducer_group.loop_counters.count_forward())
             for tensor in tensors:
@@ -188,7 +188,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         pending, backward = self._pending, current_backward()
         if backward == pending.last_backward or self._has_left:
             return
-        completes = pending.reducing > 0 or self._syncs
+        completes = pending.reducing > 0 or self._requires_sync
         pending.reducing, pending.last_backward = 0, backward
         if completes or self._reduces_always:
             self.reducer.begin(accumulates=not completes)

@@ -121,15 +121,15 @@ class GradientReducer:
         self._pieces: dict[int, list[Piece]] = {}
         self._trained: list[int] = []
         self._order: list[int] | None = None  # of the gradients in a backward pass of rank 0
-        self._is_arranged = False
+        self._has_buckets = False
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._next = 0
         self._backward = -1  # ID of the backward pass whose gradients are reduced
-        self._is_active = self._expects_any = self._accumulates = False
-        self._arrived: list[int] = []
-        self._has_arrived: set[int] = set()
+        self._is_active = self._reduces_next_backward = self._accumulates = False
+        self._computed_order: list[int] = []
+        self._computed_set: set[int] = set()
         self._used: set[int] = set()
         self.missing: list[str] = []
         self._handles = [
@@ -144,7 +144,7 @@ class GradientReducer:
     def set_trained(self) -> None:
         """Select the parameters that currently require grad for reduction. All ranks call it."""
         self._trained = [number for number, parameter in enumerate(self._parameters) if parameter.requires_grad]
-        self._order, self._is_arranged = None, False
+        self._order, self._has_buckets = None, False
 
     def pieces_of(self, parameter: nn.Parameter) -> list[Piece] | None:
         """Return the pieces of `parameter`, or None if it has not been assigned."""
@@ -172,7 +172,7 @@ class GradientReducer:
                 "support. Call optimizer.zero_grad() before backend.distributed_optimizer."
             )
         self._pieces[number] = pieces
-        self._is_arranged = False
+        self._has_buckets = False
         own = next((piece for piece in pieces if piece.owner == self._communicator.rank), None)
         gradient = self._gradients.get(number)
         if gradient is None:
@@ -182,7 +182,7 @@ class GradientReducer:
         gradient.local = parameter.detach().new_empty(0)
         gradient.start, gradient.stop = (own.start, own.stop) if own is not None else (0, 0)
 
-    def _arrange(self) -> None:
+    def _create_buckets(self) -> None:
         """Assign the trained parameters to buckets in the order in which their gradients are computed."""
         left = [number for number in self._trained if number not in self._pieces]
         sizes = [self._parameters[number].numel() for number in left]
@@ -197,7 +197,7 @@ class GradientReducer:
 
         def close(dtype: torch.dtype) -> None:
             parameters, _ = open_buckets.pop(dtype)
-            self._buckets.append(self._bucket(len(self._buckets), parameters))
+            self._buckets.append(self._create_bucket(len(self._buckets), parameters))
 
         for number in order:
             parameter = self._parameters[number]
@@ -209,9 +209,9 @@ class GradientReducer:
         for dtype in list(open_buckets):
             close(dtype)
         self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.parameters}
-        self._is_arranged = True
+        self._has_buckets = True
 
-    def _bucket(self, number: int, parameters: list[int]) -> _Bucket:
+    def _create_bucket(self, number: int, parameters: list[int]) -> _Bucket:
         size, rank = self._communicator.size, self._communicator.rank
         segments = [
             _Segment(index, piece.start, piece.stop, piece.owner)
@@ -246,9 +246,9 @@ class GradientReducer:
 
     # --- a backward pass ---
 
-    def expect_any_backward(self, *, accumulates: bool) -> None:
+    def reduce_next_backward(self, *, accumulates: bool) -> None:
         """Reduce the gradients of the next backward pass, regardless of the tensor from which it starts."""
-        self._expects_any, self._accumulates = True, accumulates
+        self._reduces_next_backward, self._accumulates = True, accumulates
 
     def begin(self, *, accumulates: bool) -> None:
         """Reduce the gradients of the current backward pass. All ranks call it in the same backward passes.
@@ -256,7 +256,7 @@ class GradientReducer:
         With `accumulates`, as inside `no_sync`, the gradients remain marked as local, because a later backward pass
         completes them, and parameters may be unused.
         """
-        self._expects_any, self._accumulates = False, accumulates
+        self._reduces_next_backward, self._accumulates = False, accumulates
         reached: set[int] | None = None
         if self._finds_unused:
             try:
@@ -268,11 +268,11 @@ class GradientReducer:
                 reached = set()
             if not reached:
                 return
-        if not self._is_arranged:
-            self._arrange()
+        if not self._has_buckets:
+            self._create_buckets()
         self._backward, self._is_active, self._next = current_backward(), True, 0
         self._in_flight.clear()
-        self._arrived, self._has_arrived, self._used = [], set(), set()
+        self._computed_order, self._computed_set, self._used = [], set(), set()
         self.missing = []
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters) if reached is None else len(reached.intersection(bucket.parameters))
@@ -284,7 +284,7 @@ class GradientReducer:
     def add_gradient(self, number: int) -> None:
         """Count the gradient of a parameter, which a backward pass has computed, and send its bucket if complete."""
         if not self._is_active:
-            if self._expects_any:
+            if self._reduces_next_backward:
                 self.begin(accumulates=self._accumulates)
             if not self._is_active:
                 self._on_local(self._parameters[number])
@@ -293,10 +293,10 @@ class GradientReducer:
         if bucket is None:  # frozen in the forward pass
             self._on_local(self._parameters[number])
             return
-        if number in self._has_arrived:
+        if number in self._computed_set:
             self._raise_repeated(number)
-        self._has_arrived.add(number)
-        self._arrived.append(number)
+        self._computed_set.add(number)
+        self._computed_order.append(number)
         bucket.missing -= 1
         if bucket.missing == 0 and bucket.number == self._next and not self._reducer_group.defers_allreduces:
             self._send_complete_buckets()
@@ -422,10 +422,10 @@ class GradientReducer:
         if not self._is_active or (current_backward() not in (-1, self._backward)):
             return
         self._is_active = False
-        if not self._arrived and not self._finds_unused:
+        if not self._computed_order and not self._finds_unused:
             return  # torch.autograd.grad
         if not (self._finds_unused or self._accumulates):
-            self.missing = [self._names[number] for number in self._trained if number not in self._has_arrived]
+            self.missing = [self._names[number] for number in self._trained if number not in self._computed_set]
         with self._reducer_group.monitored_wait():
             while self._next < len(self._buckets):
                 self._send(self._buckets[self._next])
@@ -439,8 +439,8 @@ class GradientReducer:
                 gradient.forget_norms()
                 self._parameters[number].grad = gradient
         if self._order is None:
-            self._order = self._communicator.broadcast_object(self._arrived)
-            self._is_arranged = False
+            self._order = self._communicator.broadcast_object(self._computed_order)
+            self._has_buckets = False
         if self._accumulates:
             for number in used:
                 self._on_local(self._parameters[number])

@@ -118,14 +118,14 @@ class ShardedState:
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
         self._batches: list[_Batch] = []
         # Other optimizers may also update parameters without gradients.
-        self._updates_all = not type(optimizer).__module__.startswith("torch.optim.")
-        self._held_ids: list[list[int]] = []
+        self._may_update_unused = not type(optimizer).__module__.startswith("torch.optim.")
+        self._known_ids: list[list[int]] = []
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
         self._is_stepping, self._nested_steps = False, 0
         self._is_local = False  # while state dicts contain this rank's parts only
         self._all_parameters: list[list[nn.Parameter]] | None = None  # while the groups hold parts
         self._views: dict[tuple[nn.Parameter, int], tuple[int, Tensor]] = {}
-        self._waits: list[Callable[[], None]] = []
+        self._pending_broadcasts: list[Callable[[], None]] = []
         self._divide_new_parameters(optimizer)
         begin = step_pre_hook(self._begin_step)
         optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._restore_unless_nested(optimizer))
@@ -187,9 +187,9 @@ class ShardedState:
     def _divide_new_parameters(self, optimizer: Optimizer) -> None:
         """Partition the parameters that are not yet partitioned, and drop the state of parts that other ranks own."""
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        if ids == self._held_ids:
+        if ids == self._known_ids:
             return
-        self._held_ids = ids
+        self._known_ids = ids
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         new = [parameter for parameter in held if parameter not in self._pieces]
         # Frozen parameters have no state, so they are partitioned separately from the others.
@@ -288,14 +288,14 @@ class ShardedState:
             )
         self._divide_new_parameters(optimizer)
         self._all_parameters = [group["params"] for group in optimizer.param_groups]
-        self._waits = []
+        self._pending_broadcasts = []
         for batch in self._batches[:-1]:
-            self._hold(optimizer, batch)
+            self._enter_batch(optimizer, batch)
             step_without_hooks(optimizer)
-            self._release(optimizer, batch)
+            self._exit_batch(optimizer, batch)
             self._broadcast(batch)
         if self._batches:
-            self._hold(optimizer, self._batches[-1])
+            self._enter_batch(optimizer, self._batches[-1])
 
     @disable_compile
     def _end_step(self, optimizer: Optimizer) -> None:
@@ -304,20 +304,20 @@ class ShardedState:
             return
         self._is_stepping = False
         if self._batches:
-            self._release(optimizer, self._batches[-1])
+            self._exit_batch(optimizer, self._batches[-1])
             self._broadcast(self._batches[-1])
         self._restore(optimizer)
-        waits, self._waits = self._waits, []
+        waits, self._pending_broadcasts = self._pending_broadcasts, []
         for wait in waits:
             wait()
 
-    def _hold(self, optimizer: Optimizer, batch: _Batch) -> None:
+    def _enter_batch(self, optimizer: Optimizer, batch: _Batch) -> None:
         """Replace the optimizer's parameters with this rank's parts of `batch`."""
         for number, group in enumerate(optimizer.param_groups):
             group["params"] = [owned.part for owned in batch.owned.get(number, ())]
         if self._reducer is not None:
-            self._hold_gradients(batch)
-        for owned in self._divided(batch):
+            self._set_complete_gradients(batch)
+        for owned in self._partial_parameters(batch):
             part, parameter, piece = owned.part, owned.parameter, owned.piece
             part.data = self._view(parameter, piece)
             gradient = parameter.grad
@@ -328,7 +328,7 @@ class ShardedState:
             if parameter in optimizer.state:
                 optimizer.state[part] = optimizer.state.pop(parameter)
 
-    def _hold_gradients(self, batch: _Batch) -> None:
+    def _set_complete_gradients(self, batch: _Batch) -> None:
         """Replace the sharded gradients of the parameters that this rank owns completely with complete gradients."""
         for owned in chain.from_iterable(batch.owned.values()):
             parameter, gradient, piece = owned.parameter, owned.parameter.grad, owned.piece
@@ -343,12 +343,12 @@ class ShardedState:
                 self._gradients.append((parameter, gradient))
                 parameter.grad = gradient.local.as_strided(parameter.shape, parameter.stride())
 
-    def _release(self, optimizer: Optimizer, batch: _Batch) -> None:
+    def _exit_batch(self, optimizer: Optimizer, batch: _Batch) -> None:
         for parameter, gradient in self._gradients:
             gradient.forget_norms()
             parameter.grad = gradient
         self._gradients.clear()
-        for owned in self._divided(batch):
+        for owned in self._partial_parameters(batch):
             owned.part.grad = None
             if owned.part in optimizer.state:
                 optimizer.state[owned.parameter] = optimizer.state.pop(owned.part)
@@ -359,23 +359,23 @@ class ShardedState:
         if held is None:
             return
         for batch in self._batches:
-            self._release(optimizer, batch)
+            self._exit_batch(optimizer, batch)
         for group, parameters in zip(optimizer.param_groups, held, strict=True):
             group["params"] = parameters
 
-    def _divided(self, batch: _Batch) -> Iterable[_OwnedParameter]:
+    def _partial_parameters(self, batch: _Batch) -> Iterable[_OwnedParameter]:
         return (owned for parts in batch.owned.values() for owned in parts if not owned.is_whole)
 
     def _broadcast(self, batch: _Batch) -> None:
         # Gradients are reduced over ranks, so a parameter has a gradient on all ranks or on none.
-        updates_all = self._updates_all
+        updates_all = self._may_update_unused
         updated = [
             (self._view(parameter, piece), piece.owner)
             for parameter, piece in batch.pieces
             if (parameter.grad is not None or (updates_all and parameter.requires_grad)) and piece.stop > piece.start
         ]
         if updated and self._communicator.size > 1:
-            self._waits.append(_start_broadcasts(self._communicator, updated))
+            self._pending_broadcasts.append(_start_broadcasts(self._communicator, updated))
 
     # --- the state dict ---
 
