@@ -94,7 +94,7 @@ def _read_placement(options: Options) -> tuple[tuple[int, ...], tuple[str, ...],
     if per_host is not None:
         whole, rest = divmod(size, per_host)
         return (per_host,) * whole + ((rest,) if rest else ()), (), ()
-    if hosts and not has_slots:  # mpiexec assigns ranks to the hosts in turn
+    if hosts and not has_slots:  # mpiexec assigns ranks to hosts round-robin
         place_by_node = "mpiexec assigns ranks to the hosts in turn; other launchers number them host by host."
         several = len(hosts) > 1 and size > len(hosts)
         return (

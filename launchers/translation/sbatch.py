@@ -19,7 +19,7 @@ LAUNCHER = "sbatch"
 _PREEMPTED_EXIT_CODE = 75
 _WARNING_SECONDS = 120
 # Preempted ranks exit one after another with a nonzero code. The first exit must not cause srun to kill the other
-# ranks, which would change their exit code. After a failure, the remaining ranks exit by themselves or at --wait.
+# ranks, which would change their exit code. After a failure, the remaining ranks exit on their own, or after --wait.
 _SRUN_OPTIONS = ("--kill-on-bad-exit=0",)
 _SRUN_DEFAULTS = (("--wait", "300"), ("--export", "ALL"))
 # The key with which ranks authenticate each other. The first host creates it in each attempt and srun forwards it, so

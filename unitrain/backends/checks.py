@@ -120,7 +120,7 @@ def check_not_pipeline(argument: str, model: Any) -> None:
 
 
 def check_no_sync_model(model: Any, is_distributed: bool) -> None:
-    """Raise ModelError if no_sync got a model that `distributed_model` did not return."""
+    """Raise ModelError if the argument of no_sync is not a model that `distributed_model` returned."""
     if not is_distributed:
         raise ModelError(
             "no_sync takes the model that distributed_model returned, got "

@@ -1,6 +1,6 @@
 """Collectives and distributed models over torch.distributed's default process group, for any transport.
 
-The ddp and the horovod backend inherit this code, and therefore compute the same results.
+The ddp and horovod backends share this code, and therefore compute the same results.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
         transport: str,
         control_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`control_group` communicates consistency checks and small tensors. None is the default group."""
+        """`control_group` is the group for consistency checks and small tensors; None is the default group."""
         make_forks_safe()
         self.device = device
         self.transport = transport
@@ -146,7 +146,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
         elif is_broadcast_gather_faster(own, rows):
             return gather_by_broadcasts(own, rows, self.rank, self._monitor.wait_for_ranks)
         else:
-            # All transports gather tensors of equal size only, so shorter ones are padded.
+            # Transports can only gather tensors of equal size, so shorter ones are padded.
             piece = own.to(_transport_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
             if len(own) < max_rows:
                 piece = torch.cat([piece, piece.new_zeros((max_rows - len(own), *row_shape))])
@@ -271,8 +271,8 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
             return self._shard_model(model, shard_blocks, check_bucket)
         broadcast_tensors(self, [buffer for buffer in model.buffers() if is_expanded(buffer)])
         if find_unused_parameters and self._unused_parameters_group is None:
-            # Ranks that use different parameters start to reduce their buckets at different times, relative to
-            # collectives inside the backward. In one group, a bucket could be matched with such a collective.
+            # Ranks that use different parameters start to reduce their buckets at different times relative to
+            # collectives inside the backward pass. In a single group, a bucket could be matched with such a collective.
             self._unused_parameters_group = dist.new_group(timeout=self._rendezvous.timeout)
             if self._waits_on_stream:
                 timeout = self._rendezvous.timeout + NCCL_TIMEOUT_MARGIN
@@ -425,7 +425,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
         """Raise ConfigError after `shutdown`, and in a process that was forked from this rank."""
         super().check_running(operation)
         if self._is_forked:
-            # It would use the connections of the rank, so its messages would be mixed with those of the rank's
+            # It would share the rank's connections, so its messages would be mixed with those of the rank's
             # collectives.
             raise ConfigError(
                 f"{operation} was called in a process that was forked from rank {self.rank}, which is not a rank. Call "
@@ -462,7 +462,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
 
 
 def _hold_sharded_parameters(optimizer: Any, model: Any) -> None:
-    """Let `optimizer`, which may have been built before `distributed_model`, hold the shards of its parameters."""
+    """Replace the parameters of `optimizer` with their shards if it was built before `distributed_model`."""
     from unitrain.backends.sharding.optimizer_shards import replace_parameters
 
     replace_parameters(optimizer, model.sharded)

@@ -1,4 +1,4 @@
-"""Groups of some of the ranks of a backend, whose ranks send tensors to each other and reduce tensors."""
+"""Subgroups of a backend's ranks, with point-to-point communication, broadcasts and means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class RankGroup:
-    """The ranks `ranks` of a backend, in this order. `index` is this rank's position in `ranks`.
+    """A group of the ranks `ranks` of a backend, in this order. `index` is this rank's position in `ranks`.
 
     All ranks of the group call `broadcast` and `mean` in the same order.
     """
@@ -75,7 +75,7 @@ class RankGroup:
             copy_into(tensor.detach(), piece.clone().view(tensor.dtype).view(tensor.shape))
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean of `tensor` over the ranks of the group. Half-precision numbers are added in float32."""
+        """Return the mean of `tensor` over the ranks of the group. Half-precision sums are accumulated in float32."""
         dtype = torch.float32 if tensor.dtype in _HALF_DTYPES else tensor.dtype
         result = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         self.monitor.wait_for_ranks(dist.all_reduce(result, group=self.process_group, async_op=True))

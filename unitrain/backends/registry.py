@@ -1,7 +1,7 @@
 """Names of backends and their classes.
 
-A package adds a backend by an entry point in the group `unitrain.backends`: a name and a subclass of `Backend`. It
-cannot replace a built-in name.
+A package adds a backend with an entry point in the group `unitrain.backends`: a name and a subclass of `Backend`. It
+cannot replace a built-in backend.
 """
 
 from __future__ import annotations

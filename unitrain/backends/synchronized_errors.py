@@ -1,4 +1,4 @@
-"""Raise the same error on every rank when an error or a difference occurs on some ranks only."""
+"""Raise the same error on every rank when an error or a difference occurs only on some ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ResultT = TypeVar("ResultT")
 
 
 def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) -> None:
-    """Raise an error on every rank if any rank passes one. All raise the error of the lowest such rank.
+    """Raise an error on every rank if any rank passes one. All ranks raise the error of the lowest such rank.
 
     All ranks call it, and pass None if they have no error. Use it for errors that only some ranks can detect, such as
     a missing folder.

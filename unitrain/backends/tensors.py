@@ -44,10 +44,10 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copy `source` into `target`, of the same shape, also if `target` is an expanded view.
+    """Copy `source` into `target`, of the same shape, even if `target` is an expanded view.
 
-    Elements of an expanded view share memory, so torch raises an error for writes to them. Here each memory location is
-    written once.
+    Elements of an expanded view share memory, so torch raises an error for writes to them. This function writes each
+    memory location once.
     """
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
@@ -73,7 +73,7 @@ def ordered_keys(values: Tensor, op: Literal["min", "max"]) -> Tensor:
 
 
 def from_ordered_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of `dtype` for `keys` made by `ordered_keys`. The key of NaN becomes NaN.
+    """Return the values of `dtype` for `keys` from `ordered_keys`. The key of NaN becomes NaN.
 
     A minimum or maximum of keys is one of the keys, so no value is rounded.
     """
@@ -82,7 +82,7 @@ def from_ordered_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _flip_negative(bits: Tensor) -> Tensor:
-    """Return `bits` with all bits but the sign inverted if the sign is set. The function is its own inverse.
+    """Return `bits` with all bits except the sign inverted if the sign is set. The function is its own inverse.
 
     The magnitude bits of floating-point numbers are ordered like integers. For negative numbers this order is reversed,
     which the inversion corrects.

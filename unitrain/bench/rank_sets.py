@@ -124,7 +124,7 @@ class RankSetSpec:
 
 @contextmanager
 def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[RankSet]]:
-    """Start one set of ranks per spec. The ranks are terminated on exit from the context, also after SIGTERM."""
+    """Start one set of ranks per spec. The ranks are terminated on exit from the context, even after SIGTERM."""
     # Handle SIGTERM like Ctrl-C; otherwise, suspended ranks would outlive this process.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:

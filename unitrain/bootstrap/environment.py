@@ -43,8 +43,8 @@ class RankInfo:
 class _Variables:
     """Names of the environment variables that a launcher sets; `marker` identifies the launcher.
 
-    If a launcher sets no variable for local_rank, local_rank equals the rank under "env", and otherwise 0 (one process
-    per host).
+    If a launcher sets no variable for local_rank, local_rank is the rank under "env", and 0 otherwise (one process per
+    host).
     """
 
     launcher: str

@@ -23,7 +23,7 @@ def forward_warning_signals(variable: str) -> None:
     """Forward SIGUSR1 and SIGUSR2 from this process to its ranks on this host.
 
     A rank is a descendant with the environment variable `variable` whose parent lacks this variable. Only the main
-    thread may call it. Processes that this one starts have the default actions of both signals. If this host has no
+    thread may call it. Processes started by this process have the default actions for both signals. If this host has no
     ranks, the handler prints a message.
     """
 
@@ -44,8 +44,8 @@ def forward_warning_signals(variable: str) -> None:
 def install_no_op_warning_handlers() -> None:
     """Install no-op handlers of SIGUSR1 and SIGUSR2, in a process through which a launcher starts a rank.
 
-    Slurm sends them to every process of a job step. In contrast to ignored signals, handled signals are reset to their
-    default actions in programs that this process starts.
+    Slurm sends them to every process of a job step. Unlike ignored signals, handled signals are reset to their default
+    actions in programs that this process starts.
     """
     for signum in WARNING_SIGNALS:
         signal.signal(signum, lambda *_: None)

@@ -1,8 +1,8 @@
 """Read checkpoints of other programs, to resume from them.
 
-Supported formats: a state dictionary (`model.state_dict()`, also with DDP's prefix `module.`), a dictionary saved by a
-training script (keys "model", "optimizer", "epoch" or common variants), safetensors files, Lightning's .ckpt files, and
-folders of Accelerate's `save_state`.
+Supported formats: a state dictionary (`model.state_dict()`, optionally with DDP's prefix `module.`), a dictionary saved
+by a training script (keys "model", "optimizer", "epoch" or common variants), safetensors files, Lightning's .ckpt
+files, and folders of Accelerate's `save_state`.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
         else:
-            if process.returncode < 0:  # ranks save a checkpoint and exit by themselves after the launcher was killed
+            if process.returncode < 0:  # after the launcher was killed, ranks save a checkpoint and exit
                 is_read.wait(_GRACE_SECONDS)
         kill_processes(process, tag)
         is_killed.set()

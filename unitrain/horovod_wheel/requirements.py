@@ -22,7 +22,7 @@ _PACKAGES = {
 def install_command(machine: Machine, part: str) -> str:
     """Return the command that installs `part` with the package manager of this machine, by default apt-get.
 
-    The command has no sudo for root, because containers rarely contain sudo.
+    The command does not use sudo if the user is root, because containers rarely contain sudo.
     """
     manager = machine.package_manager or "apt-get"
     channel = "-y -c conda-forge " if manager == "conda" else "-y "

@@ -192,7 +192,7 @@ class _PendingConnection:
 def _authenticate_rank(token: str) -> Generator[tuple[bytes, int], bytes, int]:
     """Run the handshake and return the rank of the peer. See `authentication.Handshake` for the protocol.
 
-    `token` proves that the peer has access to the store of this rendezvous, also in a job without a key.
+    `token` proves that the peer has access to the store of this rendezvous, even in a job without a key.
     """
     unsent = b""
     steps = handshake(job_key(), _ROLE, is_server=True)

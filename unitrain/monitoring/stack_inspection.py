@@ -89,7 +89,7 @@ def awaited_worker(frame: FrameType) -> str | None:
         iterator = frame.f_locals["self"]
         number = iterator._task_info[iterator._rcvd_idx][0]
         name = f"DataLoader worker {number} (process {iterator._workers[number].pid})"
-    except (AttributeError, KeyError, IndexError):  # another version of torch, or a loader without workers
+    except (AttributeError, KeyError, IndexError):  # a different torch version, or a loader without workers
         return None
     report = getattr(iterator._worker_init_fn, "describe_activity", None)
     activity = report(number) if callable(report) else ""
@@ -107,7 +107,7 @@ def awaited_batch() -> tuple[int, int] | None:
             try:
                 iterator = frame.f_locals["self"]
                 return id(iterator), iterator._rcvd_idx
-            except (AttributeError, KeyError):  # another version of torch, or a loader without workers
+            except (AttributeError, KeyError):  # a different torch version, or a loader without workers
                 return None
         frame = frame.f_back
     return None

@@ -1,4 +1,4 @@
-"""The history of a run: JSON lines files, appended to during training, also by a resumed run.
+"""The history of a run: JSON lines files, to which training (including a resumed run) appends rows.
 
     run.jsonl       one row per start: configuration, backend, number of ranks, versions
     history.jsonl   one row per epoch: results, learning rate, and time per part of the training loop

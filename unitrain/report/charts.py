@@ -191,7 +191,7 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             # Markers make isolated points between gaps visible.
             options |= {"marker": "o", "markersize": 3.2 if len(values) <= 40 else 0.8}
             options["linestyle"] = (0, (4, 2)) if line.style == "dashed" else "-"
-            if not chart.legend:  # in a comparison, wider lines stay visible below lines with equal values
+            if not chart.legend:  # in a comparison, wider lines remain visible below lines with equal values
                 options["linewidth"] = 1.3 + 1.1 * (last_run - line.run_index)
         axes.plot(x, values, **options)
     if chart.logarithmic:

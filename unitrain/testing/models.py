@@ -36,7 +36,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def complete(gradient: Tensor) -> Tensor:
-    """Return the complete `gradient`, also if it is sharded. All ranks call it."""
+    """Return the complete `gradient`, even if it is sharded. All ranks call it."""
     return gradient.full_tensor() if isinstance(gradient, ShardedGradient) else gradient.detach()
 
 

@@ -75,8 +75,7 @@ def powersgd_gradient_has_low_rank_and_is_equal_on_every_rank(backend: Backend) 
 @contract
 @may_raise_unsupported_error
 def powersgd_error_is_the_unsent_gradient(backend: Backend) -> None:
-    """Also tests accumulation, and two backward passes per step, of which the second reduces the first gradient
-    again."""
+    """Also tests accumulation, and two backward passes per step: the second one reduces the first gradient again."""
     model, twin = build(), build()
     wrapped, compression_state = with_compression_state(backend, model, LOW_RANK)
     sent = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}

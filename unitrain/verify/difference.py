@@ -19,7 +19,7 @@ from torch import Tensor
 from unitrain.verify.record import TENSORS_FILE, Record
 
 # Maximum difference relative to the change of a parameter during training or to the largest value of an optimizer
-# state. The key is whether the run used float64. Rounding errors usually stay below it; otherwise `unitrain verify`
+# state. The key states whether the run used float64. Rounding errors are usually smaller; otherwise, `unitrain verify`
 # repeats the run in float64.
 RELATIVE_TOLERANCE = {False: 1e-3, True: 1e-7}
 # A gradient that is zero in exact arithmetic (a bias before BatchNorm) is rounding noise in practice, and Adam

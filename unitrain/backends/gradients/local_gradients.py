@@ -175,7 +175,7 @@ def _gradient_hook(key: int, local: set[int], accumulates: Callable[[], bool] | 
 
 
 def register_gradient_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Register a post-accumulate `hook`, also on a frozen parameter that may be unfrozen later."""
+    """Register a post-accumulate `hook`, even on a frozen parameter that may be unfrozen later."""
     requires_grad = parameter.requires_grad
     try:
         return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)

@@ -251,10 +251,8 @@ class PowerSGDCompressor(CompressionState):
         return _Matrix(name, gradient, remainder, _orthonormalize(query), (smallest.ne(0) | largest.ne(0)).to(dtype))
 
     def _replace_noise_columns(self, name: str, query: Tensor) -> Tensor:
-        """Return Q with random columns in place of columns of rounding noise, which result from gradients of lower
-        rank.
-
-        Otherwise the next approximation would depend on this noise, which depends on the number of ranks.
+        """Return Q with columns of rounding noise, which result from gradients of lower rank, replaced by random
+        columns. Otherwise, the next approximation would depend on this noise, which depends on the number of ranks.
         """
         lengths = torch.linalg.vector_norm(query, dim=0)
         is_noise = lengths <= _ROUNDING_EPSILONS * torch.finfo(query.dtype).eps * lengths.max()
@@ -265,9 +263,9 @@ class PowerSGDCompressor(CompressionState):
     def _random_initial_query(self, name: str, like: Tensor) -> Tensor:
         """Return the random Q of a matrix without a Q from an earlier reduction.
 
-        With `warm_start` it does not depend on the reduction count, because the count at a parameter's first reduction
-        depends on the number of ranks: a parameter that no rank uses is reduced as zeros with several ranks, and is
-        skipped with one rank.
+        With `warm_start`, it does not depend on the reduction count, because the count at a parameter's first reduction
+        depends on the number of ranks: a parameter that no rank uses is reduced as zeros with several ranks and skipped
+        with one rank.
         """
         return self._random_query(
             name, like, self._settings.start_step if self._settings.warm_start else self._reductions
@@ -287,8 +285,8 @@ class PowerSGDCompressor(CompressionState):
         """Write P Q^T to the gradient, and add the new state of the matrix."""
         name, gradient, remainder, _, _ = matrix
         finite = finite & query.isfinite().all()
-        # If the gradient is zero, the error is not sent, because no optimizer would apply it if no rank used the
-        # parameter.
+        # If the gradient is zero, the error is not communicated, because no rank may have used the parameter, and
+        # optimizers skip unused parameters.
         base = torch.where(is_used, base, 0)
         remainder.addmm_(base, query.T, alpha=-1)
         if self._scale is not None:
@@ -328,7 +326,7 @@ def _orthonormalize(matrix: Tensor) -> Tensor:
 
 
 def _allreduce_parts(parts: list[Tensor], start_allreduce: StartAllreduce) -> Iterator[Wait]:
-    """Replace `parts` by their sums over ranks, communicated as one tensor."""
+    """Replace `parts` with their sums over ranks, communicated as one tensor."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     yield start_allreduce(flat)
     shapes = [part.shape for part in parts]

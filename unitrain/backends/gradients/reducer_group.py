@@ -1,4 +1,4 @@
-"""The process group in which DDP's reducer communicates. It raises a descriptive error if a backward pass times out.
+"""The process group of DDP's reducer, which raises a descriptive error if a backward pass times out.
 
 DDP waits for its buckets in C++, where a timeout raises a plain RuntimeError or, with NCCL, aborts the process. This
 group waits for the buckets first, at the end of the backward pass.
@@ -30,13 +30,11 @@ class ReducerGroup(dist.ProcessGroup):
 
     Args:
         check_bucket: called with every bucket before its collective, or None.
-        waits_on_stream: whether a GPU stream waits for the collectives instead of the host, as with NCCL. The watchdog
-        then
-            checks that they complete, and otherwise terminates the process.
-        defers_allreduces: whether the allreduces of a backward pass start at its end. Two NCCL communicators can
-        deadlock if
-            ranks use them in different orders, and collectives inside a backward pass use a different communicator
-            than this group.
+        waits_on_stream: whether a GPU stream, and not the host, waits for the collectives, as with NCCL. The watchdog
+            then terminates the process if they do not complete in time.
+        defers_allreduces: whether the allreduces of a backward pass start at its end. Collectives inside a backward
+            pass use a different NCCL communicator than this group, and two communicators can deadlock if ranks use them
+            in different orders.
 
     `on_reduced` is called at the end of each backward pass that reduces gradients.
     """
@@ -63,7 +61,7 @@ class ReducerGroup(dist.ProcessGroup):
         self.on_reduced: Callable[[], None] = lambda: None
 
     def expect_backward(self) -> None:
-        """Treat the next bucket as the first one of a new backward pass."""
+        """Treat the next bucket as the first bucket of a new backward pass."""
         self._is_new_backward = True
 
     def check_other_ranks(self) -> None:
@@ -108,7 +106,7 @@ class ReducerGroup(dist.ProcessGroup):
         finally:
             self._end_deadline(deadline)
 
-    # --- called by the reducer in C++, also between regions that torch.compile compiles ---
+    # --- called by the reducer in C++, including between compiled regions ---
 
     @torch.compiler.disable
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -170,7 +168,7 @@ class ReducerGroup(dist.ProcessGroup):
         self.on_reduced()
 
     def _end_deadline(self, deadline: Deadline | None) -> None:
-        """End `deadline`. If a stream waits for the works, the watchdog checks their completion afterwards."""
+        """End `deadline`. If a stream waits for the collectives, the watchdog checks their completion afterwards."""
         works, self._works = self._works, []
         if deadline is None:
             return
@@ -181,7 +179,7 @@ class ReducerGroup(dist.ProcessGroup):
 
 
 class _DeferredWork(Work):
-    """An allreduce of a bucket that starts at the end of the backward pass. DDP waits for its future afterwards."""
+    """A bucket's allreduce that starts at the end of the backward pass. DDP waits for its future afterwards."""
 
     def __init__(self, tensors: list[Tensor], opts: Any) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Reference implementation of gradient synchronization, for readers and as a test oracle.
 
-It communicates one parameter at a time, after the backward, and uses no hooks. `ddp_wrapper.py` computes the same
+It communicates one parameter at a time, after the backward pass, and uses no hooks. `ddp_wrapper.py` computes the same
 gradients faster: it assigns them to buckets and reduces the buckets during the backward pass.
 """
 
@@ -14,9 +14,9 @@ from unitrain.backends.base import Communicator
 
 @torch.no_grad()
 def synchronize_gradients(model: nn.Module, communicator: Communicator) -> None:
-    """Replace every `.grad` of `model` by its mean over ranks. All ranks call it after `loss.backward()`.
+    """Replace every `.grad` of `model` with its mean over ranks. All ranks call it after `loss.backward()`.
 
-    A parameter that a rank does not use counts as zero there. Its `.grad` stays None if no rank uses it.
+    A rank that does not use a parameter contributes a zero gradient. If no rank uses it, its `.grad` remains None.
     """
     for parameter in model.parameters():
         if not parameter.requires_grad:

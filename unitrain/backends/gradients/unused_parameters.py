@@ -1,7 +1,8 @@
 """Detect parameters that the loss does not use, and raise an error on every rank.
 
-With such a parameter, other ranks wait for a gradient that this rank never computes, or its gradient is not reduced.
-Only the first backward pass is checked, because later ones usually use the same parameters, and the hooks cost time.
+For such a parameter, other ranks would wait for a gradient that this rank never computes, or the gradient would not be
+reduced. Only the first backward pass is checked, because later ones usually use the same parameters and the hooks are
+slow.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def check_first_backward(
     Args:
         wrapped: the module that the user calls.
         model: the module with the parameters.
-        exchange: returns every rank's argument, in rank order. It must be usable while collectives of the backward are
+        exchange: returns every rank's argument, in rank order. It must work while collectives of the backward pass are
             in flight.
         reduces_gradients: returns, during a backward pass, whether it reduces gradients. Other backward passes are not
-        checked.
+            checked.
 
     A backward pass that reaches no parameter is not checked either: it computes gradients of the inputs, or of a model
     whose output is this model's input.

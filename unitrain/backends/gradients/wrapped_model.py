@@ -22,11 +22,11 @@ class WrappedModel:
     shard: Any
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which backward passes accumulate gradients that are not complete yet."""
+        """Return a context manager in which backward passes accumulate gradients without completing them."""
         raise NotImplementedError
 
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced. No communication."""
+        """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced. Does not communicate."""
         raise NotImplementedError
 
     def leave_group(self) -> None:

@@ -72,7 +72,7 @@ class ShapedStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not self.has_backward:
-            return None  # torch's GPipe calls it also after forward passes only
+            return None  # torch's GPipe also calls it without backward passes
         with self._monitor.computing():
             result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_first:

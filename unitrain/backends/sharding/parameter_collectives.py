@@ -27,8 +27,8 @@ class ParameterCollectives:
     """The collectives of all blocks of one model, in the default process group.
 
     Args:
-        waits_on_stream: whether a GPU stream waits for the collectives instead of the host, as with NCCL. The watchdog
-            then checks that they complete, and otherwise terminates the process.
+        waits_on_stream: whether a GPU stream, and not the host, waits for the collectives, as with NCCL. The watchdog
+            then terminates the process if they do not complete in time.
         counts: the number of collectives of each kind that all models of the backend have started.
         check: called with every tensor before its collective, or None.
 
