@@ -14,6 +14,8 @@ from torch.testing import assert_close
 
 from unitrain.backends import consistency
 from unitrain.backends.base import Backend
+from unitrain.backends.process_group import ProcessGroupBackend
+from unitrain.backends.row_exchange import RowExchange
 from unitrain.errors import CollectiveMismatchError
 from unitrain.monitoring.flight_recorder import CollectiveCall
 from unitrain.testing import RankGroup, collectives, gradients
@@ -141,12 +143,38 @@ def inexact_sum(backend: Backend) -> list[str]:
     return [value.hex() for value in summed.tolist()]
 
 
-def test_few_ranks_exchange_one_row() -> None:
+def row_exchanges_of(backend: Backend) -> tuple[list[list[tuple[str, int]]], list[int]]:
+    """Return what each collective exchanges through torch.distributed, and the bytes of each row on direct
+    connections."""
+    direct: list[int] = []
+    original = RowExchange.allgather
+
+    def noted(exchange: RowExchange, row: bytearray) -> bytearray:
+        direct.append(len(row))
+        return original(exchange, row)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowExchange, "allgather", noted)
+        return exchanges_of(backend), direct
+
+
+def use_gloo_for_rows(backend: Backend) -> None:
+    """Exchange rows over Gloo, as more than `row_exchange.MAX_RANKS` ranks do."""
+    assert isinstance(backend, ProcessGroupBackend)
+    backend._check_consistency._row_exchange = None
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_few_ranks_exchange_one_row(*, is_direct: bool) -> None:
+    num_bytes = 8 * 3 + 4096
+    row = [] if is_direct else [("all_gather", num_bytes)]
     with RankGroup("ddp", 2) as group:
-        results = group.run(exchanges_of)
-    row = ("all_gather", 8 * 3 + 4096)
-    for exchanges in results:
-        assert exchanges == [[row], [row], [row], [row, ("all_reduce", 40_000)]]
+        if not is_direct:
+            group.run(use_gloo_for_rows)
+        results = group.run(row_exchanges_of)
+    for exchanges, direct in results:
+        assert exchanges == [row, row, row, [*row, ("all_reduce", 40_000)]]
+        assert direct == (4 * [num_bytes] if is_direct else [])
 
 
 def other_widths(backend: Backend) -> str:

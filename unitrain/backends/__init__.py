@@ -11,6 +11,7 @@ process_group        collectives and distributed models of ddp and horovod, over
 composed_collectives reducescatter and allgather between CPUs, composed of allreduces and broadcasts
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments
+row_exchange         allgather of short rows over direct TCP connections, for the consistency check
 blocks               the modules of a model with given classes
 checks               validation of arguments, the same on every backend
 synchronized_errors  raise an error of one rank on all ranks

@@ -1,9 +1,10 @@
 """Consistency check before every collective: the ranks exchange a fingerprint of its arguments, O(1) bytes per rank.
 
-Up to `MAX_GATHERING_RANKS`, the exchange is an allgather of one short row per rank. The rows also contain small
-tensors, which are reduced in rank order and are therefore bit-identical on every transport. With more ranks, the
-exchange is a sum of a short vector: the fingerprints of all ranks are equal if and only if their variance is zero. The
-same sum also adds small floating-point tensors. The ranks exchange all arguments only if the fingerprints differ.
+Up to `MAX_GATHERING_RANKS`, the exchange is an allgather of one short row per rank: over direct connections between up
+to `row_exchange.MAX_RANKS` ranks, and by the transport otherwise. The rows also contain small tensors, which are
+reduced in rank order and are therefore bit-identical on every transport. With more ranks, the exchange is a sum of a
+short vector: the fingerprints of all ranks are equal if and only if their variance is zero. The same sum also adds
+small floating-point tensors. The ranks exchange all arguments only if the fingerprints differ.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from unitrain.backends.base import Backend
 from unitrain.backends.objects import pack, unpack
+from unitrain.backends.row_exchange import RowExchange
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError, UnitrainError
 from unitrain.monitoring.flight_recorder import CollectiveCall, describe_mismatch
 from unitrain.monitoring.monitor import FailureMonitor
@@ -26,7 +28,6 @@ from unitrain.torch_compat import all_gather
 MAX_GATHERING_RANKS = 64
 # Header of a row: fingerprint, count, and the number of payload bytes in the row, or -1.
 _ROW_HEADER = struct.Struct("=qqq")
-_ROW_HEADER_LENGTH = _ROW_HEADER.size // 8
 # Maximum number of elements that are summed together with the fingerprints. With the header, they fit into one packet.
 _MAX_SUMMED_ELEMENTS = 128
 # An integer is summed as four parts of 16 bits, so sums and sums of squares are exact in float64 for 2**21 ranks.
@@ -52,11 +53,18 @@ class CheckedArguments(NamedTuple):
 class ConsistencyCheck:
     """Compares each collective of this rank with that of the other ranks, and counts the collectives.
 
-    Its exchanges of CPU tensors use `group`, or the default group if that is None.
+    Its exchanges of CPU tensors use `group`, or the default group if that is None. Rows are exchanged with
+    `row_exchange` if it is not None.
     """
 
-    def __init__(self, backend: Backend, monitor: FailureMonitor, group: dist.ProcessGroup | None = None) -> None:
-        self._backend, self._monitor, self._group = backend, monitor, group
+    def __init__(
+        self,
+        backend: Backend,
+        monitor: FailureMonitor,
+        group: dist.ProcessGroup | None = None,
+        row_exchange: RowExchange | None = None,
+    ) -> None:
+        self._backend, self._monitor, self._group, self._row_exchange = backend, monitor, group, row_exchange
         self._calls = 0
         self._is_point_to_point = _supports_point_to_point(group)
         self.max_content_bytes = content_bytes_per_rank(backend.size)
@@ -64,8 +72,10 @@ class ConsistencyCheck:
         self.on_mismatch: Callable[[], None] = lambda: None
 
     def leave_group(self) -> None:
-        """Release the process group."""
+        """Release the process group, and close the direct connections."""
         self._group = None
+        if self._row_exchange is not None:
+            self._row_exchange.close()
 
     def __call__(
         self,
@@ -122,12 +132,26 @@ class ConsistencyCheck:
         length = -1 if tensor is None or dtype is None else _write_content(row, tensor, dtype, self.max_content_bytes)
         fingerprint = call.fingerprint
         _ROW_HEADER.pack_into(row, 0, fingerprint, call.count, length)
-        rows = self._allgather(torch.frombuffer(row, dtype=torch.int64))
-        fingerprints, counts, lengths = map(list, zip(*rows[:, :_ROW_HEADER_LENGTH].tolist(), strict=True))
+        rows = self._gather_rows(row)
+        headers = [_ROW_HEADER.unpack_from(rows, start) for start in range(0, len(rows), len(row))]
+        fingerprints, counts, lengths = map(list, zip(*headers, strict=True))
         if fingerprints.count(fingerprint) < len(fingerprints):
             return None
-        contents = rows[:, _ROW_HEADER_LENGTH:].view(torch.uint8)[:, : max(lengths)] if min(lengths) >= 0 else None
+        contents = None
+        if min(lengths) >= 0:
+            by_rank = torch.frombuffer(rows, dtype=torch.uint8).view(len(headers), len(row))
+            contents = by_rank[:, _ROW_HEADER.size : _ROW_HEADER.size + max(lengths)]
         return CheckedArguments(counts, counts[max(call.root, 0)], contents)
+
+    def _gather_rows(self, row: bytearray) -> bytearray:
+        """Return the rows of all ranks, in rank order. All ranks call it with rows of the same length."""
+        if self._row_exchange is not None:
+            with self._monitor.waiting():
+                return self._row_exchange.allgather(row)
+        rows = bytearray(self._backend.size * len(row))
+        gathered, own = (torch.frombuffer(content, dtype=torch.int64) for content in (rows, row))
+        self._wait(all_gather(gathered, own, group=self._group, async_op=True))
+        return rows
 
     def _exchange_sums(
         self, call: CollectiveCall, tensor: Tensor | None, dtype: torch.dtype | None

@@ -44,6 +44,7 @@ from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_tensors, broadcast_with_tensors, pack, unpack
+from unitrain.backends.row_exchange import RowExchange
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.distributed_model import ShardedGradientModel
 from unitrain.backends.sharding.gradient_reducer import Transfer
@@ -114,7 +115,9 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
         # NCCL can deadlock if ranks use several groups in different orders.
         self._needs_group_order = transport == "nccl"
         self._monitor = FailureMonitor(rendezvous, polls=device.type == "cpu")
-        self._check_consistency = ConsistencyCheck(self, self._monitor, control_group)
+        # A rank with a GPU usually has several cores, so Gloo's threads do not share a core with the waiting thread.
+        row_exchange = RowExchange.connect(rendezvous, is_wanted=device.type == "cpu")
+        self._check_consistency = ConsistencyCheck(self, self._monitor, control_group, row_exchange)
         self._broadcasts: Broadcasts | None = None
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:

@@ -5,6 +5,7 @@ rendezvous          connection of the ranks of any launcher through a torch Stor
 messages            signed messages between ranks in that store
 authentication      signatures, and authentication of connections, with the key of the job
 network             addresses and interfaces of this host, and listening sockets
+rank_connections    authenticated TCP connections between ranks
 devices             selection of a rank's device
 torchrun            program: torchrun with a rendezvous store that listens on one address
 signal_forwarding   forwarding of a scheduler's warning signals from a launcher to its ranks

@@ -78,20 +78,24 @@ class FailureMonitor:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context manager in which the main thread waits for other ranks in the latest recorded operation, except
-        inside `computing`.
+        """Context manager in which this thread waits for other ranks in the latest recorded operation, except inside
+        `computing`.
 
-        Raises the same errors as `wait_for_ranks`. Use it for library code that waits internally.
+        Raises the same errors as `wait_for_ranks`. Use it for waits without a `Work`.
         """
-        self._recorder.is_main_thread_waiting = True
+        is_main_thread = threading.get_ident() == self._main_thread
+        if is_main_thread:
+            self._recorder.is_main_thread_waiting = True
         try:
             yield
         except RuntimeError as error:
-            if self._recorder.is_main_thread_waiting:  # the error does not come from `computing`
+            # Otherwise the error comes from `computing`.
+            if self._recorder.is_main_thread_waiting or not is_main_thread:
                 self._raise_cause_of_failed_wait(error, None)
             raise
         finally:
-            self._recorder.is_main_thread_waiting = False
+            if is_main_thread:
+                self._recorder.is_main_thread_waiting = False
 
     @contextmanager
     def computing(self) -> Iterator[None]:

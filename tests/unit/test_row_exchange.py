@@ -1,0 +1,209 @@
+"""Exchange of rows over direct connections: results, fallback to Gloo, and errors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+from torch.distributed import HashStore
+
+from unitrain.backends import row_exchange
+from unitrain.backends.row_exchange import MAX_RANKS, RowExchange
+from unitrain.bootstrap.environment import RankInfo
+from unitrain.bootstrap.network import LOOPBACK
+from unitrain.bootstrap.rendezvous import Rendezvous
+
+T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True, params=[None, "0123"], ids=["without a key", "with a key"])
+def job_key(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.delenv("UNITRAIN_JOB_KEY", raising=False)
+    if request.param is not None:
+        monkeypatch.setenv("UNITRAIN_JOB_KEY", request.param)
+
+
+def on_ranks(size: int, function: Callable[[int], T]) -> list[T]:
+    """Return `function(rank)` of each rank, called in threads."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(function, range(size), timeout=60))
+
+
+def connect(size: int, *, timeout_seconds: float = 30, unwilling: int = -1) -> list[RowExchange | None]:
+    store = HashStore()
+
+    def connect_rank(rank: int) -> RowExchange | None:
+        info = RankInfo("env", rank, size, rank)
+        rendezvous = Rendezvous(info, store, LOOPBACK, timedelta(seconds=timeout_seconds))
+        vars(rendezvous)["own_address"] = LOOPBACK  # a cached property waits for the ranks with a lock of all threads
+        return RowExchange.connect(rendezvous, is_wanted=rank != unwilling)
+
+    return on_ranks(size, connect_rank)
+
+
+def connected(size: int, *, timeout_seconds: float = 30) -> list[RowExchange]:
+    exchanges = connect(size, timeout_seconds=timeout_seconds)
+    return [exchange for exchange in exchanges if exchange is not None]
+
+
+def close(exchanges: list[RowExchange]) -> None:
+    for exchange in exchanges:
+        exchange.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, MAX_RANKS])
+def test_allgather_returns_all_rows_in_rank_order_on_every_rank(size: int) -> None:
+    exchanges = connected(size)
+    for length in (1, 4120, 3_000_000):  # the last one exceeds the buffers of the connections
+        rows = [bytes([rank + 1]) * length for rank in range(size)]
+        for step in range(3):
+            results = on_ranks(size, lambda rank, rows=rows: exchanges[rank].allgather(rows[rank]))
+            assert results == [b"".join(rows)] * size, (length, step)
+    close(exchanges)
+
+
+def test_allgather_waits_for_a_late_rank() -> None:
+    exchanges = connected(3)
+
+    def gather(rank: int) -> bytes:
+        time.sleep(0.2 * rank)  # longer than ranks poll without sleeping
+        return bytes(exchanges[rank].allgather(b"%d" % rank))
+
+    assert on_ranks(3, gather) == [b"012"] * 3
+    close(exchanges)
+
+
+def test_no_rank_connects_if_one_rank_does_not_want_to() -> None:
+    assert connect(3, unwilling=1) == [None] * 3
+
+
+def test_no_rank_connects_if_one_rank_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    create, calls = socket.create_server, iter(range(3))
+
+    def fail_once(*args: object, **kwargs: object) -> socket.socket:
+        if next(calls) == 1:
+            raise OSError("too many open files")
+        return create(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("unitrain.backends.row_exchange.socket.create_server", fail_once)
+    assert connect(3) == [None] * 3
+
+
+def test_no_rank_connects_if_two_ranks_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_exchange, "_CONNECT_TIMEOUT_SECONDS", 0.5)
+    original = row_exchange.connect_to_rank
+
+    def fail_for_rank_2(
+        host: str, port: int, token: str, own_rank: int, role: str, timeout_seconds: float
+    ) -> socket.socket:
+        if own_rank == 2:
+            raise ConnectionRefusedError("connection refused")
+        return original(host, port, token, own_rank, role, timeout_seconds)
+
+    monkeypatch.setattr(row_exchange, "connect_to_rank", fail_for_rank_2)
+    assert connect(3) == [None] * 3
+
+
+def test_more_than_the_maximum_number_of_ranks_do_not_connect() -> None:
+    assert connect(MAX_RANKS + 1) == [None] * (MAX_RANKS + 1)
+    assert connect(1) == [None]
+
+
+def test_ranks_listen_on_the_interface_of_gloo_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = []
+    create = socket.create_server
+
+    def noted(address: tuple[str, int], **kwargs: int) -> socket.socket:
+        addresses.append(address)
+        return create(address, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("unitrain.backends.row_exchange.socket.create_server", noted)
+    close(connected(2))
+    assert addresses == [(LOOPBACK, 0)] * 2
+
+
+def test_allgather_raises_an_error_that_names_the_rank_that_has_closed_its_connection() -> None:
+    exchanges = connected(2)
+    exchanges[1].close()
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer: the exchange with rank 1 failed"):
+        exchanges[0].allgather(b"row")
+    for exchange in exchanges:
+        with pytest.raises(RuntimeError, match="an earlier collective failed"):
+            exchange.allgather(b"row")
+    close(exchanges)
+
+
+def test_allgather_raises_an_error_when_the_timeout_expires() -> None:
+    exchanges = connected(3, timeout_seconds=0.3)
+
+    def gather(rank: int) -> float:
+        if rank == 1:
+            return 0.0
+        time.sleep(0.1 * rank)  # rank 2 times out later than rank 0, and also reports the timeout
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"^Timed out waiting 0.3 s for the row of another rank"):
+            exchanges[rank].allgather(b"row")
+        return time.monotonic() - began
+
+    first, _, last = on_ranks(3, gather)
+    assert all(0.3 <= seconds < 5 for seconds in (first, last))
+    close(exchanges)
+
+
+def test_a_forked_process_does_not_keep_the_connections_open() -> None:
+    reads, writes = os.pipe()
+    exchanges = connected(2)
+    child = os.fork()
+    if child == 0:
+        os.read(reads, 1)
+        os._exit(0)
+    try:
+        exchanges[0].close()
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            exchanges[1].allgather(b"row")
+    finally:
+        os.write(writes, b"x")
+        os.waitpid(child, 0)
+        for descriptor in (reads, writes):
+            os.close(descriptor)
+        close(exchanges)
+
+
+def test_programs_that_are_not_ranks_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    create, strangers = socket.create_server, []
+
+    def with_stranger(address: tuple[str, int], **kwargs: int) -> socket.socket:
+        server = create(address, **kwargs)  # type: ignore[arg-type]
+        stranger = socket.create_connection(server.getsockname(), timeout=10)
+        stranger.sendall(b"0" * 200)
+        strangers.append(stranger)
+        return server
+
+    monkeypatch.setattr("unitrain.backends.row_exchange.socket.create_server", with_stranger)
+    exchanges = connected(2)
+    assert on_ranks(2, lambda rank: bytes(exchanges[rank].allgather(b"%d" % rank))) == [b"01"] * 2
+    close(exchanges)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_ranks_are_not_blocked_by_a_rank_that_has_already_started_the_next_exchange() -> None:
+    exchanges = connected(3)
+
+    def gather(rank: int) -> list[bytes]:
+        found = []
+        for step in range(2):
+            if rank == 2:
+                time.sleep(0.1)
+            found.append(bytes(exchanges[rank].allgather(b"%d%d" % (step, rank))))
+        return found
+
+    assert on_ranks(3, gather) == [[b"000102", b"101112"]] * 3
+    close(exchanges)
