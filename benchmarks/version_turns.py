@@ -1,0 +1,27 @@
+"""A rank of `versions.py`: runs the loops of `loops.py` on the unitrain of one checkout, in turns.
+
+It reads a line "WAY|MODEL|NUMBER" from standard input for each turn, and writes the seconds per step to standard
+output. `PYTHONPATH` selects the checkout. Only the public interface of unitrain is used, which older checkouts also
+have.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from loops import pin_to_core, take_turn
+
+import unitrain
+
+
+def main() -> None:
+    """Run the turns until standard input ends."""
+    with unitrain.init(sys.argv[1], device="cpu") as backend:
+        print(pin_to_core(backend), unitrain.__file__, flush=True)
+        for line in sys.stdin:
+            way, model, number = line.strip().split("|")
+            print(take_turn(backend, way, model, int(number)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

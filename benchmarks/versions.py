@@ -1,0 +1,148 @@
+"""Step time of this checkout compared with that of another checkout, such as a git worktree of an earlier commit.
+
+The same loops run in turns on both versions, in separate processes on the same cores; the processes of the other
+version are suspended. The table shows the ratio of the step times of the two versions in the same round: below 1, this
+checkout is faster. A hand-written loop with the library alone, which both checkouts run identically, shows the noise.
+
+    git worktree add /tmp/before COMMIT
+    python benchmarks/versions.py /tmp/before     # starts its own ranks; writes benchmarks/results/versions.*
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import click
+from rich.progress import track
+from step_overhead import BY_HAND
+from tables import Results, Seconds, header_lines, options, ratio, save_results
+
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.network import free_port
+
+OWN_LOOP = "own loop"
+HERE = Path(__file__).resolve().parents[1]
+
+
+class Version:
+    """Ranks that run the loops on the unitrain of `checkout`. They are suspended except in their turns."""
+
+    def __init__(self, checkout: Path, backend: str, ranks: int) -> None:
+        variables = environment.without_launcher_variables() | {
+            "PYTHONPATH": str(checkout),
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, Path(__file__).with_name("version_turns.py"), backend],
+                env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        for _, module in (answer.split(maxsplit=1) for answer in self._answers()):
+            assert Path(module).is_relative_to(checkout), f"the ranks import {module}, not {checkout}"
+        self._signal(signal.SIGSTOP)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._signal(signal.SIGCONT)
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()  # ends the rank; they shut down together
+            if error is not None:
+                process.kill()
+        for process in self._processes:
+            process.wait(60)
+
+    def turn(self, way: str, model: str, number: int) -> float:
+        """Return the seconds per step of the slowest rank."""
+        self._signal(signal.SIGCONT)
+        for process in self._processes:
+            assert process.stdin is not None
+            print(f"{way}|{model}|{number}", file=process.stdin, flush=True)
+        seconds = max(map(float, self._answers()))
+        self._signal(signal.SIGSTOP)
+        return seconds
+
+    def _answers(self) -> list[str]:
+        answers = [process.stdout.readline() for process in self._processes if process.stdout is not None]
+        if not all(answers):
+            raise click.ClickException("A rank ended before its turn. Its error is above.")
+        return answers
+
+    def _signal(self, signum: signal.Signals) -> None:
+        for process in self._processes:
+            os.kill(process.pid, signum)
+
+
+def measure(other: Path, backend: str, models: list[str], rounds: int, ranks: int) -> dict[str, Seconds]:
+    """Return, for each model, the seconds per step of each loop on each version, round by round."""
+    results: dict[str, Seconds] = {}
+    with Version(HERE, backend, ranks) as this, Version(other, backend, ranks) as before:
+        versions = {"this": this, "other": before}
+        for model in models:
+            ways = [(version, way) for way in (OWN_LOOP, BY_HAND[backend]) for version in versions]
+            seconds: Seconds = {f"{version}, {way}": [] for version, way in ways}
+            for number in track(range(rounds + 1), f"{backend}, {model}"):  # the first round warms up
+                for version, way in ways if number % 2 else reversed(ways):
+                    taken = versions[version].turn(way, model, number)
+                    if number:
+                        seconds[f"{version}, {way}"].append(taken)
+            results[model] = seconds
+    return results
+
+
+def table(results: Results, versions: list[str], ranks: int) -> list[str]:
+    quoted = (
+        f"Step time with unitrain at {versions[0]}, divided by that at {versions[1]} in the same round; below 1, "
+        f"{versions[0]} is faster. The loop without unitrain shows the noise."
+    )
+    header = ["backend", "model", "own loop", "loop without unitrain", "own loop, ms per step", "rounds"]
+    command = "python benchmarks/versions.py OTHER_CHECKOUT"
+    lines = header_lines("Time of a training step in two versions", quoted, command, ranks, header)
+    for backend, models in results.items():
+        for model, seconds in models.items():
+            shown = [ratio(seconds[f"this, {way}"], seconds[f"other, {way}"]) for way in (OWN_LOOP, BY_HAND[backend])]
+            own = seconds[f"this, {OWN_LOOP}"]
+            lines.append(
+                f"| {backend} | {model} | {' | '.join(shown)} | {statistics.median(own) * 1000:.2f} | {len(own)} |"
+            )
+    return lines
+
+
+def commit(checkout: Path) -> str:
+    """Return the abbreviated commit of a checkout."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@click.command()
+@click.argument("other", type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path))
+@options(rounds=20, models=("tiny",))
+def main(other: Path, backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
+    """Measure, print the table and save it. OTHER is the folder of the other checkout."""
+    results = {backend: measure(other, backend, models, rounds, ranks) for backend in backends}
+    versions = [commit(HERE), commit(other)]
+    save_results(table(results, versions, ranks), "versions", output, ranks=ranks, versions=versions, seconds=results)
+
+
+if __name__ == "__main__":
+    main()
