@@ -38,6 +38,17 @@ def test_step_overhead_benchmark_writes_its_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_versions_benchmark_writes_its_table(tmp_path: Path) -> None:
+    arguments = ["--backend", "ddp", "--model", "trial", "--rounds", "2", "--output", tmp_path]
+    shown = run("versions.py", BENCHMARKS.parent, *arguments)
+    table = (tmp_path / "versions.md").read_text()
+    assert table.strip() in shown
+    assert re.search(rf"^\| ddp \| trial \| {RATIO} \| {RATIO} \| ", table, re.M)
+    kept = json.loads((tmp_path / "versions.json").read_text())["seconds"]["ddp"]["trial"]
+    assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in kept.values())
+
+
+@pytest.mark.nightly
 def test_peers_benchmark_writes_its_table(tmp_path: Path) -> None:
     """Whichever of them are installed: the others are named, and no part of the rest."""
     shown = run("peers.py", "--backend", "ddp", "--model", "trial", "--rounds", "2", "--output", tmp_path)
