@@ -29,6 +29,8 @@ _CONNECT_TIMEOUT_SECONDS = 10.0
 _ROLE = "row exchange"
 # Waking a sleeping core takes longer than a small exchange. Longer waits sleep, so that other processes use the core.
 _BUSY_POLL_SECONDS = 0.005
+# A yield may give the core to another process for milliseconds, and a row usually arrives earlier than that.
+_POLL_SECONDS_BEFORE_YIELD = 0.0001
 
 
 class RowExchange:
@@ -110,8 +112,8 @@ class RowExchange:
             waited = time.monotonic() - started
             if waited > self._timeout_seconds:
                 raise RuntimeError(f"Timed out waiting {self._timeout_seconds:g} s for the row of another rank.")
-            is_busy = waited < _BUSY_POLL_SECONDS
-            ready = poll.poll(0 if is_busy else (self._timeout_seconds - waited) * 1000 + 1)
+            milliseconds_left = (self._timeout_seconds - waited) * 1000 + 1
+            ready = poll.poll(0 if waited < _BUSY_POLL_SECONDS else milliseconds_left)
             for descriptor, events in ready:
                 transfer = transfers[descriptor]
                 transfer.advance(events)
@@ -120,7 +122,7 @@ class RowExchange:
                 else:
                     poll.unregister(descriptor)
                     del transfers[descriptor]
-            if not ready and is_busy:
+            if not ready and _POLL_SECONDS_BEFORE_YIELD < waited < _BUSY_POLL_SECONDS:
                 os.sched_yield()
 
 
