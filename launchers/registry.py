@@ -92,6 +92,6 @@ def _load(launcher: str) -> Callable[[LaunchSpec], Command]:
             ) from error
         return loaded
     names = available()
-    near = difflib.get_close_matches(launcher, names, n=1)
-    suggestion = f"Did you mean {near[0]!r}? " if near else ""
+    matches = difflib.get_close_matches(launcher, names, n=1)
+    suggestion = f"Did you mean {matches[0]!r}? " if matches else ""
     raise LaunchError(f"Unknown launcher {launcher!r}. {suggestion}Available: {', '.join(names)}.")

@@ -311,10 +311,10 @@ class TrainConfig:
         )
         for name in self.preemption_signals:
             if not isinstance(name, str) or name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
-                near = did_you_mean(str(name), signal.Signals.__members__)
+                suggestion = did_you_mean(str(name), signal.Signals.__members__)
                 raise ConfigError(
                     f"TrainConfig.preemption_signals has {name!r}, which is not a signal that a program can handle. "
-                    f"{near}{fix}."
+                    f"{suggestion}{fix}."
                 )
         fix = "Use None for no time limit"
         validation.check_positive(_full_name("max_seconds"), self.max_seconds, fix, optional=True)
@@ -393,7 +393,7 @@ def check_same_config(config: TrainConfig, communicator: Communicator) -> None:
     """Raise ConfigError on every rank if `config` differs between ranks. All ranks call it."""
     configs = gather_if_different(communicator, config) or []
     for field in fields(config):
-        values = [getattr(one, field.name) for one in configs]
+        values = [getattr(config_of_rank, field.name) for config_of_rank in configs]
         if any(value != values[0] for value in values):
             raise ConfigError(
                 f"TrainConfig.{field.name} differs between ranks: {values}. Give every rank the same TrainConfig."

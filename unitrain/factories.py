@@ -24,26 +24,26 @@ def call_training_function(target: str) -> Mapping[str, Any]:
     """
     import unitrain
 
-    made = _function(target)()
-    if not isinstance(made, Mapping):
+    arguments = _function(target)()
+    if not isinstance(arguments, Mapping):
         raise ConfigError(
-            f"{target} returned a {type(made).__name__}. Return a dictionary with the arguments of Trainer "
+            f"{target} returned a {type(arguments).__name__}. Return a dictionary with the arguments of Trainer "
             "and fit: model, optimizer, loss_fn, config and train_data."
         )
     known = [*inspect.signature(unitrain.Trainer).parameters, *FIT]
     known.remove("backend")
-    for name in made:
+    for name in arguments:
         if name not in known:
             raise ConfigError(
                 f"{target} returned {name!r}, which is not an argument of Trainer or fit. "
                 f"{did_you_mean(str(name), known)}Known: {', '.join(known)}."
             )
-    missing = [name for name in _REQUIRED if name not in made]
+    missing = [name for name in _REQUIRED if name not in arguments]
     if missing:
         raise ConfigError(
             f"{target} did not return {', '.join(missing)}. Add them to the dictionary: Trainer and fit require them."
         )
-    return made
+    return arguments
 
 
 def _function(target: str) -> Any:

@@ -361,7 +361,7 @@ def compute_norms_of_infinite_order() -> None:
     def prepare(tensor: Any, order: float) -> Any:
         """Return a reduced partial result; instead of an empty local part, an element that does not change the norm."""
         if any(placement.is_partial() for placement in tensor.placements):
-            kept = [Replicate() if one.is_partial() else one for one in tensor.placements]
+            kept = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
             return tensor.redistribute(placements=kept)
         if not tensor.numel() or tensor._local_tensor.numel():
             return tensor

@@ -527,7 +527,7 @@ def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
             f"val_data takes a dataset, or a mapping from names to datasets, got the names {list(data)}. "
             'Use trainer.fit(train_data, {"clean": clean_data, "noisy": noisy_data}).'
         )
-    return {f"val_{name}_": one for name, one in data.items()}
+    return {f"val_{name}_": dataset for name, dataset in data.items()}
 
 
 def _name_by_argument(val_data: Data | Mapping[str, Data] | None) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def build(job: Job, target: str) -> Translation:
     Raises LaunchError for an unknown target and for a job that it cannot run.
     """
     if target not in TARGETS:
-        near = difflib.get_close_matches(target, TARGETS, n=1)
-        suggestion = f"Did you mean {near[0]!r}? " if near else ""
+        matches = difflib.get_close_matches(target, TARGETS, n=1)
+        suggestion = f"Did you mean {matches[0]!r}? " if matches else ""
         raise LaunchError(f"Unknown target {target!r}. {suggestion}Available: {', '.join(TARGETS)}.")
     if job.discovery is not None and target not in _TARGETS_WITH_DISCOVERY:
         raise LaunchError(

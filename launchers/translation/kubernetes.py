@@ -58,7 +58,7 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
     if kind not in KINDS:
         raise LaunchError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}. Use: --kind {KINDS[0]}")
     job.check_even(kind)
-    options = [word for one in job.launcher_options for word in one.words]
+    options = [word for option in job.launcher_options for word in option.words]
     for word in (*job.program, *job.environment.values(), job.directory or "", *options):
         if has_expansion(word):
             raise LaunchError(
@@ -68,9 +68,9 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
     name = _name(job, pods.name, kind)
     # Options of the launcher that starts the ranks in the pods are passed to it.
     runner = "mpirun" if kind == "MPIJob" else "torchrun"
-    kept = [one for one in job.launcher_options if one.launcher == runner or runner in one.equivalents]
+    kept = [option for option in job.launcher_options if option.launcher == runner or runner in option.equivalents]
     launcher_words, _ = options_for(replace(job, launcher_options=tuple(kept)), runner)
-    left = replace(job, launcher_options=tuple(one for one in job.launcher_options if one not in kept))
+    left = replace(job, launcher_options=tuple(option for option in job.launcher_options if option not in kept))
     if runner == "mpirun":
         left = replace(left, environment={})
     notes = [*job.remarks, *options_for(left, LAUNCHER)[1]]
@@ -165,7 +165,7 @@ def _build_mpijob(
         variables |= {"MASTER_PORT": str(job.port or DEFAULT_PORT)}
         names = [*names, "MASTER_ADDR", "MASTER_PORT"]
     command = ["mpirun", "-np", str(job.size)]  # the operator sets the hosts and their slots
-    command += [word for one in dict.fromkeys(names) for word in ("-x", one)]
+    command += [word for variable in dict.fromkeys(names) for word in ("-x", variable)]
     command += merge_options(mpirun.DEFAULT_OPTIONS, launcher_words)
     common = _container_fields(
         replace(job, environment=variables, backend=None, launcher_options=()), pods, name, notes, "mpirun"
@@ -229,12 +229,14 @@ def _container_fields(job: Job, pods: Pods, name: str, notes: list[str], launche
     variables: list[dict[str, Any]] = []
     secrets: list[str] = []
     values = variables_for(job, launcher)
-    for one in dict.fromkeys([*values, *job.forwarded]):
-        if one in values and not is_likely_secret(one, values[one]):
-            variables.append({"name": one, "value": values[one]})
+    for variable in dict.fromkeys([*values, *job.forwarded]):
+        if variable in values and not is_likely_secret(variable, values[variable]):
+            variables.append({"name": variable, "value": values[variable]})
         else:
-            secrets.append(one)
-            variables.append({"name": one, "valueFrom": {"secretKeyRef": {"name": f"{name}-env", "key": one}}})
+            secrets.append(variable)
+            variables.append(
+                {"name": variable, "valueFrom": {"secretKeyRef": {"name": f"{name}-env", "key": variable}}}
+            )
     if secrets:
         # --from-literal would show the values to every user who lists the processes of this host.
         create = f"kubectl create secret generic {name}-env --from-env-file=/dev/stdin"

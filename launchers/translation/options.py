@@ -70,8 +70,8 @@ class Syntax:
                 return self.aliases[spelling], value
         known = [*self.arity, *self.aliases]
         name = word.partition("=")[0]
-        near = difflib.get_close_matches(name, known, n=1)
-        suggestion = f"Did you mean {near[0]!r}? " if near else ""
+        matches = difflib.get_close_matches(name, known, n=1)
+        suggestion = f"Did you mean {matches[0]!r}? " if matches else ""
         raise LaunchError(
             f"{self.launcher} has no option {as_typed(name)!r}. {suggestion}Options of the program go after the "
             "program."

@@ -39,7 +39,8 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
         other for other in job.launcher_options if other.launcher == "srun" and LAUNCHER not in other.equivalents
     ]
     extra_options, notes = options_for(
-        replace(job, launcher_options=tuple(one for one in job.launcher_options if one not in srun_only)), LAUNCHER
+        replace(job, launcher_options=tuple(option for option in job.launcher_options if option not in srun_only)),
+        LAUNCHER,
     )
     secrets = [name for name, value in job.environment.items() if is_likely_secret(name, value)]
     if secrets:
@@ -73,7 +74,11 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
     if "OMP_NUM_THREADS" not in variables:
         exports.append("export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}")
     start = join(
-        ["srun", *_SRUN_OPTIONS, *merge_options(_SRUN_DEFAULTS, [word for one in srun_only for word in one.words])]
+        [
+            "srun",
+            *_SRUN_OPTIONS,
+            *merge_options(_SRUN_DEFAULTS, [word for option in srun_only for word in option.words]),
+        ]
     )
     lines = [
         "#!/bin/bash",

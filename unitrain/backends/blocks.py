@@ -83,7 +83,7 @@ def _check_class(model: nn.Module, block: Any, setting: str) -> None:
 
 def _check_has_forward(module: nn.Module, setting: str) -> None:
     if type(module).forward is nn.Module.forward:
-        inner = next((type(one).__name__ for one in module.children()), "Block")
+        inner = next((type(child).__name__ for child in module.children()), "Block")
         raise ModelError(
             f"{setting} names {type(module).__name__}, a container without a forward. Name the class of the modules in "
             f"it: {inner!r}."

@@ -296,7 +296,9 @@ def check_same_trained_parameters(names: Sequence[str], requires_grad_by_rank: S
     for rank, other in enumerate(requires_grad_by_rank):
         if other != requires_grad_by_rank[0]:
             name = next(
-                name for name, one, two in zip(names, requires_grad_by_rank[0], other, strict=True) if one != two
+                name
+                for name, first, second in zip(names, requires_grad_by_rank[0], other, strict=True)
+                if first != second
             )
             state, opposite = (
                 ("trained", "frozen") if requires_grad_by_rank[0][names.index(name)] else ("frozen", "trained")

@@ -42,7 +42,7 @@ def take_turn(backend: Backend, operation: str, size: int, calls: int) -> Turn:
     All ranks must call it. The time is that of the public method, including the consistency check and the copy of the
     input.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     if operation == "tcp stream":
         seconds = _time_tcp_stream(backend, size, calls)
     else:
@@ -53,7 +53,7 @@ def take_turn(backend: Backend, operation: str, size: int, calls: int) -> Turn:
         )
         call()
         seconds = _time_calls(backend, call, calls)
-    return Turn(seconds, time.perf_counter() - began)
+    return Turn(seconds, time.perf_counter() - start_time)
 
 
 def _time_calls(backend: Backend, call: Callable[[], object], calls: int) -> float:

@@ -201,7 +201,7 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     measured = np.array([quartiles(row["seconds"])[1] for row in rows])
     # Costs are linear in alpha and beta, so the costs for unit values are the coefficients.
     units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1)]
-    coefficients = np.array([[cost(num_ranks, size, one) for one in units] for size in sizes])
+    coefficients = np.array([[cost(num_ranks, size, unit) for unit in units] for size in sizes])
     alpha, beta = _positive_least_squares(coefficients / measured[:, None])
     network = Network(alpha=alpha, beta=beta)
     points = [

@@ -60,7 +60,7 @@ def efficiency(result: dict[str, Any], row: dict[str, Any]) -> float | None:
     """Return the scaling efficiency: throughput per rank relative to one rank with the same setting, or None if
     unknown.
     """
-    baseline = [one for one in result["rows"] if one["ranks"] == 1 and one["setting"] == row["setting"]]
+    baseline = [single for single in result["rows"] if single["ranks"] == 1 and single["setting"] == row["setting"]]
     return samples_per_second(row) / row["ranks"] / samples_per_second(baseline[0]) if baseline else None
 
 

@@ -48,7 +48,7 @@ def collectives(result: dict[str, Any]) -> Table:
             table.add_column(heading, justify="right")
     for floor in floors:
         table.add_column(f"{floor} GB/s", justify="right", style="dim")
-    speed = {(one["name"], one["bytes"]): one["bytes"] / quartiles(one["seconds"])[1] / 1e9 for one in result["floors"]}
+    speed = {(row["name"], row["bytes"]): row["bytes"] / quartiles(row["seconds"])[1] / 1e9 for row in result["floors"]}
     taken = {(row_name(row), row["operation"], row["bytes"]): quartiles(row["seconds"])[1] for row in result["rows"]}
     pairs = list(dict.fromkeys((row["operation"], row["bytes"]) for row in result["rows"]))
     for number, (operation, size) in enumerate(pairs):
@@ -102,12 +102,12 @@ def differences_table(found: list[Difference]) -> Table:
     for heading in ("before", "after", "ratio"):
         table.add_column(heading, justify="right")
     table.add_column("")
-    for one in found:
+    for difference in found:
         shown = [
             f"{format_seconds(median)} [{format_seconds(low)}, {format_seconds(high)}]"
-            for low, median, high in (one.before, one.after)
+            for low, median, high in (difference.before, difference.after)
         ]
-        table.add_row(one.name, *shown, f"{one.ratio:.3f}", one.verdict)
+        table.add_row(difference.name, *shown, f"{difference.ratio:.3f}", difference.verdict)
     return table
 
 

@@ -122,7 +122,7 @@ def take_turn(
     and later turns continue its training. Checkpoints, validation, schedulers, loggers and callbacks are disabled.
     Raises ConfigError and the errors of the Trainer.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     key = json.dumps([target, dict(settings), batch_size, steps], default=str)
     if key not in _prepared:
         _prepared[key] = _prepare(backend, target, settings, batch_size, steps)
@@ -135,15 +135,15 @@ def take_turn(
     parts = {part: seconds / profiler.steps for part, seconds in profiler.seconds.items()}
     trained = [parameter for parameter in backend.unwrap(trainer.model).parameters() if parameter.requires_grad]
     parameters = sum(parameter.numel() for parameter in trained)
-    return TrainTurn(seconds / steps, samples, parts, memory, parameters, time.perf_counter() - began)
+    return TrainTurn(seconds / steps, samples, parts, memory, parameters, time.perf_counter() - start_time)
 
 
 def _prepare(
     backend: Backend, target: str, settings: Mapping[str, Any], batch_size: int | None, steps: int
 ) -> _PreparedTraining:
     randomness.seed_generators(0)
-    made = factories.call_training_function(target)
-    config: TrainConfig = made["config"]
+    arguments = factories.call_training_function(target)
+    config: TrainConfig = arguments["config"]
     overrides: dict[str, Any] = {
         "max_epochs": None,
         "max_steps": steps,
@@ -163,17 +163,17 @@ def _prepare(
     if batch_size is not None:
         overrides["batch_size"] = batch_size
     config = replace(config, **overrides, **settings)
-    profiler = StepProfiler(backend, made.get("forward"), made["loss_fn"])
+    profiler = StepProfiler(backend, arguments.get("forward"), arguments["loss_fn"])
     trainer = unitrain.Trainer(
-        made["model"],
-        made["optimizer"],
+        arguments["model"],
+        arguments["optimizer"],
         profiler.loss,
         backend=backend,
         config=config,
         forward=profiler.forward,
         callbacks=[profiler],
     )
-    return _PreparedTraining(trainer, made["train_data"], profiler)
+    return _PreparedTraining(trainer, arguments["train_data"], profiler)
 
 
 def _fit(backend: Backend, trainer: Any, data: Any, profiler: StepProfiler, *, done: int, is_active: bool) -> float:

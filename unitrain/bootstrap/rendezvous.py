@@ -326,7 +326,7 @@ def _open_store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name
         address = json.dumps([host, store.port]).encode()
         _request_horovodrun(urllib.request.Request(url, data=address, method="PUT"), "publish its address", timeout)
         return store, host
-    began = time.monotonic()
+    start_time = time.monotonic()
     answer = _request_horovodrun(urllib.request.Request(url), "get the address of rank 0", timeout)
     try:
         host, port = json.loads(answer)
@@ -336,7 +336,7 @@ def _open_store_through_horovodrun(rank_info: RankInfo, timeout: timedelta, name
             f"program listens that is not horovodrun's server: it answered {answer[:60]!r}. "
             "Clear the stale variables: unset HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT"
         ) from None
-    remaining = max(timeout - timedelta(seconds=time.monotonic() - began), timedelta(seconds=_POLL_SECONDS))
+    remaining = max(timeout - timedelta(seconds=time.monotonic() - start_time), timedelta(seconds=_POLL_SECONDS))
     store = open_tcp_store(host, port, rank_info, remaining, is_server=False)
     store.set_timeout(timeout)
     return store, host

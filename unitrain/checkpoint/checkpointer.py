@@ -321,7 +321,7 @@ def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -
             return files.find_corruption(checkpoint)
         communicator.broadcast_object(checkpoint)
         found = communicator.allgather_object(files.find_corruption(checkpoint, 0, communicator.size))
-        return next((one for one in found if one is not None), None)
+        return next((checkpoint for checkpoint in found if checkpoint is not None), None)
 
     def find() -> Path | None:
         try:

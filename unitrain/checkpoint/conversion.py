@@ -103,7 +103,7 @@ def _load(path: Path) -> Any:
 
 
 def _is_state_dict(value: dict[Any, Any]) -> bool:
-    return bool(value) and all(isinstance(name, str) and isinstance(one, Tensor) for name, one in value.items())
+    return bool(value) and all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items())
 
 
 def _strip_ddp_prefix(model: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -153,7 +153,7 @@ def write_shard(staging_folder: Path, shard: StateShard, rank: int, token: str) 
     """
     try:
         written = _write_files(staging_folder, shard, rank)
-        report = {"token": token, "files": {name: asdict(one) for name, one in written.items()}}
+        report = {"token": token, "files": {name: asdict(file) for name, file in written.items()}}
         temporary = staging_folder / f".{_stem(rank)}.new"
         temporary.write_text(json.dumps(report))
         flush(temporary)

@@ -39,7 +39,7 @@ def _copy(value: Any, copied: dict[Any, Any]) -> Any:
         return _copy_tensor(value, copied) if value.layout == torch.strided else value.detach().cpu().clone()
     if isinstance(value, dict):
         # From a dict, not from pairs: Counter(pairs) would count the pairs.
-        inner = {key: _copy(one, copied) for key, one in value.items()}
+        inner = {key: _copy(item, copied) for key, item in value.items()}
         return kind(inner) if kind in _MAPPINGS else inner
     if kind in (list, tuple):
         return kind(_copy(inner, copied) for inner in value)

@@ -90,7 +90,9 @@ class Retention:
     def _best(self, checkpoints: list[Path]) -> list[Path]:
         results = {path: files.read_manifest(path).get("results") for path in checkpoints}
         found = {path: kept.get(self.best) for path, kept in results.items() if isinstance(kept, dict)}
-        numbers = {path: one for path, one in found.items() if isinstance(one, int | float) and math.isfinite(one)}
+        numbers = {
+            path: result for path, result in found.items() if isinstance(result, int | float) and math.isfinite(result)
+        }
         if not numbers:
             return []
         # `min` and `max` return the first of equal values, which is the newest checkpoint.
@@ -136,7 +138,7 @@ def _wait_until_written(folder: Path, writing: _PendingWrite, communicator: Comm
 
     The wait has no timeout, because a large model may take long, but a long wait is logged.
     """
-    began, warn_after_seconds = time.monotonic(), _WARN_AFTER_SECONDS
+    start_time, warn_after_seconds = time.monotonic(), _WARN_AFTER_SECONDS
     while True:
         # Writing may take longer than the collective timeout, so the ranks exchange their state periodically.
         own = [writing.is_running_after_wait(), writing.error is not None]
@@ -145,7 +147,7 @@ def _wait_until_written(folder: Path, writing: _PendingWrite, communicator: Comm
             return
         if has_failed:
             writing.abandoned.set()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start_time
         if writing.thread is not None and seconds >= warn_after_seconds:
             _log.warning(
                 "All ranks have waited for %.0f s for a checkpoint that is being written to '%s'. Check that its file "

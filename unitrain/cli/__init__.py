@@ -47,8 +47,8 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            near = did_you_mean(args[0], _COMMANDS)
-            ctx.fail(f"Unknown command {args[0]!r}. {near}Available: {', '.join(sorted(_COMMANDS))}.")
+            suggestion = did_you_mean(args[0], _COMMANDS)
+            ctx.fail(f"Unknown command {args[0]!r}. {suggestion}Available: {', '.join(sorted(_COMMANDS))}.")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -104,7 +104,7 @@ def _start_rank_sets(
         from unitrain.bench.rank_sets import LaunchedRanks
 
         names = [
-            one for one in parse_backends(backends or environment.get_variable("UNITRAIN_BACKEND")) if one != "local"
+            name for name in parse_backends(backends or environment.get_variable("UNITRAIN_BACKEND")) if name != "local"
         ]
         found, skipped = find_available(names)
         launched: list[RankSet] = [LaunchedRanks(name, device) for name in found]
@@ -133,6 +133,6 @@ def _parse_operations(text: str) -> list[str]:
     operations = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in operations:
         if name not in OPERATIONS:
-            near = did_you_mean(name, OPERATIONS)
-            raise ConfigError(f"Unknown operation {name!r}. {near}Available: {', '.join(OPERATIONS)}.")
+            suggestion = did_you_mean(name, OPERATIONS)
+            raise ConfigError(f"Unknown operation {name!r}. {suggestion}Available: {', '.join(OPERATIONS)}.")
     return operations

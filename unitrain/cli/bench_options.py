@@ -66,7 +66,7 @@ def list_rank_sets(backends: str | None, ranks: int, device: str) -> tuple[list[
     for name, choices in controllers.items():
         transports = getattr(registry.load(name), "transports", ()) if device == "cuda" else ()
         if transports:
-            specs += [RankSetSpec(name, ranks, variables={"UNITRAIN_TRANSPORT": one}) for one in transports]
+            specs += [RankSetSpec(name, ranks, variables={"UNITRAIN_TRANSPORT": transport}) for transport in transports]
             continue
         for controller in choices:
             if controller != "mpi":

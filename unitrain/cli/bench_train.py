@@ -126,9 +126,9 @@ def _check_target(target: str, function: str) -> None:
 
     module, _, name = function.rpartition(":")
     if not module or not name:
-        near = did_you_mean(target, BUILT_IN_MODELS)
+        suggestion = did_you_mean(target, BUILT_IN_MODELS)
         raise ConfigError(
-            f"Unknown model {target!r}. {near}Available: {', '.join(BUILT_IN_MODELS)}, package.module:function, "
+            f"Unknown model {target!r}. {suggestion}Available: {', '.join(BUILT_IN_MODELS)}, package.module:function, "
             "file.py:function."
         )
     if module.endswith(".py") and not Path(module).is_file():
@@ -147,9 +147,9 @@ def _parse_setting(text: str) -> dict[str, Any]:
         name, equals, value = part.partition("=")
         known = [field.name for field in dataclasses.fields(TrainConfig)]
         if not equals or name not in known:
-            near = did_you_mean(name, known)
+            suggestion = did_you_mean(name, known)
             raise ConfigError(
-                f"--setting takes settings of TrainConfig as NAME=VALUE,..., got {part!r}. {near}"
+                f"--setting takes settings of TrainConfig as NAME=VALUE,..., got {part!r}. {suggestion}"
                 "Use --setting precision=bf16"
             )
         try:

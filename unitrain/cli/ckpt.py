@@ -62,7 +62,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
         table.add_column(column, justify="right")
     for name, manifest in manifests.items():
         numbers = [manifest.get("results", {}).get(result) for result in results]
-        size = sum(one["bytes"] for one in manifest.get("files", {}).values()) / 1e6
+        size = sum(file["bytes"] for file in manifest.get("files", {}).values()) / 1e6
         place = [str(manifest.get(key, "?")) for key in ("epoch", "step")]
         shown = ["" if number is None else f"{number:.4g}" for number in numbers]
         without_size = "damaged manifest" if name in damaged else "no manifest"
@@ -77,7 +77,7 @@ def _is_listable(manifest: dict[str, Any]) -> bool:
         isinstance(results, dict)
         and all(isinstance(number, int | float | None) for number in results.values())
         and isinstance(files, dict)
-        and all(isinstance(one, dict) and isinstance(one.get("bytes"), int) for one in files.values())
+        and all(isinstance(file, dict) and isinstance(file.get("bytes"), int) for file in files.values())
     )
 
 

@@ -137,7 +137,7 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
     if isinstance(batch, (list, tuple)):
         if not batch:
             return 0
-        given = {id(one) for one in items}
+        given = {id(item) for item in items}
         if item is not None and all(id(part) in given or _has_layout_of(part, item) for part in batch):
             return len(batch)
     columns = [batch] if parts is None else list(parts)

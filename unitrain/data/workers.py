@@ -105,7 +105,7 @@ def _find_fetch(frame: FrameType) -> tuple[FrameType, str] | None:
             if (item := listed.f_locals.get("idx")) is not None:
                 return current, f"item {item}"
             items = current.f_locals.get("possibly_batched_index")
-            if isinstance(items, list) and any(one is not None for one in items):
+            if isinstance(items, list) and any(item is not None for item in items):
                 return current, f"a batch of items {', '.join(map(str, items[:8]))}{', ...' * (len(items) > 8)}"
             return current, "the next batch"
         inner, current = current, current.f_back

@@ -28,7 +28,7 @@ def show(report: Mapping[str, Any]) -> None:
     launchers = ", ".join(name for name in first["programs"] if name != "ssh")
     console.print(f"Launchers on PATH: {launchers or 'none'}.", markup=False)
 
-    if len({one["host"] for one in ranks}) > 1:
+    if len({facts["host"] for facts in ranks}) > 1:
         console.print(
             "Between hosts, the TCPStore and the connections of Gloo, NCCL and Horovod are neither authenticated nor "
             "encrypted. Keep this network private (docs/security.md).",
@@ -59,7 +59,9 @@ def show(report: Mapping[str, Any]) -> None:
 def _row(host: str, numbers: Sequence[int], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     facts, checks = ranks[numbers[0]]["facts"], ranks[numbers[0]]["peer_checks"]
     address = (
-        checks["address"] if checks else next((one for name, one in facts["interfaces"].items() if name != "lo"), "")
+        checks["address"]
+        if checks
+        else next((address for name, address in facts["interfaces"].items() if name != "lo"), "")
     )
     interface = next((name for name, own in facts["interfaces"].items() if own == address), "")
     gpus: dict[str, int] = {}

@@ -47,12 +47,12 @@ def examine(timeout_seconds: float) -> dict[str, Any] | None:
         raise ExaminationError(str(error)) from error
     if rank_info.rank != 0:
         return None
-    ranks = [RankReport(Facts.from_json(one), PeerChecks(**other) if other else None) for one, other in gathered]
+    ranks = [RankReport(Facts.from_json(facts), PeerChecks(**other) if other else None) for facts, other in gathered]
     findings = find_problems(ranks)
     return {
         "ok": not any(finding.level == "error" for finding in findings),
         "findings": [vars(finding) for finding in findings],
-        "ranks": [{"facts": one, "peer_checks": other} for one, other in gathered],
+        "ranks": [{"facts": facts, "peer_checks": other} for facts, other in gathered],
     }
 
 

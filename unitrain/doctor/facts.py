@@ -158,7 +158,7 @@ def _detect_gpus() -> list[Gpu]:
     if not torch.cuda.is_available():
         return []
     properties = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    return [Gpu(name=one.name, memory=one.total_memory, uuid=str(one.uuid)) for one in properties]
+    return [Gpu(name=gpu.name, memory=gpu.total_memory, uuid=str(gpu.uuid)) for gpu in properties]
 
 
 def _inspect_horovod() -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ class RankReport:
 def find_problems(ranks: Sequence[RankReport]) -> list[Finding]:
     """Return the findings, most severe first. `ranks` must be in rank order."""
     found = [finding for check in _CHECKS for finding in check(ranks)]
-    return sorted(dict.fromkeys(found), key=lambda one: _ORDER.index(one.level))
+    return sorted(dict.fromkeys(found), key=lambda finding: _ORDER.index(finding.level))
 
 
 def _hosts(ranks: Sequence[RankReport]) -> list[Facts]:
@@ -130,9 +130,9 @@ def _check_gpus(ranks: Sequence[RankReport]) -> Iterator[Finding]:
                 f"{facts.torch_cuda}; unset CUDA_VISIBLE_DEVICES",
             )
         chosen = [
-            (one.rank, one.gpus[min(one.local_rank, len(one.gpus) - 1) if len(one.gpus) > 1 else 0].uuid)
-            for one in on_host
-            if one.gpus
+            (rank.rank, rank.gpus[min(rank.local_rank, len(rank.gpus) - 1) if len(rank.gpus) > 1 else 0].uuid)
+            for rank in on_host
+            if rank.gpus
         ]
         for gpu, who in _group_by_value(chosen).items():
             if len(who) > 1:
@@ -183,7 +183,7 @@ def _check_interfaces(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for facts in _hosts(ranks):
         for name in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
             asked = facts.variables.get(name, "")
-            absent = [one for one in asked.split(",") if one and one not in facts.interfaces]
+            absent = [interface for interface in asked.split(",") if interface and interface not in facts.interfaces]
             if absent:
                 yield Finding(
                     level="error",

@@ -32,10 +32,10 @@ def create_loggers(loggers: object) -> tuple[Logger, ...]:
     """Return the loggers for a list of Logger objects and names. Raises ConfigError for other arguments."""
     if not isinstance(loggers, list | tuple):
         raise ConfigError(f"The Trainer's loggers must be a list, got {loggers!r}. Use loggers=['csv'].")
-    for position, one in enumerate(loggers):
-        if any(one is other or one == other for other in loggers[:position]):
-            raise ConfigError(f"The Trainer's loggers contain {one!r} twice. Pass each logger once.")
-    return tuple(_create_logger(one) for one in loggers)
+    for position, logger in enumerate(loggers):
+        if any(logger is other or logger == other for other in loggers[:position]):
+            raise ConfigError(f"The Trainer's loggers contain {logger!r} twice. Pass each logger once.")
+    return tuple(_create_logger(logger) for logger in loggers)
 
 
 def _create_logger(logger: object) -> Logger:
@@ -47,6 +47,6 @@ def _create_logger(logger: object) -> Logger:
             "Use Trainer(loggers=[unitrain.CSVLogger()])."
         )
     if logger not in _LOGGERS:
-        near = did_you_mean(logger, _LOGGERS)
-        raise ConfigError(f"Unknown logger {logger!r}. {near}Available: {', '.join(_LOGGERS)}.")
+        suggestion = did_you_mean(logger, _LOGGERS)
+        raise ConfigError(f"Unknown logger {logger!r}. {suggestion}Available: {', '.join(_LOGGERS)}.")
     return _LOGGERS[logger]()

@@ -29,7 +29,7 @@ def measure(
         folder = Path(name)
         request.write(folder)
         overrides = {OVERRIDES_VARIABLE: overrides_setting(RECORDER, name)}
-        exports = [word for one in overrides.items() for word in ("-x", "=".join(one))]
+        exports = [word for variable in overrides.items() for word in ("-x", "=".join(variable))]
         program = str(Path(unitrain.__file__).with_name("__main__.py"))
         command = [
             sys.executable, program, "launch", "--untuned", *launch_options, *exports, str(_PROGRAM), name, script,

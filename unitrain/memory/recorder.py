@@ -140,7 +140,7 @@ class Recorder(Callback):
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         storages = storages_of(gradients)
         self._gradients = max(self._gradients, element_bytes(gradients))
-        self._gradient_bytes = max(self._gradient_bytes, sum(one.nbytes() for one in storages.values()))
+        self._gradient_bytes = max(self._gradient_bytes, sum(storage.nbytes() for storage in storages.values()))
         self._gradient_storages = {address: weakref.ref(storage) for address, storage in storages.items()}
         if self._memory is not None:
             self._forward_backward_peak = max(self._forward_backward_peak, self._memory.peak())

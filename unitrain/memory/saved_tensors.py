@@ -172,7 +172,7 @@ def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[Block]:
     calls = {call for storage in saved for stack in storage.stacks for call in stack}
     kinds = {type(call.module) for call in calls if not isinstance(call.module, CheckpointedForward)}
     found = []
-    for kind in sorted(kinds, key=lambda one: one.__name__):
+    for kind in sorted(kinds, key=lambda kind: kind.__name__):
         blocks = {call for call in calls if type(call.module) is kind}
         if any(any(True for _ in call.module.children()) for call in blocks):
             found.append(_with_checkpointing(kind.__name__, saved, blocks))

@@ -65,12 +65,12 @@ class RunningLoss:
 
     def epoch_mean(self, epoch: int, step: int) -> float:
         """Return the mean over the epoch so far. All ranks call it. Raises errors like `mean_since_sync`."""
-        here = self.local_sums()
+        local_sums = self.local_sums()
         (total,), count = self._means.totals(self._communicator)
         self._totals = (total, count)
         mean = _mean_or_nan(total, count)
         if not math.isfinite(mean):
-            raise _non_finite_error(mean, epoch, step, self._communicator.allgather_object(here))
+            raise _non_finite_error(mean, epoch, step, self._communicator.allgather_object(local_sums))
         return mean
 
     def start_epoch(self) -> None:

@@ -139,7 +139,7 @@ class SharedStatistics:
         """
         if not self.counts:
             # Not multiplied by 0, because 0 * nan is nan.
-            sums, count = [torch.zeros_like(one) for one in sums], 0
+            sums, count = [torch.zeros_like(tensor) for tensor in sums], 0
         # If ranks called different layers of the same width, their statistics would be mixed without an error. The
         # layer numbers of all ranks are equal if and only if the mean of their squares is the square of their mean.
         channels, is_on_cpu = len(sums[0]), sums[0].device.type == "cpu"
@@ -278,9 +278,9 @@ def _sums(x: Tensor) -> tuple[list[Tensor], int]:
     # Differences from the mean are exact near the mean, so only the sums need float64. For large inputs this is five
     # times faster than computing everything in float64, with the same accuracy.
     mean = x.mean(dims, dtype=torch.float64)
-    near = mean.to(_computation_dtype(x))
-    squares = (x - _broadcastable(near, x)).square_().sum(dims, dtype=torch.float64)
-    squares -= count * (mean - near).square()
+    rounded_mean = mean.to(_computation_dtype(x))
+    squares = (x - _broadcastable(rounded_mean, x)).square_().sum(dims, dtype=torch.float64)
+    squares -= count * (mean - rounded_mean).square()
     return [mean * count, squares + mean.square() * count], count
 
 
@@ -313,8 +313,8 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.eps, ctx.shared, ctx.counts, ctx.values = eps, shared, shared.counts, values
-        ctx.dtypes = [None if one is None else one.dtype for one in (weight, bias)]
-        weight, bias = (None if one is None else one.to(mean.dtype) for one in (weight, bias))
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
+        weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
         # In eval mode, the kernel uses the passed statistics.
         return nn.functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
 
@@ -339,7 +339,8 @@ class _Normalize(torch.autograd.Function):
             through = (x - _broadcastable(mean, x)).mul_(_broadcastable(slope, x))
             dx = (dx - through.add_(_broadcastable(offset, x))).to(x.dtype)
         of_weight, of_bias = (
-            None if dtype is None else one.to(dtype) for one, dtype in zip((dweight, dbias), ctx.dtypes, strict=True)
+            None if dtype is None else gradient_part.to(dtype)
+            for gradient_part, dtype in zip((dweight, dbias), ctx.dtypes, strict=True)
         )
         return dx, of_weight, of_bias, None, None, None, None, None
 

@@ -88,8 +88,8 @@ class LossWeighting:
         if loss.tokens is None:
             weight *= micro_batch.samples
             return loss.value if weight == 1.0 else loss.value * weight
-        here = torch.as_tensor(loss.tokens, dtype=torch.float64, device=self._communicator.device).detach()
-        tokens = here if micro_batch.samples else torch.zeros_like(here)
+        local_tokens = torch.as_tensor(loss.tokens, dtype=torch.float64, device=self._communicator.device).detach()
+        tokens = local_tokens if micro_batch.samples else torch.zeros_like(local_tokens)
         self._local_tokens = tokens if self._local_tokens is None else self._local_tokens + tokens
         if self._tokens_per_sample is None:
             self._tokens_per_sample = _power_of_two(

@@ -31,7 +31,7 @@ class PreemptionHandler:
 
     def __enter__(self) -> Self:
         self.received = None
-        free = [one for one in self._signals if signal.getsignal(one) == signal.SIG_DFL]
+        free = [signum for signum in self._signals if signal.getsignal(signum) == signal.SIG_DFL]
         if not free or threading.current_thread() is not threading.main_thread():
             return self
         _ignore_signals_in_forks()
@@ -42,9 +42,9 @@ class PreemptionHandler:
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="unitrain preemption", daemon=True)
         self._thread.start()
-        for one in free:
-            signal.signal(one, _ignore_signal)
-            self._handled.add(one)
+        for signum in free:
+            signal.signal(signum, _ignore_signal)
+            self._handled.add(signum)
         return self
 
     def __exit__(
@@ -52,8 +52,8 @@ class PreemptionHandler:
     ) -> None:
         if not self._handled:
             return
-        for one in self._handled:
-            signal.signal(one, signal.SIG_DFL)
+        for signum in self._handled:
+            signal.signal(signum, signal.SIG_DFL)
         self._handled.clear()
         signal.set_wakeup_fd(self._wakeup)
         if os.getpid() != self._process:  # a forked process; the parent closes the connection
@@ -87,7 +87,7 @@ def _ignore_signals_in_forks() -> None:
     """Prevent signals to forked processes, such as DataLoader workers, from waking this process's thread."""
 
     def detach_wakeup_socket() -> None:
-        if any(signal.getsignal(one) is _ignore_signal for one in signal.valid_signals()):
+        if any(signal.getsignal(number) is _ignore_signal for number in signal.valid_signals()):
             signal.set_wakeup_fd(-1)
 
     os.register_at_fork(after_in_child=detach_wakeup_socket)

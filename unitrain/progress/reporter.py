@@ -155,7 +155,7 @@ class RunReporter:
         started, self._started = self._started, []
         for logger, deadline in [(logger, logger.finish(status)) for logger in started]:
             logger.wait(deadline)
-        failed = [one.logger for one in started if one.is_disabled]
+        failed = [logger.logger for logger in started if logger.is_disabled]
         self._loggers = tuple(logger for logger in self._loggers if logger not in failed)
 
     def _start_loggers_if_needed(self, step: int) -> bool:

@@ -87,8 +87,10 @@ class StopCoordinator:
         before, start_time = self._timing_start or (step, now)
         trained = step > before  # otherwise there are no steps to measure
         seconds_per_step = (now - start_time) / (step - before) if trained else 0.0
-        here = torch.tensor([[self._requested_reason is not None, seconds_per_step, *numbers]], dtype=torch.float64)
-        ranks = self._communicator.allgather(here.to(self._communicator.device)).tolist()
+        local_row = torch.tensor(
+            [[self._requested_reason is not None, seconds_per_step, *numbers]], dtype=torch.float64
+        )
+        ranks = self._communicator.allgather(local_row.to(self._communicator.device)).tolist()
         if trained:
             slowest = max(seconds_per_step for _, seconds_per_step, *_ in ranks)
             self._interval_steps = max(1, round(_INTERVAL_SECONDS / max(slowest, 1e-9)))
@@ -126,4 +128,4 @@ class SyncPoint:
 
     def slow_ranks(self) -> dict[str, Any]:
         """Return the slow ranks for a row of steps.jsonl; an empty dictionary if there are none."""
-        return {"slow": [asdict(one) for one in self._detector.slow]} if self._detector.slow else {}
+        return {"slow": [asdict(straggler) for straggler in self._detector.slow]} if self._detector.slow else {}

@@ -53,7 +53,7 @@ def find_stragglers(seconds: Seconds, steps: int) -> list[Straggler]:
             part = max(WORK, key=lambda part: mine[part][rank] - others[part][rank])
             straggler = Straggler(rank, part, mine[part][rank] / steps, others[part][rank] / steps)
             found.append((work[rank], straggler))
-    return [straggler for _, straggler in sorted(found, key=lambda one: -one[0])]
+    return [straggler for _, straggler in sorted(found, key=lambda pair: -pair[0])]
 
 
 class StragglerDetector:
@@ -77,8 +77,8 @@ class StragglerDetector:
         self._collected = seconds
         if max(map(sum, seconds)) >= _OBSERVATION_SECONDS:
             found = find_stragglers(seconds, self._steps)
-            self.slow = [one for one in found if one.rank in self._previously_slow]
-            self._previously_slow = {one.rank for one in found}
+            self.slow = [straggler for straggler in found if straggler.rank in self._previously_slow]
+            self._previously_slow = {straggler.rank for straggler in found}
             self._collected, self._steps = [], 0
 
     def __str__(self) -> str:

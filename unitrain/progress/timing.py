@@ -164,8 +164,8 @@ class LoopTimer:
     def gather(self) -> dict[str, list[float]]:
         """Return the seconds per part of PARTS since `start`, under keys such as "data_seconds", in lists with one
         value per rank. All ranks call it."""
-        here = torch.tensor([[self._seconds[part] for part in PARTS]], dtype=torch.float64)
-        seconds_by_part = self._communicator.allgather(here.to(self._communicator.device)).T.tolist()
+        local_seconds = torch.tensor([[self._seconds[part] for part in PARTS]], dtype=torch.float64)
+        seconds_by_part = self._communicator.allgather(local_seconds.to(self._communicator.device)).T.tolist()
         return {
             f"{part}_seconds": [round(seconds, 6) for seconds in ranks]
             for part, ranks in zip(PARTS, seconds_by_part, strict=True)

@@ -74,7 +74,7 @@ def collective_charts(result: dict[str, Any]) -> list[Chart]:
     floors = [
         Line(
             name,
-            [(one["bytes"], _speed(one)) for one in result["floors"] if one["name"] == name],
+            [(row["bytes"], _speed(row)) for row in result["floors"] if row["name"] == name],
             series.index(name),
             "dashed",
         )
@@ -104,7 +104,11 @@ def prediction_charts(result: dict[str, Any]) -> list[Chart]:
     """Return charts of efficiency and step time against the number of ranks."""
     series = legend_names(result)
     ranks = sorted({row["ranks"] for row in result["rows"]})
-    options: dict[str, Any] = {"x_label": "ranks", "legend": False, "ticks": [(one, str(one)) for one in ranks]}
+    options: dict[str, Any] = {
+        "x_label": "ranks",
+        "legend": False,
+        "ticks": [(n, str(n)) for n in ranks],
+    }
 
     def lines(column: str, factor: float = 1.0) -> list[Line]:
         return [
@@ -135,7 +139,7 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
     ranks = sorted({row["ranks"] for row in rows})
     if len(ranks) > 1:
         options: dict[str, Any] = {
-            "x_label": "ranks", "legend": False, "from_zero": True, "ticks": [(one, str(one)) for one in ranks],
+            "x_label": "ranks", "legend": False, "from_zero": True, "ticks": [(n, str(n)) for n in ranks],
         }  # fmt: skip
         for title, figure in (("samples per second", samples_per_second), ("efficiency, %", _percent(result))):
             lines = [

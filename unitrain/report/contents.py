@@ -51,7 +51,9 @@ def time_charts(records: Sequence[Record]) -> list[TimeChart]:
     """Return charts of the time per phase: by rank and by epoch for one run, by epoch for several runs."""
     times = [(record, rank_times) for record in records if (rank_times := figures.rank_times(record))]
     if len(records) > 1:
-        seconds = {part: [one.mean(part) / one.epochs for _, one in times] for part in figures.PARTS}
+        seconds = {
+            part: [rank_times.mean(part) / rank_times.epochs for _, rank_times in times] for part in figures.PARTS
+        }
         title = "time per epoch, mean over ranks"
         return [TimeChart(title, [record.name for record, _ in times], seconds, x_label="seconds per epoch")][
             : len(times)

@@ -145,7 +145,7 @@ def _compare(headlines: list[list[HeadlineValue]]) -> list[tuple[str, str, list[
     row."""
     rows = []
     for name in dict.fromkeys(figure.name for figures_of_run in headlines for figure in figures_of_run):
-        row = [next((figure for figure in one if figure.name == name), None) for one in headlines]
+        row = [next((figure for figure in headline if figure.name == name), None) for headline in headlines]
         notes = {figure.note for figure in row if figure is not None}
         shared = notes.pop() if len(notes) == 1 else ""
         rows.append((name, shared, [figure and replace(figure, note="") if shared else figure for figure in row]))

@@ -54,9 +54,9 @@ def _read_record(folder: Path, name: str) -> Record:
     present = [path for path in paths if path.is_file()]
     if not present:
         runs = sorted({path.parent for file in (STARTS, EPOCHS) for path in folder.glob(f"*/{file}")})
-        near = f"There is a run in '{runs[0]}'. " if runs else ""
+        hint = f"There is a run in '{runs[0]}'. " if runs else ""
         raise ReportError(
-            f"Folder '{folder}' has no run: it contains neither {STARTS} nor {EPOCHS}. {near}Pass the folder given "
+            f"Folder '{folder}' has no run: it contains neither {STARTS} nor {EPOCHS}. {hint}Pass the folder given "
             "as TrainConfig.output_dir."
         )
     last_modified = max(path.stat().st_mtime for path in present)

@@ -21,9 +21,9 @@ def check_script(script: Path) -> None:
             f"'{script}' is the interpreter, which unitrain starts itself. Leave {script.name!r} out: "
             "unitrain launch -np 2 train.py"
         )
-    near = did_you_mean(script.name, [path.name for path in script.parent.glob("*.py")])
+    suggestion = did_you_mean(script.name, [path.name for path in script.parent.glob("*.py")])
     problem = "is not a file" if script.exists() else "does not exist"
-    raise launchers.LaunchError(f"Script '{script}' {problem}. {near}Options of unitrain go before the script.")
+    raise launchers.LaunchError(f"Script '{script}' {problem}. {suggestion}Options of unitrain go before the script.")
 
 
 def check_module(name: str) -> None:

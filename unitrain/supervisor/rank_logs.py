@@ -57,7 +57,10 @@ def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_befor
     if rank not in logs:
         return []
     lines = logs[rank].splitlines()[-_MAX_LINES:]
-    return [f"unitrain: last lines of rank {rank}, from {folder / f'rank-{rank}.log'}:", *(f"  {one}" for one in lines)]
+    return [
+        f"unitrain: last lines of rank {rank}, from {folder / f'rank-{rank}.log'}:",
+        *(f"  {line}" for line in lines),
+    ]
 
 
 def main(folder: Path, program: list[str]) -> None:

@@ -59,8 +59,8 @@ def write_submission(request: SubmitRequest) -> Translation:
     registry.check_backend_name(request.backend)
     scheduler = request.scheduler
     if scheduler not in _SUBMIT_COMMANDS:
-        near = did_you_mean(scheduler, _SUBMIT_COMMANDS)
-        raise LaunchError(f"Unknown scheduler {scheduler!r}. {near}Available: {', '.join(_SUBMIT_COMMANDS)}.")
+        suggestion = did_you_mean(scheduler, _SUBMIT_COMMANDS)
+        raise LaunchError(f"Unknown scheduler {scheduler!r}. {suggestion}Available: {', '.join(_SUBMIT_COMMANDS)}.")
     scheduler_options, script, args = _split_arguments(request.script_and_args, scheduler)
     timeout_seconds = None if request.time_limit is None else _parse_time(request.time_limit)
     forwarded, values = parse_exports(request.exports)

@@ -105,7 +105,7 @@ def search(
     values one at a time. The final check takes a large fraction of the time. `run_seconds` is the estimated duration of
     one measurement. `seed` makes the random order of the pairs reproducible.
     """
-    began = clock()
+    start_time = clock()
     generator = random.Random(seed)
     pair_seconds = 2 * run_seconds
     result = SearchResult()
@@ -118,7 +118,7 @@ def search(
         return ratio
 
     def has_time_for(pairs: int) -> bool:
-        return clock() - began + (pairs + PAIRS) * pair_seconds <= limit_seconds
+        return clock() - start_time + (pairs + PAIRS) * pair_seconds <= limit_seconds
 
     def measure_ratios(settings: Settings) -> list[float]:
         name = " ".join(f"{name}={value}" for name, value in sorted(settings.items()))
@@ -129,12 +129,16 @@ def search(
         if not has_time_for(1):
             result.skipped = len(candidates) - number
             pairs = result.skipped + _REPETITIONS * _TYPICAL_PROMISING + PAIRS
-            result.seconds_needed = clock() - began + pairs * pair_seconds
+            result.seconds_needed = clock() - start_time + pairs * pair_seconds
             break
         measure_ratios(settings).append(measure_pair(settings))
     promising = sorted(
-        (one for one in candidates[: len(candidates) - result.skipped] if measure_ratios(one)[0] > _PROMISING_RATIO),
-        key=lambda one: -measure_ratios(one)[0],
+        (
+            settings
+            for settings in candidates[: len(candidates) - result.skipped]
+            if measure_ratios(settings)[0] > _PROMISING_RATIO
+        ),
+        key=lambda settings: -measure_ratios(settings)[0],
     )
     for settings in promising:
         for _ in range(_REPETITIONS):
@@ -142,11 +146,11 @@ def search(
                 measure_ratios(settings).append(measure_pair(settings))
     combinable = sorted(
         (
-            one
-            for one in promising
-            if len(measure_ratios(one)) > 1 and statistics.median(measure_ratios(one)) > _COMBINED_RATIO
+            settings
+            for settings in promising
+            if len(measure_ratios(settings)) > 1 and statistics.median(measure_ratios(settings)) > _COMBINED_RATIO
         ),
-        key=lambda one: -statistics.median(measure_ratios(one)),
+        key=lambda settings: -statistics.median(measure_ratios(settings)),
     )
     best: Settings = (combinable or promising or [{}])[0]
     for settings in combinable[1:]:

@@ -82,7 +82,7 @@ class TunedEntry:
 
     def save(self, file: Path = TUNED_FILE) -> None:
         """Write the entry to `file`. It replaces an entry for the same run, even with a different torch version."""
-        others = [one for one in _load(file) if one._identity != self._identity]
+        others = [entry for entry in _load(file) if entry._identity != self._identity]
         _store([*others, self], file)
 
     def is_same_run(self, run: Run) -> bool:
@@ -122,7 +122,7 @@ def find_tuned(run: Run, file: Path = TUNED_FILE) -> tuple[TunedEntry | None, li
     If the script, backend and number of ranks of an entry match but the rest of its configuration does not, the list
     contains the differences. Raises ConfigError if the file cannot be read.
     """
-    found = [(one.describe_differences(run), one) for one in _load(file) if one.is_same_run(run)]
+    found = [(entry.describe_differences(run), entry) for entry in _load(file) if entry.is_same_run(run)]
     if not found:
         return None, []
     describe_differences, tuned = min(found, key=lambda each: len(each[0]))
@@ -138,7 +138,7 @@ def remove_tuned(run: Run, file: Path = TUNED_FILE) -> None:
         same = (one.args, one.num_nodes, one.machine) == (run.args, run.num_nodes, run.machine)
         return one.is_same_run(run) and (unrecorded or same)
 
-    others = [one for one in found if not is_obsolete(one)]
+    others = [entry for entry in found if not is_obsolete(entry)]
     if len(others) < len(found):
         _store(others, file)
 
@@ -186,7 +186,7 @@ def _format_hosts(count: int) -> str:
 
 
 def _store(entries: list[TunedEntry], file: Path) -> None:
-    file.write_text(json.dumps([asdict(one) for one in entries], indent=2) + "\n")
+    file.write_text(json.dumps([asdict(entry) for entry in entries], indent=2) + "\n")
 
 
 def _load(file: Path) -> list[TunedEntry]:

@@ -53,9 +53,9 @@ class Tuner:
 
         `report` receives results, and `report_run` receives a line per run. Raises ConfigError if a run fails.
         """
-        began = time.monotonic()
+        start_time = time.monotonic()
         first = self.run({})
-        run_seconds = time.monotonic() - began
+        run_seconds = time.monotonic() - start_time
         ranks = "1 rank" if first.size == 1 else f"{first.size} ranks"
         report(
             f"{self.script} on {ranks} of {first.backend} over {first.transport}: "
@@ -91,7 +91,7 @@ class Tuner:
             name=name, warmup=_WARMUP_STEPS, seconds=self.step_seconds, compression=compression
         ).serialize()
         overrides = {OVERRIDES_VARIABLE: overrides_setting(TIMER, request)}
-        settings = [word for one in (overrides | dict(variables)).items() for word in ("-x", "=".join(one))]
+        settings = [word for variable in (overrides | dict(variables)).items() for word in ("-x", "=".join(variable))]
         program = str(Path(unitrain.__file__).with_name("__main__.py"))
         command = [
             sys.executable, program, "launch", "--untuned", *self.launch_options, *settings, self.script, *self.args

@@ -51,11 +51,11 @@ def _split_rows(part: Any, count: int) -> list[bytes] | None:
         part = [getattr(part, field.name) for field in fields(part)]
     if not isinstance(part, list | tuple):
         return None
-    inner = [_split_rows(one, count) for one in part]
+    inner = [_split_rows(item, count) for item in part]
     known = [rows for rows in inner if rows is not None]
     if len(known) == len(inner):
         return [b"|".join(rows) for rows in zip(*known, strict=True)]
-    return [_serialize(one) for one in part] if len(part) == count else None
+    return [_serialize(item) for item in part] if len(part) == count else None
 
 
 def _serialize(part: Any) -> bytes:

@@ -118,26 +118,28 @@ class Record:
     def losses(self) -> list[float]:
         """Return the exact mean loss per step, over the samples or tokens of all ranks."""
         return [
-            math.fsum(one.loss for one in parts) / weight if (weight := math.fsum(one.weight for one in parts)) else 0.0
+            math.fsum(step.loss for step in parts) / weight
+            if (weight := math.fsum(step.weight for step in parts))
+            else 0.0
             for parts in self._records_by_step()
         ]
 
     def sample_digests(self) -> list[int]:
         """Return a digest of the samples per step, independent of their assignment to ranks."""
-        return [sum(one.digest for one in parts) % _DIGEST_MODULUS for parts in self._records_by_step()]
+        return [sum(step.digest for step in parts) % _DIGEST_MODULUS for parts in self._records_by_step()]
 
     def global_batch_sizes(self) -> list[int]:
         """Return the global batch size per step."""
-        return [sum(sum(one.samples) for one in parts) for parts in self._records_by_step()]
+        return [sum(sum(step.samples) for step in parts) for parts in self._records_by_step()]
 
     def batch_norm_groups(self) -> list[list[int]]:
         """Return the group sizes of BatchNorm normalization per step, in samples, largest first."""
         is_synced = self.first.batch_statistics == "all"
         return [
             sorted(
-                map(sum, zip(*(one.samples for one in parts), strict=True))
+                map(sum, zip(*(step.samples for step in parts), strict=True))
                 if is_synced
-                else (count for one in parts for count in one.samples if count),
+                else (count for step in parts for count in step.samples if count),
                 reverse=True,
             )
             for parts in self._records_by_step()
@@ -145,7 +147,7 @@ class Record:
 
     def learning_rates(self) -> list[Sequence[float]]:
         """Return the learning rates per step, one per parameter group."""
-        return [one.learning_rates for one in self.first.steps]
+        return [step.learning_rates for step in self.first.steps]
 
     def first_replica_mismatch(self) -> tuple[int, str] | None:
         """Return the first (rank, parameter) that is not bitwise equal to rank 0 at the end, or None."""

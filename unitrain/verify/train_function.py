@@ -19,9 +19,10 @@ def train(target: str) -> None:
 
     with unitrain.init() as backend:
         randomness.seed_generators(0)
-        made = factories.call_training_function(target)
-        arguments = {name: value for name, value in made.items() if name not in factories.FIT}
-        unitrain.Trainer(**arguments, backend=backend).fit(*(made[name] for name in factories.FIT if name in made))
+        all_arguments = factories.call_training_function(target)
+        trainer_arguments = {name: value for name, value in all_arguments.items() if name not in factories.FIT}
+        fit_arguments = [all_arguments[name] for name in factories.FIT if name in all_arguments]
+        unitrain.Trainer(**trainer_arguments, backend=backend).fit(*fit_arguments)
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, 
     The reference is the single-process run, or the first run on several ranks if the single-process run must differ by
     design (see `expected_difference`).
     """
-    outcomes = [_fail_if_not_comparable(one) for one in outcomes]
-    candidates = [(one, one.record) for one in outcomes if one.record is not None]
+    outcomes = [_fail_if_not_comparable(outcome) for outcome in outcomes]
+    candidates = [(outcome, outcome.record) for outcome in outcomes if outcome.record is not None]
     candidates = [pair for pair in candidates if pair[1].first_replica_mismatch() is None] or candidates
     candidates.sort(key=lambda pair: pair[0].run.processes != 1)  # one process first
     reference = next(
@@ -116,7 +116,7 @@ def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, 
     )
     if reference is None and candidates:
         reference = max(candidates, key=lambda pair: pair[0].run.processes)
-    rows = [_row(one, reference, tolerance, float64=float64) for one in outcomes]
+    rows = [_row(outcome, reference, tolerance, float64=float64) for outcome in outcomes]
     return Group(ranks=ranks, rows=rows)
 
 
@@ -184,7 +184,7 @@ def expected_difference(record: Record, reference: Record) -> str | None:
     sizes = f"{record.first.size} here, {reference.first.size} in the reference"
     for step, (own, other) in enumerate(zip(record.learning_rates(), reference.learning_rates(), strict=False), 1):
         if own != other:
-            rates = [", ".join(f"{rate:.6g}" for rate in one) for one in (own, other)]
+            rates = [", ".join(f"{rate:.6g}" for rate in rates_of_run) for rates_of_run in (own, other)]
             return (
                 f"the script derives its learning rate from the number of ranks ({sizes}): it is {rates[0]} instead of "
                 f"{rates[1]} in step {step}"

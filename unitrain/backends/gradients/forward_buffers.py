@@ -33,14 +33,14 @@ class ForwardBufferBroadcaster:
         self._buffer_locations: list[tuple[dict[str, Tensor | None], str]] = []
         seen: set[int] = set()
         for module in model.modules():
-            held = [(name, buffer) for name, buffer in buffers_by_name(module).items() if buffer is not None]
-            if held and _reads_buffers_in_eval_only(module):
+            named_buffers = [(name, buffer) for name, buffer in buffers_by_name(module).items() if buffer is not None]
+            if named_buffers and _reads_buffers_in_eval_only(module):
                 self._statistics_layers.append(module)
                 continue
             self._buffer_locations += [
-                (buffers_by_name(module), name) for name, buffer in held if id(buffer) not in seen
+                (buffers_by_name(module), name) for name, buffer in named_buffers if id(buffer) not in seen
             ]
-            seen.update(id(buffer) for _, buffer in held)
+            seen.update(id(buffer) for _, buffer in named_buffers)
         self._last_modes: list[bool] | None = None
         self._initial_versions: list[tuple[Tensor | None, int]] = []
         self._changed_indices: list[int] = []

@@ -102,12 +102,12 @@ class LocalGradients:
             self._check_local_gradients(optimizer)
 
     def _check_local_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+        by_id = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         # A gradient that was set to None or zero in the meantime contains no local values.
         names = [
             self._names[key]
             for key in self._names
-            if key in self._local_ids and key in held and _has_values(held[key].grad)
+            if key in self._local_ids and key in by_id and _has_values(by_id[key].grad)
         ]
         if names:
             raise ModelError(

@@ -299,7 +299,7 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     for gradient in gradients:
         bucket = by_dtype.setdefault(gradient.dtype, [])
         bucket.append(gradient)
-        if sum(one.nbytes for one in bucket) >= _BUCKET_BYTES:
+        if sum(gradient.nbytes for gradient in bucket) >= _BUCKET_BYTES:
             yield by_dtype.pop(gradient.dtype)
     yield from by_dtype.values()
 

@@ -228,7 +228,7 @@ def _to_device(inputs: Any, device: torch.device) -> Any:
     if isinstance(inputs, Tensor):
         return inputs.to(device, non_blocking=True)
     if type(inputs) in (list, tuple):
-        return type(inputs)(_to_device(one, device) for one in inputs)
+        return type(inputs)(_to_device(value, device) for value in inputs)
     if type(inputs) is dict:
-        return {key: _to_device(one, device) for key, one in inputs.items()}
+        return {key: _to_device(value, device) for key, value in inputs.items()}
     return inputs

@@ -161,7 +161,7 @@ _ELEMENTWISE = frozenset(
 def _local_of(value: Any) -> Any:
     if isinstance(value, ShardedGradient):
         return value.local
-    return [_local_of(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_local_of(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _update_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,8 +169,8 @@ def _update_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
     name = function.overloadpacket.__name__
     for value in (*args[1:], *kwargs.values()):
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, ShardedGradient) or (isinstance(one, Tensor) and one.dim() > 0):
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, ShardedGradient) or (isinstance(item, Tensor) and item.dim() > 0):
                 _raise_unsupported(name)
     function(_local_of(args[0]), *args[1:], **kwargs)
     is_zeroed = name.endswith("zero_")
@@ -220,8 +220,10 @@ def _foreach_norm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if len(args) > 2 or kwargs.keys() - {"ord"}:
         _raise_unsupported("_foreach_norm with dtype")
     return [
-        one._group.norm(one, float(order)) if isinstance(one, ShardedGradient) else function([one], order)[0]
-        for one in args[0]
+        gradient._group.norm(gradient, float(order))
+        if isinstance(gradient, ShardedGradient)
+        else function([gradient], order)[0]
+        for gradient in args[0]
     ]
 
 

@@ -212,7 +212,7 @@ class ShardedState:
         if self._reducer is not None:
             for parameter in new:
                 self._reducer.assign(parameter, self._pieces[parameter])
-        for parameter, piece in [(one, piece) for one in parameters for piece in self._pieces[one]]:
+        for parameter, piece in [(owned, piece) for owned in parameters for piece in self._pieces[owned]]:
             if piece.owner == self._communicator.rank:
                 is_whole = piece.stop - piece.start == parameter.numel()
                 part = parameter if is_whole else nn.Parameter(self._view(parameter, piece), parameter.requires_grad)

@@ -51,10 +51,10 @@ def divide_runs(sizes: Sequence[int], ranks: int, limit: int) -> list[Piece]:
     pieces, run = [], list[int]()
     for index in reversed(range(len(sizes))):
         run.append(index)
-        if index == 0 or sum(sizes[one] for one in run) >= limit:
+        if index == 0 or sum(sizes[position] for position in run) >= limit:
             pieces += [
                 Piece(run[piece.index], piece.start, piece.stop, piece.owner)
-                for piece in divide_elements([sizes[one] for one in run], ranks)
+                for piece in divide_elements([sizes[position] for position in run], ranks)
             ]
             run = []
     return pieces
@@ -80,7 +80,7 @@ def batches_of(pieces: Sequence[Piece], sizes: Sequence[int], limit: int) -> Ite
     by_owner: dict[int, list[list[Piece]]] = {}
     for piece in pieces:
         batches = by_owner.setdefault(piece.owner, [[]])
-        if sum((one.stop - one.start) * sizes[one.index] for one in batches[-1]) >= limit:
+        if sum((batched.stop - batched.start) * sizes[batched.index] for batched in batches[-1]) >= limit:
             batches.append([])
         batches[-1].append(piece)
     for number in range(max(map(len, by_owner.values()), default=0)):
