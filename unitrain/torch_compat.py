@@ -1,7 +1,8 @@
 """Private torch APIs that unitrain uses, and public APIs that torch renamed.
 
-Each entry states the torch versions that it was checked with. No module of unitrain/backends or unitrain/modules uses
-private torch APIs directly, except that `ddp.py` imports torch._dynamo early.
+Each entry states the torch versions that it was checked with. No other module uses private torch APIs, with two
+exceptions: `backends/ddp.py` imports torch._dynamo early, and `horovod_wheel/machine.py` calls
+torch._C._cuda_getArchFlags, because that package works without the rest of unitrain.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +29,21 @@ from torch.nn.parallel.distributed import _find_tensors
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.data._utils import worker as _dataloader_worker
+
+# --- tensors ---
+
+# The functions on lists of tensors that the optimizers of torch use. Checked with torch 2.14.
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd treats `tensor` as a view of another tensor. Checked with torch 2.14."""
+    return tensor._is_view()
+
 
 # --- torch.optim ---
 
@@ -69,6 +86,18 @@ def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
         steps += frame.f_code is code and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return steps > 1
+
+
+def skips_step_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `optimizer.step()` receives the result of GradScaler's check and skips the update itself, as fused
+    optimizers do. Checked with torch 2.14."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def found_non_finite(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `scaler` found a gradient of `optimizer` with inf or nan in this step. Synchronizes with the
+    device. Checked with torch 2.14."""
+    return any(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())
 
 
 # --- torch.distributed ---
@@ -134,6 +163,11 @@ def is_reached_by_backward(parameter: Tensor) -> bool:
     Raises RuntimeError during torch.autograd.grad with respect to parameters, which accumulates no gradients.
     """
     return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether a hook is registered on `parameter`. Checked with torch 2.14."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 @contextmanager
@@ -223,6 +257,55 @@ def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def parameters_by_name(module: nn.Module) -> dict[str, Any]:
+    """Return the dictionary of the parameters of `module`, without those of its submodules. Checked with torch 2.14."""
+    return module._parameters
+
+
+# --- torch.utils.data ---
+
+
+@contextmanager
+def hide_worker_info() -> Iterator[None]:
+    """Context manager in which `torch.utils.data.get_worker_info` returns None. Checked with torch 2.14."""
+    info, _dataloader_worker._worker_info = _dataloader_worker._worker_info, None
+    try:
+        yield
+    finally:
+        _dataloader_worker._worker_info = info
+
+
+def stop_workers(batches: Any) -> None:
+    """Terminate the worker processes of `batches`, an iterator of a DataLoader with workers. Checked with torch
+    2.14."""
+    batches._shutdown_workers()
+
+
+def awaited_batches(frame: FrameType) -> Any | None:
+    """Return the iterator of a DataLoader whose next batch the function of `frame` waits for, or None. Checked with
+    torch 2.14."""
+    code = frame.f_code
+    if code.co_name != "_next_data" or not code.co_filename.endswith("torch/utils/data/dataloader.py"):
+        return None
+    return frame.f_locals.get("self")
+
+
+def next_batch_number(batches: Any) -> int | None:
+    """Return the number of the next batch of an iterator of a DataLoader, or None without workers. Checked with torch
+    2.14."""
+    return getattr(batches, "_rcvd_idx", None)
+
+
+def worker_of_next_batch(batches: Any) -> tuple[int, int, Any] | None:
+    """Return the number and the process ID of the worker that loads the next batch of an iterator of a DataLoader, and
+    the worker_init_fn of the loader; None without workers. Checked with torch 2.14."""
+    try:
+        number = batches._task_info[batches._rcvd_idx][0]
+        return number, batches._workers[number].pid, batches._worker_init_fn
+    except (AttributeError, KeyError, IndexError):  # another version of torch, or a loader without workers
+        return None
+
+
 # --- DistributedDataParallel ---
 
 
@@ -263,6 +346,10 @@ class ReducerDDP(DistributedDataParallel):
         for hook, state in self._comm_hooks:
             dist._register_comm_hook(self.reducer, state, hook)
 
+    def has_comm_hook(self) -> bool:
+        """Return whether a communication hook is registered."""
+        return bool(self._comm_hooks)
+
     def check_reducer_finished(self) -> None:
         """Raise RuntimeError if the last backward pass did not complete all buckets."""
         self.reducer._check_reducer_finalized()
@@ -277,6 +364,7 @@ class ReducerDDP(DistributedDataParallel):
 
     def release_groups(self) -> None:
         """Delete all references to process groups. The reducer cannot be used afterwards."""
+        self._comm_hooks.clear()  # hooks may hold groups
         del self.reducer, self.logger, self.process_group, self._reducer_group
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:

@@ -15,6 +15,16 @@ EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 VAGUE_NAMES = {"base_utils", "common", "core", "helper", "helpers", "lib", "misc", "tools", "util", "utils"}
 ENVIRONMENT_READERS = ("unitrain/bootstrap/environment.py", "launchers/*", "unitrain/launchers/*")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
+# Private names of torch and other packages, outside of torch_compat.py, which may use all those of torch.
+PRIVATE_NAMES = {
+    "unitrain/backends/ddp.py": {"_dynamo"},  # imported early
+    "unitrain/backends/horovod/horovodrun.py": {"_slot_info_to_command_fn"},
+    "unitrain/horovod_wheel/machine.py": {"_C", "_cuda_getArchFlags"},  # that package imports no other of unitrain
+    "unitrain/metrics/torchmetrics.py": {"_computed", "_defaults", "_reductions", "_to_sync", "_update_count"},
+    "unitrain/testing/ranks.py": {"_listener", "_socket"},
+    "unitrain/testing/worker.py": {"_run_exitfuncs"},
+}
 
 Rule = Callable[[str, str], Iterator[str]]
 
@@ -37,6 +47,34 @@ def only_one_module_reads_the_environment(path: str, source: str) -> Iterator[st
             yield f"{path}:{node.lineno} uses {ast.unparse(node)}"
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             yield from (f"{path} imports os.{alias.name}" for alias in node.names if alias.name in ENVIRONMENT)
+
+
+def only_torch_compat_uses_private_names_of_torch(path: str, source: str) -> Iterator[str]:
+    """And private names of other packages are listed above. Names that the file itself defines are not reported."""
+    if path == "unitrain/torch_compat.py":
+        return
+    tree = ast.parse(source)
+    allowed = NAMED_TUPLE | PRIVATE_NAMES.get(path, set())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            allowed.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            allowed.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            allowed.add(node.attr)
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "os", "sys"):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            names = [node.args[1].value] if isinstance(node.args[1], ast.Constant) else []
+        for name in names:
+            if name.startswith("_") and not name.endswith("__") and name not in allowed:
+                yield f"{path}:{node.lineno} uses the private name {name}; move it to unitrain/torch_compat.py"
 
 
 def module_names_state_a_subject(path: str, source: str) -> Iterator[str]:
@@ -70,6 +108,12 @@ VIOLATIONS: list[tuple[Rule, str, str]] = [
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "from os import environ"),
     (only_one_module_reads_the_environment, "unitrain/trainer.py", "import os as o\no.environ['A'] = 'B'"),
     (only_one_module_reads_the_environment, "examples/x.py", "import os\nos.environ['A'] = 'B'"),
+    (only_torch_compat_uses_private_names_of_torch, "unitrain/x.py", "import torch\ntorch._foreach_norm([])"),
+    (only_torch_compat_uses_private_names_of_torch, "unitrain/x.py", "import torch._dynamo"),
+    (only_torch_compat_uses_private_names_of_torch, "unitrain/x.py", "from torch.utils import _pytree"),
+    (only_torch_compat_uses_private_names_of_torch, "unitrain/x.py", "from torch.utils._pytree import tree_map"),
+    (only_torch_compat_uses_private_names_of_torch, "unitrain/x.py", "getattr(tensor, '_local_tensor', tensor)"),
+    (only_torch_compat_uses_private_names_of_torch, "examples/x.py", "module._parameters"),
     (module_names_state_a_subject, "unitrain/utils.py", ""),
     (module_names_state_a_subject, "unitrain/common/x.py", ""),
     (public_names_are_documented, "unitrain/x.py", "x = 1"),
@@ -103,3 +147,8 @@ def test_each_rule_finds_its_violation(rule: Rule, path: str, source: str) -> No
 
 def test_launchers_may_read_the_environment() -> None:
     assert not list(only_one_module_reads_the_environment("launchers/x.py", "import os\nx = os.environ"))
+
+
+def test_names_that_a_file_defines_may_be_private() -> None:
+    source = "class A:\n    def _f(self): ...\n    def g(self, other): self._x = other._x + other._f() + self._y"
+    assert not list(only_torch_compat_uses_private_names_of_torch("unitrain/x.py", source))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
+from unitrain.torch_compat import foreach_copy_
 
 # Pieces up to this size are packed into one buffer per root, because starting a broadcast takes longer than copying.
 MAX_PACKED_BYTES = 2**16
@@ -92,7 +93,7 @@ class Broadcasts:
             for buffer, parts in buffers:
                 if buffer.is_cuda:
                     buffer.record_stream(torch.cuda.current_stream(buffer.device))  # not the stream that allocated it
-                torch._foreach_copy_(parts, buffer.split([part.numel() for part in parts]))
+                foreach_copy_(parts, buffer.split([part.numel() for part in parts]))
             works.clear()
             buffers.clear()
 

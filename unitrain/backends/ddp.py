@@ -59,7 +59,6 @@ class DDPBackend(ProcessGroupBackend, SupportsPointToPoint):
         control = dist.new_group(backend="gloo", timeout=options.timeout) if transport != "nccl" else None
         started = cls(rendezvous, device, transport, control)  # type: ignore[arg-type]
         if transport == "nccl":
-            started._waits_on_stream = True
             set_transport_timeout(default_process_group(), device, options.timeout + NCCL_TIMEOUT_MARGIN)
         return started
 
@@ -71,6 +70,7 @@ class DDPBackend(ProcessGroupBackend, SupportsPointToPoint):
         control_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(rendezvous, device, transport, control_group)
+        self._waits_on_stream = transport == "nccl"
         self._rank_groups: WeakSet[RankGroup] = WeakSet()
 
     def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[RankGroup]:

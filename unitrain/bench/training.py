@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 import unitrain
 from unitrain import factories, randomness
@@ -21,6 +20,7 @@ from unitrain.bench.results import PARTS
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.optim.step import Forward
+from unitrain.torch_compat import queue_backward_callback
 
 # After the timed steps of a turn, this fraction of the steps is repeated to time the phases of a step.
 _PROFILED_FRACTION = 0.25
@@ -90,7 +90,7 @@ class StepProfiler(Callback):
 
     def _on_loss_gradient(self, gradient: Tensor) -> None:
         # The gradient reduction queues its callback later, so its callback runs after this one.
-        Variable._execution_engine.queue_callback(lambda: self._end_part("backward"))
+        queue_backward_callback(lambda: self._end_part("backward"))
 
     def _end_part(self, part: str) -> None:
         if self._part_start_time is not None:

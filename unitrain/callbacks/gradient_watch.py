@@ -7,7 +7,7 @@ from torch import nn
 
 from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError, NonFiniteGradientError
-from unitrain.torch_compat import local_part
+from unitrain.torch_compat import foreach_norm, local_part
 
 # fp16 starts with a loss scale of 2**16 and halves it at each overflow. After this many consecutive overflows, the loss
 # scale cannot be the cause.
@@ -40,7 +40,7 @@ class GradientWatch(Callback):
         }
         if is_sharded:  # a rank may have no rows of a gradient
             gradients = {name: rows if rows.numel() else rows.new_zeros(1) for name, rows in gradients.items()}
-        norms = torch.stack(torch._foreach_norm(list(gradients.values()), float("inf"))) if gradients else torch.ones(1)
+        norms = torch.stack(foreach_norm(list(gradients.values()), float("inf"))) if gradients else torch.ones(1)
         if is_sharded:
             norms = trainer.backend.allreduce(norms, "max")
         if bool(norms.isfinite().all()):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from itertools import chain, count, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
-from torch.utils.data._utils import worker as worker_module
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
@@ -26,6 +25,7 @@ from unitrain.data.loading import (
 from unitrain.data.samplers import custom_sampler, seed_epoch
 from unitrain.data.workers import WorkerInit
 from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
+from unitrain.torch_compat import hide_worker_info
 
 
 class StreamSource:
@@ -276,24 +276,15 @@ def _skip_items(stream: Iterator[Any], items: int) -> None:
 
 def _iterate_outside_worker(items: Iterable[Any]) -> Iterator[Any]:
     """Yield `items` with torch's worker info hidden, so that the dataset does not shard itself over workers."""
-    with _hide_worker_info():
+    with hide_worker_info():
         stream = iter(items)
     while True:
-        with _hide_worker_info():
+        with hide_worker_info():
             try:
                 item = next(stream)
             except StopIteration:
                 return
         yield item
-
-
-@contextmanager
-def _hide_worker_info() -> Iterator[None]:
-    info, worker_module._worker_info = worker_module._worker_info, None
-    try:
-        yield
-    finally:
-        worker_module._worker_info = info
 
 
 def _identity(batch: Any) -> Any:

@@ -27,6 +27,7 @@ from unitrain.data.batch import CountedBatch, CountingCollate
 from unitrain.data.samplers import custom_sampler
 from unitrain.data.workers import WorkerInit
 from unitrain.errors import ConfigError, DataError
+from unitrain.torch_compat import stop_workers
 
 Data = Dataset[Any] | DataLoader[Any]
 
@@ -184,7 +185,7 @@ def iterate_loader(loader: DataLoader[Any]) -> Generator[Any]:
     finally:
         # If a traceback keeps the iterator alive, its later garbage collection takes five seconds per worker.
         if loader.num_workers and not loader.persistent_workers:
-            fetched._shutdown_workers()  # type: ignore[attr-defined]
+            stop_workers(fetched)
 
 
 def count_prefetched_batches(loader: DataLoader[Any]) -> int:

@@ -12,11 +12,12 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
+from unitrain.torch_compat import awaited_batches, next_batch_number, worker_of_next_batch
+
 _UNITRAIN_FOLDER = str(Path(__file__).parent.parent)
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MAX_FRAMES = 14
 _AUTOGRAD_FUNCTION = "_engine_run_backward"
-_DATALOADER_FILE, _DATALOADER_FUNCTION = "torch/utils/data/dataloader.py", "_next_data"
 
 
 def main_thread_stack() -> list[FrameType]:
@@ -83,15 +84,12 @@ def awaited_worker(frame: FrameType) -> str | None:
 
     The workers of a Trainer report their activity (`unitrain.data.workers`).
     """
-    if not _awaits_batch(frame):
+    worker = worker_of_next_batch(awaited_batches(frame))
+    if worker is None:
         return None
-    try:
-        iterator = frame.f_locals["self"]
-        number = iterator._task_info[iterator._rcvd_idx][0]
-        name = f"DataLoader worker {number} (process {iterator._workers[number].pid})"
-    except (AttributeError, KeyError, IndexError):  # a different torch version, or a loader without workers
-        return None
-    report = getattr(iterator._worker_init_fn, "describe_activity", None)
+    number, process, worker_init_fn = worker
+    name = f"DataLoader worker {number} (process {process})"
+    report = getattr(worker_init_fn, "describe_activity", None)
     activity = report(number) if callable(report) else ""
     return f"{name}, which {activity}" if activity else name
 
@@ -103,19 +101,11 @@ def awaited_batch() -> tuple[int, int] | None:
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if _awaits_batch(frame):
-            try:
-                iterator = frame.f_locals["self"]
-                return id(iterator), iterator._rcvd_idx
-            except (AttributeError, KeyError):  # a different torch version, or a loader without workers
-                return None
+        if (batches := awaited_batches(frame)) is not None:
+            number = next_batch_number(batches)
+            return None if number is None else (id(batches), number)
         frame = frame.f_back
     return None
-
-
-def _awaits_batch(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_name == _DATALOADER_FUNCTION and code.co_filename.endswith(_DATALOADER_FILE)
 
 
 def is_unitrain_frame(frame: FrameType) -> bool:

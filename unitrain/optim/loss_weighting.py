@@ -14,7 +14,7 @@ from unitrain.backends.base import Communicator
 from unitrain.data.order import MicroBatch
 from unitrain.errors import ModelError
 from unitrain.optim.step import optimizer_parameters
-from unitrain.torch_compat import local_part
+from unitrain.torch_compat import foreach_mul_, local_part
 
 Count = Tensor | float
 # A loss function returns the mean over the batch, or a pair (sum, number of tokens in the sum).
@@ -122,7 +122,7 @@ class LossWeighting:
                 gradients.setdefault(parameter.grad.dtype, []).append(local_part(parameter.grad))
         for dtype, same_dtype in gradients.items():
             # A factor of the same dtype lets one kernel process many gradients. In half precision, it would be rounded.
-            torch._foreach_mul_(same_dtype, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)
+            foreach_mul_(same_dtype, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)
 
     def discard_step(self) -> None:
         """Discard the counts of a step that was not completed."""

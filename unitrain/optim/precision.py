@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from unitrain.config import PrecisionName
 from unitrain.errors import ConfigError
+from unitrain.torch_compat import found_non_finite, skips_step_on_device
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -66,7 +67,7 @@ class Precision:
             optimizer.step()
             return True
         stepped = False
-        skips_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)  # fused optimizers
+        skips_on_device = skips_step_on_device(optimizer)
         known = set(optimizer.state) if skips_on_device else set()
 
         def note(*_: Any) -> None:
@@ -79,7 +80,7 @@ class Precision:
         finally:
             handle.remove()
         if skips_on_device:
-            stepped = not any(found.item() for found in self._scaler._found_inf_per_device(optimizer).values())
+            stepped = not found_non_finite(self._scaler, optimizer)
             if not stepped:
                 # torch 2.14's fused SGD creates momentum before it skips, and does not initialize it.
                 for parameter in [parameter for parameter in optimizer.state if parameter not in known]:

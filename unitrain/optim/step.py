@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,6 +15,7 @@ from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.optim.precision import Precision
 from unitrain.optim.schedulers import PlannedScheduler
+from unitrain.torch_compat import queue_backward_callback
 
 
 def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
         # The autograd engine runs callbacks in the order in which they are queued. The callback that waits for the
         # gradients is queued after these.
         for call in overlapped:
-            Variable._execution_engine.queue_callback(call)
+            queue_backward_callback(call)
 
     if overlapped and loss.requires_grad:  # otherwise torch raises an error
         loss.register_hook(queue_calls)

@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from unitrain.backends.base import Communicator
 from unitrain.progress.stragglers import TRAINING
+from unitrain.torch_compat import queue_backward_callback
 
 PARTS = (*TRAINING, "validation", "checkpoint")
 _DATA, *_MEASURED = TRAINING
@@ -175,11 +175,11 @@ class LoopTimer:
         # After the backward pass, the autograd engine runs callbacks in the order in which they were queued. The
         # callback that waits for the reduction is queued after this one, and the callback that this one queues runs
         # last.
-        Variable._execution_engine.queue_callback(self._end_compute)
+        queue_backward_callback(self._end_compute)
 
     def _end_compute(self) -> None:
         self._end_lap("compute")
-        Variable._execution_engine.queue_callback(lambda: self._end_lap("wait"))
+        queue_backward_callback(lambda: self._end_lap("wait"))
 
     def _end_lap(self, part: str) -> None:
         before, now = self._lap_start_time, self._start_lap()

@@ -18,6 +18,7 @@ from unitrain.testing import gradients, local_gradients, parameters, sharding
 from unitrain.testing.cases import CASES, Case, assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import FEATURES, assert_gradients, batch, complete, compute_loss, mean_gradients
 from unitrain.testing.models import gradients as gradients_of
+from unitrain.torch_compat import foreach_add_, foreach_mul_
 
 
 class _ShardedGradients:
@@ -163,7 +164,7 @@ def norms_of_sharded_gradients_are_those_of_complete_gradients(backend: Backend)
             parameter.grad = None if gradient is None else gradient.clone()
 
     def scale(values: list[nn.Parameter]) -> None:
-        torch._foreach_mul_([one.grad for one in values if one.grad is not None], torch.tensor(0.3).double())
+        foreach_mul_([one.grad for one in values if one.grad is not None], torch.tensor(0.3).double())
 
     def on_both(use: Callable[[list[nn.Parameter]], Any]) -> None:
         found, want = use([*model.parameters()]), use([*twin.parameters()])
@@ -205,7 +206,7 @@ def operations_on_incomplete_gradients_raise(backend: Backend) -> None:
         lambda: gradient.mul_(gradient),
         lambda: copy.deepcopy(gradient),
         lambda: torch.cat([gradient.view(-1)]),
-        lambda: torch._foreach_add_([gradient], 1.0),
+        lambda: foreach_add_([gradient], 1.0),
         torch.optim.SGD(model.parameters(), lr=0.1).step,
         torch.optim.Adam(model.parameters(), foreach=True).step,
     ]

@@ -19,6 +19,7 @@ from unitrain.callbacks.callback import Callback
 from unitrain.data.batch import map_tensors
 from unitrain.modules.sync_batch_norm import SyncedForward
 from unitrain.optim.step import optimizer_parameters
+from unitrain.torch_compat import BatchNormBase
 from unitrain.trainer_overrides import TrainerArguments
 from unitrain.verify.digests import digest_samples, digest_tensor
 from unitrain.verify.record import TENSORS_FILE, RankRecord, Request, StepRecord
@@ -161,7 +162,7 @@ def _parameters(trainer: Trainer) -> dict[str, Tensor]:
 
 def _batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
     """Return the samples of a micro-batch that BatchNorm normalizes over: "none", "rank" or "all"."""
-    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    layers = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     if not layers:
         return "none"
     return "all" if all(isinstance(layer, SyncedForward | nn.SyncBatchNorm) for layer in layers) else "rank"

@@ -184,7 +184,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         number of ranks, and returns a future with the reduced buffer. The optimizer treats the gradients as the mean
         over ranks. Raises ModelError if there is a hook already, or if gradients are compressed.
         """
-        if self._comm_hooks:
+        if self.has_comm_hook():
             raise ModelError(
                 "The gradients of this model have a communication hook already. Leave compression out of "
                 "distributed_model, and register one hook."
@@ -200,7 +200,6 @@ class DistributedModel(ReducerDDP, WrappedModel):
         if not self._has_left_group:
             self._has_left_group = True
             self._local_gradients.stop()
-            self._comm_hooks.clear()  # hooks may hold groups
             self.release_groups()
             del self._gradient_group, self._forward_buffers
 

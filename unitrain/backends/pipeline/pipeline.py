@@ -27,6 +27,7 @@ from unitrain.backends.pipeline.stage_runs import SingleStageRuns, StageModule, 
 from unitrain.backends.rank_groups import RankGroup
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import ConfigError, ModelError
+from unitrain.torch_compat import foreach_copy_
 
 Balance = Literal["time", "memory"]
 ScheduleName = Literal["1f1b", "gpipe"]
@@ -260,7 +261,7 @@ class Pipeline:
         for gradients in _buckets(self._gradients()):
             reduced = mean(torch.cat([gradient.reshape(-1) for gradient in gradients]))
             pieces = reduced.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(
+            foreach_copy_(
                 gradients, [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
             )
 

@@ -11,7 +11,7 @@ from torch import nn
 from unitrain.backends.blocks import BlockClass, find_blocks, find_repeated_blocks
 from unitrain.backends.compression_setting import Compression
 from unitrain.errors import ConfigError, ModelError, UnsupportedError
-from unitrain.torch_compat import is_compiled
+from unitrain.torch_compat import has_gradient_hooks, is_compiled
 from unitrain.validation import describe_value
 
 _SETTING = "shard_blocks"
@@ -118,7 +118,7 @@ def _check_parameters(model: nn.Module) -> None:
                 f"{_ELSE}."
             )
         # Gradients are computed for complete parameters, which exist only during a forward and backward pass.
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_gradient_hooks(parameter):
             raise ModelError(
                 f"Parameter {name!r} has a gradient hook, which would not be called, because the parameter is replaced "
                 f"by its shard. Register post-accumulate hooks after distributed_model, {_ELSE}."

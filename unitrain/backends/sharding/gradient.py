@@ -17,7 +17,7 @@ from torch import Tensor
 from unitrain.backends.base import Communicator
 from unitrain.backends.sharding.dense import flat
 from unitrain.errors import ModelError
-from unitrain.torch_compat import make_wrapper_tensor, without_torch_function
+from unitrain.torch_compat import foreach_norm, make_wrapper_tensor, without_torch_function
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -124,7 +124,7 @@ class GradientGroup:
         powers = torch.zeros(len(gradients), dtype=torch.float64, device=device)
         stored = [(number, gradient.local) for number, gradient in enumerate(gradients) if gradient.local.numel()]
         if stored:
-            norms = torch._foreach_norm([_wide(local) for _, local in stored], order)
+            norms = foreach_norm([_wide(local) for _, local in stored], order)
             values = torch.stack([norm.double() for norm in norms])
             if not math.isinf(order):
                 values = values.pow(order)

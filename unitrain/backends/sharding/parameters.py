@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_map_only
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.blocks import BlockClass
@@ -41,7 +40,9 @@ from unitrain.torch_compat import (
     fsdp_parameters,
     is_fsdp_busy,
     is_fsdp_initialized,
+    is_view,
     release_fsdp_groups,
+    tree_map_only,
     unsharded_parameter,
     unwrap_compiled,
 )
@@ -141,7 +142,7 @@ class ShardedParameters:
         """
         if not torch.is_grad_enabled() or not self._has_gradients():
             return output
-        return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, output)
+        return tree_map_only(Tensor, lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
     def _free_after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():

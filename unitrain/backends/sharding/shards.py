@@ -16,7 +16,7 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.checks import DTYPES
 from unitrain.backends.sharding.state_format import keeps_shards, rank_of_complete_state
 from unitrain.backends.tensors import as_bytes
-from unitrain.torch_compat import local_part
+from unitrain.torch_compat import local_part, parameters_by_name
 
 
 def rows_of_rank(rows: int, rank: int, size: int) -> slice:
@@ -67,14 +67,13 @@ def make_state_dicts_complete(model: nn.Module, communicator: Communicator) -> N
     """
 
     def gather(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name in module._parameters:
+        for name in parameters_by_name(module):
             value = state.get(prefix + name)
             if isinstance(value, DTensor) and not keeps_shards():
                 state[prefix + name] = gather_rows(local_part(value), value.shape, communicator)
 
     def select(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        parameters: dict[str, Any] = module._parameters
-        for name, parameter in parameters.items():
+        for name, parameter in parameters_by_name(module).items():
             value = state.get(prefix + name)
             if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
                 continue
