@@ -57,6 +57,10 @@ _EXPORTS = {
     "RankInfo": "unitrain.bootstrap.environment",
     "ReportError": "unitrain.errors",
     "ShardedLoader": "unitrain.data.sharded_loader",
+    "SupportsAsyncBroadcasts": "unitrain.backends.capabilities",
+    "SupportsPointToPoint": "unitrain.backends.capabilities",
+    "SupportsPowerSGD": "unitrain.backends.capabilities",
+    "SupportsShardedParameters": "unitrain.backends.capabilities",
     "TensorBoardLogger": "unitrain.loggers.tensorboard",
     "TensorError": "unitrain.errors",
     "TrainConfig": "unitrain.config",
@@ -118,6 +122,10 @@ __all__ = [
     "RankInfo",
     "ReportError",
     "ShardedLoader",
+    "SupportsAsyncBroadcasts",
+    "SupportsPointToPoint",
+    "SupportsPowerSGD",
+    "SupportsShardedParameters",
     "TensorBoardLogger",
     "TensorError",
     "TrainConfig",
@@ -142,7 +150,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend, Communicator
-    from unitrain.backends.capabilities import require
+    from unitrain.backends.capabilities import (
+        SupportsAsyncBroadcasts,
+        SupportsPointToPoint,
+        SupportsPowerSGD,
+        SupportsShardedParameters,
+        require,
+    )
     from unitrain.backends.compression_setting import PowerSGD
     from unitrain.backends.horovod import register_process_group
     from unitrain.backends.pipeline.pipeline import Pipeline
