@@ -1,6 +1,6 @@
-"""Reduce gradients within each host first, and then between the hosts, as in Lightning's DDP2.
+"""Reduce gradients first within each host and then between hosts, as in Lightning's DDP2.
 
-A communication hook of DistributedDataParallel replaces the allreduce over all ranks. It is useful on CPUs if the
+A DistributedDataParallel communication hook replaces the allreduce over all ranks. This is useful on CPUs if the
 network between the hosts is slow. NCCL selects such algorithms itself.
 
 unitrain launch -H node1:4,node2:4 examples/hierarchical.py
@@ -21,11 +21,11 @@ import unitrain
 
 
 class HierarchicalReduction:
-    """A communication hook for CPU tensors. It adds the gradients on the first rank of each host, adds the sums of the
+    """A communication hook for CPU tensors. It sums the gradients on the first rank of each host, sums these over
     hosts, and broadcasts the mean within each host.
 
-    `host_by_rank` contains the node rank of each rank. All ranks create the hook. The collectives run in one thread, in
-    the same order on every rank, while the backward pass continues.
+    `host_by_rank` contains the node rank of each rank. All ranks must create the hook. The collectives run in a
+    separate thread, in the same order on every rank, while the backward pass continues.
     """
 
     def __init__(self, backend: unitrain.Backend, host_by_rank: list[int]) -> None:

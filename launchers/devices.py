@@ -1,4 +1,4 @@
-"""Selection of the devices of a launch: `unitrain launch --devices` and `unitrain.run(devices=...)`.
+"""Selection of devices for `unitrain launch --devices` and `unitrain.run(devices=...)`.
 
 The values have the same meaning as in Lightning's `Trainer(devices=...)`:
 
@@ -8,7 +8,7 @@ The values have the same meaning as in Lightning's `Trainer(devices=...)`:
     "[0]", "0,", [0]      GPU 0
     "1,3", [1, 3]         GPUs 1 and 3
 
-An index refers to the GPUs that CUDA_VISIBLE_DEVICES shows, in the order in which torch numbers them.
+Indices refer to the GPUs listed in CUDA_VISIBLE_DEVICES, in torch's order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Devices:
     is_argument: bool = False
 
     def __str__(self) -> str:
-        """Return the selection as the user writes it."""
+        """Return the selection in the user's notation."""
         if self.indices is None:
             return self.format(str(self.count))
         if self.is_argument:
@@ -111,8 +111,8 @@ def select_devices(
     """Return the ranks and variables for `devices` of each of `hosts`, or of this host if `hosts` is empty.
 
     `num_processes` is the number of ranks that the user requested, or None. Raises LaunchError if it contradicts the
-    selection, for GPUs that this host lacks, and if Slurm selects the hosts. The GPUs of other hosts are not counted,
-    so `unitrain.init()` reports a missing GPU there.
+    selection, for GPUs that this host does not have, and if Slurm selects the hosts. The GPUs of other hosts are not
+    queried; `unitrain.init()` reports a missing GPU on these hosts.
     """
     _check_not_selected_by_slurm(devices, launcher, hosts)
     if len(hosts) > 1 or not all(map(is_this_host, hosts)):
@@ -139,9 +139,9 @@ def select_devices(
 def select_uncounted_devices(
     devices: Devices, num_processes: int | None, hosts: tuple[Host, ...] = ()
 ) -> SelectedDevices:
-    """Return the ranks and variables for `devices` of each of `hosts`, whose GPUs cannot be counted.
+    """Return the ranks and variables for `devices` of each of `hosts`, whose GPUs cannot be queried.
 
-    If `hosts` is empty, it is one host. Raises LaunchError for -1, which requires the number of GPUs.
+    If `hosts` is empty, there is one host. Raises LaunchError for -1, which requires the number of GPUs.
     """
     if devices.count == 0:
         return SelectedDevices(num_processes, hosts, {VARIABLE: ""})
@@ -165,9 +165,10 @@ def select_uncounted_devices(
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs of this host that CUDA shows, as entries of CUDA_VISIBLE_DEVICES, in the order of their indices.
+    """Return the GPUs of this host that are visible to CUDA, as entries of CUDA_VISIBLE_DEVICES, in the order of their
+    indices.
 
-    CUDA ignores an invalid entry of the variable and all entries after it, and shows no GPU if an entry is repeated.
+    CUDA ignores an invalid entry of the variable and all entries after it, and hides all GPUs if an entry is repeated.
     """
     number = count_gpus()
     setting = os.environ.get(VARIABLE)
@@ -185,7 +186,7 @@ def visible_gpus() -> list[str]:
 def count_gpus() -> int:
     """Return the number of NVIDIA GPUs that this process can access, from `nvidia-smi -L`, else from the driver.
 
-    A host without a driver has 0. torch is not imported, so that a command can be displayed quickly.
+    The number is 0 on a host without a driver. torch is not imported, so that a command can be displayed quickly.
     """
     program = shutil.which("nvidia-smi")
     if program is not None:
@@ -214,7 +215,7 @@ def _parse_indices(text: str) -> tuple[int, ...] | None:
 
 
 def _check_not_selected_by_slurm(devices: Devices, launcher: str, hosts: tuple[Host, ...]) -> None:
-    """Raise LaunchError if the ranks start on hosts that Slurm has selected, where Slurm sets CUDA_VISIBLE_DEVICES."""
+    """Raise LaunchError if the ranks start on hosts selected by Slurm, which also sets CUDA_VISIBLE_DEVICES."""
     allocated = () if hosts else slurm.allocated_hosts(launcher) if launcher != "srun" else ()
     if launcher != "srun" and all(map(is_this_host, allocated)) and len(allocated) < 2:
         return
@@ -226,7 +227,7 @@ def _check_not_selected_by_slurm(devices: Devices, launcher: str, hosts: tuple[H
 
 
 def _check_gpus_exist(devices: Devices, number: int) -> None:
-    """Raise LaunchError if this host has fewer visible GPUs than `devices` needs; it has `number`."""
+    """Raise LaunchError if the `number` of visible GPUs of this host is too small for `devices`."""
     largest = max(devices.indices) if devices.indices is not None else devices.count - 1
     if number and largest < number:
         return

@@ -1,4 +1,4 @@
-"""JSON files in which the ranks of a run that a tool has started record their results, one per rank."""
+"""JSON files with the results of the ranks in a run that was started by a tool, one file per rank."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Detection of ranks that wait for different operations of one process group.
 
-Horovod runs an operation when all ranks have started it under one name, which contains the dtype and the number of
-elements. If ranks pass tensors of different sizes, or call different collectives, every rank waits for an operation
-that the others never start. Without this module, that is reported as a timeout.
+Horovod executes an operation when all ranks have started it under the same name, which contains the dtype and the
+number of elements. If ranks pass tensors of different sizes or call different collectives, every rank waits for an
+operation that the others never start. Without this module, such a mismatch would be reported as a timeout.
 
-A rank that has waited for some seconds writes its pending operations to the store of the group, and compares them with
-those of rank 0. In a step without long waits, nothing is written.
+A rank that has waited for some seconds writes its pending operations to the store of the group and compares them with
+those of rank 0. Steps without long waits write nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _MAX_REPORTED = 16  # pending operations, of which the oldest one decides
 
 
 class Operation(NamedTuple):
-    """An operation that a rank has started: its position in the sequence of all its operations, and its kind, such as
-    "allreduce.torch.float32.5", which has the number of elements and is equal on all ranks."""
+    """An operation that a rank has started: its position in the sequence of the rank's operations, and its kind, such
+    as "allreduce.torch.float32.5" (with the number of elements), which must be equal on all ranks.
+    """
 
     position: int
     kind: str
@@ -43,12 +44,12 @@ class MismatchDetector:
         self._suspected: tuple[Operation, Operation] | None = None
 
     def find(self) -> CollectiveMismatchError | None:
-        """Report the pending operations, and return an error if rank 0 waits for other ones.
+        """Report the pending operations, and return an error if rank 0 waits for different ones.
 
-        Call it at intervals of seconds while the oldest operation is pending. The mismatch is returned if two
-        subsequent calls find it, because an operation can complete between the reports of two ranks.
+        Call it every few seconds while the oldest operation is pending. A mismatch is returned only if two consecutive
+        calls find it, because an operation can complete between the reports of two ranks.
         """
-        with contextlib.suppress(RuntimeError):  # rank 0 has ended; its failure is reported elsewhere
+        with contextlib.suppress(RuntimeError):  # rank 0 has exited; its failure is reported elsewhere
             if self._store.check(["error"]):
                 return CollectiveMismatchError(self._store.get("error").decode())
             own = self._pending()[:_MAX_REPORTED]

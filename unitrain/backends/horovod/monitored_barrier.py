@@ -1,6 +1,6 @@
 """torch.distributed.monitored_barrier over the store of a process group.
 
-It communicates through the store and not through Horovod, so it also reports missing ranks while Horovod waits for an
+It communicates through the store instead of Horovod, so it also reports missing ranks while Horovod waits for an
 operation that some ranks have not started.
 """
 
@@ -15,7 +15,7 @@ _NO_ERROR = "passed"
 
 
 class MonitoredBarrier:
-    """A barrier in which rank 0 names the missing ranks."""
+    """A barrier in which rank 0 reports the missing ranks."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = dist.PrefixStore("monitored_barrier", store)
@@ -23,7 +23,7 @@ class MonitoredBarrier:
         self._number = 0
 
     def wait(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Return when all ranks have called this method. Every rank calls it.
+        """Block until all ranks have called this method.
 
         Raises DistBackendError after `timeout`. The error on rank 0 names the first missing rank, or all missing ranks
         with `wait_all_ranks`. The other ranks that reached the barrier also raise.

@@ -35,10 +35,10 @@ _groups = 0
 
 
 class OperationStarter(dist.ProcessGroup):
-    """Base of Horovod's process group: the operations from which it composes torch's collectives.
+    """Base class of Horovod's process group, with the operations that torch's collectives are composed of.
 
-    Each method returns the works of the pieces in which a tensor is communicated. Every rank calls the same methods
-    with tensors of the same size.
+    Each method returns the Work objects of the pieces in which a tensor is communicated. Every rank must call the same
+    methods with tensors of the same size.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -284,7 +284,7 @@ class OperationStarter(dist.ProcessGroup):
 
 
 def _check_ratio(operation: str, larger: str, whole: Tensor, smaller: str, part: Tensor, size: int) -> None:
-    """Raise CollectiveArgumentError unless one tensor has `size` times the elements of the other, on every rank."""
+    """Raise CollectiveArgumentError, on every rank, unless `whole` has `size` times as many elements as `part`."""
     if whole.numel() != size * part.numel():
         raise CollectiveArgumentError(
             f"Horovod's {operation} got {larger} {tuple(whole.shape)} and {smaller} {tuple(part.shape)} on {size} "

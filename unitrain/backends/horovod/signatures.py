@@ -1,9 +1,9 @@
-"""The overloads of torch.distributed.ProcessGroup's methods, and the checks of their arguments.
+"""The overloads of torch.distributed.ProcessGroup's methods, and the validation of their arguments.
 
-torch.distributed passes lists of tensors and an options object. Programs that call the methods of a group themselves
-also pass single tensors, roots, operations and timeouts: `group.allreduce(tensor)`, `group.broadcast(tensor, root=0)`.
-The decorators of this module convert these arguments to lists and options, check them with the words of torch's own
-process groups, and apply the timeout of the options to the returned work.
+torch.distributed passes lists of tensors and an options object. Programs that call a group's methods directly may also
+pass single tensors, roots, operations and timeouts: `group.allreduce(tensor)`, `group.broadcast(tensor, root=0)`. The
+decorators in this module convert these arguments to lists and options, validate them with the messages of torch's own
+process groups, and apply the timeout in the options to the returned Work.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from unitrain.errors import CollectiveArgumentError
 _AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
 _REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 Arguments = tuple[Any, ...]
-# A conversion returns the arguments of the method that takes lists and options. The options come last.
+# A conversion returns the arguments of the overload that takes lists and options. The options come last.
 Conversion = Callable[..., Arguments]
 
 
 def accepts(convert: Conversion) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a method of a process group that takes what `convert` returns.
+    """Return a decorator for a process group method that accepts the values returned by `convert`.
 
-    The decorated method takes the arguments of `convert`.
+    The decorated method accepts the arguments of `convert`.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,7 +234,7 @@ def barrier(group: Any, opts: Any = None, timeout: Any = None) -> Arguments:
 
 
 def _options(kind: Any, given: Any, timeout: Any = None, **fields: Any) -> Any:
-    """Return the options `given`, or new ones of the class `kind` with the values of `fields` that are not None."""
+    """Return the options `given`, or new options of class `kind` with the values of `fields` that are not None."""
     if isinstance(given, kind):
         return given
     options = kind()
@@ -277,7 +277,7 @@ def _check_single(operation: str, kind: str, tensors: Sequence[Any]) -> None:
 
 
 def _check_same(operation: str, tensors: Sequence[Tensor]) -> None:
-    """Raise CollectiveArgumentError unless all tensors of one rank have the same layout, dtype and shape."""
+    """Raise CollectiveArgumentError unless all tensors of this rank have the same layout, dtype and shape."""
     _check_not_empty(operation, tensors)
     for tensor in tensors[1:]:
         _check_equals(operation, tensor, tensors[0])
@@ -297,7 +297,7 @@ def _check_equals(operation: str, tensor: Tensor, expected: Tensor, check_size: 
 
 
 def _is_root_list(operation: str, kind: str, group: Any, root: int, lists: Sequence[Any]) -> bool:
-    """Return whether this rank is the root, which passes one list. Other ranks pass none."""
+    """Return whether this rank is the root, which must pass one list; other ranks pass none."""
     if group.rank() == root:
         _check_single(operation, f"{kind} list", lists)
         return True
