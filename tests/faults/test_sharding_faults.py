@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import time
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -88,14 +89,13 @@ FAULTS = {
     ),
 }
 CASES = [
-    ("gradients", "ddp", "Trainer"),
     ("gradients", "horovod", "own loop"),
-    ("parameters", "ddp", "own loop"),
-    ("parameters", "horovod", "Trainer"),
-    pytest.param("gradients", "ddp", "own loop", marks=pytest.mark.nightly),
-    pytest.param("gradients", "horovod", "Trainer", marks=pytest.mark.nightly),
-    pytest.param("parameters", "ddp", "Trainer", marks=pytest.mark.nightly),
-    pytest.param("parameters", "horovod", "own loop", marks=pytest.mark.nightly),
+    ("parameters", "ddp", "Trainer"),
+    *(
+        pytest.param(*case, marks=pytest.mark.nightly)
+        for case in product(("gradients", "parameters"), ("ddp", "horovod"), ("own loop", "Trainer"))
+        if case not in (("gradients", "horovod", "own loop"), ("parameters", "ddp", "Trainer"))
+    ),
 ]
 
 
