@@ -36,8 +36,8 @@ _ACTIVATIONS = ("none", "blocks")
 def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> int:
     """Return the largest multiple of `step` whose peak is at most `limit`, or 0. The peak grows about linearly.
 
-    Starts with the sizes `first` and 2 * `first`, continues with linear interpolation, and ends when a size fits and
-    the next one does not.
+    Starts with the sizes `first` and 2 * `first`, continues with linear interpolation, or up to twice the size, and
+    ends when a size fits and the next one does not.
     """
     known: dict[int, int] = {}
 
@@ -57,11 +57,8 @@ def largest(peak: Callable[[int], int], limit: int, first: int, step: int) -> in
         one, other = sorted(known, key=lambda size: abs(known[size] - limit))[:2]
         slope = max((known[one] - known[other]) / (one - other), 1.0)
         guess = int((one + (limit - known[one]) / slope) // step * step)
-        if high:
-            guess = min(max(guess, low + step), high - step)
-        elif guess <= low:
-            guess = low + step
-        fits(guess)
+        # The peak of small sizes may not depend on the size, so the line is not extrapolated far.
+        fits(min(max(guess, low + step), high - step if high else 2 * max(known)))
 
 
 def measure(backend: str, shard: str, checkpoints: bool, ranks: int, limit: int) -> dict[str, Any]:
