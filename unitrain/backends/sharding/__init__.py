@@ -1,8 +1,7 @@
 """ZeRO: each rank stores a shard of the optimizer state (stage 1), the gradients (stage 2) and the parameters (stage
 3).
 
-partition           partitioning of the parameters among ranks
-dense               views of dense tensors in storage order, in which they are partitioned
+partition           partitioning of the parameters among ranks, in storage order
 optimizer_checks    checks of the optimizers that can be sharded
 optimizer_state     optimizer hooks that update this rank's shard and broadcast it
 gradient            a `.grad` of which each rank stores a slice

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.sharding.dense import flat
+from unitrain.backends.sharding.partition import flat
 from unitrain.errors import ModelError
 from unitrain.torch_compat import foreach_norm, make_wrapper_tensor, without_torch_function
 

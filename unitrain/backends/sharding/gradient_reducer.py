@@ -21,9 +21,8 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
 from unitrain.backends.gradients.local_gradients import register_gradient_hook
 from unitrain.backends.gradients.reducer_group import ReducerGroup
-from unitrain.backends.sharding.dense import flat_like
 from unitrain.backends.sharding.gradient import GradientGroup, ShardedGradient
-from unitrain.backends.sharding.partition import Piece, divide_runs, divide_tensors
+from unitrain.backends.sharding.partition import Piece, divide_runs, divide_tensors, flat_like
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward, is_reached_by_backward
 

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from unitrain.backends import checks
 from unitrain.backends.base import Shard
-from unitrain.backends.sharding.dense import is_dense
 from unitrain.backends.sharding.optimizer_state import ELEMENTWISE, sharded_state
+from unitrain.backends.sharding.partition import is_dense
 from unitrain.errors import ModelError
 
 _INSEPARABLE = (torch.optim.LBFGS,)

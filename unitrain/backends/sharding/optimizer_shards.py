@@ -16,8 +16,8 @@ from unitrain.backends.gradients.local_gradients import step_pre_hook
 from unitrain.backends.objects import broadcast_with_tensors
 from unitrain.backends.sharding.optimizer_state import check_shapes, reject_copy
 from unitrain.backends.sharding.parameters import ShardedParameters
-from unitrain.backends.sharding.shards import gather_rows, local_rows
-from unitrain.backends.sharding.state_format import keeps_shards
+from unitrain.backends.sharding.shards import local_rows
+from unitrain.backends.sharding.state_format import gather_rows, keeps_shards
 from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, local_part
 
 _optimizers: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()

@@ -25,10 +25,9 @@ from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.capabilities import SupportsAsyncBroadcasts
 from unitrain.backends.gradients.local_gradients import step_pre_hook
 from unitrain.backends.objects import broadcast_with_tensors
-from unitrain.backends.sharding.dense import flat, flat_like
 from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.backends.sharding.gradient_reducer import GradientReducer
-from unitrain.backends.sharding.partition import Piece, batches_of, divide_elements, divide_tensors
+from unitrain.backends.sharding.partition import Piece, batches_of, divide_elements, divide_tensors, flat, flat_like
 from unitrain.errors import ModelError
 from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_nested_step, step_without_hooks
 

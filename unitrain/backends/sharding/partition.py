@@ -1,9 +1,15 @@
-"""Partitioning of parameters among ranks. Each rank updates its part, and stores its optimizer state and gradients."""
+"""Partitioning of parameters among ranks. Each rank updates its part, and stores its optimizer state and gradients.
+
+Tensors are dense, and are divided in storage order. `flat` returns a view in this order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 # Tensors with fewer elements are not split; this makes the size of the state differ by at most 128 KiB between ranks.
 MIN_DIVIDED_ELEMENTS = 2**14
@@ -85,3 +91,27 @@ def batches_of(pieces: Sequence[Piece], sizes: Sequence[int], limit: int) -> Ite
         batches[-1].append(piece)
     for number in range(max(map(len, by_owner.values()), default=0)):
         yield [piece for owner in sorted(by_owner) for batch in by_owner[owner][number : number + 1] for piece in batch]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of `tensor` fill a contiguous range of memory without overlap."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor in storage order, as a 1-D view."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def flat_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return the elements of `tensor` in the storage order of `parameter`: a view, or a copy if the orders differ."""
+    if tensor.stride() != parameter.stride():
+        ordered = torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor.detach())
+    return flat(tensor.detach())

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.checks import DTYPES
-from unitrain.backends.sharding.state_format import keeps_shards, rank_of_complete_state
-from unitrain.backends.tensors import as_bytes
+from unitrain.backends.sharding.state_format import gather_rows, keeps_shards
 from unitrain.torch_compat import local_part, parameters_by_name
 
 
@@ -41,22 +39,6 @@ def shard_like(parameter: DTensor, complete: Tensor, communicator: Communicator)
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> Tensor | None:
-    """Return the complete tensor of `shape` from the rows of every rank. All ranks call it.
-
-    Inside `state_dicts_on_rank`, the result is on the CPU on that rank, and None on the others.
-    """
-    if rows.dtype in DTYPES:
-        complete = communicator.allgather(rows.detach()).view(shape)
-    else:
-        gathered = communicator.allgather(as_bytes(rows))
-        complete = gathered.clone().view(rows.dtype).view(shape)  # the clone is aligned
-    root = rank_of_complete_state()
-    if root is None:
-        return complete
-    return complete.cpu() if communicator.rank == root else None
 
 
 def make_state_dicts_complete(model: nn.Module, communicator: Communicator) -> None:

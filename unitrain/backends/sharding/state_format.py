@@ -1,13 +1,19 @@
-"""The format of the state dicts of sharded models and optimizers: complete tensors, or shards."""
+"""The format of the state dicts of sharded models and optimizers: complete tensors, or shards.
+
+This module does not import torch.distributed.tensor, which takes long.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from unitrain.backends.base import Communicator
+from unitrain.backends.checks import DTYPES
+from unitrain.backends.tensors import as_bytes
 from unitrain.torch_compat import local_part
 
 _keeps_shards = False
@@ -40,14 +46,27 @@ def state_dicts_of_shards() -> Iterator[None]:
         _keeps_shards = before
 
 
+def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> Tensor | None:
+    """Return the complete tensor of `shape` from the rows of every rank. All ranks call it.
+
+    Inside `state_dicts_on_rank`, the result is on the CPU on that rank, and None on the others.
+    """
+    if rows.dtype in DTYPES:
+        complete = communicator.allgather(rows.detach()).view(shape)
+    else:
+        gathered = communicator.allgather(as_bytes(rows))
+        complete = gathered.clone().view(rows.dtype).view(shape)  # the clone is aligned
+    if _root is None:
+        return complete
+    return complete.cpu() if communicator.rank == _root else None
+
+
 def complete_tensor(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Return the complete tensor on every rank: gathered, if `tensor` is a shard, otherwise `tensor`. All ranks call
     it."""
     rows = local_part(tensor)
     if rows is tensor:
         return tensor
-    from unitrain.backends.sharding.shards import gather_rows  # imports torch.distributed.tensor, which is slow
-
     complete = gather_rows(rows, tensor.shape, communicator)
     assert complete is not None
     return complete
@@ -56,8 +75,3 @@ def complete_tensor(tensor: Tensor, communicator: Communicator) -> Tensor:
 def keeps_shards() -> bool:
     """Return whether the caller is inside `state_dicts_of_shards`."""
     return _keeps_shards
-
-
-def rank_of_complete_state() -> int | None:
-    """Return the rank of `state_dicts_on_rank`; None if state dicts are complete on every rank."""
-    return _root
