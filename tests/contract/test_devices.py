@@ -53,6 +53,28 @@ def test_a_missing_gpu_is_an_error() -> None:
     )
 
 
+def request_device(backend: Backend, device: str) -> str:
+    backend.shutdown()
+    try:
+        unitrain.init(backend.name, device=device)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("no error was raised")
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_devices_whose_tensors_are_not_transferred_are_rejected(backend: str) -> None:
+    """Gloo's allreduce of a tensor of torch_xla returns the tensor of this rank, without an error."""
+    with RankGroup(backend, 2) as group:
+        messages = group.run(request_device, "xla:0")
+    message = (
+        "Device 'xla:0' was requested, but tensors are transferred between CPUs or CUDA GPUs only. Use device='cpu', "
+        "or train in one process with backend 'local'."
+    )
+    assert messages == [message] * 2
+    assert choose_device("xla:0", 0, communicates=False) == torch.device("xla:0")
+
+
 def test_ranks_that_share_a_gpu_are_an_error() -> None:
     check_gpus_differ([("a", "GPU-0"), ("a", "GPU-1"), ("b", "GPU-2"), ("b", None), ("b", None)])
     with pytest.raises(ConfigError) as caught:  # b and c are containers of one machine

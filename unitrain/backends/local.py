@@ -63,7 +63,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
                 "This process already has a backend, from an earlier unitrain.init(). "
                 "Use that one, or end it first: backend.shutdown()"
             )
-        started = cls(choose_device(options.device, local_rank=0))
+        started = cls(choose_device(options.device, local_rank=0, communicates=False))
         LocalBackend._running.add(started)
         return started
 

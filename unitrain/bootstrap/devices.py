@@ -12,13 +12,14 @@ from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ConfigError
 
 
-def choose_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
+def choose_device(requested: str | torch.device | None, local_rank: int, *, communicates: bool = True) -> torch.device:
     """Return the device of the rank with `local_rank`, and make it the current device if it is a GPU.
 
     The default is a GPU if one is visible to torch, otherwise the CPU. If several GPUs are visible, the rank uses the
     GPU with index `local_rank`. If one GPU is visible, the launcher may have assigned one GPU per rank; if not,
     `check_gpus` raises an error. Raises ConfigError for an invalid device, and if several GPUs are visible, but fewer
-    than there are ranks on the host.
+    than there are ranks on the host. With `communicates`, raises ConfigError for other devices than CPUs and GPUs: Gloo
+    returns their tensors unchanged from an allreduce, without an error.
     """
     try:
         device = torch.device(requested) if requested is not None else _default_device()
@@ -27,6 +28,11 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
             f"unitrain.init(device=...) must be a device such as 'cpu', 'cuda' or 'cuda:0', got "
             f"{validation.describe_value(requested)}. Use device='cpu', or leave it out to use a GPU if there is one."
         ) from None
+    if communicates and device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"Device {str(device)!r} was requested, but tensors are transferred between CPUs or CUDA GPUs only. Use "
+            "device='cpu', or train in one process with backend 'local'."
+        )
     if device.type != "cuda":
         return device
     num_gpus = torch.cuda.device_count()
