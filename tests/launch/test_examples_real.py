@@ -10,7 +10,9 @@ from pathlib import Path
 import logger_output
 import pytest
 import torch
+from hosts import Host
 from launches import running_launcher
+from requirements import needs_hosts
 from small_mnist import small_mnist
 
 BIN = Path(sys.executable).parent
@@ -52,6 +54,17 @@ def test_digits_prints_the_same_results_under_each_launcher() -> None:
     assert others == [expected] * len(others)
     accuracy, _ = expected
     assert accuracy >= 0.97
+
+
+@needs_hosts
+@pytest.mark.nightly
+def test_hierarchical_prints_the_results_of_digits_on_two_hosts(two_hosts: list[Host]) -> None:
+    launch = [sys.executable, "-m", "unitrain", "launch"]
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    done = two_hosts[0].run([*launch, "-H", "h1:2,h2:1", str(EXAMPLES / "hierarchical.py"), "--epochs", "3"], variables)
+    assert done.returncode == 0, done.stdout
+    command = [*launch, "-np", "3", str(EXAMPLES / "digits.py"), "--epochs", "3", "--device", "cpu"]
+    assert read_results(done.stdout) == read_results(run(command))
 
 
 @pytest.mark.nightly
