@@ -60,8 +60,8 @@ class TrainingStream(TrainingData):
             self.global_batch_size = sum(size or 0 for size in sizes) * batch_sizes.gradient_accumulation_steps
         if batch_sizes.global_batch_size not in (None, self.global_batch_size) and communicator.rank == 0:
             _log.warning(
-                "This job began with steps of %d samples, but on %d ranks they have %d: a stream can only be divided "
-                "into full batches. Use numbers of ranks that divide the global batch size.",
+                "This job started with a global batch size of %d, but with %d ranks it is %d: every rank needs full "
+                "batches of an iterable dataset. Use numbers of ranks that divide the global batch size.",
                 *(batch_sizes.global_batch_size, communicator.size, self.global_batch_size),
             )
         self._communicator = communicator

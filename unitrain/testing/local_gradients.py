@@ -216,7 +216,7 @@ def backward_of_a_gradient_penalty_may_come_first(backend: Backend) -> None:
     if wrapped is not model:
         backward(wrapped, backend.rank)
         _penalty(model).backward()
-        raises(ModelError, "such as that of a penalty, run its backward before", optimizer.step)
+        raises(ModelError, "such as that of a penalty, run its backward pass before", optimizer.step)
 
 
 @contract

@@ -280,9 +280,9 @@ class DistributedModel(ReducerDDP, WrappedModel):
             shared = [own[id(parameter)] for parameter in other._all_parameters if id(parameter) in own]
             if shared:
                 raise ModelError(
-                    f"Two distributed models share the parameter {shared[0]!r}, and one backward runs through both, so "
-                    "its gradient would be reduced twice. Put both models into one module, and call "
-                    "backend.distributed_model once, or run a backward for each loss."
+                    f"Two distributed models share the parameter {shared[0]!r}, and one backward pass runs through "
+                    "both, so its gradient would be reduced twice. Put both models into one module, and call "
+                    "backend.distributed_model once, or run a separate backward pass for each loss."
                 )
 
     @disable_compile

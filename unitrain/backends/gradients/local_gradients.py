@@ -112,8 +112,9 @@ class LocalGradients:
         if names:
             raise ModelError(
                 f"optimizer.step() was called on gradients that are not reduced over ranks: {_summarize(names)}. Call "
-                "the model that backend.distributed_model returned, and run the last backward before each step outside "
-                "backend.no_sync. To add another gradient, such as that of a penalty, run its backward before that one."
+                "the model that backend.distributed_model returned, and run the last backward pass before each step "
+                "outside backend.no_sync. To add another gradient, such as that of a penalty, run its backward pass "
+                "before that one."
             )
 
     def _check_unknown_parameters(self, optimizer: torch.optim.Optimizer) -> None:

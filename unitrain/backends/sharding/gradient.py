@@ -105,8 +105,8 @@ class GradientGroup:
         """Return the norm of the complete `gradient`, a 0-dim tensor. All ranks call it with the same gradients."""
         if gradient.added is not None:
             raise ModelError(
-                "The norm of a gradient was requested that is not reduced over ranks. Run the last backward before "
-                "clipping through the model that backend.distributed_model returned."
+                "The norm of a gradient was requested that is not reduced over ranks. Run the last backward pass "
+                "before clipping through the model that backend.distributed_model returned."
             )
         if order not in gradient._norms:
             # Compute all norms, because the cached norms of unused gradients, such as those of frozen parameters, may
@@ -182,8 +182,8 @@ def _update_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             gradient.added, gradient.is_zero = None, True
         elif gradient.added is not None:
             raise ModelError(
-                f"{name} was called on a gradient that is not reduced over ranks. Run the last backward through the "
-                "model that backend.distributed_model returned."
+                f"{name} was called on a gradient that is not reduced over ranks. Run the last backward pass through "
+                "the model that backend.distributed_model returned."
             )
     return None if name.startswith("_foreach_") else args[0]
 
