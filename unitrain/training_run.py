@@ -187,7 +187,7 @@ class TrainingRun:
         training = {
             **parts,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "classes": loading.classes(optimizer, scheduler),
+            "classes": loading.class_names(optimizer, scheduler),
             "progress": self.progress.state_dict(),
             "seed": self._config.seed,
             "learning_rate": {name: getattr(self._config, name) for name in _LEARNING_RATE_SETTINGS},

@@ -108,7 +108,7 @@ def _load_shards(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     load_state(model, tensors)
 
 
-def classes(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str | None]:
+def class_names(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str | None]:
     """Return the class names of optimizer and scheduler, to be stored in a checkpoint."""
     return {
         "optimizer": type(optimizer).__name__,
@@ -120,7 +120,7 @@ def _check_classes(
     path: Path, saved_classes: dict[str, str | None], optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> None:
     """Raise CheckpointError if the checkpoint contains the state of a different optimizer or scheduler class."""
-    for part, name in classes(optimizer, scheduler).items():
+    for part, name in class_names(optimizer, scheduler).items():
         if saved_classes.get(part) is not None and name is not None and saved_classes[part] != name:
             raise CheckpointError(
                 f"Checkpoint '{path}' has the state of a {saved_classes[part]}, but the {part} of this run is a "

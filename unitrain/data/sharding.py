@@ -203,18 +203,18 @@ class TrainingShard(TrainingData):
 
     def _find_epoch_end(self, length: int) -> int:
         """Return the position at which an epoch of `length` samples ends."""
-        whole = self.global_batch_size
+        step_samples = self.global_batch_size
         # drop_last drops an incomplete last global batch.
-        if not self._source.drop_last or whole is None:
+        if not self._source.drop_last or step_samples is None:
             return length
-        if length < whole:
+        if length < step_samples:
             raise DataError(
-                f"The training data has {length} samples, fewer than one global batch of {whole} "
+                f"The training data has {length} samples, fewer than one global batch of {step_samples} "
                 f"({self._size} ranks x batch_size {self.batch_size} x "
                 f"gradient_accumulation_steps {self._gradient_accumulation_steps}), "
                 "and the DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
             )
-        return length - length % whole
+        return length - length % step_samples
 
     def _find_sampler_epoch_end(self, bounds: list[int], start: int) -> int:
         """Return the end position of an epoch over the batches of a batch_sampler, from position `start` on."""

@@ -113,7 +113,7 @@ class SharedStatistics:
         self._cached_check_values: dict[int, tuple[int, Tensor]] = {}
 
     @property
-    def counts(self) -> bool:
+    def includes_local_samples(self) -> bool:
         """Whether this rank's samples are included."""
         return not (self.is_excluded or _CurrentBatch.is_dummy)
 
@@ -137,7 +137,7 @@ class SharedStatistics:
         rank if ranks call different layers or if there are fewer than two values per channel. The number of values is a
         float on CPUs.
         """
-        if not self.counts:
+        if not self.includes_local_samples:
             # Not multiplied by 0, because 0 * nan is nan.
             sums, count = [torch.zeros_like(tensor) for tensor in sums], 0
         # If ranks called different layers of the same width, their statistics would be mixed without an error. The
@@ -312,7 +312,7 @@ class _Normalize(torch.autograd.Function):
         shared: SharedStatistics,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.eps, ctx.shared, ctx.counts, ctx.values = eps, shared, shared.counts, values
+        ctx.eps, ctx.shared, ctx.includes_local_samples, ctx.values = eps, shared, shared.includes_local_samples, values
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
         weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
         # In eval mode, the kernel uses the passed statistics.
@@ -332,7 +332,7 @@ class _Normalize(torch.autograd.Function):
         else:  # the kernel would divide by zero
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
         means = ctx.shared.sum(torch.cat([dweight, dbias]).double()) / ctx.values
-        if ctx.counts:
+        if ctx.includes_local_samples:
             scale = (variance.double() + ctx.eps).rsqrt_()
             slope, offset = means.view(2, -1).mul_(scale * weight).unbind()
             slope, offset = (slope * scale).to(mean.dtype), offset.to(mean.dtype)

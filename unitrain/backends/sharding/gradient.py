@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.sharding.partition import flat
+from unitrain.backends.sharding.partition import flat_view
 from unitrain.errors import ModelError
 from unitrain.torch_compat import foreach_norm, make_wrapper_tensor, without_torch_function
 
@@ -76,7 +76,7 @@ class ShardedGradient(Tensor):
         parts = complete.split([stop - start for start, stop in starts])
         ordered = [part for _, part in sorted(zip(starts, parts, strict=True), key=lambda pair: pair[0])]
         result = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
-        flat(result).copy_(torch.cat(ordered))
+        flat_view(result).copy_(torch.cat(ordered))
         return result
 
     def forget_norms(self) -> None:

@@ -22,7 +22,7 @@ from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_ba
 from unitrain.backends.gradients.local_gradients import register_gradient_hook
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.sharding.gradient import GradientGroup, ShardedGradient
-from unitrain.backends.sharding.partition import Piece, divide_runs, divide_tensors, flat_like
+from unitrain.backends.sharding.partition import Piece, divide_runs, divide_tensors, flatten_like
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward, is_reached_by_backward
 
@@ -373,7 +373,7 @@ class GradientReducer:
             else:
                 parameter.grad = None
             if value is not None:
-                values[number] = flat_like(value, parameter)
+                values[number] = flatten_like(value, parameter)
         if self._finds_unused:
             self._used.update(values)
         return values

@@ -27,7 +27,14 @@ from unitrain.backends.gradients.local_gradients import step_pre_hook
 from unitrain.backends.objects import broadcast_with_tensors
 from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.backends.sharding.gradient_reducer import GradientReducer
-from unitrain.backends.sharding.partition import Piece, batches_of, divide_elements, divide_tensors, flat, flat_like
+from unitrain.backends.sharding.partition import (
+    Piece,
+    batches_of,
+    divide_elements,
+    divide_tensors,
+    flat_view,
+    flatten_like,
+)
 from unitrain.errors import ModelError
 from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_nested_step, step_without_hooks
 
@@ -253,7 +260,7 @@ class ShardedState:
         known = self._views.get(key)
         if known is None or known[0] != address:
             self._check_storage_order(parameter)
-            known = self._views[key] = (address, flat(parameter.detach())[piece.start : piece.stop])
+            known = self._views[key] = (address, flat_view(parameter.detach())[piece.start : piece.stop])
         return known[1]
 
     def _check_storage_order(self, parameter: nn.Parameter) -> None:
@@ -323,7 +330,7 @@ class ShardedState:
             if self._reducer is not None and isinstance(gradient, ShardedGradient):
                 part.grad = gradient.local
             elif gradient is not None:
-                part.grad = flat_like(gradient, parameter)[piece.start : piece.stop]
+                part.grad = flatten_like(gradient, parameter)[piece.start : piece.stop]
             if parameter in optimizer.state:
                 optimizer.state[part] = optimizer.state.pop(parameter)
 
@@ -423,7 +430,7 @@ class ShardedState:
         self._check_storage_order(parameter)
         start, stop = owned.piece.start, owned.piece.stop
         return {
-            key: flat_like(value, parameter)[start:stop].clone()
+            key: flatten_like(value, parameter)[start:stop].clone()
             if isinstance(value, Tensor) and value.shape == parameter.shape
             else value
             for key, value in entry.items()
@@ -478,7 +485,7 @@ def _join(parameter: nn.Parameter, entries: list[dict[Any, Any]], pieces: list[P
     for key, value in entries[0].items():
         if isinstance(value, Tensor) and value.shape == (pieces[0].stop - pieces[0].start,):
             complete = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
-            torch.cat([entry[key] for entry in entries], out=flat(complete))
+            torch.cat([entry[key] for entry in entries], out=flat_view(complete))
             value = complete
         joined[key] = value
     return joined

@@ -1,6 +1,6 @@
 """Partitioning of parameters among ranks. Each rank updates its part, and stores its optimizer state and gradients.
 
-Tensors are dense, and are divided in storage order. `flat` returns a view in this order.
+Tensors are dense, and are divided in storage order. `flat_view` returns a view in this order.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def flat(tensor: Tensor) -> Tensor:
+def flat_view(tensor: Tensor) -> Tensor:
     """Return the elements of a dense tensor in storage order, as a 1-D view."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def flat_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+def flatten_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return the elements of `tensor` in the storage order of `parameter`: a view, or a copy if the orders differ."""
     if tensor.stride() != parameter.stride():
         ordered = torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device)
         tensor = ordered.copy_(tensor.detach())
-    return flat(tensor.detach())
+    return flat_view(tensor.detach())
