@@ -89,19 +89,19 @@ class Recorded:
         self.steps: list[str] = []
         self.percents: list[int] = []
 
-    def step(self, step: plan.Step, *, skipped: bool) -> None:
+    def step(self, step: plan.BuildStep, *, skipped: bool) -> None:
         self.steps.append(step.name)
 
     def report_percent(self, done: int) -> None:
         self.percents.append(done)
 
 
-def with_steps(decided: plan.BuildPlan, *steps: plan.Step) -> plan.BuildPlan:
+def with_steps(decided: plan.BuildPlan, *steps: plan.BuildStep) -> plan.BuildPlan:
     return dataclasses.replace(decided, build_steps=steps, install_steps=())
 
 
 def test_a_cached_wheel_is_only_rebuilt_with_force(tmp_path: Path) -> None:
-    decided = with_steps(create_plan(cache=tmp_path), plan.Step(name="wheel", description="", argv=("true",)))
+    decided = with_steps(create_plan(cache=tmp_path), plan.BuildStep(name="wheel", description="", argv=("true",)))
     decided.folder.mkdir()
     decided.wheel.touch()
     assert build.run(decided, {"PATH": "/usr/bin:/bin"}, hit := Recorded()) == decided.wheel
@@ -110,7 +110,7 @@ def test_a_cached_wheel_is_only_rebuilt_with_force(tmp_path: Path) -> None:
     assert forced.steps == ["wheel"]
 
 
-def toolkit_step(folder: Path, script: str) -> plan.Step:
+def toolkit_step(folder: Path, script: str) -> plan.BuildStep:
     """The plan's own step for the CUDA toolkit, with a command that needs no network."""
     decided = create_plan(cache=folder, cuda=True)
     step = next(step for step in decided.build_steps if step.name == "toolkit")
@@ -151,7 +151,7 @@ def test_builds_with_other_keys_share_the_toolkit(tmp_path: Path) -> None:
                 cuda=True,
             ),
             toolkit_step(tmp_path, slow),
-            plan.Step(name="wheel", description="", argv=("sh", "-c", compiler)),
+            plan.BuildStep(name="wheel", description="", argv=("sh", "-c", compiler)),
         )
         for version in ("7.0", "8.0", "9.0", "10.0")
     ]
@@ -173,7 +173,7 @@ def test_a_failed_step_reports_the_error_a_fix_and_the_log(tmp_path: Path) -> No
         "echo '[ 40%] Building'; echo 'x.cc:1: fatal error: No space left on device'; echo 'make: *** Error'; exit 3"
     )
     decided = with_steps(
-        create_plan(cache=tmp_path), plan.Step(name="wheel", description="", argv=("sh", "-c", script))
+        create_plan(cache=tmp_path), plan.BuildStep(name="wheel", description="", argv=("sh", "-c", script))
     )
     with pytest.raises(HorovodBuildError) as caught:
         build.run(decided, {"PATH": "/usr/bin:/bin"}, seen := Recorded())
@@ -187,7 +187,7 @@ def test_a_failed_step_reports_the_error_a_fix_and_the_log(tmp_path: Path) -> No
 
 
 def test_an_sdist_with_another_checksum_is_refused(tmp_path: Path) -> None:
-    decided = with_steps(create_plan(cache=tmp_path), plan.Step(name="unpack", description=""))
+    decided = with_steps(create_plan(cache=tmp_path), plan.BuildStep(name="unpack", description=""))
     decided.sdist.parent.mkdir()
     decided.sdist.write_bytes(b"something else")
     with pytest.raises(HorovodBuildError, match=r"is not the sdist of Horovod 0\.28\.1: its sha256 is .*rm "):

@@ -32,7 +32,7 @@ from unitrain.testing import RankGroup
 from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.tune import trial
 from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
-from unitrain.tune.trial import TIMER, Request
+from unitrain.tune.trial import TIMER, TrialRequest
 from unitrain.tune.tuned_settings import (
     BUILT_IN_VARIABLES,
     TUNED_FILE,
@@ -350,7 +350,7 @@ def test_cores_per_rank_follow_the_cpu_affinity(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3, 5})
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    request = Request(name="run", warmup=2, seconds=1e-9).serialize()
+    request = TrialRequest(name="run", warmup=2, seconds=1e-9).serialize()
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(TIMER, request))
     model = nn.Linear(4, 1)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))

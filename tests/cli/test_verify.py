@@ -28,7 +28,7 @@ from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines
 from unitrain.verify.difference import compare
 from unitrain.verify.digests import digest_samples
-from unitrain.verify.record import RECORDER, Record, Request
+from unitrain.verify.record import RECORDER, Record, RecordRequest
 from unitrain.verify.verdict import Group, Outcome, Row, Run, compare_outcomes, resolve_with_float64
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
@@ -303,7 +303,7 @@ def record(
 ) -> Record:
     """Train on one rank like a verified script, and return the record."""
     folder.mkdir()
-    Request(steps=upto, emulated_ranks=emulated_ranks, float64=float64).write(folder)
+    RecordRequest(steps=upto, emulated_ranks=emulated_ranks, float64=float64).write(folder)
     model, optimizer = made or make()
     config = unitrain.TrainConfig(**{"max_epochs": 9, "batch_size": 4, "progress": "off", **settings})
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))

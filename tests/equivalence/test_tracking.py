@@ -29,7 +29,7 @@ from unitrain.loggers import background
 from unitrain.loggers.logger import Logger, RunInfo, import_package
 from unitrain.testing import RankGroup
 from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
-from unitrain.verify.record import RECORDER, Request
+from unitrain.verify.record import RECORDER, RecordRequest
 
 LOCAL = LocalBackend(torch.device("cpu"))
 STEPS, EPOCHS, RATE, CLIP = 4, 3, 0.1, 0.05
@@ -465,7 +465,7 @@ def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -
 
 
 def test_verified_run_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Request(steps=2, emulated_ranks=1).write(tmp_path)
+    RecordRequest(steps=2, emulated_ranks=1).write(tmp_path)
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, str(tmp_path)))
     monkeypatch.setattr("atexit.register", lambda *_: None)  # of a backend that is shut down then
     kept = Kept()

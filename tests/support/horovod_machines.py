@@ -32,7 +32,7 @@ GPU_TORCH = dataclasses.replace(CUDA_TORCH, visible_gpus=8)
 
 
 def create_plan(found: Machine = PLAIN, cache: Path = Path("/cache"), **request_options: Any) -> plan.BuildPlan:
-    return plan.create_plan(found, plan.Request(cache=cache, **request_options))
+    return plan.create_plan(found, plan.BuildRequest(cache=cache, **request_options))
 
 
 def replace_fields(found: Machine = PLAIN, **fields: Any) -> Machine:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from unitrain.backends.base import Shard
 from unitrain.errors import UnsupportedError
 from unitrain.memory import process_memory, report
-from unitrain.memory.record import BlockRecord, RankRecord
+from unitrain.memory.record import BlockRecord, RankMemory
 from unitrain.memory.saved_tensors import SavedStorage, SavedTensors, checkpointing_by_class
 from unitrain.memory.savings import Usage, list_savings, persistent_bytes
 from unitrain.memory.tensor_bytes import element_bytes, formula_state_bytes, state_tensors, storage_bytes, storages_of
@@ -206,7 +206,7 @@ def test_bytes_of_adam_per_parameter_equal_the_published_formulas(ranks: int) ->
     )
 
 
-def record(**changes: Any) -> RankRecord:
+def record(**changes: Any) -> RankMemory:
     values: dict[str, Any] = {
         "rank": 0, "size": 2, "backend": "ddp", "device": "cpu", "optimizers": ["Adam"],
         "settings": {"precision": "fp32", "batch_size": 8, "shard": "none", "gradient_accumulation_steps": 1},
@@ -217,10 +217,10 @@ def record(**changes: Any) -> RankRecord:
         "blocks": [BlockRecord(name="Layer", calls=6, kept_bytes=0, peak_bytes=0)],
         "other": 100 * MB, "forward_backward_peak": 1000 * MB, "step_peak": 600 * MB, "startup_peak": 0,
     }  # fmt: skip
-    return RankRecord(**values | changes)
+    return RankMemory(**values | changes)
 
 
-def savings(ranks: int, *records: RankRecord) -> dict[str, int]:
+def savings(ranks: int, *records: RankMemory) -> dict[str, int]:
     return {saving.setting: saving.saved_bytes for saving in list_savings(Usage.of_ranks(records), ranks)}
 
 

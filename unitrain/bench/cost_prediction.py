@@ -54,7 +54,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """The duration of a step, and its exposed communication, which does not overlap with the backward pass."""
 
     seconds: float
@@ -91,7 +91,7 @@ def predict_step(
     *,
     bucket: float = BUCKET_BYTES,
     first_bucket: float = FIRST_BUCKET_BYTES,
-) -> Step:
+) -> PredictedStep:
     """Simulate a step with sequential allreduces of the buckets, `allreduce(bytes)` seconds each.
 
     The allreduce of a bucket starts when the backward pass has filled the bucket and the previous allreduce is
@@ -105,7 +105,7 @@ def predict_step(
             reduced_at = max(reduced_at, clock) + allreduce(filled)
             filled, limit = 0.0, bucket
     exposed = max(0.0, reduced_at - clock)
-    return Step(work.seconds + exposed, exposed)
+    return PredictedStep(work.seconds + exposed, exposed)
 
 
 @dataclass(frozen=True, kw_only=True)

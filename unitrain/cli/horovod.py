@@ -15,7 +15,7 @@ from unitrain.errors import UnitrainError
 
 if TYPE_CHECKING:
     from unitrain.horovod_wheel.check import Report
-    from unitrain.horovod_wheel.plan import BuildPlan, Step
+    from unitrain.horovod_wheel.plan import BuildPlan, BuildStep
 
 
 @click.group()
@@ -57,7 +57,7 @@ def build(
     inherited = environment.copy()
     cache = (cache_dir or plan.cache_folder(inherited)).absolute()
     try:
-        request = plan.Request(cache=cache, mpi=mpi, cuda=cuda, jobs=jobs, install=not no_install)
+        request = plan.BuildRequest(cache=cache, mpi=mpi, cuda=cuda, jobs=jobs, install=not no_install)
         build_plan = plan.create_plan(machine.detect(inherited), request)
         is_cached = builder.find_cached(build_plan) is not None and not force
         _print_plan(build_plan, is_cached)
@@ -164,7 +164,7 @@ class _Progress:
         if self._terminal:
             self._bar.stop()
 
-    def step(self, step: Step, *, skipped: bool) -> None:
+    def step(self, step: BuildStep, *, skipped: bool) -> None:
         line = f"  {step.name:<12} {step.description}{' (not needed)' if skipped else ''}"
         if self._terminal:
             self._bar.console.print(line, markup=False, highlight=False)

@@ -80,7 +80,7 @@ def memory(
     from unitrain.memory import report
     from unitrain.memory.measurement import measure
     from unitrain.memory.process_memory import check_host_memory
-    from unitrain.memory.record import Request
+    from unitrain.memory.record import MemoryRequest
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # terminate the ranks before this process exits
     options = ["-np", str(num_processes), *(["--backend", backend] if backend else [])]
@@ -90,7 +90,7 @@ def memory(
             str(script),
             args,
             launch_options=options,
-            request=Request(warmup=_WARMUP_STEPS, steps=steps),
+            request=MemoryRequest(warmup=_WARMUP_STEPS, steps=steps),
             limit_seconds=timeout_seconds,
         )
     except (ConfigError, UnsupportedError) as error:

@@ -57,7 +57,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """Outcome of the call on one rank: the `result`, or the `error` with its traceback as text, and a timestamp."""
 
     result: Any = None
@@ -66,7 +66,7 @@ class Outcome:
     time: float = field(default_factory=time.time)
 
     @classmethod
-    def from_error(cls, error: BaseException) -> Outcome:
+    def from_error(cls, error: BaseException) -> CallOutcome:
         """Create the outcome of a call that raised `error`. The traceback omits the frames of this package."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parent)):
@@ -84,15 +84,15 @@ class Outcome:
                     "Return numbers, tensors or state dicts, not open files, locks or connections."
                 ) from error
             substitute = RuntimeError(repr(self.error))
-            content = cloudpickle.dumps(Outcome(error=substitute, traceback=self.traceback, time=self.time))
+            content = cloudpickle.dumps(CallOutcome(error=substitute, traceback=self.traceback, time=self.time))
         partial_file = folder / f"partial-{rank}"
         partial_file.write_bytes(content)
         partial_file.rename(folder / f"{_OUTCOME}-{rank}")
 
     @staticmethod
-    def load_all(folder: Path, size: int) -> dict[int, Outcome]:
+    def load_all(folder: Path, size: int) -> dict[int, CallOutcome]:
         """Return {rank: outcome} for all outcomes stored in `folder`."""
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, CallOutcome] = {}
         for rank in range(size):
             path = folder / f"{_OUTCOME}-{rank}"
             if path.exists():
@@ -100,9 +100,9 @@ class Outcome:
         return outcomes
 
 
-def _read(path: Path) -> Outcome:
+def _read(path: Path) -> CallOutcome:
     try:
-        outcome: Outcome = pickle.loads(path.read_bytes())
+        outcome: CallOutcome = pickle.loads(path.read_bytes())
     except Exception as error:  # for example an exception class with constructor arguments that differ from `args`
-        return Outcome(error=error, traceback=f"{path.name} cannot be unpickled: {type(error).__name__}: {error}")
+        return CallOutcome(error=error, traceback=f"{path.name} cannot be unpickled: {type(error).__name__}: {error}")
     return outcome

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).parents[2])
 
 from unitrain.bootstrap import environment  # noqa: E402
-from unitrain.functions.call import Call, Outcome  # noqa: E402
+from unitrain.functions.call import Call, CallOutcome  # noqa: E402
 
 
 def main(folder: Path) -> None:
@@ -25,9 +25,9 @@ def main(folder: Path) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
     try:
         call = Call.load(folder)
-        Outcome(call.function(*call.args, **call.kwargs)).write(folder, rank)
+        CallOutcome(call.function(*call.args, **call.kwargs)).write(folder, rank)
     except BaseException as error:
-        Outcome.from_error(error).write(folder, rank)
+        CallOutcome.from_error(error).write(folder, rank)
         raise
 
 

@@ -21,7 +21,7 @@ from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, RankFailedError
-from unitrain.functions.call import Call, Outcome
+from unitrain.functions.call import Call, CallOutcome
 from unitrain.processes import kill_processes, parent_death_signal
 
 _MARKER_VARIABLE = "UNITRAIN_RUN"
@@ -94,7 +94,7 @@ def run(
         except launchers.LaunchError as error:
             raise ConfigError(str(error)) from error
         code, last_lines = _run_command(command, timeout_seconds)
-        outcomes = Outcome.load_all(folder, np)
+        outcomes = CallOutcome.load_all(folder, np)
     _check_all_returned(outcomes, np, code, last_lines)
     return [outcomes[rank].result for rank in range(np)]
 
@@ -209,7 +209,7 @@ def _check_one_host() -> None:
         )
 
 
-def _check_all_returned(outcomes: Mapping[int, Outcome], size: int, code: int, last_lines: Sequence[str]) -> None:
+def _check_all_returned(outcomes: Mapping[int, CallOutcome], size: int, code: int, last_lines: Sequence[str]) -> None:
     """Raise RankFailedError unless every rank returned a result."""
     failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
     if failed:

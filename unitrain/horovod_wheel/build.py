@@ -20,7 +20,7 @@ from typing import IO, Protocol
 
 from unitrain.errors import HorovodBuildError
 from unitrain.horovod_wheel import check, patches
-from unitrain.horovod_wheel.plan import HOROVOD, SDIST_SHA256, BuildPlan, Step
+from unitrain.horovod_wheel.plan import HOROVOD, SDIST_SHA256, BuildPlan, BuildStep
 
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
 _ERROR = re.compile(r"\b(fatal )?error\b[: ]|^E: |\bKilled\b|No space left", re.IGNORECASE)
@@ -51,7 +51,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
 class Reporter(Protocol):
     """Receives the progress of a build."""
 
-    def step(self, step: Step, *, skipped: bool) -> None:
+    def step(self, step: BuildStep, *, skipped: bool) -> None:
         """Report that a step starts or is skipped."""
 
     def report_percent(self, done: int) -> None:
@@ -111,7 +111,7 @@ def _set_lock(lock: IO[str], mode: int) -> None:
 
 
 def _run_in_shared_folder(
-    step: Step,
+    step: BuildStep,
     folder: Path,
     plan: BuildPlan,
     environment: Mapping[str, str],
@@ -138,12 +138,12 @@ def _run_in_shared_folder(
     _set_lock(in_use, fcntl.LOCK_SH)
 
 
-def _is_done(step: Step) -> bool:
+def _is_done(step: BuildStep) -> bool:
     return step.completion_marker is not None and Path(step.completion_marker).exists()
 
 
 def _run_step(
-    step: Step, plan: BuildPlan, environment: Mapping[str, str], write: Callable[[str], object], reporter: Reporter
+    step: BuildStep, plan: BuildPlan, environment: Mapping[str, str], write: Callable[[str], object], reporter: Reporter
 ) -> None:
     skipped = _is_done(step)
     reporter.step(step, skipped=skipped)
@@ -169,7 +169,7 @@ def _run_step(
 
 
 @contextlib.contextmanager
-def _process(step: Step, environment: Mapping[str, str], where: Path) -> Iterator[subprocess.Popen[str]]:
+def _process(step: BuildStep, environment: Mapping[str, str], where: Path) -> Iterator[subprocess.Popen[str]]:
     """Run the command of a step in a separate session, so that an interrupt also terminates the compilers."""
     with subprocess.Popen(
         step.argv,
@@ -190,7 +190,7 @@ def _process(step: Step, environment: Mapping[str, str], where: Path) -> Iterato
             raise
 
 
-def _describe_failure(step: Step, returncode: int, lines: list[str], plan: BuildPlan) -> str:
+def _describe_failure(step: BuildStep, returncode: int, lines: list[str], plan: BuildPlan) -> str:
     """Return the failed step, the error in its output, and a fix."""
     error_lines = [line.strip() for line in lines if _ERROR.search(line)] or [line.strip() for line in lines[-1:]]
     text = "".join(lines)

@@ -24,7 +24,7 @@ PARALLEL_SECONDS, SERIAL_SECONDS = 220.0, 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class BuildRequest:
     """The request of the user. None selects the default for the machine."""
 
     cache: Path
@@ -35,7 +35,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class BuildStep:
     """A step of a build: the command `argv`, or, if that is empty, the function `name` in `build`. It is skipped if the
     file `completion_marker` exists.
 
@@ -64,8 +64,8 @@ class BuildPlan:
     sdist: Path
     toolkit: str | None
     nccl: str | None
-    build_steps: tuple[Step, ...]
-    install_steps: tuple[Step, ...]
+    build_steps: tuple[BuildStep, ...]
+    install_steps: tuple[BuildStep, ...]
     notes: tuple[str, ...]
     typical_seconds: float
 
@@ -101,7 +101,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unitrain" / "horovod"
 
 
-def create_plan(machine: Machine, request: Request) -> BuildPlan:
+def create_plan(machine: Machine, request: BuildRequest) -> BuildPlan:
     """Return the plan of a build. Raises HorovodBuildError with all missing requirements."""
     mpi = machine.mpi is not None if request.mpi is None else request.mpi
     cuda = _uses_cuda_by_default(machine) if request.cuda is None else request.cuda
@@ -213,23 +213,27 @@ def _missing_tools(machine: Machine) -> Iterator[str]:
 
 def _build_steps(
     machine: Machine, tools: tuple[str, ...], folder: Path, sdist: Path, pip_toolkit: Path | None, cuda: bool
-) -> Iterator[Step]:
+) -> Iterator[BuildStep]:
     work = folder / "work"
     pip = (machine.python, "-m", "pip", "--disable-pip-version-check", "--no-input")
     if tools:
         argv = (*pip, "install", "--target", str(work / "tools"), *tools)
-        yield Step(name="tools", description="Download the missing build tools into the folder of the build", argv=argv)
+        yield BuildStep(
+            name="tools", description="Download the missing build tools into the folder of the build", argv=argv
+        )
     exact = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod")
     argv = (*pip, "download", *exact, "--dest", str(sdist.parent), f"horovod=={HOROVOD}")
-    yield Step(
+    yield BuildStep(
         name="download", description=f"Download the sdist of Horovod {HOROVOD}", argv=argv, completion_marker=str(sdist)
     )
-    yield Step(name="unpack", description=f"Check the sha256 ({SDIST_SHA256[:12]}...) of the sdist and unpack it")
-    yield Step(name="patch", description=f"Patch the sources: {', '.join(change.name for change in patches.CHANGES)}")
+    yield BuildStep(name="unpack", description=f"Check the sha256 ({SDIST_SHA256[:12]}...) of the sdist and unpack it")
+    yield BuildStep(
+        name="patch", description=f"Patch the sources: {', '.join(change.name for change in patches.CHANGES)}"
+    )
     if pip_toolkit is not None:
         argv = (*pip, "install", "--target", str(pip_toolkit), f"cuda-toolkit[nvcc,cccl]=={machine.torch.cuda}.*")
         description = f"Download NVIDIA's pip wheels of the CUDA {machine.torch.cuda} compiler (about 100 MB)"
-        yield Step(
+        yield BuildStep(
             name="toolkit",
             description=description,
             argv=argv,
@@ -237,7 +241,7 @@ def _build_steps(
             shared_folder=pip_toolkit,
         )
     if cuda:
-        yield Step(name="link", description="Link torch's NCCL with the names that CMake expects")
+        yield BuildStep(name="link", description="Link torch's NCCL with the names that CMake expects")
     argv = (
         *pip,
         "wheel",
@@ -248,19 +252,21 @@ def _build_steps(
         "--wheel-dir",
         str(work / "out"),
     )
-    yield Step(name="wheel", description="Compile and pack the wheel", argv=(*argv, str(work / f"horovod-{HOROVOD}")))
-    yield Step(name="store", description="Store the wheel in the cache")
+    yield BuildStep(
+        name="wheel", description="Compile and pack the wheel", argv=(*argv, str(work / f"horovod-{HOROVOD}"))
+    )
+    yield BuildStep(name="store", description="Store the wheel in the cache")
 
 
-def _install_steps(machine: Machine, wheel: Path) -> Iterator[Step]:
+def _install_steps(machine: Machine, wheel: Path) -> Iterator[BuildStep]:
     install = (machine.python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install")
     argv = (*install, "--no-deps", "--force-reinstall", str(wheel))
-    yield Step(name="install", description="Install the wheel, replacing any other Horovod", argv=argv)
-    yield Step(name="dependencies", description="Install missing dependencies", argv=(*install, str(wheel)))
-    yield Step(name="check", description="Import Horovod and check its capabilities")
+    yield BuildStep(name="install", description="Install the wheel, replacing any other Horovod", argv=argv)
+    yield BuildStep(name="dependencies", description="Install missing dependencies", argv=(*install, str(wheel)))
+    yield BuildStep(name="check", description="Import Horovod and check its capabilities")
 
 
-def _decision_notes(machine: Machine, request: Request, *, mpi: bool, cuda: bool, from_pip: bool) -> Iterator[str]:
+def _decision_notes(machine: Machine, request: BuildRequest, *, mpi: bool, cuda: bool, from_pip: bool) -> Iterator[str]:
     """Yield notes on machine-dependent decisions, with the options to change them."""
     if machine.flags:
         names = " ".join(machine.flags)

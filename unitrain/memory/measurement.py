@@ -10,7 +10,7 @@ from pathlib import Path
 import unitrain
 from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError
-from unitrain.memory.record import RECORDER, RankRecord, Request, read_records
+from unitrain.memory.record import RECORDER, MemoryRequest, RankMemory, read_records
 from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines, run_command
 
@@ -18,8 +18,8 @@ _PROGRAM = Path(__file__).with_name("run_script.py")
 
 
 def measure(
-    script: str, args: Sequence[str], *, launch_options: Sequence[str], request: Request, limit_seconds: float
-) -> list[RankRecord]:
+    script: str, args: Sequence[str], *, launch_options: Sequence[str], request: MemoryRequest, limit_seconds: float
+) -> list[RankMemory]:
     """Run `script` with `args` under `unitrain launch` on this host, and return the record of each rank.
 
     The run ends after the requested steps, and is terminated after `limit_seconds`. Raises ConfigError with the last

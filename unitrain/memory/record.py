@@ -16,7 +16,7 @@ _REQUEST = "request.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class MemoryRequest:
     """Request to train `warmup` steps, measure the memory of `steps` steps, and exit."""
 
     warmup: int
@@ -27,7 +27,7 @@ class Request:
         (folder / _REQUEST).write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path) -> Request:
+    def read(cls, folder: Path) -> MemoryRequest:
         """Read the request from `folder`."""
         return cls(**json.loads((folder / _REQUEST).read_text()))
 
@@ -43,7 +43,7 @@ class BlockRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankRecord:
+class RankMemory:
     """The record of one rank. All sizes are bytes of this rank.
 
     `steps` is the number of measured steps. `parameters` and `gradients` are the bytes of their elements, and `trained`
@@ -94,7 +94,7 @@ class RankRecord:
         write_rank_record(folder, self.rank, asdict(self))
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> RankRecord:
+    def from_fields(cls, fields: dict[str, Any]) -> RankMemory:
         """Return the record with the values in `fields`."""
         return cls(**fields | {"blocks": [BlockRecord(**block) for block in fields["blocks"]]})
 
@@ -104,7 +104,7 @@ class RankRecord:
         return max(self.forward_backward_peak, self.step_peak)
 
 
-def read_records(folder: Path) -> list[RankRecord] | None:
+def read_records(folder: Path) -> list[RankMemory] | None:
     """Read the records of all ranks from `folder`, in rank order. Return None if the record of a rank is missing."""
     found = read_rank_records(folder)
-    return None if found is None else [RankRecord.from_fields(fields) for fields in found]
+    return None if found is None else [RankMemory.from_fields(fields) for fields in found]

@@ -24,7 +24,7 @@ from unitrain.bootstrap import environment
 from unitrain.callbacks.callback import Callback
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.memory.process_memory import ProcessMemory, process_memory
-from unitrain.memory.record import BlockRecord, RankRecord, Request
+from unitrain.memory.record import BlockRecord, MemoryRequest, RankMemory
 from unitrain.memory.saved_tensors import SavedStorage, SavedTensors, checkpointing_by_class
 from unitrain.memory.tensor_bytes import (
     element_bytes,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _SETTINGS = ("shard", "precision", "batch_size", "gradient_accumulation_steps", "checkpoint_activations")
 _FUSION_VARIABLE = "HOROVOD_FUSION_THRESHOLD"
 
-_active: Recorder | None = None
+_active: MemoryRecorder | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,21 +57,21 @@ class _Snapshot:
     storages: Sequence[SavedStorage] = ()
 
 
-def start_recorder(folder: Path) -> Recorder:
+def start_recorder(folder: Path) -> MemoryRecorder:
     """Start to record this process as requested in `folder`."""
     global _active
-    _active = Recorder(folder)
+    _active = MemoryRecorder(folder)
     _active.start()
     return _active
 
 
-def active_recorder(folder: str) -> Recorder:
+def active_recorder(folder: str) -> MemoryRecorder:
     """Return the recorder of this process, which `run_script` has started. See `trainer_overrides`."""
     assert _active is not None, f"run_script has not started the recorder for {folder}"
     return _active
 
 
-class Recorder(Callback):
+class MemoryRecorder(Callback):
     """Records the memory of this process. After the measured steps, it writes the record and raises SystemExit, so that
     the rest of the script does not use a partially trained model.
 
@@ -79,7 +79,7 @@ class Recorder(Callback):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._request = folder, Request.read(folder)
+        self._folder, self._request = folder, MemoryRequest.read(folder)
         self._saved = SavedTensors(self._compare_with_peak, self._add_model)
         self._models: list[nn.Module] = []
         self._module_ids: set[int] = set()
@@ -207,7 +207,7 @@ class Recorder(Callback):
         backend = self._backend or environment.get_variable("UNITRAIN_BACKEND") or ""
         tunables = registry.load(backend).tunables if backend and rank.size > 1 else ()
         has_fusion = any(tunable.variable == _FUSION_VARIABLE for tunable in tunables)
-        RankRecord(
+        RankMemory(
             rank=rank.rank,
             size=rank.size,
             backend=backend,

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from unitrain.bench.results import format_bytes
-from unitrain.memory.record import RankRecord
+from unitrain.memory.record import RankMemory
 from unitrain.memory.savings import Saving, Usage, list_savings, persistent_bytes
 
 _WIDTH = 80
@@ -118,7 +118,7 @@ def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
     return text
 
 
-def show(records: Sequence[RankRecord], ranks: int, console: Console | None = None) -> None:
+def show(records: Sequence[RankMemory], ranks: int, console: Console | None = None) -> None:
     """Print the report. Sharding is predicted for `ranks` ranks."""
     console = console or Console(width=_WIDTH, highlight=False)
     usage = Usage.of_ranks(records)
@@ -190,7 +190,7 @@ def notes(usage: Usage) -> list[str]:
     return found
 
 
-def write_json(records: Sequence[RankRecord], ranks: int, settings: dict[str, Any], path: Path) -> None:
+def write_json(records: Sequence[RankMemory], ranks: int, settings: dict[str, Any], path: Path) -> None:
     """Write the summary, the memory by category, the savings in bytes, and the records of all ranks to `path`."""
     usage = Usage.of_ranks(records)
     savings = list_savings(usage, ranks)

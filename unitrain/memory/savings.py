@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from unitrain.backends.base import Shard
-from unitrain.memory.record import RankRecord
+from unitrain.memory.record import RankMemory
 
 # The stages, and the parts of the persistent memory that each of them shards: parameters, gradients, optimizer state.
 _STAGES = {
@@ -31,13 +31,13 @@ class Usage:
     `gradients` are the gradients in memory at the peak of the forward and backward pass.
     """
 
-    record: RankRecord
+    record: RankMemory
     gradients: int
     state: int
     shard: str
 
     @classmethod
-    def of_ranks(cls, records: Sequence[RankRecord]) -> Usage:
+    def of_ranks(cls, records: Sequence[RankMemory]) -> Usage:
         """Return the memory of the rank with the highest peak in the `records` of all ranks."""
         highest = max(records, key=lambda record: record.peak)
         is_complete = highest.size == 1 or all(record.is_state_complete for record in records)
@@ -118,7 +118,7 @@ def _sharding(usage: Usage, ranks: int) -> list[Saving]:
     return found
 
 
-def _checkpointing(record: RankRecord) -> list[Saving]:
+def _checkpointing(record: RankMemory) -> list[Saving]:
     """Return the block class with the largest savings, and the one with the largest savings per recomputation."""
     blocks = sorted(record.blocks, key=lambda block: block.peak_bytes)
     return [
@@ -132,7 +132,7 @@ def _checkpointing(record: RankRecord) -> list[Saving]:
     ]
 
 
-def _smaller_batch(record: RankRecord, batch_size: int | None) -> list[Saving]:
+def _smaller_batch(record: RankMemory, batch_size: int | None) -> list[Saving]:
     if batch_size == 1:
         return []
     halved = "half the batch" if batch_size is None else f"batch_size={batch_size // 2}"
@@ -146,7 +146,7 @@ def _smaller_batch(record: RankRecord, batch_size: int | None) -> list[Saving]:
     ]
 
 
-def _precision(record: RankRecord) -> list[Saving]:
+def _precision(record: RankMemory) -> list[Saving]:
     if record.settings.get("precision", "fp32") != "fp32":
         return []
     saved = _saved_between_steps(record, record.activations - record.float32_activations // 2)
@@ -160,7 +160,7 @@ def _precision(record: RankRecord) -> list[Saving]:
     ]
 
 
-def _saved_between_steps(record: RankRecord, activations: int) -> int:
+def _saved_between_steps(record: RankMemory, activations: int) -> int:
     """Return how much the peak decreases if activations take only `activations` bytes.
 
     Activations are not in memory during an optimizer step or at the end of the backward pass, when all gradients are.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from unitrain.report import figures
 from unitrain.report.charts import Chart, Line, LineChart, Style, TimeChart
-from unitrain.report.record import Record
+from unitrain.report.record import RunRecord
 
 _MAX_RANKS = 24
 # The loss axis is logarithmic if the ratio of the highest to the lowest loss exceeds this.
@@ -16,12 +16,12 @@ _LOGARITHMIC_RATIO = 30
 _DATASETS = {"train": ("training", 0), "val": ("validation", 1), "": ("", 2)}
 
 
-def all_charts(records: Sequence[Record]) -> list[Chart]:
+def all_charts(records: Sequence[RunRecord]) -> list[Chart]:
     """Return all charts, results first."""
     return [*result_charts(records), *time_charts(records)]
 
 
-def result_charts(records: Sequence[Record]) -> list[LineChart]:
+def result_charts(records: Sequence[RunRecord]) -> list[LineChart]:
     """Return the charts of loss, metrics, learning rate and throughput, without empty charts."""
     records = list(records)
     in_epochs = figures.has_epoch_axis(records)
@@ -47,7 +47,7 @@ def result_charts(records: Sequence[Record]) -> list[LineChart]:
     ]
 
 
-def time_charts(records: Sequence[Record]) -> list[TimeChart]:
+def time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
     """Return charts of the time per phase: by rank and by epoch for one run, by epoch for several runs."""
     times = [(record, rank_times) for record in records if (rank_times := figures.rank_times(record))]
     if len(records) > 1:
@@ -87,7 +87,7 @@ def shown_ranks(times: figures.RankTimes) -> list[int]:
     return sorted(sorted(range(times.size), key=lambda rank: -work[rank])[:_MAX_RANKS])
 
 
-def _metric_chart(records: list[Record], metric: str, in_epochs: bool) -> LineChart:
+def _metric_chart(records: list[RunRecord], metric: str, in_epochs: bool) -> LineChart:
     is_comparison = len(records) > 1
     lines: list[Line] = []
     dots = []
@@ -123,7 +123,7 @@ def _metric_chart(records: list[Record], metric: str, in_epochs: bool) -> LineCh
     return LineChart(metric, lines, "", legend=not is_comparison, logarithmic=is_logarithmic, dots=dots)
 
 
-def _slow_rank_spans(records: Sequence[Record], in_epochs: bool) -> list[tuple[float, float, str]]:
+def _slow_rank_spans(records: Sequence[RunRecord], in_epochs: bool) -> list[tuple[float, float, str]]:
     if len(records) > 1:
         return []
     periods = figures.slow_periods(records[0], in_epochs)
@@ -131,7 +131,7 @@ def _slow_rank_spans(records: Sequence[Record], in_epochs: bool) -> list[tuple[f
     return [(begin, end, label) for begin, end, label in spans if end > begin]
 
 
-def _resumption_marks(record: Record, in_epochs: bool) -> list[tuple[float, str]]:
+def _resumption_marks(record: RunRecord, in_epochs: bool) -> list[tuple[float, str]]:
     position = "epochs" if in_epochs else "step"
     marks = []
     for before, start in zip(record.starts, record.starts[1:], strict=False):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from unitrain.progress.stragglers import TRAINING, Straggler, find_stragglers
-from unitrain.report.record import Record, Row
+from unitrain.report.record import Row, RunRecord
 
 PARTS = (*TRAINING, "validation", "checkpoint")
 _OTHER_COLUMNS = {"epoch", "step", "epochs", "learning_rate", "seconds", "samples_per_second"}
@@ -55,13 +55,13 @@ class RankTimes:
         return find_stragglers(ranks, max(1, self.steps))
 
 
-def result_names(record: Record) -> list[str]:
+def result_names(record: RunRecord) -> list[str]:
     """Return the names of the per-epoch results, in order of first occurrence."""
     names = dict.fromkeys(name for row in record.epochs for name in row)
     return [name for name in names if name not in _OTHER_COLUMNS and not name.endswith("_seconds")]
 
 
-def metric_names(records: list[Record]) -> list[str]:
+def metric_names(records: list[RunRecord]) -> list[str]:
     """Return the names of the charts: "loss" and the metrics, without the prefixes "train" and "val"."""
     names = dict.fromkeys(split_name(name)[1] for record in records for name in result_names(record))
     if any(record.steps for record in records):
@@ -75,7 +75,7 @@ def split_name(name: str) -> tuple[str, str]:
     return (part, metric) if part in ("train", "val") and metric else ("", name)
 
 
-def has_epoch_axis(records: list[Record]) -> bool:
+def has_epoch_axis(records: list[RunRecord]) -> bool:
     """Return whether the x axis shows epochs instead of steps.
 
     It shows epochs if every run has completed an epoch and the length of its data is known.
@@ -94,12 +94,12 @@ def chart_points(rows: list[Row], name: str, in_epochs: bool) -> Points:
     return [(row[position], row.get(name)) for row in rows if row.get(position) is not None]
 
 
-def last_value(record: Record, name: str) -> float | None:
+def last_value(record: RunRecord, name: str) -> float | None:
     """Return the last value of a result."""
     return record.epochs[-1].get(name) if record.epochs else None
 
 
-def best_value(record: Record, name: str, mode: str = "min") -> Best | None:
+def best_value(record: RunRecord, name: str, mode: str = "min") -> Best | None:
     """Return the first best value of a result over the epochs, or None if no value was a number."""
     rows = [row for row in record.epochs if row.get(name) is not None]
     if not rows:
@@ -108,7 +108,7 @@ def best_value(record: Record, name: str, mode: str = "min") -> Best | None:
     return Best(name, row[name], row["epoch"], row["step"], row.get("epochs") or row["epoch"])
 
 
-def monitored_result(record: Record) -> tuple[str, str]:
+def monitored_result(record: RunRecord) -> tuple[str, str]:
     """Return the result that selects the best epoch (`keep_best`, by default the loss), and "min" or "max"."""
     config, names = record.start.get("config", {}), result_names(record)
     if config.get("keep_best") in names:
@@ -116,14 +116,14 @@ def monitored_result(record: Record) -> tuple[str, str]:
     return ("val_loss" if "val_loss" in names else "train_loss"), "min"
 
 
-def samples_per_second(record: Record) -> float | None:
+def samples_per_second(record: RunRecord) -> float | None:
     """Return the training throughput over all epochs, in samples per second."""
     rows = [row for row in record.epochs if row.get("samples_per_second") and row.get("seconds")]
     seconds = sum(row["seconds"] for row in rows)
     return sum(row["samples_per_second"] * row["seconds"] for row in rows) / seconds if rows else None
 
 
-def rank_times(record: Record) -> RankTimes | None:
+def rank_times(record: RunRecord) -> RankTimes | None:
     """Return the times per rank over the epochs with the final number of ranks, or None if no times are
     recorded."""
     rows = [row for row in record.epochs if row.get("compute_seconds")]
@@ -152,7 +152,7 @@ class SlowPeriod:
     positions: tuple[float, float]
 
 
-def slow_periods(record: Record, in_epochs: bool) -> list[SlowPeriod]:
+def slow_periods(record: RunRecord, in_epochs: bool) -> list[SlowPeriod]:
     """Return the periods with slow ranks, in order of their ends."""
     position = "epochs" if in_epochs else "step"
     found: list[SlowPeriod] = []
@@ -167,7 +167,7 @@ def slow_periods(record: Record, in_epochs: bool) -> list[SlowPeriod]:
     return found
 
 
-def total_seconds(record: Record) -> float:
+def total_seconds(record: RunRecord) -> float:
     """Return the total seconds of all epochs, including validation and checkpoints."""
     return sum(
         max(map(sum, zip(*(row[f"{part}_seconds"] for part in PARTS), strict=True)))
@@ -177,7 +177,7 @@ def total_seconds(record: Record) -> float:
     )
 
 
-def last_step(record: Record) -> int:
+def last_step(record: RunRecord) -> int:
     """Return the number of recorded optimizer steps."""
     return max((row["step"] for row in [*record.epochs, *record.steps]), default=0)
 
@@ -196,7 +196,7 @@ class Progress:
         return self.requested is not None and self.done >= self.requested
 
 
-def run_progress(record: Record) -> Progress:
+def run_progress(record: RunRecord) -> Progress:
     """Return the progress of a run in the unit of its configured length."""
     config, step = record.start.get("config", {}), last_step(record)
     if config.get("max_steps"):

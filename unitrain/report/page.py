@@ -12,7 +12,7 @@ import jinja2
 from unitrain.report import figures
 from unitrain.report.charts import COLORS, RUNS, to_png, to_svg
 from unitrain.report.contents import all_charts, result_charts, shown_ranks, time_charts
-from unitrain.report.record import Record, read_records
+from unitrain.report.record import RunRecord, read_records
 
 # The report mentions phases with a larger fraction of the training time.
 _DATA_SHARE_THRESHOLD, _WAIT_SHARE_THRESHOLD = 0.15, 0.15
@@ -46,7 +46,7 @@ def load_template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def render(records: Sequence[Record]) -> str:
+def render(records: Sequence[RunRecord]) -> str:
     """Render the HTML report of one run or of a comparison of several runs."""
     records = list(records)
     return load_template("page.html").render(
@@ -60,7 +60,7 @@ def render(records: Sequence[Record]) -> str:
     )
 
 
-def headline_values(record: Record) -> list[HeadlineValue]:
+def headline_values(record: RunRecord) -> list[HeadlineValue]:
     """Return the headline values of a run."""
     progress, steps = figures.run_progress(record), f"{figures.last_step(record):,} steps"
     requested = "" if progress.requested is None else f" of {progress.requested:,}"
@@ -124,7 +124,7 @@ def format_percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
-def _describe_run(record: Record, run_index: int) -> dict[str, Any]:
+def _describe_run(record: RunRecord, run_index: int) -> dict[str, Any]:
     start, times = record.start, figures.rank_times(record)
     return {
         "name": record.name,
@@ -172,7 +172,7 @@ def _describe_start(start: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _describe_times(record: Record, times: figures.RankTimes) -> list[str]:
+def _describe_times(record: RunRecord, times: figures.RankTimes) -> list[str]:
     """Return sentences about slow ranks and the fractions of waiting time."""
     slow = times.stragglers()
     sentences = [
@@ -221,7 +221,7 @@ def _time_rows(times: figures.RankTimes) -> dict[str, Any]:
     return {"parts": parts, "rows": rows, "hidden_ranks": times.size - len(ranks)}
 
 
-def _epoch_rows(record: Record) -> dict[str, Any]:
+def _epoch_rows(record: RunRecord) -> dict[str, Any]:
     names = figures.result_names(record)
     rows = [
         [
@@ -237,7 +237,7 @@ def _epoch_rows(record: Record) -> dict[str, Any]:
     return {"names": ["epoch", "step", *names, "learning rate", "training", "samples/s"], "rows": rows}
 
 
-def _settings(records: list[Record]) -> list[tuple[str, list[str], bool]]:
+def _settings(records: list[RunRecord]) -> list[tuple[str, list[str], bool]]:
     """Return (name, value per run, whether they differ) for all settings, differing settings first."""
     described = [
         "model", "parameters", "optimizer", "scheduler", "samples_per_epoch", "steps_per_epoch", "batch_size",

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """The rows of `unitrain.progress.history`, the display name of the run, and the time of the last change."""
 
     name: str
@@ -31,7 +31,7 @@ class Record:
         return self.starts[-1] if self.starts else {}
 
 
-def read_records(folders: list[Path]) -> list[Record]:
+def read_records(folders: list[Path]) -> list[RunRecord]:
     """Read the record of the run in each folder. The names are distinct.
 
     Raises ReportError if a folder does not exist or contains no run, or if a line of the history is invalid.
@@ -43,7 +43,7 @@ def read_records(folders: list[Path]) -> list[Record]:
     return [_read_record(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
-def _read_record(folder: Path, name: str) -> Record:
+def _read_record(folder: Path, name: str) -> RunRecord:
     if not folder.is_dir():
         siblings = [path.name for path in folder.parent.glob("*/")] if folder.parent.is_dir() else []
         found = "is a file" if folder.exists() else "does not exist"
@@ -63,7 +63,7 @@ def _read_record(folder: Path, name: str) -> Record:
     starts, epochs, steps = (_read_rows(path) if path in present else [] for path in paths)
     # Omit a start without steps, because the next start is from the same step.
     starts = [start for start, after in pairwise(starts) if after["step"] > start["step"]] + starts[-1:]
-    return Record(name, starts, epochs, steps, datetime.fromtimestamp(last_modified, UTC))
+    return RunRecord(name, starts, epochs, steps, datetime.fromtimestamp(last_modified, UTC))
 
 
 def _read_rows(path: Path) -> list[Row]:

@@ -29,8 +29,8 @@ from unitrain.launchers import Command, ElasticRange, Host, LaunchError, LaunchS
 from unitrain.supervisor import rank_logs
 from unitrain.supervisor.checks import check_module, check_not_launched, check_script, check_started_once
 from unitrain.supervisor.membership import Membership
-from unitrain.supervisor.supervisor import Job, Supervisor
-from unitrain.tune.tuned_settings import BUILT_IN_VARIABLES, TUNED_FILE, Run, find_tuned, format_settings
+from unitrain.supervisor.supervisor import SupervisedJob, Supervisor
+from unitrain.tune.tuned_settings import BUILT_IN_VARIABLES, TUNED_FILE, TunedRun, find_tuned, format_settings
 
 # Default backend per launcher.
 _DEFAULT_BACKENDS = {launcher: backend for backend, launcher in launchers.DEFAULT_LAUNCHERS.items()} | {
@@ -71,7 +71,7 @@ class LaunchRequest:
 class LaunchPlan:
     """A validated launch: the job, the command of its first attempt, and the membership of an elastic job."""
 
-    job: Job
+    job: SupervisedJob
     command: Command
     membership: Membership | None
     uses_other_hosts: bool
@@ -189,7 +189,7 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
     )
 
 
-def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, uses_other_hosts: bool) -> Job:
+def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, uses_other_hosts: bool) -> SupervisedJob:
     """Return a job with a fixed number of ranks. Runs the preflight checks on other hosts, except in a dry run."""
     if request.host_discovery_script is not None:
         raise LaunchError(
@@ -210,19 +210,19 @@ def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, use
     if uses_other_hosts and not request.is_dry_run:
         launch_id = {launchers.LAUNCH_ID_VARIABLE: secrets.token_hex(8)}
         spec = replace(spec, port=launchers.check_hosts(spec), environment={**spec.environment, **launch_id})
-    return Job(launcher, spec)
+    return SupervisedJob(launcher, spec)
 
 
 def _plan_elastic_job(
     request: LaunchRequest, launcher: str, spec: LaunchSpec, limits: ElasticRange
-) -> tuple[Job, Command, Membership]:
+) -> tuple[SupervisedJob, Command, Membership]:
     """Return an elastic job, the command of its first attempt, and its membership.
 
     The command assumes that all hosts are reachable.
     """
     _check_elastic(request, launcher, limits)
     restarts = _DEFAULT_ELASTIC_RESTARTS if request.max_restarts is None else request.max_restarts
-    job = Job(launcher, replace(spec, elastic=limits, max_restarts=restarts))
+    job = SupervisedJob(launcher, replace(spec, elastic=limits, max_restarts=restarts))
     list_hosts = _host_source(request, spec, limits)
     membership = Membership(limits, list_hosts, request.elastic_timeout_seconds)
     try:
@@ -345,7 +345,7 @@ def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dic
     backend = spec.backend or "ddp"
     hosts = spec.hosts or launchers.allocated_hosts(launcher)
     nodes = len(launchers.processes_per_host(num_processes, hosts)) if hosts else 1
-    tuned, differences = find_tuned(Run.on_this_machine(spec.script, spec.args, backend, num_processes, nodes))
+    tuned, differences = find_tuned(TunedRun.on_this_machine(spec.script, spec.args, backend, num_processes, nodes))
     if differences:
         click.echo(
             f"unitrain: The settings in {TUNED_FILE} are not used: {'; '.join(differences)}. Find new ones with: "

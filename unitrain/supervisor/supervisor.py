@@ -38,7 +38,7 @@ _RANK_EXIT_TIMEOUT_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Job:
+class SupervisedJob:
     """A job that runs `spec` under `launcher`, in several attempts if `spec` allows restarts.
 
     `name` is the same for all attempts. A Trainer uses it to recognize checkpoints of earlier attempts.
@@ -83,7 +83,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, job: Job, membership: Membership | None = None, before_attempt: Callable[[], None] | None = None
+        self, job: SupervisedJob, membership: Membership | None = None, before_attempt: Callable[[], None] | None = None
     ) -> None:
         self._job, self._membership, self._before_attempt = job, membership, before_attempt
         self._process: subprocess.Popen[bytes] | None = None

@@ -16,7 +16,7 @@ from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.errors import ConfigError
 from unitrain.processes import usable_cores
 from unitrain.trainer_overrides import TrainerArguments
-from unitrain.tune.trial import Request, Result
+from unitrain.tune.trial import Result, TrialRequest
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend
@@ -27,7 +27,7 @@ _MIN_STEPS = 5
 
 def create_timer(request: str) -> StepTimer:
     """Create the timer of a run started by `unitrain tune` with `request`. See `trainer_overrides`."""
-    return StepTimer(Request.parse(request))
+    return StepTimer(TrialRequest.parse(request))
 
 
 class StepTimer(Callback):
@@ -35,7 +35,7 @@ class StepTimer(Callback):
     not use a partially trained model.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: TrialRequest) -> None:
         self._request = request
         self._steps, self._is_finished = 0, False
         self._steps_to_time: int | None = None  # set at the end of the warm-up

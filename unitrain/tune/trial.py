@@ -12,7 +12,7 @@ _MARKER = "unitrain tune: "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TrialRequest:
     """Request to train `warmup` steps, time steps for about `seconds`, and exit.
 
     `compression` overrides the setting of the script. `name` is unique per run.
@@ -28,7 +28,7 @@ class Request:
         return json.dumps(asdict(self))
 
     @classmethod
-    def parse(cls, text: str) -> Request:
+    def parse(cls, text: str) -> TrialRequest:
         """Parse a request from a string."""
         return cls(**json.loads(text))
 

@@ -30,7 +30,7 @@ BUILT_IN_VARIABLES = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TunedRun:
     """The configuration that settings are tuned for.
 
     `torch` is the version of the installed package ("" if it is missing), and `machine` the hardware of this host (see
@@ -48,7 +48,7 @@ class Run:
     @classmethod
     def on_this_machine(
         cls, script: str, args: tuple[str, ...], backend: str, num_processes: int, num_nodes: int
-    ) -> Run:
+    ) -> TunedRun:
         """Create a run with the torch version and the machine of this process."""
         return cls(
             script=script,
@@ -85,12 +85,12 @@ class TunedEntry:
         others = [entry for entry in _load(file) if entry._identity != self._identity]
         _store([*others, self], file)
 
-    def is_same_run(self, run: Run) -> bool:
+    def is_same_run(self, run: TunedRun) -> bool:
         """Return whether script, backend and number of ranks match `run`."""
         same_script = Path(self.script).resolve() == Path(run.script).resolve()
         return same_script and (self.backend, self.num_processes) == (run.backend, run.num_processes)
 
-    def describe_differences(self, run: Run) -> list[str]:
+    def describe_differences(self, run: TunedRun) -> list[str]:
         """Return messages about the differences between `run` and the tuned run."""
         if None in (self.torch, self.args, self.num_nodes, self.machine):
             return [
@@ -116,7 +116,7 @@ class TunedEntry:
         return (script, self.backend, self.num_processes, self.args, self.num_nodes, self.machine)
 
 
-def find_tuned(run: Run, file: Path = TUNED_FILE) -> tuple[TunedEntry | None, list[str]]:
+def find_tuned(run: TunedRun, file: Path = TUNED_FILE) -> tuple[TunedEntry | None, list[str]]:
     """Return the entry of `file` for this run, or None, and a list of differences.
 
     If the script, backend and number of ranks of an entry match but the rest of its configuration does not, the list
@@ -129,7 +129,7 @@ def find_tuned(run: Run, file: Path = TUNED_FILE) -> tuple[TunedEntry | None, li
     return (None, describe_differences) if describe_differences else (tuned, [])
 
 
-def remove_tuned(run: Run, file: Path = TUNED_FILE) -> None:
+def remove_tuned(run: TunedRun, file: Path = TUNED_FILE) -> None:
     """Remove the entry for this run from `file`, and entries of earlier versions for its script."""
     found = _load(file)
 

@@ -17,8 +17,8 @@ from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError
 from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
-from unitrain.tune.trial import TIMER, Request, Result
-from unitrain.tune.tuned_settings import TUNED_FILE, Run, TunedEntry, format_settings, remove_tuned
+from unitrain.tune.trial import TIMER, Result, TrialRequest
+from unitrain.tune.tuned_settings import TUNED_FILE, TunedEntry, TunedRun, format_settings, remove_tuned
 from unitrain.verify.commands import last_lines, run_command
 
 _WARMUP_STEPS = 10
@@ -73,7 +73,7 @@ class Tuner:
         found = search(measure, tunables, search_seconds, run_seconds=run_seconds)
         report(
             save_and_describe(
-                found, Run.on_this_machine(self.script, self.args, first.backend, first.size, first.num_nodes)
+                found, TunedRun.on_this_machine(self.script, self.args, first.backend, first.size, first.num_nodes)
             )
         )
         if with_compression:
@@ -87,7 +87,7 @@ class Tuner:
         """
         self.runs += 1
         name = f"{self.folder}/{self.runs}"
-        request = Request(
+        request = TrialRequest(
             name=name, warmup=_WARMUP_STEPS, seconds=self.step_seconds, compression=compression
         ).serialize()
         overrides = {OVERRIDES_VARIABLE: overrides_setting(TIMER, request)}
@@ -125,7 +125,7 @@ class Tuner:
         return self.run({}, compression=compression).seconds_per_step
 
 
-def save_and_describe(found: SearchResult, run: Run) -> str:
+def save_and_describe(found: SearchResult, run: TunedRun) -> str:
     """Save the settings for `run` if the gain is significant, otherwise remove the entry of `run`. Return a summary."""
     gain = found.gain
     skipped = ""

@@ -20,7 +20,7 @@ _DIGEST_MODULUS = 2**64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RecordRequest:
     """Request to train `steps` steps and exit.
 
     A run on fewer than `emulated_ranks` ranks accumulates gradients to match the global batch size of `emulated_ranks`
@@ -36,7 +36,7 @@ class Request:
         (folder / _REQUEST).write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path) -> Request:
+    def read(cls, folder: Path) -> RecordRequest:
         """Read the request from `folder`."""
         return cls(**json.loads((folder / _REQUEST).read_text()))
 

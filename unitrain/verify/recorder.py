@@ -22,7 +22,7 @@ from unitrain.optim.step import optimizer_parameters
 from unitrain.torch_compat import BatchNormBase
 from unitrain.trainer_overrides import TrainerArguments
 from unitrain.verify.digests import digest_samples, digest_tensor
-from unitrain.verify.record import TENSORS_FILE, RankRecord, Request, StepRecord
+from unitrain.verify.record import TENSORS_FILE, RankRecord, RecordRequest, StepRecord
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend
@@ -44,7 +44,7 @@ class Recorder(Callback):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._request = folder, Request.read(folder)
+        self._folder, self._request = folder, RecordRequest.read(folder)
         self._steps: list[StepRecord] = []
         self._has_fixed_global_batch_size = self._is_written = False
         self._reset_step()

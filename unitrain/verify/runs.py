@@ -13,13 +13,13 @@ from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError
 from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines, run_command
-from unitrain.verify.record import RECORDER, Record, Request
+from unitrain.verify.record import RECORDER, Record, RecordRequest
 from unitrain.verify.verdict import Group, Outcome, Run, compare_outcomes, resolve_with_float64
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-6, 1e-8
 
 
-class Command(Protocol):
+class EnvironmentCommand(Protocol):
     """A command line, and variables to add to its environment."""
 
     @property
@@ -44,7 +44,7 @@ class Verification:
     float64: bool
     limit_seconds: float
     folder: Path
-    build_command: Callable[[Run, Mapping[str, str]], Command]
+    build_command: Callable[[Run, Mapping[str, str]], EnvironmentCommand]
     report_progress: Callable[[str], None]
 
     def run_groups(
@@ -114,7 +114,7 @@ class Verification:
 
     def _run(self, run: Run) -> Outcome:
         folder = Path(tempfile.mkdtemp(prefix=f"{run.backend}-", dir=self.folder))
-        Request(steps=self.steps, emulated_ranks=run.emulated_ranks, float64=self.float64).write(folder)
+        RecordRequest(steps=self.steps, emulated_ranks=run.emulated_ranks, float64=self.float64).write(folder)
         variables = {OVERRIDES_VARIABLE: overrides_setting(RECORDER, str(folder))}
         if run.transport is not None:
             variables["UNITRAIN_TRANSPORT"] = run.transport
