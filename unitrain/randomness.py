@@ -23,7 +23,7 @@ class SeedPurpose(IntEnum):
 
 
 def derive_seed(seed: int, stream: SeedPurpose, *path: int) -> int:
-    """Return a 63-bit seed that depends only on the arguments, all of which are at least 0."""
+    """Return a 63-bit seed that depends only on the arguments. All arguments are at least 0."""
     return int(np.random.SeedSequence([seed, stream, *path]).generate_state(1, np.uint64)[0] >> 1)
 
 

@@ -1,4 +1,4 @@
-"""The file format of sharded checkpoints, of which each rank writes a part.
+"""The file format of sharded checkpoints. Each rank writes a part of a checkpoint.
 
 A checkpoint is a folder `step-000000123`:
 

@@ -211,7 +211,7 @@ def operations_on_incomplete_gradients_raise(backend: Backend) -> None:
         torch.optim.Adam(model.parameters(), foreach=True).step,
     ]
     for use in uses:
-        text = raises(ModelError, "on a gradient of which each rank stores a part only", use)
+        text = raises(ModelError, "on a gradient that is sharded over ranks", use)
         assert "full_tensor()" in text
     assert "elements=" in repr(gradient)
     _run(wrapped, backend.rank, 1)

@@ -79,7 +79,7 @@ def build_model(kind: type[nn.Module] = _Transformer, dtype: torch.dtype = torch
 
 
 def model_loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
-    """Return the loss of `model` on the samples of `ranks`, each of which has the same number."""
+    """Return the loss of `model` on the samples of `ranks`, which have the same number of samples."""
     parts = []
     for rank in ranks:
         generator = torch.Generator().manual_seed(100 * step + rank)

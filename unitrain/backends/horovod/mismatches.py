@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from unitrain.errors import CollectiveMismatchError
 
-_MAX_REPORTED = 16  # pending operations, of which the oldest one decides
+_MAX_REPORTED = 16  # pending operations; the oldest one decides
 
 
 class Operation(NamedTuple):

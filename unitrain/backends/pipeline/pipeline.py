@@ -31,7 +31,7 @@ from unitrain.torch_compat import foreach_copy_
 
 Balance = Literal["time", "memory"]
 ScheduleName = Literal["1f1b", "gpipe"]
-# Gradients are reduced in pieces of about this size, each of which needs as much additional memory.
+# Gradients are reduced in pieces of about this size. A reduction needs as much additional memory.
 _BUCKET_BYTES = 25 * 2**20
 _MAX_LISTED = 4
 

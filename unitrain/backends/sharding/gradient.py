@@ -1,4 +1,4 @@
-"""The `.grad` of a parameter with a sharded gradient (ZeRO-2), a tensor of which each rank stores one slice.
+"""The `.grad` of a parameter with a sharded gradient (ZeRO-2), a tensor that stores one slice on each rank.
 
 A gradient has the shape of its parameter, so that clipping and loss scaling are plain torch code:
 `nn.utils.clip_grad_norm_`, `nn.utils.clip_grad_value_`, `GradScaler` and `zero_grad` produce the same results as with
@@ -139,7 +139,7 @@ class GradientGroup:
 
 def _raise_unsupported(name: str) -> NoReturn:
     raise ModelError(
-        f'{name} was called on a gradient of which each rank stores a part only (shard="gradients"). Supported are '
+        f'{name} was called on a gradient that is sharded over ranks (shard="gradients"). Supported are '
         "torch.nn.utils.clip_grad_norm_, clip_grad_value_, GradScaler, norms, in-place multiplication and division by "
         "a number, and zero_grad. Pass the optimizer to backend.distributed_optimizer(optimizer, model, "
         'shard="gradients"), or use the complete gradient: parameter.grad.full_tensor(), called on every rank.'

@@ -85,7 +85,7 @@ class _InFlight:
 
 
 class GradientReducer:
-    """Reduces the gradients of `parameters`, of which each rank stores the elements that it owns.
+    """Reduces the gradients of `parameters`. Each rank stores the elements that it owns.
 
     Args:
         parameters: all parameters of the model, by name.
