@@ -2,6 +2,10 @@
 
 The ranks behave like new processes, except that they share the effects of the imports and Python's hash seed. The fork
 server has one thread and no backend, so a fork is safe.
+
+The fork server of multiprocessing does not suffice: its children keep the environment variables and the standard output
+with which the server was started, and import the `__main__` module of the parent. Ranks need the variables of their
+launcher, and the output of the test that starts them.
 """
 
 from __future__ import annotations
