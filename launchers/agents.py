@@ -1,8 +1,8 @@
 """Start, monitor and terminate programs on several hosts, over ssh or through Slurm.
 
 `build_command` is for launchers that must be started on every host (torchrun). `add_cleanup` is for launchers that run
-on this host and start the remote processes themselves: an agent per host terminates processes that outlive the
-launcher, such as the ranks of horovodrun, and those of a killed mpirun on its own host.
+on this host and start the remote processes themselves. An agent per host terminates the processes that outlive the
+launcher: the ranks of horovodrun, and the local ranks of a killed mpirun.
 
 Both return a command that calls `main` in a new process, with the plan as JSON arguments. The plan contains only the
 names of forwarded variables; their values are sent over the connection.

@@ -1,7 +1,7 @@
 """Compare two results of the same kind, and test which differences are significant.
 
 The test is a two-sided Mann-Whitney test on the rounds of each row (Mann and Whitney 1947, exact distribution with
-mid-ranks for ties) with Holm's correction (1979) for the number of rows: if nothing differs, the probability of
+mid-ranks for ties) with Holm's correction (1979) for the number of rows. If nothing differs, the probability of
 reporting any row as faster or slower is at most 5 %. The test cannot distinguish a change of the program from a change
 of the machine between the measurements, so run both measurements in the same session.
 """

@@ -81,9 +81,9 @@ def is_loopback(address: str) -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at `port`, or at a free port if `port` is 0, on the address of `host`.
 
-    It listens on all interfaces if `host` does not resolve to an address of this machine that other hosts can reach:
-    the name of a Kubernetes service resolves to an address of another machine, and Debian's installer maps the host
-    name to a loopback address. Raises OSError if the port is in use.
+    It listens on all interfaces if `host` does not resolve to an address of this machine that other hosts can reach.
+    For example, the name of a Kubernetes service resolves to an address of another machine, and Debian's installer maps
+    the host name to a loopback address. Raises OSError if the port is in use.
     """
     name = host.strip("[]")
     try:
