@@ -20,7 +20,7 @@ DOCS := docs/_build/html
 # Of make test-torch: a virtual environment per version of torch.
 TORCH_VENV := .venv-$(TORCH)
 
-.PHONY: demo test test-all test-torch check docs docs-serve bench fuzz gpu-check setup horovod clean
+.PHONY: demo test test-all test-torch test-torch-suites check docs docs-serve bench fuzz gpu-check setup horovod clean
 
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
@@ -44,6 +44,12 @@ test-torch:
 	$(TORCH_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(TORCH_VENV)/bin/unitrain horovod build
 	$(TORCH_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile unitrain/testing tests/contract tests/equivalence
+
+# PyTorch's tests of its process groups with Gloo and with Horovod, over Gloo and MPI, and Horovod's own tests. The torch
+# wheel has some of them; PYTORCH and HOROVOD_SOURCE are checkouts with the others.
+test-torch-suites: $(INSTALLED) $(HOROVOD)
+	$(BIN)/python -m tests.torch_suites --write benchmarks/results/torch_suites.md \
+		$(if $(PYTORCH),--folder $(PYTORCH)) $(if $(HOROVOD_SOURCE),--horovod-folder $(HOROVOD_SOURCE))
 
 check: docs
 	$(BIN)/ruff check .

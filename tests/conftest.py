@@ -21,7 +21,7 @@ COMPUTING_FILES = (
     "test_samplers", "test_compile", "test_examples_real", "test_skipped_samples", "test_compression",
     "test_horovod_controllers", "test_process_group_dtypes", "test_consistency_check", "test_tracking",
     "test_sync_batch_norm", "test_resume_within_epoch", "test_torchmetrics", "test_sharded_loader", "test_prediction",
-    "test_tune", "test_differentiable_allgather",
+    "test_tune", "test_differentiable_allgather", "test_torch_suites", "test_process_group_methods",
 )  # fmt: skip
 WAITING_FILES = (
     "test_watchdog", "test_verify", "test_launcher_matrix", "test_timeouts", "test_several_hosts", "test_launch_real",

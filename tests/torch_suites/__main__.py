@@ -26,6 +26,7 @@ from .differences import find_reason
 from .suites import BY_NAME, SUITES, Suite
 
 Outcomes = dict[str, Any]  # {backend: {test: (outcome, detail, seconds)}}
+ROOT = Path(__file__).parents[2]
 TITLES = {"horovod": "Horovod over Gloo", "horovod-mpi": "Horovod over MPI"}
 
 
@@ -50,7 +51,9 @@ def run_suite(suite: Suite, backends: list[str], folder: Path | None, tests: lis
     command += [] if folder is None else ["--folder", str(folder)]
     command += [] if logs is None else ["--logs", str(logs)]
     command += ["--tests", *tests] if tests else []
-    finished = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    finished = subprocess.run(
+        command, stdout=subprocess.PIPE, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     outcomes: Outcomes = json.loads(finished.stdout)
     return outcomes
 
