@@ -39,9 +39,16 @@ class MismatchDetector:
     """Compares the pending operations of this rank with those of rank 0."""
 
     def __init__(self, store: dist.Store, rank: int, pending: Callable[[], Sequence[Operation]]) -> None:
-        self._store = dist.PrefixStore("mismatches", store)
+        self._group_store, self._generation = store, 0
+        self._store = dist.PrefixStore("mismatches.0", store)
         self._rank, self._pending = rank, pending
         self._suspected: tuple[Operation, Operation] | None = None
+
+    def restart(self) -> None:
+        """Ignore earlier reports, because the positions of operations start at 0 again. All ranks call it."""
+        self._generation += 1
+        self._store = dist.PrefixStore(f"mismatches.{self._generation}", self._group_store)
+        self._suspected = None
 
     def find(self) -> CollectiveMismatchError | None:
         """Report the pending operations, and return an error if rank 0 waits for different ones.

@@ -60,6 +60,7 @@ class OperationStarter(dist.ProcessGroup):
         call it."""
         self._generation += 1
         self._position = 0
+        self._mismatches.restart()
         self._prefix = f"unitrain.{self._number}.{self._generation}"
         self._issued.clear()
         self._latest.clear()

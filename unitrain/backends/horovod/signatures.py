@@ -21,6 +21,7 @@ from unitrain.errors import CollectiveArgumentError
 
 _AllgatherOptions: Any = dist.distributed_c10d.AllgatherOptions
 _REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+_UNSET = timedelta()
 Arguments = tuple[Any, ...]
 # A conversion returns the arguments of the overload that takes lists and options. The options come last.
 Conversion = Callable[..., Arguments]
@@ -38,7 +39,7 @@ def accepts(convert: Conversion) -> Callable[[Callable[..., Any]], Callable[...,
             converted = convert(self, *arguments, **options)
             work = method(self, *converted)
             timeout = getattr(converted[-1], "timeout", None)
-            if timeout is not None and timeout > timedelta():  # torch sets -1 ms if the caller sets none
+            if timeout is not None and timeout > _UNSET:  # torch sets -1 ms if the caller sets none
                 work.set_timeout(timeout)
             return work
 

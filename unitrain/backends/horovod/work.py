@@ -33,9 +33,8 @@ _BUSY_POLL_SECONDS = 0.005
 _POLL_INTERVAL_FRACTION = 0.01
 _MAX_POLL_INTERVAL_SECONDS = 0.002
 _BACKGROUND_POLL_SECONDS = 0.001
-# An operation that has been pending for this time is compared with those of rank 0, and then at growing intervals.
-_FIRST_MISMATCH_CHECK_SECONDS = 2.0
-_MAX_MISMATCH_CHECK_SECONDS = 30.0
+# An operation that has been pending for this time is compared with those of rank 0, then at growing intervals.
+_MISMATCH_CHECK_SECONDS = 2.0
 _MAX_IDLE_POLLS = 20  # limit for the background thread, after which it blocks until an operation is added
 
 
@@ -62,13 +61,13 @@ class HorovodWork(Work):
         self._name = name
         self.started = started
         self._find_mismatch = find_mismatch
-        self._mismatch_interval = _FIRST_MISMATCH_CHECK_SECONDS
-        self._next_mismatch_check = time.monotonic() + _FIRST_MISMATCH_CHECK_SECONDS
         self._handle = handle
         self._result = result
         self._finish = finish
         self._timeout = timeout
-        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._start_time = time.monotonic()
+        self._deadline = self._start_time + timeout.total_seconds()
+        self._next_mismatch_check = self._start_time + _MISMATCH_CHECK_SECONDS
         self._completions = completions
         self._done = False
         self._error: Exception | None = None
@@ -100,8 +99,8 @@ class HorovodWork(Work):
             if now < self._deadline:
                 if now < self._next_mismatch_check or self._find_mismatch is None:
                     return False
-                self._mismatch_interval = min(2 * self._mismatch_interval, _MAX_MISMATCH_CHECK_SECONDS)
-                self._next_mismatch_check = now + self._mismatch_interval
+                interval = max(_MISMATCH_CHECK_SECONDS, min((now - self._start_time) / 2, 15 * _MISMATCH_CHECK_SECONDS))
+                self._next_mismatch_check = now + interval
                 if (error := self._find_mismatch()) is not None:
                     self._complete(error)
                 return error is not None
