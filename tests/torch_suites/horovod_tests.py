@@ -23,6 +23,17 @@ DIFFERENCES = {
     "test_broadcast_state_no_grad": "torch's newer optimizer Muon rejects the 1-D parameters of the test",
     "test_broadcast_state_options": "torch's newer optimizer Muon rejects the 1-D parameters of the test",
 }
+# Program of one rank: pytest with a report for each rank. The tests import the package `mock`, which unittest contains.
+_PROGRAM = """
+import os, sys, unittest.mock
+import horovod.torch
+import pytest
+
+sys.modules["mock"] = unittest.mock
+horovod.torch.shutdown = lambda: None  # each test would start Horovod again
+rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+sys.exit(pytest.main([f"--junitxml={sys.argv[1]}{rank}", *sys.argv[2:]]))
+"""
 
 
 def run(folder: Path) -> tuple[list[str], bool]:
@@ -46,14 +57,13 @@ def _run(folder: Path, controller: str) -> dict[str, str]:
     """Return {test: outcome} of rank 0."""
     with tempfile.TemporaryDirectory() as text:
         report = Path(text) / "report.xml"
-        program = (
-            "import os,sys,pytest; rank=os.environ.get('HOROVOD_RANK') or os.environ.get('OMPI_COMM_WORLD_RANK'); "
-            f"sys.exit(pytest.main(['-q','-p','no:cacheprovider','--timeout=120','--junitxml='+{str(report)!r}+rank,"
-            f"{str(folder / TEST_FILE)!r},'-o','addopts=','-W','ignore']))"
-        )
+        arguments = ["-q", "-p", "no:cacheprovider", "--timeout=120", "-o", "addopts=", "-W", "ignore"]
+        arguments.append(str(folder / TEST_FILE))
+        command = [
+            str(Path(sys.executable).parent / "horovodrun"), "-np", "2", f"--{controller}",
+            sys.executable, "-c", _PROGRAM, str(report), *arguments,
+        ]  # fmt: skip
         environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        horovodrun = str(Path(sys.executable).parent / "horovodrun")
-        command = [horovodrun, "-np", "2", f"--{controller}", sys.executable, "-c", program]
         subprocess.run(
             command, cwd=folder, env=environment, timeout=SECONDS, check=False, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
