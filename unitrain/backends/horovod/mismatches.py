@@ -40,15 +40,14 @@ class MismatchDetector:
 
     def __init__(self, store: dist.Store, rank: int, pending: Callable[[], Sequence[Operation]]) -> None:
         self._group_store, self._generation = store, 0
-        self._store = dist.PrefixStore("mismatches.0", store)
+        self._store: dist.Store | None = None
         self._rank, self._pending = rank, pending
         self._suspected: tuple[Operation, Operation] | None = None
 
     def restart(self) -> None:
         """Ignore earlier reports, because the positions of operations start at 0 again. All ranks call it."""
         self._generation += 1
-        self._store = dist.PrefixStore(f"mismatches.{self._generation}", self._group_store)
-        self._suspected = None
+        self._store = self._suspected = None
 
     def find(self) -> CollectiveMismatchError | None:
         """Report the pending operations, and return an error if rank 0 waits for different ones.
@@ -57,6 +56,9 @@ class MismatchDetector:
         calls find it, because an operation can complete between the reports of two ranks.
         """
         with contextlib.suppress(RuntimeError):  # rank 0 has exited; its failure is reported elsewhere
+            if self._store is None:
+                # A second connection, because a store serves one call at a time, and another thread may wait in it.
+                self._store = dist.PrefixStore(f"mismatches.{self._generation}", self._group_store.clone())
             if self._store.check(["error"]):
                 return CollectiveMismatchError(self._store.get("error").decode())
             own = self._pending()[:_MAX_REPORTED]
