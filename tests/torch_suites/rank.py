@@ -113,7 +113,6 @@ class Rank:
     def _replace_gloo(self) -> None:
         """Use the tested backend where the tests ask for Gloo."""
         from unitrain.backends import horovod
-        from unitrain.backends.horovod import process_group
 
         horovod.register_process_group()
         if hasattr(self._module, "BACKEND"):
@@ -136,9 +135,13 @@ class Rank:
             for holder in (c10d, dist):
                 setattr(holder, name, replaced)
 
+        initialize = dist.init_process_group
+
         def create(store: Any, rank: int, size: int, *options: Any) -> Any:
             timeout = next((option for option in options if isinstance(option, timedelta)), timedelta(seconds=50))
-            return process_group._create(store, rank, size, timeout)
+            self._destroy_groups()
+            initialize(self._backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            return dist.group.WORLD
 
         for test_class in self._classes.values():
             if hasattr(test_class, "_create_process_group_gloo"):
