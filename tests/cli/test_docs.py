@@ -151,6 +151,32 @@ def test_links_of_readme_and_pages_lead_to_files() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+PLAIN_LOOP = """\
+import torch
+model = build_model().to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = DataLoader(dataset, batch_size=32, shuffle=True)
+for epoch in range(3):
+for inputs, targets in loader:
+loss = loss_fn(model(inputs), targets)
+loss.backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/own_loop.md"])
+def test_six_lines_of_the_own_loop_differ_from_plain_torch(page: str) -> None:
+    loop = next(
+        block.text for block in PYTHON_BLOCKS if block.place.startswith(page) and "ShardedLoader(" in block.text
+    )
+    lines = [re.sub(r"\s+#.*", "", line).strip() for line in loop.splitlines()]
+    plain = PLAIN_LOOP.splitlines()
+    assert len([line for line in lines if line and line not in plain]) == 6
+    assert len([line for line in plain if line not in lines]) == 3
+
+
 def test_readme_has_at_most_180_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
