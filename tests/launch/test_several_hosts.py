@@ -91,6 +91,28 @@ def test_one_command_starts_ranks_on_all_hosts(
         host.wait_until_all_exited(15)
 
 
+EXCHANGE = """
+import torch, unitrain
+
+with unitrain.init(device="cpu") as backend:
+    exchange = backend._check_consistency._row_exchange
+    peers = sorted(connection.getpeername()[0] for connection in exchange._connections.values())
+    print(f"rank {backend.rank}: {backend.allreduce(torch.ones(3), 'sum').tolist()} {peers}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_ranks_on_two_hosts_exchange_rows_over_the_network(backend: str, two_hosts: list[Host], tmp_path: Path) -> None:
+    script = tmp_path / "exchange.py"
+    script.write_text(EXCHANGE)
+    command = [*LAUNCH, "--backend", backend, "-H", "h1:2,h2:1", "--interface", "eth0", str(script)]
+    with two_hosts[0].start(command, VARIABLES) as process:
+        output, _ = process.communicate(timeout=200)
+    here, there = (host.address for host in two_hosts)
+    for rank, peers in enumerate(([here, there], [here, there], [here, here])):
+        assert f"rank {rank}: [3.0, 3.0, 3.0] {peers}" in output, output
+
+
 def test_dry_run_prints_the_command_of_each_host(two_hosts: list[Host], script: str) -> None:
     done = two_hosts[0].run([*LAUNCH, "--dry-run", "-H", "h1:2,h2:1", script, "."], VARIABLES)
     first, second = done.stdout.splitlines()
