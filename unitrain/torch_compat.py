@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import socket
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -135,6 +136,32 @@ def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeou
     transport = group._get_backend(device)
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL, the transport is wrapped in a group that checks arguments and has no timeout.
     getattr(transport, "wrapped_pg", transport)._set_default_timeout(timeout)
+
+
+def create_gloo_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, *, interface: str, address: str
+) -> Any:
+    """Return a Gloo transport that opens a connection to a rank when it is first used.
+
+    It uses `interface`, or the interface with `address` if `interface` is empty, or torch's default if both are. Older
+    versions of torch connect all ranks immediately. Checked with torch 2.14.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    location = {"interface": interface} if interface else {"hostname": address or socket.gethostname()}
+    try:
+        device = gloo.create_device(**location, lazy_init=True)
+    except TypeError:
+        device = gloo.create_device(**location)
+    options = gloo._Options()
+    options._devices, options._timeout, options._threads = [device], timeout, 1
+    return gloo(store, rank, size, options)
+
+
+def store_host(store: dist.Store) -> str | None:
+    """Return the host that serves `store`, or None if it is not a TCPStore. Checked with torch 2.14."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else None
 
 
 def skip_shape_validation(stage: Any) -> None:

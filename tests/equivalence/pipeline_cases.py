@@ -344,10 +344,6 @@ def different_shapes_in_one_replica_raise(backend: Backend, stages: int, other: 
     return "not raised"
 
 
-def requires_point_to_point(backend: Backend) -> str:
-    return raises(unitrain.UnsupportedError, "Pipeline(stages=2)", lambda: pipeline_of(backend, build(), 2))
-
-
 def invalid_values_on_the_last_rank_raise_on_every_rank(backend: Backend, stages: int) -> None:
     """Inputs without data and a loss weight that is not a number raise on the ranks that pass them, or on all. States
     that the last rank cannot load raise on every rank."""

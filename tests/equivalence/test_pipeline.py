@@ -8,11 +8,17 @@ import pipeline_cases as cases
 import pytest
 import torch
 
-from unitrain.testing import RankGroup
+from unitrain.errors import UnsupportedError
+from unitrain.testing import FakeBackend, RankGroup
 from unitrain.testing.ranks import RankError
 
 # Backend, number of ranks and number of stages.
-SEVERAL_STAGES = {"2 stages": ("ddp", 2, 2), "3 stages": ("ddp", 3, 3), "2x2": ("ddp", 4, 2)}
+SEVERAL_STAGES = {
+    "2 stages": ("ddp", 2, 2),
+    "3 stages": ("ddp", 3, 3),
+    "2x2": ("ddp", 4, 2),
+    "2x2 on Horovod": ("horovod", 4, 2),
+}
 LAYOUTS = {"one process": ("local", 1, 1), **SEVERAL_STAGES}
 
 
@@ -78,13 +84,9 @@ def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(ot
     )
 
 
-def test_a_backend_without_point_to_point_rejects_stages_on_every_rank() -> None:
-    with RankGroup("horovod", 2) as group:
-        texts = group.run(cases.requires_point_to_point)
-    assert texts[0] == texts[1]
-    assert texts[0].startswith(
-        "Pipeline(stages=2) needs SupportsPointToPoint, which backend 'horovod' does not provide."
-    )
+def test_a_backend_without_point_to_point_rejects_stages() -> None:
+    with pytest.raises(UnsupportedError, match="needs SupportsPointToPoint, which backend 'fake' does not provide"):
+        cases.pipeline_of(FakeBackend(size=2), cases.build(), 2)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])

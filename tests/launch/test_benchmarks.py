@@ -186,3 +186,12 @@ def test_memory_limits(tmp_path: Path) -> None:
     plain, checkpointed = json.loads((tmp_path / "memory_limits.json").read_text())["rows"]
     assert 0 < plain["batch"] < checkpointed["batch"]
     assert 0 < plain["parameters"] <= checkpointed["parameters"]
+
+
+@pytest.mark.nightly
+def test_groups_benchmark_writes_its_table(tmp_path: Path) -> None:
+    shown = run("groups.py", "--ranks", "3", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "groups.md").read_text()
+    assert table.strip() in shown
+    assert re.search(r"^Creating a group of 2 of 3 ranks takes \d+\.\d ms", table, re.M)
+    assert len(re.findall(rf"^\| .* \| {RATIO} \| {RATIO} \| {RATIO} \|$", table, re.M)) == 3

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Self
-from weakref import WeakSet
 
 import torch
 import torch._dynamo  # precedes init_process_group: a later import, for example by an optimizer, keeps the group alive
@@ -12,9 +10,7 @@ import torch.distributed as dist
 
 from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
-from unitrain.backends.capabilities import SupportsPointToPoint
 from unitrain.backends.process_group import NCCL_TIMEOUT_MARGIN, ProcessGroupBackend
-from unitrain.backends.rank_groups import RankGroup, create_rank_groups
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.devices import check_gpus, choose_device
 from unitrain.bootstrap.network import interface_with_address
@@ -25,7 +21,7 @@ from unitrain.torch_compat import default_process_group, set_transport_timeout
 _TRANSPORTS = ("gloo", "nccl", "mpi")
 
 
-class DDPBackend(ProcessGroupBackend, SupportsPointToPoint):
+class DDPBackend(ProcessGroupBackend):
     """The collectives of torch.distributed and DistributedDataParallel."""
 
     name = "ddp"
@@ -71,19 +67,6 @@ class DDPBackend(ProcessGroupBackend, SupportsPointToPoint):
     ) -> None:
         super().__init__(rendezvous, device, transport, control_group)
         self._waits_on_stream = transport == "nccl"
-        self._rank_groups: WeakSet[RankGroup] = WeakSet()
-
-    def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[RankGroup]:
-        self.check_collective_allowed("create_rank_groups")
-        created = create_rank_groups(groups, self.rank, self._monitor, self._rendezvous.timeout)
-        self._rank_groups.update(created)
-        return created
-
-    def shutdown(self) -> None:
-        if not self._is_forked:
-            for group in self._rank_groups:
-                group.leave()
-        super().shutdown()
 
 
 def _check_transport(transport: str, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from unitrain.backends.broadcasts import Broadcasts
 from unitrain.backends.capabilities import (
     CompressionState,
     SupportsAsyncBroadcasts,
+    SupportsPointToPoint,
     SupportsPowerSGD,
     SupportsShardedParameters,
     Tunable,
@@ -44,6 +45,7 @@ from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_tensors, broadcast_with_tensors, pack, unpack
+from unitrain.backends.rank_groups import RankGroup, create_rank_groups
 from unitrain.backends.row_exchange import RowExchange
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.distributed_model import ShardedGradientModel
@@ -81,7 +83,9 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 NCCL_TIMEOUT_MARGIN = timedelta(seconds=30)
 
 
-class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, SupportsShardedParameters):
+class ProcessGroupBackend(
+    Backend, SupportsAsyncBroadcasts, SupportsPointToPoint, SupportsPowerSGD, SupportsShardedParameters
+):
     """A backend over torch.distributed's default process group, which a subclass has initialized."""
 
     tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW)
@@ -105,6 +109,7 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
         self._is_group_destroyed = False
         self._pid = os.getpid()
         self._models: WeakSet[Any] = WeakSet()  # of WrappedModel
+        self._rank_groups: WeakSet[RankGroup] = WeakSet()
         self._parameter_counts: Counter[str] = Counter()
         self._mesh: Any = None  # of all ranks, for sharded parameters
         self._unused_parameters_group: Any = None
@@ -439,6 +444,12 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
     def _is_forked(self) -> bool:
         return os.getpid() != self._pid
 
+    def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[RankGroup]:
+        self.check_collective_allowed("create_rank_groups")
+        created = create_rank_groups(groups, self.rank, self._monitor, self._rendezvous.timeout)
+        self._rank_groups.update(created)
+        return created
+
     def shutdown(self) -> None:
         if self._is_forked:
             return
@@ -447,6 +458,8 @@ class ProcessGroupBackend(Backend, SupportsAsyncBroadcasts, SupportsPowerSGD, Su
         # interpreter exits occasionally abort the process (pytorch#179291).
         for model in self._models:
             model.leave_group()
+        for group in self._rank_groups:
+            group.leave()
         self._unused_parameters_group = self._mesh = None
         self._check_consistency.leave_group()
         if not self._is_group_destroyed and dist.is_initialized():

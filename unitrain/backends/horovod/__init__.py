@@ -9,6 +9,8 @@ tensors            tensors and reductions in the forms that Horovod accepts
 sparse             sparse tensors in the form that Horovod gathers
 monitored_barrier  torch's barrier that names missing ranks, over the store
 mismatches         detection of ranks that wait for different operations
+process_sets       groups of some ranks, created and removed at run time
+point_to_point     messages between two ranks
 runtime            starting Horovod under any launcher
 horovodrun         program: replacement for horovodrun that keeps environment variables off command lines
 

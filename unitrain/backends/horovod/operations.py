@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
+from unitrain.backends.horovod.process_sets import join_process_set
+from unitrain.backends.horovod.runtime import next_group_number
 from unitrain.backends.horovod.tensors import (
     ALLTOALL_BYTES,
     Destination,
@@ -31,7 +33,6 @@ from unitrain.errors import CollectiveArgumentError, UnsupportedError
 # 0 and a response. Names are therefore reused, in the same order on every rank. A name is not reused before its
 # previous operation has completed.
 _NAMES_PER_SHAPE = 16
-_groups = 0
 
 
 class OperationStarter(dist.ProcessGroup):
@@ -41,12 +42,13 @@ class OperationStarter(dist.ProcessGroup):
     methods with tensors of the same size.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg] # torch's stub describes another constructor
-        global _groups
-        self._number, self._generation = _groups, 0
-        self._prefix = f"unitrain.{_groups}.0"
-        _groups += 1
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg] # torch's stub describes another constructor
+        self._ranks = ranks
+        self._process_set = join_process_set(store, rank, ranks, timeout)
+        self._is_shut_down = False
+        self._number, self._generation = next_group_number(ranks), 0
+        self._prefix = f"unitrain.{self._number}.0"
         self._timeout = timeout
         self._completions = CompletionQueue()
         self._issued: defaultdict[str, int] = defaultdict(int)
@@ -271,8 +273,9 @@ class OperationStarter(dist.ProcessGroup):
         if (previous := self._latest.get(name)) is not None:
             previous.wait()
         started = Operation(self._position, signature)
+        handle = start(name=name, process_set=self._process_set)
         work = HorovodWork(
-            operation, start(name=name), result, device, finish, self._timeout, self._completions, started,
+            operation, handle, result, device, finish, self._timeout, self._completions, started,
             self._mismatches.find,
         )  # fmt: skip
         self._latest[name] = work

@@ -6,8 +6,8 @@ hooks, ZeroRedundancyOptimizer, Join and object collectives. A unitrain backend 
     unitrain.register_process_group()
     torch.distributed.init_process_group("horovod")
 
-Point-to-point calls, groups with a subset of the ranks, and reductions that Horovod cannot compute exactly raise
-UnsupportedError.
+Each group of some ranks uses a Horovod process set (process_sets.py). Messages between two ranks use TCP connections
+(point_to_point.py). Reductions that Horovod cannot compute exactly raise UnsupportedError.
 """
 
 # torch's stubs declare each collective by several overloads with other argument names; torch passes them by position.
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import horovod.torch as hvd
 import torch
@@ -30,7 +30,9 @@ from unitrain.backends.horovod import signatures, sparse
 from unitrain.backends.horovod import tensors as horovod_tensors
 from unitrain.backends.horovod.monitored_barrier import MonitoredBarrier
 from unitrain.backends.horovod.operations import OperationStarter
-from unitrain.backends.horovod.runtime import export_torch_variables, start_horovod
+from unitrain.backends.horovod.point_to_point import MessageWork, PointToPoint
+from unitrain.backends.horovod.process_sets import remove_process_set
+from unitrain.backends.horovod.runtime import export_torch_variables, start_for_group
 from unitrain.backends.horovod.tensors import (
     Destination,
     combine_two,
@@ -40,7 +42,6 @@ from unitrain.backends.horovod.tensors import (
 )
 from unitrain.backends.horovod.work import HorovodWork, join_works
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import CollectiveArgumentError, UnsupportedError
 from unitrain.torch_compat import disable_compile
 
@@ -57,19 +58,34 @@ def register_process_group() -> None:
 def register_backend() -> None:
     """Register only the backend's name with torch.distributed. Further calls do nothing."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _create_from_options, extended_api=True, devices=["cpu", *_gpu_devices()])
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> HorovodProcessGroup:
-    rank_info = environment.detect()
-    if size != rank_info.size:
+def _gpu_devices() -> list[str]:
+    return ["cuda"] if hvd.nccl_built() or hvd.cuda_built() or hvd.rocm_built() else []
+
+
+def _create_from_options(options: Any, _: object) -> HorovodProcessGroup:
+    """Return a group for torch's `init_process_group` or `new_group`. All its members call it."""
+    rank, size, ranks = options.group_rank, options.group_size, options.global_ranks_in_group
+    return _create(options.store, rank, size, options.timeout, ranks)
+
+
+def _create(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()
+) -> HorovodProcessGroup:
+    """Return a group of the global `ranks`, or the default group if `ranks` is empty. All its members call it."""
+    # A store can be used for several groups with the same name, one after the other.
+    store = dist.PrefixStore(str(store.add(f"groups/{rank}", 1)), store)
+    if not ranks:
+        start_for_group(store, rank, size, timeout)
+        ranks = range(size)
+    elif list(ranks) != sorted(ranks):
         raise UnsupportedError(
-            f"A group of {size} ranks was requested, but Horovod's process group contains all {rank_info.size} ranks. "
-            "Use backend 'ddp' for groups of a subset of ranks."
+            f"A group of the ranks {list(ranks)} was requested, but Horovod orders the ranks of a group. "
+            f"Use torch.distributed.new_group({sorted(ranks)})."
         )
-    host = environment.get_variable("MASTER_ADDR") or "127.0.0.1"
-    start_horovod(rank_info, Rendezvous(rank_info, store, host, timeout))
-    return HorovodProcessGroup(store, rank, size, timeout)
+    return HorovodProcessGroup(store, rank, ranks, timeout)
 
 
 def _disable_compile_of_collectives(group: type[GroupT]) -> type[GroupT]:
@@ -83,14 +99,19 @@ def _disable_compile_of_collectives(group: type[GroupT]) -> type[GroupT]:
 
 @_disable_compile_of_collectives
 class HorovodProcessGroup(OperationStarter):
-    """All ranks of Horovod as one torch.distributed group. Operations are asynchronous and complete in the order of
-    issue.
+    """Ranks of Horovod as a torch.distributed group. Collectives are asynchronous and complete in the order of issue.
+
+    Its members share `store`. `ranks` are their ranks in Horovod, in ascending order.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(store, rank, size, timeout)
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        super().__init__(store, rank, ranks, timeout)
+        self._messages = PointToPoint(store, rank, ranks, timeout)
+        for device in ("cpu", *_gpu_devices()):
+            # C++ code calls this transport for operations that this class does not define.
+            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, self._messages.transport)
         self._group_name = self._group_desc = ""
-        self._monitored_barrier = MonitoredBarrier(store, rank, size)
+        self._monitored_barrier = MonitoredBarrier(store, rank, len(ranks))
 
     # --- collectives with torch.distributed's signatures: lists of tensors, results in place ---
 
@@ -159,7 +180,7 @@ class HorovodProcessGroup(OperationStarter):
                 self._issue(
                     "broadcast",
                     piece,
-                    functools.partial(hvd.broadcast_async_, piece, opts.rootRank),
+                    functools.partial(hvd.broadcast_async_, piece, self._ranks[opts.rootRank]),
                     tensors,
                     None
                     if shared and len(tensors) == 1
@@ -212,7 +233,7 @@ class HorovodProcessGroup(OperationStarter):
                 self._issue(
                     "scatter",
                     block,
-                    functools.partial(hvd.broadcast_async_, block, opts.rootRank),
+                    functools.partial(hvd.broadcast_async_, block, self._ranks[opts.rootRank]),
                     outputs,
                     finish,
                 )
@@ -294,10 +315,17 @@ class HorovodProcessGroup(OperationStarter):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self._monitored_barrier.wait(self._timeout if timeout is None else timeout, wait_all_ranks)
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> NoReturn:
-        raise UnsupportedError("Horovod does not support send and recv. Use backend 'ddp' for them.")
+    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> MessageWork:
+        (tensor,) = tensors
+        return self._messages.send(tensor, rank, tag)
 
-    recv = recv_anysource = send
+    def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> MessageWork:
+        (tensor,) = tensors
+        return self._messages.recv(tensor, rank, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
+        (tensor,) = tensors
+        return self._messages.recv(tensor, None, tag)
 
     # Names of these methods since torch 2.14.
     all_gather_single = _allgather_base
@@ -350,6 +378,9 @@ class HorovodProcessGroup(OperationStarter):
 
     def shutdown(self) -> None:
         self._completions.stop()
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            remove_process_set(self._ranks)
 
     abort = shutdown
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import socket
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +21,9 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.network import (
     LOOPBACK,
+    free_port,
     interface_with_address,
+    is_loopback,
     local_address_for,
     own_addresses,
     reachable_addresses,
@@ -29,7 +35,8 @@ from unitrain.bootstrap.rendezvous import (
     open_tcp_store,
     raise_descriptor_limit,
 )
-from unitrain.errors import BackendUnavailableError, LauncherMismatchError
+from unitrain.errors import BackendUnavailableError, EnvironmentVariableError, LauncherMismatchError, UnsupportedError
+from unitrain.torch_compat import store_host
 
 CYCLE = Tunable(
     "HOROVOD_CYCLE_TIME", "ms between two cycles in which Horovod starts operations", "0.5", ("0.1", "1", "2", "5")
@@ -40,6 +47,10 @@ FUSION = Tunable("HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod fuses bu
 _IDLE_CYCLE_MS = "5"
 _CONNECT_TIMEOUT_SECONDS = 3.0  # time for a connection to rank 0: the kernel retransmits a lost packet after one second
 _servers: list[Any] = []  # keeps rank 0's rendezvous server alive until the process exits
+_group_numbers: Counter[tuple[int, ...]] = Counter()  # groups per list of ranks since Horovod has started
+_own_address = LOOPBACK
+# Identifier of the running Horovod, equal on the ranks that have started it together; a launcher starts only one.
+_horovod = "launcher"
 
 
 def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
@@ -75,6 +86,83 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
         )
 
 
+def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Initialize Horovod with the rank and size passed to torch's `init_process_group`. All ranks call it.
+
+    The ranks use a Horovod that they have started together with the same ranks. Otherwise they restart it: with the
+    ranks of the launcher if these are the same, or else through `store`. Raises UnsupportedError if Horovod runs over
+    MPI with other ranks.
+    """
+    global _own_address, _horovod
+    host = store_host(store) or environment.get_variable("MASTER_ADDR") or LOOPBACK
+    running = hvd.is_initialized() and (hvd.rank(), hvd.size()) == (rank, size)
+    found = _launcher_rank_info()
+    exchange = Rendezvous(RankInfo("init_process_group", rank, size, rank), store, host, timeout)
+    has_launcher_rank = found is not None and (found.rank, found.size) == (rank, size)
+    own = [_horovod if running else None, has_launcher_rank, uuid.uuid4().hex, socket.gethostname(), own_addresses()[0]]
+    horovods, have_launcher_rank, new, names, addresses = zip(*exchange.allgather("starts", own), strict=True)
+    if None in horovods or len(set(horovods)) > 1:
+        _horovod = new[0]
+        if len(set(names)) > 1 and is_loopback(host):
+            host = addresses[0]
+        if not all(have_launcher_rank) or found is None:
+            found = RankInfo("init_process_group", rank, size, names[:rank].count(names[rank]))
+        _restart_horovod(Rendezvous(found, store, host, timeout))
+    _own_address = _find_own_address(exchange if exchange.host == host else replace(exchange, host=host))
+
+
+def _restart_horovod(rendezvous: Rendezvous) -> None:
+    rank_info = rendezvous.rank_info
+    if hvd.is_initialized():
+        if hvd.mpi_enabled():
+            raise UnsupportedError(
+                f"A group with rank {rank_info.rank} of {rank_info.size} was requested, but Horovod runs over MPI as "
+                f"rank {hvd.rank()} of {hvd.size()}, and MPI starts only once in a process. Use the ranks of mpirun, "
+                "or start the processes with a different launcher."
+            )
+        hvd.shutdown()
+        _group_numbers.clear()
+    start_horovod(rank_info, rendezvous)
+
+
+def _launcher_rank_info() -> RankInfo | None:
+    """Return the launcher's record of this process, or None if Horovod cannot be started with it."""
+    # After the first start, the variables contain the ranks of that start.
+    if environment.get_variable(environment.HOROVOD_SET_BY_UNITRAIN) is not None:
+        return None
+    try:
+        found = environment.detect()
+    except EnvironmentVariableError:  # the arguments take precedence
+        return None
+    # Without a launcher, Horovod would use MPI, which cannot be restarted with other ranks.
+    return None if found.launcher == "none" and hvd.gloo_built() else found
+
+
+def own_address() -> str:
+    """Return the address of this host for the other ranks of the default group."""
+    return _own_address
+
+
+def next_group_number(ranks: Sequence[int]) -> int:
+    """Return a number for a new group of `ranks`, which is the same on all its members.
+
+    torch's names of groups differ between ranks after some of them have created a group with
+    `use_local_synchronization`.
+    """
+    _group_numbers[tuple(ranks)] += 1
+    return _group_numbers[tuple(ranks)]
+
+
+def _find_own_address(rendezvous: Rendezvous) -> str:
+    """Return this host's address for the other ranks. A name may be a loopback address on its own host, so the ranks
+    compare their addresses if the host of the rendezvous is a name."""
+    try:
+        socket.inet_aton(rendezvous.host)
+    except OSError:
+        return rendezvous.own_address or ""
+    return local_address_for(rendezvous.host)
+
+
 def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Connect the ranks and start Horovod. Under mpirun without MASTER_ADDR, the ranks connect through Horovod."""
     if rank_info.launcher != "mpirun" or environment.get_variable("MASTER_ADDR"):
@@ -100,8 +188,11 @@ def export_torch_variables(rank_info: RankInfo) -> None:
     )
     if rank_info.launcher not in ("horovodrun", "mpirun", "none") or environment.get_variable("MASTER_ADDR"):
         return
-    start_horovod(rank_info, Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
-    host, port = _find_free_address(rank_info)
+    if rank_info.launcher == "none":  # this may be the parent of the ranks, so Horovod is not started
+        host, port = LOOPBACK, free_port()
+    else:
+        start_horovod(rank_info, Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
+        host, port = _find_free_address(rank_info)
     environment.export_defaults({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
 
 

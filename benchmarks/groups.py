@@ -1,0 +1,103 @@
+"""Latency of groups of some ranks and of messages on Horovod's process group, compared with bare Horovod calls.
+
+The ways of each comparison take turns on the same ranks in every round. A message is the half of a round trip between
+ranks 0 and 1. A bare operation is a broadcast by `horovod.torch` in the process set of these ranks. An allreduce uses
+the default group, without other groups and after a group of ranks 0 and 1 was created and used.
+
+    python benchmarks/groups.py            # starts 4 ranks; writes benchmarks/results/groups.*
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import torch
+from group_calls import (
+    MEMBERS,
+    bare_operation,
+    create_group,
+    destroy_group,
+    reduce_in_default_group,
+    reduce_in_group,
+    send_message,
+)
+from rich.progress import track
+from tables import RESULTS, ratio, save_results
+
+from unitrain.testing import RankGroup
+
+SIZES = {"4 bytes": 1, "4 KB": 2**10, "4 MB": 2**20}
+
+
+def measure(rounds: int, ranks: int) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of each way, by size and round."""
+    results: dict[str, dict[str, list[float]]] = {name: {} for name in ("creation", *SIZES)}
+    with RankGroup("horovod", ranks, spawn=True) as group:
+        for number in track(range(rounds + 1)):  # the first round warms up
+            for name, count in SIZES.items():
+                taken = {"allreduce, no group": max(group.run(reduce_in_default_group, count))}
+                created = max(group.run(create_group)[: len(MEMBERS)])
+                for way, function in (
+                    ("bare operation", bare_operation),
+                    ("message", send_message),
+                    ("allreduce in the group", reduce_in_group),
+                    ("allreduce, idle group", reduce_in_default_group),
+                ):
+                    taken[way] = max(group.run(function, count))
+                group.run(destroy_group)
+                if number:
+                    results["creation"].setdefault("seconds", []).append(created)
+                    for way, seconds in taken.items():
+                        results[name].setdefault(way, []).append(seconds)
+    return results
+
+
+def table(results: dict[str, dict[str, list[float]]], ranks: int) -> list[str]:
+    creation = [seconds * 1000 for seconds in results["creation"]["seconds"]]
+    lines = [
+        "# Groups and messages on Horovod's process group",
+        "",
+        f"{ranks} ranks on one host, over Gloo and without a GPU; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} CPU cores. Medians; in brackets the interquartile range of all "
+        "rounds. Command: `python benchmarks/groups.py`.",
+        "",
+        f"Creating a group of 2 of {ranks} ranks takes {statistics.median(creation):.1f} ms (maximum "
+        f"{max(creation):.1f} ms).",
+        "",
+        f"| | {' | '.join(SIZES)} |",
+        "|---" * (len(SIZES) + 1) + "|",
+    ]
+    rows: Sequence[tuple[str, str, str]] = (
+        ("message, divided by a bare operation", "message", "bare operation"),
+        ("allreduce in the group, divided by a bare operation", "allreduce in the group", "bare operation"),
+        (
+            "allreduce of all ranks with an idle group, divided by without",
+            "allreduce, idle group",
+            "allreduce, no group",
+        ),
+    )
+    for title, way, base in rows:
+        lines.append(f"| {title} | {' | '.join(ratio(results[size][way], results[size][base]) for size in SIZES)} |")
+    for title in ("message", "bare operation", "allreduce, no group"):
+        cells = [f"{statistics.median(results[size][title]) * 1000:.2f} ms" for size in SIZES]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+@click.option("--ranks", type=click.IntRange(min=2), default=4, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=2), default=20, show_default=True)
+def main(rounds: int, ranks: int, output: Path) -> None:
+    """Measure, print the table and save it."""
+    results = measure(rounds, ranks)
+    save_results(table(results, ranks), "groups", output, ranks=ranks, seconds=results)
+
+
+if __name__ == "__main__":
+    main()

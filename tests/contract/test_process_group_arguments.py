@@ -1,0 +1,109 @@
+"""The rank, size and rendezvous that are passed to `init_process_group("horovod")`, without a launcher."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from preload import preloaded
+
+from unitrain.bootstrap import environment
+
+SPAWN = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+import unitrain
+
+def train(rank, method, size):
+    unitrain.register_process_group()
+    if method.startswith("store:"):
+        store = dist.FileStore(method.removeprefix("store:"), size)
+        dist.init_process_group("horovod", store=store, rank=rank, world_size=size)
+    else:
+        dist.init_process_group("horovod", init_method=method, rank=rank, world_size=size)
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    assert (dist.get_rank(), dist.get_world_size(), total.item()) == (rank, size, sum(range(size)))
+    if rank == 0:
+        dist.send(total, size - 1)
+    elif rank == size - 1:
+        dist.recv(total, 0)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(sys.argv[1], 3), nprocs=3)
+    print("finished")
+"""
+
+# The ranks initialize and destroy groups of different sizes and ranks in one process.
+REPEATED = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+import unitrain
+
+def train(rank, folder):
+    unitrain.register_process_group()
+    # (size, rank in the group or None)
+    for turn, ranks in enumerate(([0, 1, 2], [0, 1, 2], [2, 1, 0], [0, 1, None], [0, 1, None], [0, 1, 2])):
+        own, size = ranks[rank], len([one for one in ranks if one is not None])
+        if own is None:
+            continue
+        dist.init_process_group("horovod", init_method=f"file://{folder}/{turn}", rank=own, world_size=size)
+        total = torch.full((3,), own + 1.0)
+        dist.all_reduce(total)
+        assert total.tolist() == [sum(range(1, size + 1))] * 3, (turn, total)
+        pair = dist.new_group([0, 1])
+        if own < 2:
+            total = torch.full((2,), own + 1.0)
+            dist.all_reduce(total, group=pair)
+            assert total.tolist() == [3.0] * 2, (turn, total)
+        dist.barrier()
+        dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(sys.argv[1],), nprocs=3)
+    print("finished")
+"""
+
+# Horovod's own start and end, repeated under horovodrun.
+REPEATED_HOROVOD = """
+import torch, horovod.torch as hvd
+for turn in range(12):
+    hvd.init()
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name="x").tolist() == [2.0] * 3
+    hvd.shutdown()
+print("finished")
+"""
+
+
+def _run(command: list[str], timeout: float = 120) -> str:
+    variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=preloaded(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("method", ["tcp", "file", "store"])
+def test_spawned_ranks_use_the_arguments(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/file", "store": f"store:{tmp_path}/store"}
+    assert "finished" in _run([sys.executable, str(script), address[method]])
+
+
+def test_groups_are_initialized_and_destroyed_repeatedly_with_other_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "repeated.py"
+    script.write_text(REPEATED)
+    assert "finished" in _run([sys.executable, str(script), str(tmp_path)])
+
+
+def test_horovod_is_initialized_repeatedly_under_horovodrun(tmp_path: Path) -> None:
+    script = tmp_path / "repeated_horovod.py"
+    script.write_text(REPEATED_HOROVOD)
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    assert _run([horovodrun, "--gloo", "-np", "2", sys.executable, str(script)]).count("finished") == 2

@@ -1,0 +1,316 @@
+"""Groups of some ranks on Horovod's process group, with the results of Gloo."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups import nightly
+from requirements import needs_mpi
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from unitrain.backends.base import Backend
+from unitrain.testing import RankGroup
+from unitrain.testing.models import batch, build, compute_loss
+
+
+def _collectives(group: dist.ProcessGroup, ranks: list[int]) -> list[Tensor]:
+    """Return the results of all collectives in `group`, which contains the global `ranks`."""
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    own = torch.arange(2.0 * size) + 10 * dist.get_rank()
+    results = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        results.append(own.clone())
+        dist.all_reduce(results[-1], op, group=group)
+    for root in ranks:
+        results.append(own.clone())
+        dist.broadcast(results[-1], root, group=group)
+    parts = [torch.zeros_like(own) for _ in ranks]
+    dist.all_gather(parts, own, group=group)
+    results += parts
+    results.append(torch.zeros(2))
+    dist.reduce_scatter(results[-1], list(own.view(size, 2)), group=group)
+    results.append(torch.zeros_like(own))
+    dist.all_to_all_single(results[-1], own, group=group)
+    results.append(torch.zeros(2))
+    dist.scatter(results[-1], list(own.view(size, 2)) if rank == size - 1 else None, src=ranks[-1], group=group)
+    gathered = [torch.zeros_like(own) for _ in ranks] if rank == 0 else None
+    dist.gather(own, gathered, dst=ranks[0], group=group)
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": dist.get_rank()}, group=group)
+    results.append(torch.tensor([one["rank"] for one in objects]))
+    dist.barrier(group=group)
+    return results + (gathered or [])
+
+
+def overlapping_groups(backend: Backend) -> list[Tensor]:
+    rank, size = backend.rank, backend.size
+    members = [sorted({one, (one + 1) % size}) for one in range(size)] + [[one] for one in range(size)]
+    groups = [dist.new_group(ranks) for ranks in members]
+    results = []
+    for group, ranks in zip(groups, members, strict=True):
+        if rank in ranks:
+            assert dist.get_process_group_ranks(group) == ranks
+            results += _collectives(group, ranks)
+    works = []
+    for group, ranks in zip(groups, members, strict=True):
+        if rank in ranks:
+            results.append(torch.full((3,), float(rank)))
+            works.append(dist.all_reduce(results[-1], group=group, async_op=True))
+    results.append(torch.ones(2) * rank)
+    dist.all_reduce(results[-1])
+    for work in works:
+        work.wait()
+    for group, ranks in zip(groups, members, strict=True):
+        if rank in ranks:
+            dist.destroy_process_group(group)
+    return results
+
+
+def groups_created_by_their_members(backend: Backend) -> list[Tensor]:
+    ranks = list(range(backend.size - 1))
+    results = []
+    for turn in range(5):
+        if backend.rank in ranks:
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            results.append(torch.full((2,), float(backend.rank + turn)))
+            dist.all_reduce(results[-1], group=group)
+            dist.destroy_process_group(group)
+    dist.barrier()
+    return results
+
+
+def two_groups_of_the_same_ranks(backend: Backend) -> list[Tensor]:
+    ranks = list(range(1, backend.size))
+    first, second = dist.new_group(ranks), dist.new_group(ranks)
+    results = []
+    if backend.rank in ranks:
+        for turn in range(20):
+            for group in (first, second):
+                results.append(torch.full((3,), float(backend.rank + turn)))
+                dist.all_reduce(results[-1], group=group, async_op=True).wait()
+        dist.destroy_process_group(first)
+        results += _collectives(second, ranks)
+        dist.destroy_process_group(second)
+    dist.barrier()
+    return results
+
+
+def one_group_per_thread(backend: Backend) -> list[Tensor]:
+    groups = [dist.new_group() for _ in range(2)] + [dist.new_group([0, backend.size - 1]) for _ in range(2)]
+    groups = [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    totals = [torch.zeros(5) for _ in groups]
+    errors = []
+
+    def reduce_repeatedly(group: dist.ProcessGroup, total: Tensor) -> None:
+        try:
+            for turn in range(30):
+                own = torch.full((5,), float(backend.rank + turn))
+                dist.all_reduce(own, group=group)
+                total += own
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=reduce_repeatedly, args=pair) for pair in zip(groups, totals, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    return totals
+
+
+def one_dimensional_mesh(backend: Backend) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (backend.size,), mesh_dim_names=("data",))
+    return _collectives(mesh.get_group("data"), list(range(backend.size)))
+
+
+def sharded_model(backend: Backend) -> list[Tensor]:
+    model = build(seed=1).float()
+    for layer in model.children():
+        if list(layer.parameters()):
+            fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        compute_loss(model(batch(backend.rank, step).float()).double()).backward()
+        optimizer.step()
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def state_from_rank_zero(backend: Backend) -> list[Tensor]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model = build(seed=backend.rank).float()
+    fully_shard(model)
+    state = build(seed=7).float().state_dict() if backend.rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def asynchronous_checkpoint(backend: Backend, folder: str) -> list[Tensor]:
+    import torch.distributed.checkpoint as dcp
+
+    model = build(seed=3).float()
+    fully_shard(model)
+    expected = [parameter.full_tensor().clone() for parameter in model.parameters()]
+    dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder).result()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    loaded = [parameter.full_tensor() for parameter in model.parameters()]
+    for one, other in zip(loaded, expected, strict=True):
+        assert torch.equal(one, other)
+    return loaded
+
+
+def lists_of_tensors(backend: Backend) -> list[Tensor]:
+    rank, size = backend.rank, backend.size
+    received = [torch.zeros(3) for source in range(size)]
+    dist.all_to_all(received, [torch.full((3,), 10.0 * rank + target) for target in range(size)])
+    own = [torch.arange(3.0) + rank, torch.ones(2) * rank]
+    gathered = [[torch.zeros_like(one) for one in own] for _ in range(size)]
+    dist.all_gather_coalesced(gathered, own)
+    leaf = torch.ones(4, requires_grad=True)
+    from torch.distributed.nn.functional import all_gather
+
+    (sum(part.sum() * (number + 1) for number, part in enumerate(all_gather(leaf * (rank + 1)))) ** 2).backward()
+    return [*received, *(one for part in gathered for one in part), leaf.grad]
+
+
+CASES: list[Callable[[Backend], list[Any]]] = [
+    overlapping_groups,
+    two_groups_of_the_same_ranks,
+    one_group_per_thread,
+    one_dimensional_mesh,
+    sharded_model,
+    state_from_rank_zero,
+    lists_of_tensors,
+    groups_created_by_their_members,  # last, because torch then names later groups differently on each rank
+]
+
+
+@pytest.fixture(scope="module", params=[3, *nightly(2, 4)])
+def groups(request: pytest.FixtureRequest) -> Iterator[tuple[RankGroup, RankGroup]]:
+    with RankGroup("ddp", request.param) as gloo, RankGroup("horovod", request.param) as horovod:
+        yield gloo, horovod
+
+
+def _assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            _assert_equal(a, b)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_subgroups_on_horovod_equal_those_on_gloo(groups, case) -> None:
+    gloo, horovod = groups
+    _assert_equal(horovod.run(case), gloo.run(case))
+
+
+def test_a_sharded_model_is_saved_asynchronously(groups, tmp_path) -> None:
+    gloo, horovod = groups
+    _assert_equal(
+        horovod.run(asynchronous_checkpoint, str(tmp_path / "horovod")),
+        gloo.run(asynchronous_checkpoint, str(tmp_path / "gloo")),
+    )
+
+
+def mesh_of_two_dimensions(backend: Backend) -> list[Tensor]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, backend.size // 2), mesh_dim_names=("data", "tensor"))
+    results = []
+    for name in ("data", "tensor"):
+        group = mesh.get_group(name)
+        results += _collectives(group, dist.get_process_group_ranks(group))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(step + 100 * mesh.get_local_rank("data")))
+        model(inputs).square().sum().backward()
+        optimizer.step()
+    return [*results, *(parameter.full_tensor() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("size", [2, *nightly(4)])
+def test_a_mesh_of_two_dimensions_equals_the_one_on_gloo(size: int) -> None:
+    with RankGroup("ddp", size) as gloo, RankGroup("horovod", size) as horovod:
+        _assert_equal(horovod.run(mesh_of_two_dimensions), gloo.run(mesh_of_two_dimensions))
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [2, *nightly(3, 4)])
+def test_subgroups_over_mpi_equal_those_on_gloo(size: int) -> None:
+    command = ["mpirun", "-np", str(size), "--oversubscribe", "--allow-run-as-root"]
+    cases = [overlapping_groups, two_groups_of_the_same_ranks, one_group_per_thread, groups_created_by_their_members]
+    with RankGroup("ddp", size) as gloo, RankGroup("horovod", size, command=command) as horovod:
+        for case in cases:
+            _assert_equal(horovod.run(case), gloo.run(case))
+
+
+def counts_of_process_sets(backend: Backend) -> list[int]:
+    import time
+
+    from horovod.torch.mpi_ops import _basics
+
+    counts = [_basics.MPI_LIB_CTYPES.horovod_number_of_process_sets()]
+    backend.barrier()
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        if backend.rank < 2:
+            dist.all_reduce(torch.ones(1), group=group)
+        backend.barrier()
+        counts.append(_basics.MPI_LIB_CTYPES.horovod_number_of_process_sets())
+        if backend.rank < 2:
+            dist.destroy_process_group(group)
+        deadline = time.monotonic() + 10
+        while _basics.MPI_LIB_CTYPES.horovod_number_of_process_sets() > counts[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        counts.append(_basics.MPI_LIB_CTYPES.horovod_number_of_process_sets())
+        backend.barrier()
+    return counts
+
+
+def test_destroying_a_group_removes_its_process_set_on_all_ranks() -> None:
+    with RankGroup("horovod", 3) as group:
+        assert group.run(counts_of_process_sets) == [[1, 2, 1, 2, 1, 2, 1]] * 3
+
+
+def incomplete_group(backend: Backend) -> str:
+    if backend.rank == 0:
+        try:
+            dist.new_group([0, 2], timeout=timedelta(seconds=1), use_local_synchronization=True)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_member_that_does_not_create_its_group_is_named() -> None:
+    with RankGroup("horovod", 3) as group:
+        first, *_ = group.run(incomplete_group)
+        assert first.startswith("GroupTimeoutError: The creation of a group of the ranks [0, 2] timed out after 1 s")
+        assert "Missing: rank 2." in first
+        results = group.run(overlapping_groups)  # the failed request has no effect on later groups
+        assert len(results) == 3

@@ -1,0 +1,130 @@
+"""Messages between two ranks of a Horovod process group.
+
+Horovod has collectives only: a message as an alltoall would be negotiated by all ranks. Messages are instead sent by
+torch's Gloo transport, over a TCP connection that the two ranks open at their first message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unitrain.backends.horovod.runtime import own_address
+from unitrain.backends.horovod.tensors import Destination, dense_bytes
+from unitrain.backends.horovod.work import GroupTimeoutError
+from unitrain.bootstrap import environment
+from unitrain.errors import UnsupportedError
+from unitrain.torch_compat import Work, create_gloo_group
+
+
+class PointToPoint:
+    """Send and receive for one rank of a group. `global_ranks` are used in messages of errors.
+
+    The constructor does not wait for other ranks. All ranks of the group pass the same `store`.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> None:
+        if not dist.is_gloo_available():
+            raise UnsupportedError(
+                "Messages between two ranks need the Gloo transport, which this build of torch does not contain. "
+                "Install the release of torch from https://pytorch.org, or use backend 'ddp' with NCCL."
+            )
+        self._global_ranks = global_ranks
+        self._timeout = timeout
+        interface = environment.get_variable("GLOO_SOCKET_IFNAME") or environment.get_variable("HOROVOD_GLOO_IFACE")
+        self.transport = create_gloo_group(
+            store,
+            rank,
+            len(global_ranks),
+            timeout,
+            interface=(interface or "").partition(",")[0],
+            address=own_address(),
+        )
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> MessageWork:
+        """Start to send `tensor` to `rank` of the group. It must not change until the work is complete."""
+        payload = dense_bytes(tensor).cpu()
+        work = self.transport.send([payload], rank, tag)
+        return MessageWork(work, f"Sending {_describe(payload, tag)} to rank {self._global_ranks[rank]}", self._timeout)
+
+    def recv(self, tensor: Tensor, rank: int | None, tag: int) -> MessageWork:
+        """Start to receive `tensor` from `rank` of the group, or from any rank if `rank` is None."""
+        target = Destination(tensor)
+        buffer = target.bytes if tensor.device.type == "cpu" else torch.empty(len(target.bytes), dtype=torch.uint8)
+
+        def finish() -> None:
+            if buffer.data_ptr() != target.bytes.data_ptr():
+                target.bytes.copy_(buffer)
+            target.finish()
+
+        if rank is None:
+            work, source = self.transport.recv_anysource([buffer], tag), "any rank"
+        else:
+            work, source = self.transport.recv([buffer], rank, tag), f"rank {self._global_ranks[rank]}"
+        return MessageWork(work, f"Receiving {_describe(buffer, tag)} from {source}", self._timeout, finish)
+
+
+class MessageWork(Work):
+    """A message in flight. `wait` raises GroupTimeoutError if the other rank does not take part, and RuntimeError
+    if the connection is lost."""
+
+    def __init__(
+        self, work: dist.Work, description: str, timeout: timedelta, finish: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._description = description
+        self._timeout = timeout
+        self._finish = finish
+        self._is_complete = False
+        self._error: Exception | None = None
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        if self._is_complete:
+            return True
+        if self._error is not None:
+            raise self._error
+        limit = timeout or self._timeout
+        try:
+            self._work.wait(limit)
+        except RuntimeError as error:
+            self._error = self._explain(error, limit)
+            raise self._error from error
+        with torch.no_grad():
+            if self._finish is not None:
+                self._finish()
+        self._is_complete = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._is_complete or self._error is not None or self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._is_complete
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def source_rank(self) -> int:
+        """Return the rank of the group that sent the message."""
+        return self._work._source_rank()
+
+    _source_rank = source_rank
+
+    def _explain(self, error: RuntimeError, limit: timedelta) -> Exception:
+        reason = str(error).partition("\n")[0]
+        if "Timed out" in reason or "timed out" in reason or "timeout" in reason:
+            return GroupTimeoutError(
+                f"{self._description} timed out after {limit.total_seconds():g} s, because that rank did not call the "
+                "matching operation. Check its first error, or raise the limit with "
+                "torch.distributed.init_process_group(timeout=...)."
+            )
+        return RuntimeError(f"{self._description} failed: {reason}. Check the first error of that rank.")
+
+
+def _describe(payload: Tensor, tag: int) -> str:
+    return f"{len(payload):,} bytes with tag {tag}"

@@ -1,0 +1,121 @@
+"""Horovod process sets that only their members create and remove, while Horovod runs.
+
+All ranks must call `hvd.add_process_set`, and HOROVOD_DYNAMIC_PROCESS_SETS adds an allgather to every cycle. With the
+patch `process-sets` of unitrain's Horovod, the ranks exchange requests for process sets only in a cycle in which a rank
+has a new request. Ranks that are not members take part in the background.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import horovod.torch as hvd
+import torch.distributed as dist
+from horovod.torch.mpi_ops import _basics
+
+from unitrain.backends.horovod.work import GroupTimeoutError
+from unitrain.errors import UnsupportedError
+
+_PENDING = -7  # HOROVOD_PROCESS_SET_PENDING of the patch
+_POLL_SECONDS = 0.0005
+_RELEASE_SECONDS = 5.0  # limit for a release during the creation of another process set
+_library: Any = _basics.MPI_LIB_CTYPES
+_users: Counter[tuple[int, ...]] = Counter()  # process groups of this process per process set
+_lock = threading.Lock()
+
+
+def join_process_set(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> hvd.ProcessSet:
+    """Return the process set of a new group of the global `ranks`, in ascending order. All its members call it.
+
+    They share `store`, and `rank` is this rank's position in the group. Raises the errors of `add_process_set`.
+    """
+    store.set(f"joined/{rank}", "")
+
+    def missing_ranks() -> list[int]:
+        return [one for number, one in enumerate(ranks) if not store.check([f"joined/{number}"])]
+
+    return add_process_set(ranks, timeout, missing_ranks)
+
+
+def add_process_set(
+    ranks: Sequence[int], timeout: timedelta, missing_ranks: Callable[[], Sequence[int]]
+) -> hvd.ProcessSet:
+    """Return the process set of the global `ranks`, in ascending order. Each of them calls it, and no other rank.
+
+    Calls with the same ranks return the same process set. Raises UnsupportedError if the installed Horovod lacks the
+    patch, and GroupTimeoutError, which contains `missing_ranks()`.
+    """
+    if len(ranks) == hvd.size():
+        return hvd.global_process_set
+    check_support(ranks)
+    key = tuple(ranks)
+    with _lock:
+        _users[key] += 1
+    deadline = time.monotonic() + timeout.total_seconds()
+    number = _PENDING
+    try:
+        while (number := _library.horovod_request_process_set(_as_array(ranks), len(ranks))) == _PENDING:
+            if time.monotonic() > deadline:
+                raise GroupTimeoutError(_describe_timeout(ranks, timeout, missing_ranks()))
+            time.sleep(_POLL_SECONDS)
+        if number < 0:
+            raise RuntimeError(
+                f"Horovod could not create a group of the ranks {list(ranks)}, because it has been shut down. "
+                "Check whether a rank has failed or called hvd.shutdown()."
+            )
+    except BaseException:
+        remove_process_set(ranks)
+        raise
+    process_set = hvd.ProcessSet(list(ranks))
+    process_set.process_set_id = number
+    return process_set
+
+
+def remove_process_set(ranks: Sequence[int]) -> None:
+    """Release the process set of `ranks`, once per call of `add_process_set`. It does not wait for other ranks.
+
+    Horovod removes the process set when all its members have released it.
+    """
+    if len(ranks) == hvd.size():
+        return
+    key = tuple(ranks)
+    with _lock:
+        _users[key] -= 1
+        if _users[key] > 0:
+            return
+        del _users[key]
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        while (
+            _library.horovod_release_process_set(_as_array(ranks), len(ranks)) == _PENDING
+            and time.monotonic() < deadline
+        ):
+            time.sleep(_POLL_SECONDS)
+
+
+def check_support(ranks: Sequence[int]) -> None:
+    """Raise UnsupportedError if the installed Horovod cannot create a group of `ranks`."""
+    if not hasattr(_library, "horovod_request_process_set"):
+        raise UnsupportedError(
+            f"A group of the ranks {list(ranks)} was requested, but the installed Horovod supports groups of all "
+            "ranks only. Build it with unitrain's patches: unitrain horovod build --force"
+        )
+
+
+def _as_array(ranks: Sequence[int]) -> Any:
+    return (ctypes.c_int * len(ranks))(*ranks)
+
+
+def _describe_timeout(ranks: Sequence[int], timeout: timedelta, missing: Sequence[int]) -> str:
+    names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
+    cause = f"Missing: {names}." if missing else "All of them have called new_group."
+    return (
+        f"The creation of a group of the ranks {list(ranks)} timed out after {timeout.total_seconds():g} s. {cause} "
+        "Every rank of a group calls new_group, in the same order as the other ranks; check the first error that the "
+        "ranks logged."
+    )
