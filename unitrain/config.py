@@ -124,9 +124,10 @@ class TrainConfig:
     which are all-gathered block by block for the forward and backward pass. The results are the same as with "none".
     Checkpoints are also sharded; see `checkpoint_format`.
     """
-    shard_blocks: tuple[str, ...] = ()
+    shard_blocks: tuple[str, ...] | int = ()
     """With shard="parameters", class names of the blocks whose parameters are gathered together, such as
-    "TransformerEncoderLayer". By default, blocks are the outermost modules whose class occurs more than once.
+    "TransformerEncoderLayer", or a number: then blocks are the innermost modules with at least as many parameters. By
+    default, blocks are the outermost modules whose class occurs more than once.
     """
     lr_scaling: LrScaling = "none"
     """Multiply the optimizer's learning rates by k = global batch size / `reference_batch_size` ("linear") or by its
@@ -192,7 +193,8 @@ class TrainConfig:
             validation.check_boolean(_full_name(name), getattr(self, name))
         validation.check_boolean(_full_name("tf32"), self.tf32, optional=True)
         self._check_class_names("checkpoint_activations")
-        self._check_class_names("shard_blocks")
+        if not validation.is_positive_integer(self.shard_blocks):
+            self._check_class_names("shard_blocks")
         self._check_sharded_parameters()
         if not isinstance(self.compile, bool):
             validation.check_choice(_full_name("compile"), self.compile, get_args(CompileMode))

@@ -123,5 +123,10 @@ def check_result_name(name: str, value: str, available: Iterable[str]) -> str:
     return value
 
 
+def is_positive_integer(value: Any) -> bool:
+    """Return whether `value` is an integer of at least 1, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -135,7 +135,7 @@ class Backend(Lifecycle, Communicator):
         model: nn.Module,
         *,
         shard: Shard = "none",
-        shard_blocks: Sequence[type[nn.Module] | str] = (),
+        shard_blocks: Sequence[type[nn.Module] | str] | int = (),
         find_unused_parameters: bool = False,
         compression: Compression = "none",
     ) -> nn.Module:
@@ -158,7 +158,8 @@ class Backend(Lifecycle, Communicator):
         that contain the rows of this rank. The parameters of a block are all-gathered for its forward and backward
         pass. All ranks must call the model the same number of times, even without gradients, and use the same blocks.
         `model.state_dict()`, which all ranks must call, returns complete tensors. `shard_blocks` lists the classes of
-        the blocks, or their names. By default, blocks are the outermost modules whose class occurs more than once.
+        the blocks, or their names, or is a number: then the blocks are the innermost modules with at least as many
+        parameters. By default, blocks are the outermost modules whose class occurs more than once.
         Backward passes inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not supported.
         After the first backward pass outside `no_sync`, the gradient of an unused parameter is zero.
 

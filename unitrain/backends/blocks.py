@@ -1,4 +1,4 @@
-"""Blocks of a model: the modules of given classes, such as the layers of a transformer."""
+"""Blocks of a model: the modules of given classes or sizes, such as the layers of a transformer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from unitrain.errors import ModelError, did_you_mean
 
 _MAX_LISTED = 8
 BlockClass = type[nn.Module] | str
+# Classes, or the minimum number of elements in the parameters of a block.
+BlockChoice = Sequence[BlockClass] | int
 
 
 def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], setting: str) -> dict[str, nn.Module]:
@@ -41,6 +43,36 @@ def find_repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if _is_composed(module) and counts[type(module)] > 1 and not _is_inside(name, found):
             found[name] = module
+    return found
+
+
+def find_large_blocks(model: nn.Module, elements: int) -> dict[str, nn.Module]:
+    """Return the innermost modules of `model` whose parameters have at least `elements` elements, by name.
+
+    Containers without a forward, such as ModuleList, are not blocks, nor are modules in an nn.MultiheadAttention, which
+    does not call them.
+    """
+    found: dict[str, nn.Module] = {}
+    has_block: dict[nn.Module, bool] = {}
+
+    def search(name: str, module: nn.Module) -> bool:
+        """Add the blocks in `module`, or `module` itself. Return whether there are any."""
+        if module not in has_block:
+            has_block[module] = add(name, module)
+        return has_block[module]
+
+    def add(name: str, module: nn.Module) -> bool:
+        children = [] if isinstance(module, nn.MultiheadAttention) else list(module.named_children())
+        inside = [search(f"{name}.{child_name}".removeprefix("."), child) for child_name, child in children]
+        if any(inside):
+            return True
+        is_container = type(module).forward is nn.Module.forward
+        if is_container or sum(parameter.numel() for parameter in module.parameters()) < elements:
+            return False
+        found[name] = module
+        return True
+
+    search("", model)
     return found
 
 

@@ -106,7 +106,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         model: nn.Module,
         *,
         shard: Shard = "none",
-        shard_blocks: Sequence[type[nn.Module] | str] = (),
+        shard_blocks: Sequence[type[nn.Module] | str] | int = (),
         find_unused_parameters: bool = False,
         compression: Compression = "none",
     ) -> nn.Module:

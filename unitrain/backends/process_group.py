@@ -244,7 +244,7 @@ class ProcessGroupBackend(
         model: nn.Module,
         *,
         shard: Shard = "none",
-        shard_blocks: Sequence[type[nn.Module] | str] = (),
+        shard_blocks: Sequence[type[nn.Module] | str] | int = (),
         find_unused_parameters: bool = False,
         compression: Compression = "none",
     ) -> nn.Module:
@@ -268,7 +268,7 @@ class ProcessGroupBackend(
             self,
             "distributed_model",
             shard=shard,
-            shard_blocks=tuple(map(str, shard_blocks)),
+            shard_blocks=shard_blocks if isinstance(shard_blocks, int) else tuple(map(str, shard_blocks)),
             find_unused_parameters=find_unused_parameters,
             compression=compression,
             **{environment.DEBUG: is_debugging},
@@ -332,7 +332,7 @@ class ProcessGroupBackend(
     def _shard_model(
         self,
         model: nn.Module,
-        blocks: Sequence[type[nn.Module] | str],
+        blocks: Sequence[type[nn.Module] | str] | int,
         check: Callable[[Tensor], object] | None,
     ) -> nn.Module:
         from unitrain.backends.sharding.parameters import ShardedModel
@@ -347,7 +347,7 @@ class ProcessGroupBackend(
     def _shard_parameters(
         self,
         model: nn.Module,
-        blocks: Sequence[type[nn.Module] | str],
+        blocks: Sequence[type[nn.Module] | str] | int,
         check: Callable[[Tensor], object] | None,
     ) -> ShardedParameters:
         from torch.distributed.device_mesh import DeviceMesh
@@ -364,7 +364,7 @@ class ProcessGroupBackend(
 
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
         distributed: Any = unwrap_compiled(model)
-        sharded = self._shard_parameters(copy, distributed.sharded.block_classes, distributed.sharded.collectives.check)
+        sharded = self._shard_parameters(copy, distributed.sharded.block_choice, distributed.sharded.collectives.check)
         distributed.add_copy(sharded)
 
     def compression_state(self, model: nn.Module) -> CompressionState:

@@ -87,6 +87,7 @@ def parameters_that_cannot_be_sharded_raise(backend: Backend) -> None:
     check(ConfigError, "does not support find_unused_parameters=True", model, find_unused_parameters=True)
     check(ConfigError, "shard is 'state'", model, shard="state", shard_blocks=("_Layer",))
     check(ConfigError, "must be a tuple of classes", model, shard_blocks="_Layer")
+    check(ConfigError, "or a positive number of parameters, got 0", model, shard_blocks=0)
     check(ModelError, "has no module of class 'Layer'", model, shard_blocks=("Layer",))
     check(ModelError, "'embedding.weight' is shared by", model, shard_blocks=("Embedding",))
     check(ModelError, "'factor' has 0 dimensions", _Scalar())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
+from unitrain.backends.sharding.checks import choose_blocks
 from unitrain.backends.sharding.state_format import complete_tensor
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.buffers import broadcast_buffers
@@ -102,7 +103,7 @@ def adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def distribute(
-    backend: Backend, model: nn.Module, make: MakeOptimizer = adam, blocks: tuple[Any, ...] = ()
+    backend: Backend, model: nn.Module, make: MakeOptimizer = adam, blocks: tuple[Any, ...] | int = ()
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Shard the parameters of `model`, and return the distributed model and the optimizer that `make` builds."""
     optimizer = make(model.parameters())
@@ -160,6 +161,26 @@ def sharded_parameters_train_as_plain_torch(backend: Backend) -> None:
         assert [id(one) for group in optimizer.param_groups for one in group["params"]] == [
             *map(id, model.parameters())
         ]
+
+
+@contract
+def blocks_with_a_minimum_number_of_parameters_train_as_plain_torch(backend: Backend) -> None:
+    """A layer has 271 parameters and its attention 168. The modules that share a weight are not blocks."""
+    layers = [f"layers.{layer}" for layer in range(2)]
+    for minimum, expected in ((200, layers), (50, [f"{layer}.attention" for layer in layers]), (10**6, [])):
+        model, twin = build_model(), build_model()
+        assert list(choose_blocks(model, minimum)) == expected, minimum
+        wrapped, optimizer = distribute(backend, model, blocks=minimum)
+        twin_optimizer = adam(twin.parameters())
+        for step in range(2):
+            for one, ranks, each in (
+                (wrapped, [backend.rank], optimizer),
+                (twin, _everyone(backend), twin_optimizer),
+            ):
+                each.zero_grad()
+                model_loss(one, ranks, step).backward()
+                each.step()
+        _assert_same(backend, wrapped, twin)
 
 
 @contract

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from unitrain.backends.blocks import BlockClass, find_blocks, find_repeated_blocks
+from unitrain.backends.blocks import BlockChoice, find_blocks, find_large_blocks, find_repeated_blocks
 from unitrain.backends.compression_setting import Compression
 from unitrain.errors import ConfigError, ModelError, UnsupportedError
 from unitrain.torch_compat import has_gradient_hooks, is_compiled
-from unitrain.validation import describe_value
+from unitrain.validation import describe_value, is_positive_integer
 
 _SETTING = "shard_blocks"
 _ELSE = 'or use shard="state"'
 
 
 def check_shard_blocks(shard: str, blocks: Any, name: str) -> None:
-    """Raise ConfigError unless `blocks`, the argument `name`, is a tuple that `shard` allows."""
-    if not isinstance(blocks, list | tuple):
+    """Raise ConfigError unless `blocks`, the argument `name`, is a tuple or a number that `shard` allows."""
+    if not isinstance(blocks, list | tuple) and not is_positive_integer(blocks):
         raise ConfigError(
-            f"{name} must be a tuple of classes or class names, got {describe_value(blocks)}. "
-            'Use shard_blocks=("TransformerEncoderLayer",).'
+            f"{name} must be a tuple of classes or class names, or a positive number of parameters, got "
+            f'{describe_value(blocks)}. Use shard_blocks=("TransformerEncoderLayer",) or shard_blocks=1_000_000.'
         )
     if blocks and shard != "parameters":
         raise ConfigError(
@@ -33,7 +32,7 @@ def check_shard_blocks(shard: str, blocks: Any, name: str) -> None:
 
 
 def check_sharded_parameters(
-    model: nn.Module, blocks: Sequence[BlockClass], *, find_unused_parameters: bool, compression: Compression
+    model: nn.Module, blocks: BlockChoice, *, find_unused_parameters: bool, compression: Compression
 ) -> None:
     """Raise an error unless the parameters of `model` can be sharded with these arguments of `distributed_model`.
 
@@ -62,14 +61,19 @@ def check_sharded_parameters(
         _check_dtypes(name, module)
 
 
-def choose_blocks(model: nn.Module, blocks: Sequence[BlockClass]) -> dict[str, nn.Module]:
+def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]:
     """Return the modules of `model` whose parameters are gathered together, by name.
 
-    These are the outermost modules of the classes `blocks` or, if `blocks` is empty, the outermost modules whose class
-    occurs more than once, such as the layers of a transformer. Raises ModelError if blocks of given classes share
-    parameters with other modules; if `blocks` is empty, such modules are not blocks.
+    These are the outermost modules of the classes `blocks` or, if `blocks` is a number, the innermost modules with at
+    least as many parameters. If `blocks` is empty, they are the outermost modules whose class occurs more than once,
+    such as the layers of a transformer. Raises ModelError if blocks of given classes share parameters with other
+    modules; in the other cases, such modules are not blocks.
     """
-    found = find_blocks(model, blocks, _SETTING) if blocks else find_repeated_blocks(model)
+    is_by_class = bool(blocks) and not isinstance(blocks, int)
+    if isinstance(blocks, int):
+        found = find_large_blocks(model, blocks)
+    else:
+        found = find_blocks(model, blocks, _SETTING) if blocks else find_repeated_blocks(model)
     found.pop("", None)  # the model itself is always a block
     owners: dict[int, set[str]] = {}
     for name, module in model.named_modules():
@@ -78,7 +82,7 @@ def choose_blocks(model: nn.Module, blocks: Sequence[BlockClass]) -> dict[str, n
             owners.setdefault(id(parameter), set()).add(block)
     for name, parameter in model.named_parameters():
         sharing = owners[id(parameter)]
-        if len(sharing) > 1 and blocks:
+        if len(sharing) > 1 and is_by_class:
             inside = " and ".join(repr(block) if block else "other modules" for block in sorted(sharing))
             raise ModelError(
                 f"Parameter {name!r} is shared by {inside}, but the parameters of each block are gathered separately. "

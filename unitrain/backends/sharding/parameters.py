@@ -6,7 +6,7 @@ all-gathered before its forward and backward pass and freed afterwards; its grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import ref
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from unitrain.backends.base import Communicator
-from unitrain.backends.blocks import BlockClass
+from unitrain.backends.blocks import BlockChoice
 from unitrain.backends.checks import check_same_trained_parameters
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
@@ -54,14 +54,14 @@ _models_wrapped = 0
 class ShardedParameters:
     """Applies `fully_shard` to `model` in place, and controls its collectives. All ranks must create it.
 
-    The parameters and buffers are first broadcast from rank 0, one at a time. `blocks` are the classes of the modules
-    whose parameters are gathered together; see `choose_blocks`. All other parameters form one additional block.
+    The parameters and buffers are first broadcast from rank 0, one at a time. `blocks` selects the modules whose
+    parameters are gathered together; see `choose_blocks`. All other parameters form one additional block.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        blocks: Sequence[BlockClass],
+        blocks: BlockChoice,
         communicator: Communicator,
         mesh: DeviceMesh,
         collectives: ParameterCollectives,
@@ -69,7 +69,7 @@ class ShardedParameters:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 broadcast_tensors(communicator, [tensor])
-        self.model, self.collectives, self.block_classes = model, collectives, tuple(blocks)
+        self.model, self.collectives, self.block_choice = model, collectives, blocks
         before = dict(model.named_parameters())
         modules = [*choose_blocks(model, blocks).values(), model]
         for module in modules:
