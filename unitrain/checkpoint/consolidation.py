@@ -1,4 +1,4 @@
-"""Write the model of a checkpoint to one safetensors file, which plain torch and `from_pretrained` can load."""
+"""Write the model of a checkpoint to one safetensors file, which plain torch can load."""
 
 from __future__ import annotations
 

@@ -8,10 +8,12 @@ import io
 import torch
 from torch import nn
 
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Backend, Shard
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
-from unitrain.testing.models import batch, build, compute_loss, mean_gradients
+from unitrain.testing.models import FEATURES, batch, build, compute_loss, mean_gradients
+
+_SHARDS: tuple[Shard, ...] = ("none", "state")
 
 
 def _train(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -204,6 +206,22 @@ def optimizer_of_other_parameters_raises(backend: Backend) -> None:
         own = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         mixed = unrelated_optimizer if backend.rank == backend.size - 1 else own
         raises(ModelError, "parameters do not belong to", lambda: backend.distributed_optimizer(mixed, wrapped))
+
+
+@contract
+def sharded_state_of_muon_trains_as_replicated_state(backend: Backend) -> None:
+    """Compare with an optimizer on the same backend, because Muon rounds to bfloat16."""
+    trained: list[list[nn.Parameter]] = []
+    for shard in _SHARDS:
+        torch.manual_seed(0)
+        layers = (nn.Linear(FEATURES, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
+        model = nn.Sequential(*layers).double()
+        wrapped = backend.distributed_model(model)
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+        _train(backend, wrapped, backend.distributed_optimizer(optimizer, wrapped, shard=shard), range(3))
+        assert_same_on_every_rank(backend, [value.tolist() for value in model.parameters()])
+        trained.append([*model.parameters()])
+    torch.testing.assert_close(trained[0], trained[1], rtol=0, atol=0)
 
 
 @contract
