@@ -178,6 +178,18 @@ def test_hierarchical_reduction_sends_less_between_the_hosts(tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
+def test_sharding_benchmark_writes_its_tables_and_keeps_earlier_rows(tmp_path: Path) -> None:
+    options = ["--backend", "ddp", "--model", "trial", "--rounds", "2", "--ranks", "2", "--output", tmp_path]
+    run("sharding.py", "--way", "state", *options)
+    shown = run("sharding.py", "--way", "parameters", *options)
+    table = (tmp_path / "sharding.md").read_text()
+    assert table.strip() in shown
+    for shard in ("state", "parameters"):
+        assert re.search(rf'^\| shard="{shard}" \| {RATIO} \| 2 \|', table, re.M)
+        assert re.search(rf'^\| shard="{shard}" \| \d+\.\d{{3}} \(', table, re.M)
+
+
+@pytest.mark.nightly
 def test_memory_limits(tmp_path: Path) -> None:
     """The largest batch and model need at most the limit, and checkpointed activations allow a larger batch."""
     shown = run("memory_limits.py", "--limit", "100", "--shard", "none", "--output", tmp_path)
