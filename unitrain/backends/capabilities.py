@@ -18,7 +18,7 @@ from unitrain.validation import describe_value
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from unitrain.backends.rank_groups import RankGroup
+    from unitrain.backends.rank_groups import Subgroup
 
 CapabilityT = TypeVar("CapabilityT")
 
@@ -82,7 +82,7 @@ class SupportsPointToPoint(ABC):
     """A backend that provides subgroups of ranks with point-to-point communication."""
 
     @abstractmethod
-    def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[RankGroup]:
+    def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[Subgroup]:
         """Create a group for each list of ranks in `groups`, and return those that contain this rank. All ranks call
         it, with the same arguments."""
 

@@ -45,7 +45,7 @@ from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_tensors, broadcast_with_tensors, pack, unpack
-from unitrain.backends.rank_groups import RankGroup, create_rank_groups
+from unitrain.backends.rank_groups import Subgroup, create_rank_groups
 from unitrain.backends.row_exchange import RowExchange
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.distributed_model import ShardedGradientModel
@@ -109,7 +109,7 @@ class ProcessGroupBackend(
         self._is_group_destroyed = False
         self._pid = os.getpid()
         self._models: WeakSet[Any] = WeakSet()  # of WrappedModel
-        self._rank_groups: WeakSet[RankGroup] = WeakSet()
+        self._rank_groups: WeakSet[Subgroup] = WeakSet()
         self._parameter_counts: Counter[str] = Counter()
         self._mesh: Any = None  # of all ranks, for sharded parameters
         self._unused_parameters_group: Any = None
@@ -444,7 +444,7 @@ class ProcessGroupBackend(
     def _is_forked(self) -> bool:
         return os.getpid() != self._pid
 
-    def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[RankGroup]:
+    def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[Subgroup]:
         self.check_collective_allowed("create_rank_groups")
         created = create_rank_groups(groups, self.rank, self._monitor, self._rendezvous.timeout)
         self._rank_groups.update(created)

@@ -17,7 +17,7 @@ from unitrain.monitoring.monitor import FailureMonitor
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class RankGroup:
+class Subgroup:
     """A group of the ranks `ranks` of a backend, in this order. `index` is this rank's position in `ranks`.
 
     All ranks of the group call `broadcast` and `mean` in the same order.
@@ -96,11 +96,11 @@ class RankGroup:
 
 def create_rank_groups(
     groups: Sequence[Sequence[int]], rank: int, monitor: FailureMonitor, timeout: timedelta
-) -> list[RankGroup]:
+) -> list[Subgroup]:
     """Create a group for each list of ranks in `groups`, and return those that contain `rank`. All ranks call it."""
     created = []
     for ranks in groups:
         process_group = dist.new_group(list(ranks), timeout=timeout)
         if rank in ranks:
-            created.append(RankGroup(process_group, ranks, rank, monitor))  # type: ignore[arg-type]
+            created.append(Subgroup(process_group, ranks, rank, monitor))  # type: ignore[arg-type]
     return created

@@ -24,7 +24,7 @@ from unitrain.backends.pipeline.micro_batches import LossFunction, split_batch, 
 from unitrain.backends.pipeline.partition import partition
 from unitrain.backends.pipeline.replicas import Replicas
 from unitrain.backends.pipeline.stage_runs import SingleStageRuns, StageModule, StageRuns
-from unitrain.backends.rank_groups import RankGroup
+from unitrain.backends.rank_groups import Subgroup
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import ConfigError, ModelError
 from unitrain.torch_compat import foreach_copy_
@@ -238,7 +238,7 @@ class Pipeline:
         """
         load_optimizer_state(self._backend, self._stages, self._module, optimizer, state)
 
-    def _create_groups(self) -> tuple[RankGroup | None, RankGroup | None]:
+    def _create_groups(self) -> tuple[Subgroup | None, Subgroup | None]:
         """Return the group of this rank's replica, and the group of this stage in all replicas. A group is None if it
         would have only one member or, with one stage, all ranks.
         """
@@ -277,7 +277,7 @@ class Pipeline:
 
 
 def _create_runs(
-    module: StageModule, group: RankGroup | None, schedule: str, loss_fn: LossFunction, device: torch.device
+    module: StageModule, group: Subgroup | None, schedule: str, loss_fn: LossFunction, device: torch.device
 ) -> StageRuns:
     if group is None:
         return SingleStageRuns(module, loss_fn)

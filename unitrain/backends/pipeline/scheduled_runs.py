@@ -16,7 +16,7 @@ from unitrain.backends.checks import DTYPES
 from unitrain.backends.pipeline.micro_batches import LossFunction, Target, checksum, specification, weighted_loss
 from unitrain.backends.pipeline.stage_runs import StageModule, StageRuns
 from unitrain.backends.pipeline.stages import ShapedStage, TensorShape
-from unitrain.backends.rank_groups import RankGroup
+from unitrain.backends.rank_groups import Subgroup
 from unitrain.errors import DataError, ModelError
 from unitrain.monitoring.flight_recorder import GradientPhase
 
@@ -34,7 +34,7 @@ class ScheduledStageRuns(StageRuns):
     """One of several stages. `group` contains the ranks of the replica in the order of the stages."""
 
     def __init__(
-        self, module: StageModule, group: RankGroup, schedule: str, loss_fn: LossFunction, device: torch.device
+        self, module: StageModule, group: Subgroup, schedule: str, loss_fn: LossFunction, device: torch.device
     ) -> None:
         self._module, self._group, self._schedule = module, group, schedule
         self._loss_fn, self._device = loss_fn, device

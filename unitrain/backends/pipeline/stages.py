@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from unitrain.backends.pipeline.stage_runs import StageModule
-from unitrain.backends.rank_groups import RankGroup
+from unitrain.backends.rank_groups import Subgroup
 from unitrain.torch_compat import skip_shape_validation
 
 
@@ -32,7 +32,7 @@ class ShapedStage(PipelineStage):
     allocates each buffer when it is needed, and releases it after the backward pass. Checked with torch 2.14.
     """
 
-    def __init__(self, module: StageModule, group: RankGroup, device: torch.device) -> None:
+    def __init__(self, module: StageModule, group: Subgroup, device: torch.device) -> None:
         self.inputs: list[TensorShape] = []
         self.outputs: list[TensorShape] = []
         self._monitor = group.monitor
