@@ -37,29 +37,31 @@ if __name__ == "__main__":
     print("finished")
 """
 
-# The ranks initialize and destroy groups of different sizes and ranks in one process.
+# The ranks initialize and destroy groups in one process, and then request groups with other ranks.
 REPEATED = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 import unitrain
 
 def train(rank, folder):
     unitrain.register_process_group()
-    # (size, rank in the group or None)
-    for turn, ranks in enumerate(([0, 1, 2], [0, 1, 2], [2, 1, 0], [0, 1, None], [0, 1, None], [0, 1, 2])):
-        own, size = ranks[rank], len([one for one in ranks if one is not None])
-        if own is None:
-            continue
-        dist.init_process_group("horovod", init_method=f"file://{folder}/{turn}", rank=own, world_size=size)
-        total = torch.full((3,), own + 1.0)
+    for turn in range(4):
+        dist.init_process_group("horovod", init_method=f"file://{folder}/{turn}", rank=rank, world_size=3)
+        total = torch.full((3,), rank + 1.0)
         dist.all_reduce(total)
-        assert total.tolist() == [sum(range(1, size + 1))] * 3, (turn, total)
+        assert total.tolist() == [6.0] * 3, (turn, total)
         pair = dist.new_group([0, 1])
-        if own < 2:
-            total = torch.full((2,), own + 1.0)
+        if rank < 2:
+            total = torch.full((2,), rank + 1.0)
             dist.all_reduce(total, group=pair)
             assert total.tolist() == [3.0] * 2, (turn, total)
         dist.barrier()
         dist.destroy_process_group()
+    try:
+        dist.init_process_group("horovod", init_method=f"file://{folder}/other", rank=2 - rank, world_size=3)
+    except unitrain.UnsupportedError as error:
+        assert f"rank {2 - rank} of 3 was requested, but Horovod already runs with other ranks" in str(error)
+    else:
+        raise AssertionError("not raised")
 
 if __name__ == "__main__":
     mp.spawn(train, args=(sys.argv[1],), nprocs=3)
@@ -96,7 +98,7 @@ def test_spawned_ranks_use_the_arguments(method: str, tmp_path: Path) -> None:
     assert "finished" in _run([sys.executable, str(script), address[method]])
 
 
-def test_groups_are_initialized_and_destroyed_repeatedly_with_other_ranks(tmp_path: Path) -> None:
+def test_groups_are_initialized_repeatedly_and_other_ranks_are_refused(tmp_path: Path) -> None:
     script = tmp_path / "repeated.py"
     script.write_text(REPEATED)
     assert "finished" in _run([sys.executable, str(script), str(tmp_path)])

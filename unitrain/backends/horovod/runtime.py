@@ -89,9 +89,9 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
 def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
     """Initialize Horovod with the rank and size passed to torch's `init_process_group`. All ranks call it.
 
-    The ranks use a Horovod that they have started together with the same ranks. Otherwise they restart it: with the
-    ranks of the launcher if these are the same, or else through `store`. Raises UnsupportedError if Horovod runs over
-    MPI with other ranks.
+    The ranks use a Horovod that they have started together with the same ranks. If Horovod is not running, they start
+    it: with the ranks of the launcher if these are the same, or else through `store`. Raises UnsupportedError on every
+    rank if Horovod runs with other ranks.
     """
     global _own_address, _horovod
     host = store_host(store) or environment.get_variable("MASTER_ADDR") or LOOPBACK
@@ -99,30 +99,27 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
     found = _launcher_rank_info()
     exchange = Rendezvous(RankInfo("init_process_group", rank, size, rank), store, host, timeout)
     has_launcher_rank = found is not None and (found.rank, found.size) == (rank, size)
-    own = [_horovod if running else None, has_launcher_rank, uuid.uuid4().hex, socket.gethostname(), own_addresses()[0]]
-    horovods, have_launcher_rank, new, names, addresses = zip(*exchange.allgather("starts", own), strict=True)
+    own = [
+        _horovod if running else None, hvd.is_initialized(), has_launcher_rank, uuid.uuid4().hex, socket.gethostname(),
+        own_addresses()[0],
+    ]  # fmt: skip
+    horovods, are_initialized, have_launcher_rank, new, names, addresses = zip(
+        *exchange.allgather("starts", own), strict=True
+    )
     if None in horovods or len(set(horovods)) > 1:
+        if any(are_initialized):
+            raise UnsupportedError(
+                f"A default group with rank {rank} of {size} was requested, but Horovod already runs with other ranks. "
+                "Start new processes, for example with torch.multiprocessing.spawn, or use the same ranks again."
+            )
         _horovod = new[0]
         if len(set(names)) > 1 and is_loopback(host):
             host = addresses[0]
         if not all(have_launcher_rank) or found is None:
             found = RankInfo("init_process_group", rank, size, names[:rank].count(names[rank]))
-        _restart_horovod(Rendezvous(found, store, host, timeout))
-    _own_address = _find_own_address(exchange if exchange.host == host else replace(exchange, host=host))
-
-
-def _restart_horovod(rendezvous: Rendezvous) -> None:
-    rank_info = rendezvous.rank_info
-    if hvd.is_initialized():
-        if hvd.mpi_enabled():
-            raise UnsupportedError(
-                f"A group with rank {rank_info.rank} of {rank_info.size} was requested, but Horovod runs over MPI as "
-                f"rank {hvd.rank()} of {hvd.size()}, and MPI starts only once in a process. Use the ranks of mpirun, "
-                "or start the processes with a different launcher."
-            )
-        hvd.shutdown()
         _group_numbers.clear()
-    start_horovod(rank_info, rendezvous)
+        start_horovod(found, Rendezvous(found, store, host, timeout))
+    _own_address = _find_own_address(exchange if exchange.host == host else replace(exchange, host=host))
 
 
 def _launcher_rank_info() -> RankInfo | None:
@@ -134,7 +131,7 @@ def _launcher_rank_info() -> RankInfo | None:
         found = environment.detect()
     except EnvironmentVariableError:  # the arguments take precedence
         return None
-    # Without a launcher, Horovod would use MPI, which cannot be restarted with other ranks.
+    # Without a launcher, Horovod would use MPI, which can start only once in a process.
     return None if found.launcher == "none" and hvd.gloo_built() else found
 
 
