@@ -90,6 +90,10 @@ class TrainConfig:
     # --- Model --------------------------------------------------------------------------------------------------------
     find_unused_parameters: bool = False
     """Allow parameters that do not contribute to the loss of a step, as in DDP."""
+    broadcast_buffers: bool = True
+    """Broadcast from rank 0, before the forward pass of each step, the buffers that it reads, as in DDP. Running
+    statistics are not among them. False saves time if large buffers, such as attention masks, never change.
+    """
     sync_batch_norm: bool = False
     """Synchronize BatchNorm layers: normalize over the micro-batch samples of all ranks."""
     channels_last: bool = False
@@ -363,6 +367,7 @@ _CHOICE_SETTINGS: dict[str, Any] = {
 _BOOLEAN_SETTINGS = (
     "shuffle",
     "find_unused_parameters",
+    "broadcast_buffers",
     "sync_batch_norm",
     "channels_last",
     "async_checkpoints",

@@ -159,6 +159,7 @@ class Trainer:
             shard=config.shard,
             shard_blocks=config.shard_blocks,
             find_unused_parameters=config.find_unused_parameters,
+            broadcast_buffers=config.broadcast_buffers,
             compression=config.compression,
         )
         if self._weight_average is not None:

@@ -483,6 +483,7 @@ class RaisingBackend(LocalBackend):
         shard: Any = "none",
         shard_blocks: Any = (),
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
         compression: Any = "none",
     ) -> Any:
         if compression != "none":

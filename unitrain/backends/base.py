@@ -12,11 +12,11 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
    may be a view of a bucket, as with DDP's gradient_as_bucket_view; clone it to keep it after `zero_grad`. With
    `shard="gradients"`, a `.grad` is a `ShardedGradient`: each rank stores a slice, norms are those of the complete
    gradient, and other operations that need the complete gradient raise ModelError.
-3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither steps
-   the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads and writes, such
-   as a codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. Running
-   statistics, which normalization layers read in eval mode only, differ between ranks until the layer is switched to
-   eval mode or `broadcast_buffers` is called.
+3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither
+   steps the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads, such as a
+   codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. Running statistics,
+   which normalization layers read in eval mode only, differ between ranks until the layer is switched to eval mode or
+   `broadcast_buffers` is called.
 4. The optimizer remains the user's object, and any backend can load its `state_dict`.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
 6. The same run produces the same parameters on every backend.
@@ -137,6 +137,7 @@ class Backend(Lifecycle, Communicator):
         shard: Shard = "none",
         shard_blocks: Sequence[type[nn.Module] | str] | int = (),
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
         compression: Compression = "none",
     ) -> nn.Module:
         """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
@@ -146,6 +147,9 @@ class Backend(Lifecycle, Communicator):
         pass on every rank, later only on the affected ranks, before the optimizer step. Parameters may be frozen and
         unfrozen later if all ranks do so before the same forward pass; otherwise a ModelError is raised. A backend may
         reject any `compression` other than "none" with UnsupportedError.
+
+        With `broadcast_buffers=False`, buffers are broadcast in the first training forward pass only (rule 3). Use it
+        for large buffers that no training step modifies, such as attention masks.
 
         Pass the same `shard` as to `distributed_optimizer`. "none" and "state" do not change the model. With
         "gradients" (ZeRO-2), each rank keeps its shard of the mean gradients, and frees other gradients during the

@@ -108,6 +108,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         shard: Shard = "none",
         shard_blocks: Sequence[type[nn.Module] | str] | int = (),
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
         compression: Compression = "none",
     ) -> nn.Module:
         self.check_running("distributed_model")
@@ -115,6 +116,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         checks.check_shard("distributed_model", shard)
         checks.check_shard_compression(shard, compression)
         validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
+        validation.check_boolean("distributed_model(broadcast_buffers=...)", broadcast_buffers)
         check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
         if shard == "parameters":
             check_sharded_parameters(

@@ -246,6 +246,7 @@ class ProcessGroupBackend(
         shard: Shard = "none",
         shard_blocks: Sequence[type[nn.Module] | str] | int = (),
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
         compression: Compression = "none",
     ) -> nn.Module:
         def check() -> None:
@@ -255,6 +256,7 @@ class ProcessGroupBackend(
             if shard == "gradients":
                 ShardedGradientModel.check_not_shared(model)
             validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
+            validation.check_boolean("distributed_model(broadcast_buffers=...)", broadcast_buffers)
             check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
             if shard == "parameters":
                 check_sharded_parameters(
@@ -270,13 +272,16 @@ class ProcessGroupBackend(
             shard=shard,
             shard_blocks=shard_blocks if isinstance(shard_blocks, int) else tuple(map(str, shard_blocks)),
             find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
             compression=compression,
             **{environment.DEBUG: is_debugging},
         )
         checks.check_same_model(self, model)
         check_bucket = (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None
+        broadcaster = ForwardBufferBroadcaster(model, self, every_pass=broadcast_buffers)
+        buffers = broadcaster if broadcaster.is_needed else None
         if shard == "parameters":
-            return self._shard_model(model, shard_blocks, check_bucket)
+            return self._shard_model(model, shard_blocks, buffers, check_bucket)
         broadcast_tensors(self, [buffer for buffer in model.buffers() if is_expanded(buffer)])
         if find_unused_parameters and self._unused_parameters_group is None:
             # Ranks that use different parameters start to reduce their buckets at different times relative to
@@ -287,8 +292,6 @@ class ProcessGroupBackend(
                 set_transport_timeout(self._unused_parameters_group, self.device, timeout)
         group = self._unused_parameters_group if find_unused_parameters else None
         compressor = self._compression_states.create(compression, self.unwrap(model), self)
-        broadcaster = ForwardBufferBroadcaster(model, self)
-        buffers = broadcaster if broadcaster.is_needed else None
         reducer_group = ReducerGroup(
             group or default_process_group(),
             self._monitor,
@@ -333,12 +336,11 @@ class ProcessGroupBackend(
         self,
         model: nn.Module,
         blocks: Sequence[type[nn.Module] | str] | int,
+        buffers: ForwardBufferBroadcaster | None,
         check: Callable[[Tensor], object] | None,
     ) -> nn.Module:
         from unitrain.backends.sharding.parameters import ShardedModel
 
-        broadcaster = ForwardBufferBroadcaster(model, self)
-        buffers = broadcaster if broadcaster.is_needed else None
         sharded = self._shard_parameters(model, blocks, check)
         distributed = ShardedModel(sharded, self._rendezvous, self._monitor, buffers)
         self._models.add(distributed)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
-from unitrain.torch_compat import BatchNormBase, InstanceNormBase, buffers_by_name, disable_compile, tensor_version
+from unitrain.torch_compat import BatchNormBase, InstanceNormBase, buffers_by_name, disable_compile
 
-# The search for modified buffers runs in calls 1, 2, 4, 8, ... of `broadcast` (the first call is 0), and then every
-# 1024 calls.
-_MAX_SEARCH_INTERVAL = 1024
+_LOGGER = logging.getLogger(__name__)
+_LARGE_BYTES = 2**24  # buffers above this size prolong each step noticeably on CPUs
 
 
 class ForwardBufferBroadcaster:
@@ -22,13 +20,13 @@ class ForwardBufferBroadcaster:
 
     Running statistics of torch's normalization layers are not read in training mode. They differ between ranks while
     the layer is in training mode, and are broadcast from rank 0 when it is switched to eval mode. All other buffers are
-    broadcast in the first call of `broadcast`. Afterwards, each call broadcasts the buffers that a forward pass on any
-    rank has modified. The ranks search for modified buffers in only a few calls, which are the same on every rank.
-    After the first call, buffers that were never modified are not broadcast.
+    broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False. A search for modified
+    buffers could not replace the broadcast, because a write to `buffer.data` leaves no trace but the values.
     """
 
-    def __init__(self, model: nn.Module, communicator: Communicator) -> None:
+    def __init__(self, model: nn.Module, communicator: Communicator, *, every_pass: bool = True) -> None:
         self._communicator = communicator
+        self._every_pass = every_pass
         self._statistics_layers: list[nn.Module] = []
         self._buffer_locations: list[tuple[dict[str, Tensor | None], str]] = []
         seen: set[int] = set()
@@ -42,9 +40,16 @@ class ForwardBufferBroadcaster:
             ]
             seen.update(id(buffer) for _, buffer in named_buffers)
         self._last_modes: list[bool] | None = None
-        self._initial_versions: list[tuple[Tensor | None, int]] = []
-        self._changed_indices: list[int] = []
-        self._num_calls = 0
+        self._is_first_call = True
+        size = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
+        if every_pass and communicator.size > 1 and communicator.rank == 0 and size > _LARGE_BYTES:
+            _LOGGER.warning(
+                "The buffers of %s (%.0f MB) are broadcast before each training forward pass, as by DDP. If no "
+                "training step modifies them, use: backend.distributed_model(model, broadcast_buffers=False), or "
+                "TrainConfig(broadcast_buffers=False).",
+                type(model).__name__,
+                size / 1e6,
+            )
 
     @property
     def is_needed(self) -> bool:
@@ -55,23 +60,16 @@ class ForwardBufferBroadcaster:
     def broadcast(self) -> None:
         """Broadcast, from rank 0, the buffers that the next forward pass reads. All ranks call it in the same steps."""
         shared = self._statistics_of_layers_switched_to_eval()
-        if self._buffer_locations:
-            if self._num_calls == 0:
-                shared += [
-                    buffer for buffer in self._get_buffers(range(len(self._buffer_locations))) if buffer is not None
-                ]
-            elif (
-                self._num_calls & (self._num_calls - 1) == 0
-                if self._num_calls < _MAX_SEARCH_INTERVAL
-                else not (self._num_calls % _MAX_SEARCH_INTERVAL)
-            ):
-                self._find_changed_buffers()
-            shared += [buffer for buffer in self._get_buffers(self._changed_indices) if buffer is not None]
-            self._num_calls += 1
+        if self._every_pass or self._is_first_call:
+            shared += self._buffers()
+        self._is_first_call = False
         if shared:
             broadcast_tensors(self._communicator, shared)
-        if self._num_calls == 1 and not self._initial_versions:
-            self._initial_versions = self._buffer_versions()
+
+    def _buffers(self) -> list[Tensor]:
+        # The buffers are looked up each time, because a forward pass may assign different tensors.
+        # Writes to `buffer.data` do not invalidate an earlier forward pass whose backward pass is still to come.
+        return [buffer.data for buffers, name in self._buffer_locations if (buffer := buffers[name]) is not None]
 
     def _statistics_of_layers_switched_to_eval(self) -> list[Tensor]:
         """Return the running statistics of the layers that changed from training to eval mode since the last call."""
@@ -85,28 +83,6 @@ class ForwardBufferBroadcaster:
             if trained and not trains
         ]
         return [buffer for module in changed for buffer in buffers_by_name(module).values() if buffer is not None]
-
-    def _find_changed_buffers(self) -> None:
-        """Add to `_changed_indices` the buffers that a forward pass on any rank has modified. All ranks call it."""
-        is_written = [
-            initial is not buffer or version != initial_version
-            for (initial, initial_version), (buffer, version) in zip(
-                self._initial_versions, self._buffer_versions(), strict=True
-            )
-        ]
-        flags = torch.tensor(is_written, dtype=torch.uint8, device=self._communicator.device)
-        on_any_rank = self._communicator.allreduce(flags, "max").tolist()
-        self._changed_indices = [
-            index for index, written in enumerate(on_any_rank) if written or index in self._changed_indices
-        ]
-
-    def _get_buffers(self, indices: Sequence[int]) -> list[Tensor | None]:
-        # The buffer is looked up each time, because a forward pass may assign a different tensor.
-        return [buffers[name] for buffers, name in (self._buffer_locations[index] for index in indices)]
-
-    def _buffer_versions(self) -> list[tuple[Tensor | None, int]]:
-        buffers = self._get_buffers(range(len(self._buffer_locations)))
-        return [(buffer, -1 if buffer is None else tensor_version(buffer)) for buffer in buffers]
 
 
 def _reads_buffers_in_eval_only(module: nn.Module) -> bool:
