@@ -64,7 +64,8 @@ def test_hierarchical_prints_the_results_of_digits_on_two_hosts(two_hosts: list[
     done = two_hosts[0].run([*launch, "-H", "h1:2,h2:1", str(EXAMPLES / "hierarchical.py"), "--epochs", "3"], variables)
     assert done.returncode == 0, done.stdout
     command = [*launch, "-np", "3", str(EXAMPLES / "digits.py"), "--epochs", "3", "--device", "cpu"]
-    assert read_results(done.stdout) == read_results(run(command))
+    # The reductions add in different orders.
+    assert read_results(done.stdout) == pytest.approx(read_results(run(command)), abs=2e-3)
 
 
 @pytest.mark.nightly
