@@ -36,8 +36,8 @@ from unitrain.tune.trial import TIMER, TrialRequest
 from unitrain.tune.tuned_settings import (
     BUILT_IN_VARIABLES,
     TUNED_FILE,
-    Run,
     TunedEntry,
+    TunedRun,
     describe_machine,
     find_tuned,
     remove_tuned,
@@ -211,7 +211,7 @@ def test_an_invalid_bucket_size_is_refused(text: str, monkeypatch: pytest.Monkey
 
 
 def tuned(script: Path | str, size: int = 2, **others: object) -> TunedEntry:
-    run = asdict(Run.on_this_machine(str(script), ("--epochs", "3 0"), "ddp", size, 1))
+    run = asdict(TunedRun.on_this_machine(str(script), ("--epochs", "3 0"), "ddp", size, 1))
     found = {"variables": {"OMP_NUM_THREADS": "1", "UNITRAIN_BUCKETS_MB": "5,5"}, "gain": 1.2, "spread": (1.1, 1.3)}
     return TunedEntry(**{**run, **found, **others})
 
@@ -251,7 +251,7 @@ def test_launch_uses_and_prints_the_settings_saved_for_a_run(script: Path, monke
         found = planned(*options)
         assert "BUCKETS" not in found.output
         assert TUNED_FILE.name not in found.stderr
-    run = Run.on_this_machine("train.py", ("--epochs", "3 0"), "ddp", 2, 1)
+    run = TunedRun.on_this_machine("train.py", ("--epochs", "3 0"), "ddp", 2, 1)
     remove_tuned(run)
     assert find_tuned(run) == (None, [])
     assert find_tuned(replace(run, num_processes=3)) == (tuned(script, size=3), [])
@@ -305,12 +305,12 @@ def test_settings_of_an_earlier_version_are_not_used(script: Path) -> None:
         in found.stderr
     )
     assert "sets OMP_NUM_THREADS" not in found.stderr
-    remove_tuned(Run.on_this_machine("train.py", (), "ddp", 2, 1))
+    remove_tuned(TunedRun.on_this_machine("train.py", (), "ddp", 2, 1))
     assert json.loads(TUNED_FILE.read_text()) == []
 
 
 def test_a_significant_gain_is_saved_for_the_timed_run(script: Path) -> None:
-    run = Run.on_this_machine("train.py", ("--epochs", "3 0"), "ddp", 2, 1)
+    run = TunedRun.on_this_machine("train.py", ("--epochs", "3 0"), "ddp", 2, 1)
     gain = Gain([1.2] * PAIRS)
     summary = save_and_describe(SearchResult({"UNITRAIN_BUCKETS_MB": "5,5"}, gain), run)
     assert "Saved in unitrain-tuned.json." in summary
@@ -398,4 +398,4 @@ def test_a_file_with_other_content_is_refused(content: str, tmp_path: Path) -> N
     file = tmp_path / "unitrain-tuned.json"
     file.write_text(content)
     with pytest.raises(ConfigError, match=r"cannot be read: .*\. Delete it and run `unitrain tune` again"):
-        find_tuned(Run.on_this_machine("train.py", (), "ddp", 1, 1), file)
+        find_tuned(TunedRun.on_this_machine("train.py", (), "ddp", 1, 1), file)
