@@ -7,11 +7,12 @@ torch._C._cuda_getArchFlags, because that package works without the rest of unit
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import socket
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -169,6 +170,26 @@ def skip_shape_validation(stage: Any) -> None:
     TORCH_DISTRIBUTED_DEBUG=DETAIL. Checked with torch 2.14.
     """
     stage._runtime_validate = False
+
+
+def set_receive_shape(received: Iterable[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Let a stage of torch.distributed.pipelining receive tensors of `shape` and `dtype`, and allocate their buffers if
+    torch does not. Checked with torch 2.14 and 2.15."""
+    for info in received:
+        if hasattr(info, "allocate_buffer"):  # torch 2.15 allocates the buffer and releases it after its use
+            empty = torch.empty(tuple(shape), dtype=dtype, device="meta")
+            info.tensor_meta = dataclasses.replace(
+                info.tensor_meta, shape=empty.shape, stride=empty.stride(), dtype=dtype
+            )
+        else:
+            info.buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def release_receive_buffers(received: Iterable[Any]) -> None:
+    """Release the buffers that `set_receive_shape` has allocated, after their use."""
+    for info in received:
+        if not hasattr(info, "allocate_buffer"):
+            info.buffer = torch.empty(0, device=info.buffer.device)
 
 
 # --- autograd ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from unitrain.backends.pipeline.stage_runs import StageModule
 from unitrain.backends.rank_groups import Subgroup
-from unitrain.torch_compat import skip_shape_validation
+from unitrain.torch_compat import release_receive_buffers, set_receive_shape, skip_shape_validation
 
 
 class TensorShape(NamedTuple):
@@ -36,7 +35,6 @@ class ShapedStage(PipelineStage):
         self.inputs: list[TensorShape] = []
         self.outputs: list[TensorShape] = []
         self._monitor = group.monitor
-        self._released = torch.empty(0, device=device)
         # The placeholders determine only that all tensors require gradients, and that torch does not infer shapes.
         placeholder = torch.empty(0, device=device, requires_grad=True)
         super().__init__(
@@ -47,12 +45,12 @@ class ShapedStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         if not self.is_first:
-            self._set_buffers(self.args_recv_info[fwd_chunk_id], self.inputs[fwd_chunk_id].empty(self.device))
+            set_receive_shape(self.args_recv_info[fwd_chunk_id], *self.inputs[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         if self.has_backward and not self.is_last:
-            self._set_buffers(self.grad_recv_info[bwd_chunk_id], self.outputs[bwd_chunk_id].empty(self.device))
+            set_receive_shape(self.grad_recv_info[bwd_chunk_id], *self.outputs[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
@@ -76,14 +74,10 @@ class ShapedStage(PipelineStage):
         with self._monitor.computing():
             result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_first:
-            self._set_buffers(self.args_recv_info[bwd_chunk_id], self._released)
+            release_receive_buffers(self.args_recv_info[bwd_chunk_id])
         if not self.is_last:
-            self._set_buffers(self.grad_recv_info[bwd_chunk_id], self._released)
+            release_receive_buffers(self.grad_recv_info[bwd_chunk_id])
         return result
-
-    def _set_buffers(self, received: Iterable[Any], buffer: Tensor) -> None:
-        for info in received:
-            info.buffer = buffer
 
 
 def _contiguous(operations: list[Any]) -> list[Any]:
