@@ -7,7 +7,8 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,49 @@ def test_full_disk_on_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
         assert steps(tmp_path) == [2]
         assert [first for first, _, _ in group.run(train, str(tmp_path), 6)] == [2, 2]
     assert steps(tmp_path) == [2, 4, 6]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield a mounted file system of 1.2 MB, which has room for one checkpoint of `train`."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system requires root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+def start_error(backend: Backend, folder: str) -> str:
+    try:
+        train(backend, folder, 6)
+    except CheckpointError as error:
+        return str(error)
+    return "not raised"
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_full_or_read_only_file_system_raises_on_all_ranks(small_disk: Path, backend: str) -> None:
+    with RankGroup(backend, 2) as group:
+        (_, _, error), (_, _, other) = group.run(train, str(small_disk), 6)
+        assert error == other
+        assert error.startswith(f"Cannot write checkpoint '{small_disk}/step-000000004'")
+        assert "No space left on device" in error
+        assert error.endswith("Check that the folder is writable and has room, or choose another output_dir.")
+        assert steps(small_disk) == [2]
+        remount(small_disk, "ro")
+        error, other = group.run(start_error, str(small_disk))
+        assert error == other
+        assert error.startswith(f"Cannot write to output folder '{small_disk}': OSError: [Errno 30] Read-only file")
+        remount(small_disk, "rw,size=8m")
+        assert [first for first, _, _ in group.run(train, str(small_disk), 6)] == [2, 2]
+    assert steps(small_disk) == [2, 4, 6]
+    assert not list(small_disk.glob(".*.unfinished"))
 
 
 # --- memory ---
