@@ -83,7 +83,7 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.0",
         "safetensors>=0.4",
-        "torch>=2.14",
+        "torch>=2.14.1",
     ],
     extras_require={
         "horovod": horovod,

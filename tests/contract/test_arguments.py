@@ -57,6 +57,10 @@ class DataParallel(Wrapped):
     pass
 
 
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """Named like torch's class, whose constructor requires a process group, which the backend local does not have."""
+
+
 def summed(tokens: Any) -> Callable[[Any, Any], Any]:
     return lambda output, target: ((output - target).pow(2).sum(), tokens)
 
@@ -98,6 +102,21 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         lambda p: p.trainer(p.model, torch.optim.Adam, nn.functional.mse_loss),
         "Trainer(optimizer) must be a torch.optim.Optimizer, got the class Adam.",
         "Adam(model.parameters(), lr=0.1).",
+    ),
+    "several optimizers": (
+        lambda p: p.trainer(p.model, [p.optimizer, p.optimizer], nn.functional.mse_loss),
+        "One optimizer was expected, got a list of 2.",
+        "examples/gan.py",
+    ),
+    "several optimizers in an own loop": (
+        lambda p: p.backend.distributed_optimizer((p.optimizer,), p.backend.distributed_model(p.model)),  # type: ignore[arg-type]
+        "One optimizer was expected, got a tuple of 1.",
+        "optimizer = backend.distributed_optimizer(optimizer, model).",
+    ),
+    "optimizer that shards its state": (
+        lambda p: p.trainer(p.model, ZeroRedundancyOptimizer(p.model.parameters(), lr=0.1), nn.functional.mse_loss),
+        "ZeroRedundancyOptimizer shards its state over ranks",
+        'shard="state"',
     ),
     "optimizer and loss swapped": (
         lambda p: p.trainer(p.model, nn.MSELoss(), p.optimizer),

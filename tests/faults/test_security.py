@@ -112,11 +112,15 @@ def test_ranks_run_in_the_environment_of_the_launch(backend: str, script: str, t
     assert launch.process.returncode == 0, message_text
 
 
-def check_secret(lines: set[str], rank_reports: list[dict[str, dict[str, str]]], names: tuple[str, ...]) -> None:
+def check_secret(
+    lines: set[str], output: str, rank_reports: list[dict[str, dict[str, str]]], names: tuple[str, ...]
+) -> None:
+    """Check that each rank has the secrets, and that neither they nor the job's key are in a command line or shown."""
+    (key,) = {one["variables"]["UNITRAIN_JOB_KEY"] for one in rank_reports}
     for one in rank_reports:
         assert {name: one["variables"].get(name) for name in names} == dict.fromkeys(names, SECRET)
     assert any("train.py" in line for line in lines)
-    assert not [line for line in lines if SECRET in line]
+    assert not [line for line in [*lines, output] if SECRET in line or key in line]
 
 
 @pytest.mark.parametrize("options", LAUNCHERS)
@@ -129,7 +133,7 @@ def test_no_command_line_shows_a_variable_on_one_host(options: list[str], script
         rank_reports = wait_for_ranks(tmp_path, 2)
         (tmp_path / "end").touch()
         message_text = launch.output()
-    check_secret(lines, rank_reports, ("WANDB_API_KEY", "NOTES"))
+    check_secret(lines, message_text, rank_reports, ("WANDB_API_KEY", "NOTES"))
     assert launch.process.returncode == 0, message_text
 
 
@@ -144,7 +148,7 @@ def test_no_command_line_shows_a_variable_on_two_hosts(
         rank_reports = wait_for_ranks(tmp_path, 2)
         (tmp_path / "end").touch()
         message_text, _ = process.communicate(timeout=SECONDS)
-    check_secret(lines, rank_reports, tuple(secrets))
+    check_secret(lines, message_text, rank_reports, tuple(secrets))
     assert process.returncode == 0, message_text
 
 

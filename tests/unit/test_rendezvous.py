@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from unitrain.bootstrap import environment, network
+from unitrain.bootstrap import environment, messages, network
+from unitrain.bootstrap.authentication import unseal
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous, connect_ranks
 from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
@@ -270,8 +271,17 @@ class CountingStore:
         return request
 
 
-def test_the_number_of_requests_of_a_rank_does_not_depend_on_the_number_of_ranks() -> None:
+def test_the_number_of_requests_of_a_rank_does_not_depend_on_the_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     size = 100
+    verified: list[str] = []
+
+    def count_signatures(sealed: bytes, purpose: str) -> str:
+        verified.append(purpose)
+        return unseal(sealed, purpose)
+
+    monkeypatch.setattr(messages, "unseal", count_signatures)
     served = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     stores = [
         CountingStore(TCPStore("127.0.0.1", served.port, size, is_master=False, wait_for_workers=False))
@@ -289,8 +299,9 @@ def test_the_number_of_requests_of_a_rank_does_not_depend_on_the_number_of_ranks
     for store in stores:
         del store.requests["check"]  # a rank polls with it
     assert sum((store.requests for store in stores), Counter()) == {
-        "append": 2 * size, "add": 4 * size, "set": 2, "get": 4 * size,
+        "append": 2 * size, "add": 4 * size, "set": 2, "get": 2 + 4 * size,
     }  # fmt: skip
+    assert len(verified) == 2 * (size + 2 * size)  # the last rank verifies every value, each rank the complete list
 
 
 def test_a_timeout_names_every_missing_rank() -> None:

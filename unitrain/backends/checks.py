@@ -234,7 +234,8 @@ def check_single_optimizer(optimizer: Any) -> None:
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ModelError(
             "ZeroRedundancyOptimizer shards its state over ranks, so checkpoints cannot save and load it like that of "
-            "other optimizers. Use the optimizer that it wraps: torch.optim.AdamW(model.parameters(), ...)."
+            "other optimizers. Use the optimizer that it wraps, and let unitrain shard its state: "
+            'backend.distributed_optimizer(optimizer, model, shard="state"), or TrainConfig(shard="state").'
         )
 
 

@@ -90,16 +90,17 @@ def _make_memory_copy(backend: Communicator, size: int) -> Callable[[], Tensor]:
 def _time_tcp_stream(backend: Backend, size: int, calls: int) -> float | None:
     """Time a plain TCP stream to rank 0, from a rank on another host if there is one. Return None if it fails."""
     nodes = backend.allgather_object(backend.node_rank)
+    is_one_host = len(set(nodes)) == 1
     sender = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), 1)
     seconds: float | None = None
     with socket.socket() as listener:
         endpoint = None
         if backend.rank == 0:
-            listener.bind(("", 0))
+            listener.bind(("127.0.0.1" if is_one_host else "", 0))
             listener.listen(1)
             listener.settimeout(_SOCKET_TIMEOUT_SECONDS)
             token = secrets.token_bytes(_TOKEN_BYTES)
-            endpoint = (own_addresses(), listener.getsockname()[1], token)
+            endpoint = (["127.0.0.1"] if is_one_host else own_addresses(), listener.getsockname()[1], token)
         addresses, port, token = backend.broadcast_object(endpoint)
         try:
             if backend.rank == sender:

@@ -71,8 +71,8 @@ class Rendezvous:
                 f"{key!r}. Missing: {names}. "
                 "Check the first error that they logged, or raise the limit with unitrain.init(timeout_seconds=...)."
             )
-        values = self._posted_values(key)
-        return [values[rank] for rank in range(self.rank_info.size)]
+        values: list[Any] = json.loads(self.messages.get(_complete_key(key)))
+        return values
 
     @cached_property
     def messages(self) -> MessageStore:
@@ -82,20 +82,24 @@ class Rendezvous:
     def post(self, key: str, value: Any = None) -> None:
         """Add this rank's JSON-serializable `value` to the list under `key`. A second call has no effect.
 
-        The store appends all values to one entry, so the number of requests per rank does not depend on the number of
+        The store appends all values to one entry. The last rank to post verifies them and publishes the complete list
+        as one message. The number of requests and signatures per other rank therefore does not depend on the number of
         ranks.
         """
         if self.store.add(f"{key}/{self.rank_info.rank}", 1) > 1:
             return
         self.messages.append(f"{key}/posted", json.dumps([self.rank_info.rank, value]))
-        if self.store.add(f"{key}/count", 1) == self.rank_info.size:
-            self.messages.set(f"{key}/complete", "1")
+        # Any program can change the counter, so it may be too high.
+        if self.store.add(f"{key}/count", 1) >= self.rank_info.size:
+            values = self._posted_values(key)
+            if len(values) == self.rank_info.size:
+                self.messages.set(_complete_key(key), json.dumps([values[rank] for rank in sorted(values)]))
 
     def missing_ranks(self, key: str, timeout: timedelta | None = None) -> list[int]:
         """Wait until every rank has posted under `key`; return the ranks that have not done so within the timeout."""
         deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
         poll_seconds = max(_POLL_SECONDS, self.rank_info.size * _POLL_SECONDS_PER_RANK)
-        while not self.messages.check([f"{key}/complete"]):
+        while not self.messages.check([_complete_key(key)]):
             if time.monotonic() > deadline:
                 posted = self._posted_values(key)
                 return [rank for rank in range(self.rank_info.size) if rank not in posted]
@@ -135,6 +139,10 @@ class Rendezvous:
         # Debian's installer maps the name of the first host to 127.0.1.1 on that host.
         remote = [address for address in addresses if address is not None and not is_loopback(address)]
         return local_address_for(remote[0]) if remote else own
+
+
+def _complete_key(key: str) -> str:
+    return f"{key}/complete"
 
 
 def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
