@@ -21,7 +21,7 @@ from unitrain.backends.capabilities import SupportsPowerSGD, require
 from unitrain.backends.compression_setting import PowerSGD, read_compression
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import loading
-from unitrain.checkpoint.checkpointer import AVERAGE, GRADIENTS, Checkpointer
+from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, Checkpointer
 from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
 from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
@@ -107,9 +107,9 @@ class TrainingRun:
         feature = f"TrainConfig.compression {self._config.compression!r}"
         state = require(self._backend, SupportsPowerSGD, feature).compression_state(model)
         state.get_loss_scale = get_loss_scale
-        self._parts = {**self._parts, GRADIENTS: state}
+        self._parts = {**self._parts, COMPRESSION_STATE: state}
         if self._restored is not None:
-            state.load_state_dict(self._restored.pop(GRADIENTS, {}))
+            state.load_state_dict(self._restored.pop(COMPRESSION_STATE, {}))
 
     @property
     def is_complete(self) -> bool:

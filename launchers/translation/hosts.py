@@ -42,8 +42,7 @@ def read_host_entries(file: str, option: str) -> list[tuple[str, int | None]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise LaunchError(
-            f"{option} {file} cannot be read: {reason}. Change to its folder, or name the hosts: "
-            "--hosts node1:4,node2:4"
+            f"{option} {file} cannot be read: {reason}. Check the path, or pass the hosts: --hosts node1:4,node2:4"
         ) from error
     return [found for line in lines if (found := _parse_line(line)) is not None]
 
@@ -51,7 +50,7 @@ def read_host_entries(file: str, option: str) -> list[tuple[str, int | None]]:
 def place_processes(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
     """Place `size` processes on hosts that are filled in order. Return the counts, the host names, and remarks.
 
-    Raises LaunchError for more processes than slots.
+    Raises LaunchError if there are more processes than slots.
     """
     if not hosts:
         return (size,), (), ()
@@ -63,8 +62,8 @@ def place_processes(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...]
         )
     counts = tuple(processes_per_host(size, hosts))
     unused = [host.name for host in hosts[len(counts) :]]
-    verb = "is" if len(unused) == 1 else "are"
-    notes = (f"{', '.join(unused)} would not get a process and {verb} left out of the hosts.",)
+    verb = "it is" if len(unused) == 1 else "they are"
+    notes = (f"{', '.join(unused)} would not get a process, so {verb} omitted from the host list.",)
     return counts, tuple(host.name for host in hosts[: len(counts)]), notes if unused else ()
 
 
@@ -98,7 +97,9 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
         match = _RANGE.fullmatch(part)
         if match is None:
             if set("[]") & set(part):
-                raise LaunchError(f"--nodelist {nodelist!r} cannot be read. Name the hosts, as in: --nodelist n1,n2")
+                raise LaunchError(
+                    f"--nodelist {nodelist!r} cannot be parsed. List the host names, as in: --nodelist n1,n2"
+                )
             names.append(part)
             continue
         for number_range in match["ranges"].split(","):

@@ -614,7 +614,10 @@ def test_resumed_run_tolerates_rows_lost_in_a_power_loss(name: str, tmp_path: Pa
             file.write("\0" * 100 + '\n{"step": 1, "lo\n' + "\0" * 40)
         Parts(backend, "").fit(output_dir=tmp_path, log_every_n_steps=1, resume=True, max_epochs=2)
     assert path.read_text().splitlines()[: len(rows)] == rows
-    assert f"'{path}' has 2 damaged lines, as after a power loss. The damaged lines are skipped." in caplog.text
+    assert (
+        f"'{path}' has 2 damaged lines, which can happen after a power loss. The damaged lines are skipped."
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("content", ["[]", "\0\0\0", '{"batches": 5}', '{"batches": [[1]]}', '{"job": "a'])

@@ -220,7 +220,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     ),
     (
         parameters_unused,
-        "2 parameters got no gradient on every rank: spare.weight, spare.bias",
+        "2 parameters received no gradient on every rank: spare.weight, spare.bias",
         "find_unused_parameters=True",
     ),
     (parameters_unused_later, "In the last backward pass, some parameters", "find_unused_parameters=True"),

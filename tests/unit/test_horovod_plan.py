@@ -154,7 +154,7 @@ def test_native_flags_make_the_key_depend_on_the_processor() -> None:
     flags = {"CXXFLAGS": "-O3 -march=native"}
     plans = [create_plan(replace_fields(flags=flags, cpu=cpu)) for cpu in (here, "another")]
     assert plans[0].key != plans[1].key
-    assert any("only runs on processors of this type" in note for note in plans[0].notes)
+    assert any("only runs on processors of the same type as this machine's" in note for note in plans[0].notes)
 
 
 def test_the_key_depends_on_the_patches_but_not_on_irrelevant_settings() -> None:

@@ -150,7 +150,7 @@ def test_read_accepts_hostfiles(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         parse(f"horovodrun -np 4 --hostfile {file}s python t.py")
     assert str(caught.value) == (
-        f"--hostfile {file}s cannot be read: No such file or directory. Change to its folder, or name the hosts: "
+        f"--hostfile {file}s cannot be read: No such file or directory. Check the path, or pass the hosts: "
         "--hosts node1:4,node2:4"
     )
 
@@ -592,7 +592,7 @@ def test_remarks_name_an_alternative() -> None:
         "--nnodes 1:2 may run on fewer hosts than 2: the job is written for all 2."
     )
     assert remarks("horovodrun -np 1 -H a:1,b:1 python t.py", "horovodrun") == (
-        "b would not get a process and is left out of the hosts."
+        "b would not get a process, so it is omitted from the host list."
     )
     assert "assigns ranks to the hosts in turn" in remarks(
         "mpirun -np 4 -H a:2,b:2 --map-by node python t.py", "torchrun"

@@ -20,7 +20,7 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
 4. The optimizer remains the user's object, and any backend can load its `state_dict`.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
 6. The same run produces the same parameters on every backend.
-7. Compression uses the same formula for every number of ranks, which `compression_setting.py` specifies.
+7. Compression uses the same formula for every number of ranks. `compression_setting.py` specifies this formula.
 
 All ranks must call the methods of `Communicator`, and the methods of `Backend` marked "All ranks call it", in the same
 order. Calls during a backward pass, while gradients are being reduced, are allowed.
@@ -74,9 +74,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def allgather(self, tensor: Tensor) -> Tensor:
-        """Concatenate every rank's `tensor` along dim 0, in rank order. Dim 0 may differ between ranks and may be 0.
+        """Concatenate every rank's `tensor` along dim 0, in rank order.
 
-        A zero-dimensional tensor counts as one element, so the result has shape [size].
+        The size of dim 0 may differ between ranks and may be 0. A zero-dimensional tensor counts as one element, so
+        the result has shape [size].
         """
 
     @abstractmethod
@@ -108,8 +109,8 @@ class Backend(Lifecycle, Communicator):
 
     `transport` is the library that transfers the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` is the index of
     this rank on its host, and `node_rank` is the index of the host. `tunables` are the settings that `unitrain tune`
-    may change. `transports` are the values that `StartOptions.transport` accepts, or empty if the backend selects its
-    transport itself.
+    may change. `transports` lists the values that `StartOptions.transport` accepts; it is empty if the backend selects
+    its transport itself.
 
     Use a backend as a context manager. It shuts down only if the block exits without an exception.
     """
@@ -127,7 +128,10 @@ class Backend(Lifecycle, Communicator):
     @classmethod
     @abstractmethod
     def start(cls, options: StartOptions) -> Self:
-        """Join the other ranks and return the backend. Waits time out after `options.timeout`. All ranks call it."""
+        """Join the other ranks and return the backend. All ranks call it.
+
+        Waiting for other ranks times out after `options.timeout`.
+        """
 
     @abstractmethod
     def distributed_model(
@@ -143,10 +147,10 @@ class Backend(Lifecycle, Communicator):
         """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
 
         With `find_unused_parameters`, a rank that does not use a parameter contributes a zero gradient; if no rank uses
-        the parameter, its `grad` remains None. Otherwise, an unused parameter raises ModelError: in the first backward
-        pass on every rank, later only on the affected ranks, before the optimizer step. Parameters may be frozen and
-        unfrozen later if all ranks do so before the same forward pass; otherwise a ModelError is raised. A backend may
-        reject any `compression` other than "none" with UnsupportedError.
+        the parameter, its `grad` remains None. Otherwise, an unused parameter raises ModelError: on every rank in the
+        first backward pass; in later ones, only on the affected ranks, before the optimizer step. Parameters may be
+        frozen and unfrozen later if all ranks do so before the same forward pass; otherwise a ModelError is raised. A
+        backend may reject any `compression` other than "none" with UnsupportedError.
 
         With `broadcast_buffers=False`, buffers are broadcast in the first training forward pass only (rule 3). Use it
         for large buffers that no training step modifies, such as attention masks.
@@ -160,12 +164,12 @@ class Backend(Lifecycle, Communicator):
 
         With "parameters" (ZeRO-3), `model` is changed in place: its parameters, and later their gradients, are DTensors
         that contain the rows of this rank. The parameters of a block are all-gathered for its forward and backward
-        pass. All ranks must call the model the same number of times, even without gradients, and use the same blocks.
+        pass. All ranks must call the model equally often, also under `torch.no_grad()`, and use the same blocks.
         `model.state_dict()`, which all ranks must call, returns complete tensors. `shard_blocks` lists the classes of
-        the blocks, or their names, or is a number: then the blocks are the innermost modules with at least as many
-        parameters. By default, blocks are the outermost modules whose class occurs more than once.
-        Backward passes inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not supported.
-        After the first backward pass outside `no_sync`, the gradient of an unused parameter is zero.
+        the blocks, or their names, or is a number: then the blocks are the innermost modules with at least that many
+        parameters. By default, blocks are the outermost modules whose class occurs more than once. Backward passes
+        inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not supported. After the first
+        backward pass outside `no_sync`, the gradient of an unused parameter is zero.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank.

@@ -1,11 +1,11 @@
-"""reducescatter and allgather between CPUs, composed of faster collectives. benchmarks/collectives.py measures them.
+"""reducescatter and allgather of CPU tensors, composed of faster collectives. Measured in benchmarks/collectives.py.
 
 The native collectives of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same tensor. The slowest is
-Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it allocates three buffers of
-the size of the entire tensor, a copy of the input and two zero-filled receive buffers, and the kernel must map all
-their pages. It then sends half of the tensor as one message, adds it only after it has arrived completely, and finally
-sends each slice to its rank. Horovod's allreduce works in place: it divides the tensor into segments, and adds one
-segment while it receives the next.
+Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it allocates three buffers,
+each as large as the entire tensor (a copy of the input and two zero-filled receive buffers), and the kernel must map
+all their pages. It then exchanges half of the tensor in one message, adds the received half only after it has arrived
+completely, and finally sends each slice to its rank. Horovod's allreduce works in place: it divides the tensor into
+segments, and adds one segment while it receives the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from unitrain.backends.base import ReduceOp
 from unitrain.backends.tensors import flatten, from_ordered_keys, needs_keys, ordered_keys
 
-# Maximum number of ranks for an allgather by one broadcast per rank. Every rank spends Python time on each broadcast.
+# With more ranks, the transport's allgather is used, because each broadcast takes Python time on every rank.
 MAX_BROADCASTING_RANKS = 64
 # Smaller results are gathered by the transport's allgather: starting a broadcast takes longer than transferring it.
 MIN_BROADCAST_BYTES = 2**16
@@ -67,8 +67,7 @@ def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait
 class PiecewiseReduceScatter:
     """A reducescatter that allreduces `tensor` piece by piece. A piece contains the same columns of all `size` slices.
 
-    Each piece is reduced by `torch_op` in `dtype`. In addition to the result, only the buffers of the pieces are
-    allocated.
+    Each piece is reduced by `torch_op` in `dtype`. Only the result and the buffers of the pieces are allocated.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class PiecewiseReduceScatter:
         self._op, self._torch_op, self._dtype, self._rank, self._size = op, torch_op, dtype, rank, size
         self._slices = flatten(tensor).view(size, -1)
         self._result = self._slices.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
-        self._uses_keys = needs_keys(tensor.dtype, op)
+        self._uses_ordered_keys = needs_keys(tensor.dtype, op)
         self._started = 0  # columns of the slices
         self._in_flight: deque[tuple[Any, Tensor, slice]] = deque()
         self._free_buffers: Tensor | None = None
@@ -106,24 +105,24 @@ class PiecewiseReduceScatter:
             work, buffer, place = self._in_flight.popleft()
             wait(work)
             own = buffer[self._rank]
-            if self._uses_keys:
+            if self._uses_ordered_keys:
                 own = from_ordered_keys(own, self._result.dtype)
             elif self._op == "mean":
                 own /= self._size
             elements[place] = own
-            self._free_buffers = None if self._uses_keys else buffer
+            self._free_buffers = None if self._uses_ordered_keys else buffer
             self.start()
         return self._result
 
     def discard(self) -> None:
-        """Stop waiting for the pieces of a Horovod reducescatter that some ranks do not start."""
+        """Stop waiting for the pieces of a Horovod reducescatter that some ranks did not start."""
         for work, _, _ in self._in_flight:
             work.discard()
         self._in_flight.clear()
 
     def _fill_buffer(self, source: Tensor) -> Tensor:
         """Return a contiguous copy of `source`, [ranks, columns], which a collective may overwrite."""
-        if self._uses_keys:
+        if self._uses_ordered_keys:
             return ordered_keys(source, self._op)  # type: ignore[arg-type]
         buffer, self._free_buffers = self._free_buffers, None
         if buffer is None or buffer.shape != source.shape:

@@ -32,7 +32,7 @@ from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError, ConfigError
 
-GRADIENTS, AVERAGE = "gradients", "average"
+COMPRESSION_STATE, AVERAGE = "gradients", "average"
 _FIX = "Read it with the versions of torch and unitrain that wrote it."
 
 
@@ -61,7 +61,7 @@ class Checkpointer:
     def prepare(self) -> Path | None:
         """Create the output folder, and return its path if the run resumes from it, otherwise None.
 
-        The run resumes with `TrainConfig.resume`, or if an earlier attempt of this job wrote to the folder.
+        The run resumes if `TrainConfig.resume` selects this folder, or if an earlier attempt of this job wrote to it.
         """
         resume, folder = self._config.resume, self.folder
         if folder is None:
@@ -113,8 +113,10 @@ class Checkpointer:
         training: dict[str, Any],
         manifest: dict[str, Any],
     ) -> None:
-        """Save the checkpoint of `step`: the weights of `model`, the state of `optimizer`, the state `average` of the
-        averaged weights, and rank 0's `training` state and `manifest` values.
+        """Save the checkpoint of `step`.
+
+        It contains the weights of `model`, the state of `optimizer`, and the state `average` of the averaged weights.
+        The `training` state and the `manifest` values are those of rank 0.
 
         In the sharded format, every rank saves its part. With `async_checkpoints` this returns as soon as the state is
         copied to host memory.
@@ -141,8 +143,10 @@ class Checkpointer:
         self._writer.save_sharded(step, shard, training, manifest)
 
     def state_format(self) -> AbstractContextManager[None]:
-        """Return the context manager in which sharded models and optimizers return state dicts for saving: shards or,
-        for the full format, complete tensors on rank 0, gathered one at a time.
+        """Return the context manager in which sharded models and optimizers return state dicts for saving.
+
+        For the sharded format, these contain the shards; for the full format, they contain complete tensors on rank 0,
+        which are gathered one at a time.
         """
         return state_dicts_of_shards() if self.is_sharded else state_dicts_on_rank(0)
 
@@ -186,7 +190,7 @@ class Checkpointer:
             output_folder.record_job(folder)
             return True
 
-        # Rank 0 may wait longer than the collective timeout, so it broadcasts its state periodically.
+        # Rank 0 may wait for the lock longer than the collective timeout, so it broadcasts its state periodically.
         task = f"write to output folder '{folder}'"
         while not self._communicator.broadcast_object(
             on_rank_zero(self._communicator, task, CHECK_WRITABLE, try_to_lock)
@@ -208,7 +212,7 @@ class Checkpointer:
             self._lock.release()
 
     def store_batch_size(self, fit_index: int, batch: ElasticBatchSize) -> None:
-        """Store the batch size of `fit` call number `fit_index`, for attempts with a different number of ranks."""
+        """Store the batch size of the `fit` call with index `fit_index`, for attempts with other numbers of ranks."""
         if self.folder is None or fit_index != len(self.stored_batch_sizes):
             return
         folder = self.folder
@@ -221,8 +225,8 @@ class Checkpointer:
     def find_best(self) -> Path:
         """Wait until the last checkpoint is written, and return the best checkpoint according to `keep_best`.
 
-        Raises ConfigError if `keep_best` or the output folder is not set, and CheckpointError if no checkpoint has the
-        result.
+        Raises ConfigError if `keep_best` or the output folder is not set, and CheckpointError if no checkpoint has a
+        finite value of this result.
         """
         name, folder = self._config.keep_best, self.folder
         if name is None or folder is None:
@@ -275,11 +279,11 @@ def load_checkpoint(
         _FIX,
         lambda: loading.load(checkpoint, model, optimizer, scheduler, defer_optimizer_state=defer_optimizer_state),
     )
-    gradients = None if training is None else training.pop(GRADIENTS, None)
+    compression_state = None if training is None else training.pop(COMPRESSION_STATE, None)
     training = communicator.broadcast_object(training)
     assert training is not None
-    if gradients is not None:
-        training[GRADIENTS] = gradients
+    if compression_state is not None:
+        training[COMPRESSION_STATE] = compression_state
     problem: CheckpointError | None = None
     if "scheduler" in training and scheduler is not None and communicator.rank != 0:
         try:

@@ -16,7 +16,7 @@ from unitrain.horovod_wheel.machine import Machine, Tool
 
 HOROVOD = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-# The newest tested versions. Older versions also work.
+# The upper bounds follow the newest tested versions. Versions between the bounds work.
 TOOLS = {"setuptools": "setuptools>=64,<85", "wheel": "wheel", "packaging": "packaging"}
 CMAKE = "cmake>=3.26,<5"
 # Duration of the parallel and the serial part of a build, measured on 2 cores (238 s of CPU time; 3 % more with NCCL).
@@ -25,7 +25,7 @@ PARALLEL_SECONDS, SERIAL_SECONDS = 220.0, 25.0
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
-    """The request of the user. None selects the default for the machine."""
+    """The user's request. None selects the default for the machine."""
 
     cache: Path
     mpi: bool | None = None
@@ -85,7 +85,7 @@ class BuildPlan:
         return self.folder / "build.log"
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment for all commands: `inherited` without variables that contradict the plan, and the
+        """Return the environment for all commands: `inherited`, minus variables that contradict the plan, plus the
         settings."""
         kept = {name: value for name, value in inherited.items() if name[:8] != "HOROVOD_" and name != "CCL_ROOT"}
         for name, prefix in (("PATH", self.path_prefix), ("PYTHONPATH", self.python_path_prefix)):
@@ -114,8 +114,8 @@ def create_plan(machine: Machine, request: BuildRequest) -> BuildPlan:
     jobs = request.jobs or machine.jobs
     pip_toolkit = request.cache / f"cuda-{machine.torch.cuda}"
     from_pip = cuda and toolkit is None
-    home = str(pip_toolkit / "nvidia" / f"cu{str(machine.torch.cuda).split('.')[0]}") if from_pip else ""
-    home = toolkit.path if toolkit else home
+    cuda_home = str(pip_toolkit / "nvidia" / f"cu{str(machine.torch.cuda).split('.')[0]}") if from_pip else ""
+    cuda_home = toolkit.path if toolkit else cuda_home
     tools = tuple(_missing_tools(machine))
     cmake = str(folder / "work" / "tools" / "cmake" / "data" / "bin" / "cmake")
     wheel = folder / f"horovod-{HOROVOD}-{machine.python_tag}-{machine.platform}.whl"
@@ -123,14 +123,14 @@ def create_plan(machine: Machine, request: BuildRequest) -> BuildPlan:
     return BuildPlan(
         key=key,
         facts=facts,
-        settings=_build_settings(machine, mpi=mpi, home=home, nccl=str(folder / "work" / "nccl"), jobs=jobs)
+        settings=_build_settings(machine, mpi=mpi, cuda_home=cuda_home, nccl=str(folder / "work" / "nccl"), jobs=jobs)
         | {"HOROVOD_CMAKE": cmake if CMAKE in tools or machine.cmake is None else machine.cmake.path},
-        path_prefix=(f"{home}/bin",) if home else (),
+        path_prefix=(f"{cuda_home}/bin",) if cuda_home else (),
         python_path_prefix=(str(folder / "work" / "tools"),) if tools else (),
         folder=folder,
         wheel=wheel,
         sdist=sdist,
-        toolkit=home or None,
+        toolkit=cuda_home or None,
         nccl=machine.nccl.path if cuda and machine.nccl else None,
         build_steps=tuple(_build_steps(machine, tools, folder, sdist, pip_toolkit if from_pip else None, cuda)),
         install_steps=tuple(_install_steps(machine, wheel)) if request.install else (),
@@ -161,7 +161,7 @@ def _wheel_facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | Non
         # The name of this entry is part of the keys of existing wheels.
         "mended": list(patches.runtime_fixes()),
         "patches": patches.digest(),
-        # Omitted if none is set, so that the keys of such wheels do not change.
+        # Omitted if no flag is set, so that the keys of existing wheels without flags do not change.
         **({"flags": dict(machine.flags), "cpu": machine.cpu} if machine.flags else {}),
     }
 
@@ -173,7 +173,7 @@ def _format_key(facts: Mapping[str, Any]) -> str:
     return f"torch{facts['torch']}-{facts['python'].split('-')[0]}-{parts}-{digest}"
 
 
-def _build_settings(machine: Machine, *, mpi: bool, home: str, nccl: str, jobs: int) -> dict[str, str]:
+def _build_settings(machine: Machine, *, mpi: bool, cuda_home: str, nccl: str, jobs: int) -> dict[str, str]:
     settings = {
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -182,28 +182,28 @@ def _build_settings(machine: Machine, *, mpi: bool, home: str, nccl: str, jobs: 
         "HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI": "1",
         # Only some toolkits contain NVTX, but the same facts must result in the same wheel.
         "HOROVOD_WITHOUT_NVTX": "1",
-        # CMake 4 rejects the version 2.8.12 that the bundled gloo requires. Older versions ignore the variable.
+        # CMake 4 rejects version 2.8.12, which the bundled gloo requires. Older CMake versions ignore the variable.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         # Horovod passes arguments of make to the selected generator.
         "CMAKE_GENERATOR": "Unix Makefiles",
         "CXX": machine.compiler.path if machine.compiler else "",
         "MAKEFLAGS": f"-j{jobs}",
     }
-    if home:
+    if cuda_home:
         settings |= {
             "HOROVOD_GPU_OPERATIONS": "NCCL",
             "HOROVOD_NCCL_HOME": nccl,
             "HOROVOD_NCCL_LINK": "SHARED",
-            "HOROVOD_CUDA_HOME": home,
-            "CUDA_HOME": home,
-            "CUDAToolkit_ROOT": home,
+            "HOROVOD_CUDA_HOME": cuda_home,
+            "CUDA_HOME": cuda_home,
+            "CUDAToolkit_ROOT": cuda_home,
             "HOROVOD_BUILD_CUDA_CC_LIST": ",".join(arch.replace(".", "") for arch in machine.torch.architectures),
         }
     return settings
 
 
 def _missing_tools(machine: Machine) -> Iterator[str]:
-    """Yield the build tools missing in this Python. They are installed into the working folder of the build."""
+    """Yield the build tools that are missing from this Python. They are installed into the build's working folder."""
     for module, requirement in TOOLS.items():
         if module not in machine.modules:
             yield requirement
@@ -218,9 +218,7 @@ def _build_steps(
     pip = (machine.python, "-m", "pip", "--disable-pip-version-check", "--no-input")
     if tools:
         argv = (*pip, "install", "--target", str(work / "tools"), *tools)
-        yield BuildStep(
-            name="tools", description="Download the missing build tools into the folder of the build", argv=argv
-        )
+        yield BuildStep(name="tools", description="Download the missing build tools into the build folder", argv=argv)
     exact = ("--no-deps", "--no-build-isolation", "--no-binary", "horovod")
     argv = (*pip, "download", *exact, "--dest", str(sdist.parent), f"horovod=={HOROVOD}")
     yield BuildStep(
@@ -241,7 +239,7 @@ def _build_steps(
             shared_folder=pip_toolkit,
         )
     if cuda:
-        yield BuildStep(name="link", description="Link torch's NCCL with the names that CMake expects")
+        yield BuildStep(name="link", description="Symlink torch's NCCL library under the names that CMake expects")
     argv = (
         *pip,
         "wheel",
@@ -253,7 +251,7 @@ def _build_steps(
         str(work / "out"),
     )
     yield BuildStep(
-        name="wheel", description="Compile and pack the wheel", argv=(*argv, str(work / f"horovod-{HOROVOD}"))
+        name="wheel", description="Compile and package the wheel", argv=(*argv, str(work / f"horovod-{HOROVOD}"))
     )
     yield BuildStep(name="store", description="Store the wheel in the cache")
 
@@ -270,7 +268,7 @@ def _decision_notes(machine: Machine, request: BuildRequest, *, mpi: bool, cuda:
     """Yield notes on machine-dependent decisions, with the options to change them."""
     if machine.flags:
         names = " ".join(machine.flags)
-        fit = " The wheel only runs on processors of this type." if machine.cpu else ""
+        fit = " The wheel only runs on processors of the same type as this machine's." if machine.cpu else ""
         yield f"The build uses the variables {names} and creates a separate wheel.{fit} To ignore them: unset {names}"
     if request.mpi is None and not mpi:
         yield f"No MPI controller: mpicxx is not on PATH. To add it: {requirements.install_command(machine, 'mpi')}"

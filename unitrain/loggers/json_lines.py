@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class JSONLinesLogger(Logger):
-    """Writes `metrics.jsonl` in `folder`, by default the output folder: one JSON object per call of `log`.
+    """Writes `metrics.jsonl` in `folder`, by default the output folder: one JSON object per call to `log`.
 
     Each object has a "step". nan and infinity are written as null. A resumed run removes the objects of the steps that
     it repeats. Images are ignored.
@@ -58,7 +58,7 @@ def last_row(path: Path) -> dict[str, Any] | None:
 
 
 def drop_rows_after(step: int, path: Path) -> None:
-    """Remove rows after `step`, and corrupt lines, from the file, if it exists.
+    """Remove the rows after `step` and the corrupt lines from the file. A missing file is valid.
 
     After a power loss, a file may end with zeros or an incomplete row.
     """
@@ -74,7 +74,8 @@ def drop_rows_after(step: int, path: Path) -> None:
 
 
 def _complete_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of the file. Corrupt lines are skipped, with a warning except for an incomplete last line."""
+    """Return the rows of the file. Corrupt lines are skipped with a warning, and an incomplete last line without
+    one."""
     check_is_regular(path)
     *lines, _ = path.read_text(errors="replace").split("\n")
     rows, damaged = [], 0
@@ -86,7 +87,7 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
             damaged += 1
     if damaged:
         _log.warning(
-            "'%s' has %d damaged %s, as after a power loss. The damaged lines are skipped.",
+            "'%s' has %d damaged %s, which can happen after a power loss. The damaged lines are skipped.",
             path,
             damaged,
             "line" if damaged == 1 else "lines",

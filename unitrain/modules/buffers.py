@@ -25,12 +25,12 @@ def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
     """Broadcast all buffers of `model` from rank 0, in one collective. All ranks call it.
 
     Call it before `model.eval()` and before saving, because during training each rank computes running statistics from
-    its own samples. Training results do not change: the forward in training mode does not read running statistics, and
-    the buffers that it reads are already equal. `model` is the module that `distributed_model` returned, or the user's
-    module.
+    its own samples. Training results do not change: the forward pass in training mode does not read running statistics,
+    and the buffers that it reads are already equal. `model` is the module that `distributed_model` returned, or the
+    user's module.
     """
     check_model_and_communicator("broadcast_buffers", model, communicator)
-    # Through `data`, because the distributed model detects writes to buffers as writes of the forward.
+    # Writes to `data` do not invalidate an earlier forward pass whose backward pass is still to come.
     broadcast_tensors(communicator, [buffer.data for buffer in model.buffers()])
 
 

@@ -14,7 +14,7 @@ from unitrain.report.charts import COLORS, RUNS, to_png, to_svg
 from unitrain.report.contents import all_charts, result_charts, shown_ranks, time_charts
 from unitrain.report.record import RunRecord, read_records
 
-# The report mentions phases with a larger fraction of the training time.
+# Above these fractions of the training time, the report mentions the time spent waiting for data and for other ranks.
 _DATA_SHARE_THRESHOLD, _WAIT_SHARE_THRESHOLD = 0.15, 0.15
 _MAX_NAMED_RANKS = 4
 
@@ -141,8 +141,7 @@ def _describe_run(record: RunRecord, run_index: int) -> dict[str, Any]:
 
 
 def _compare(headlines: list[list[HeadlineValue]]) -> list[tuple[str, str, list[HeadlineValue | None]]]:
-    """Return rows of (name, note, figure per run or None). A note shared by all runs is moved to the
-    row."""
+    """Return rows of (name, note, figure per run or None). If all runs have the same note, it is moved to the row."""
     rows = []
     for name in dict.fromkeys(figure.name for figures_of_run in headlines for figure in figures_of_run):
         row = [next((figure for figure in headline if figure.name == name), None) for headline in headlines]
@@ -173,13 +172,14 @@ def _describe_start(start: dict[str, Any]) -> dict[str, str]:
 
 
 def _describe_times(record: RunRecord, times: figures.RankTimes) -> list[str]:
-    """Return sentences about slow ranks and the fractions of waiting time."""
+    """Return sentences about slow ranks, and about the fractions of time that ranks wait for gradients and data."""
     slow = times.stragglers()
     sentences = [
         f"{_to_sentence(str(straggler))} The other ranks wait for it." for straggler in slow[:_MAX_NAMED_RANKS]
     ]
     if len(slow) > _MAX_NAMED_RANKS:
-        sentences.append(f"{len(slow) - _MAX_NAMED_RANKS} more ranks are slow.")
+        hidden = len(slow) - _MAX_NAMED_RANKS
+        sentences.append("1 more rank is slow." if hidden == 1 else f"{hidden} more ranks are slow.")
     periods = figures.slow_periods(record, in_epochs=False)
     longest = sorted(periods, key=lambda period: period.steps[0] - period.steps[1])[:_MAX_NAMED_RANKS]
     for period in sorted(longest, key=lambda period: period.steps):

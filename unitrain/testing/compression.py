@@ -140,7 +140,7 @@ def unused_parameters_raise_on_every_rank_with_compression(backend: Backend) -> 
         heads = "left" if backend.rank == backend.size - 1 else "left right"
         text = raises(
             ModelError,
-            "2 parameters got no gradient on",
+            "2 parameters received no gradient on",
             lambda wrapped=wrapped, heads=heads: compute_loss(wrapped(batch(backend.rank), heads)).backward(),
         )
         assert_same_on_every_rank(backend, text)

@@ -71,7 +71,7 @@ def unused_parameters_raise_on_every_rank(backend: Backend) -> None:
         def step(wrapped: nn.Module = wrapped, heads: str = heads) -> None:
             compute_loss(wrapped(batch(backend.rank), heads)).backward()
 
-        text = raises(ModelError, "2 parameters got no gradient on", step)
+        text = raises(ModelError, "2 parameters received no gradient on", step)
         assert "right.weight, right.bias" in text
         assert "find_unused_parameters=True" in text
         assert_same_on_every_rank(backend, text)
@@ -208,7 +208,9 @@ class TwoOutputs(nn.Module):
 def loss_on_one_of_two_outputs_is_reduced(backend: Backend) -> None:
     wrapped = backend.distributed_model(TwoOutputs())
     text = raises(
-        ModelError, "2 parameters got no gradient", lambda: compute_loss(wrapped(batch(backend.rank))[1]).backward()
+        ModelError,
+        "2 parameters received no gradient",
+        lambda: compute_loss(wrapped(batch(backend.rank))[1]).backward(),
     )
     assert "first.weight, first.bias" in text
     assert_same_on_every_rank(backend, text)
@@ -238,7 +240,7 @@ def parameters_unused_in_the_last_micro_batch_raise(backend: Backend) -> None:
         compute_loss(wrapped(batch(backend.rank), "left right")).backward()
     text = raises(
         ModelError,
-        "2 parameters got no gradient on every rank: right.weight, right.bias",
+        "2 parameters received no gradient on every rank: right.weight, right.bias",
         lambda: compute_loss(wrapped(batch(backend.rank), "left")).backward(),
     )
     assert_same_on_every_rank(backend, text)

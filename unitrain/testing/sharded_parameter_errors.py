@@ -49,7 +49,7 @@ def sharded_parameters_that_are_unused_raise(backend: Backend) -> None:
     model = _Failing()
     wrapped, _ = distribute(backend, model, blocks=())
     model.skips = backend.rank == 0
-    text = raises(ModelError, "2 parameters got no gradient", lambda: wrapped(torch.ones(2, 3)).sum().backward())
+    text = raises(ModelError, "2 parameters received no gradient", lambda: wrapped(torch.ones(2, 3)).sum().backward())
     assert "second.weight, second.bias" in text
     assert_same_on_every_rank(backend, text)
 

@@ -41,7 +41,7 @@ class StepTimer(Callback):
         self._steps_to_time: int | None = None  # set at the end of the warm-up
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
-        """Return `arguments` modified for the timed run: without checkpoints, output and time limit."""
+        """Return `arguments` modified for the timed run: without checkpoints, output or a time limit."""
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "progress": "off"}
         changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # there are no checkpoints
         if self._request.compression is not None:
@@ -67,7 +67,7 @@ class StepTimer(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._is_finished or not trainer.is_finished:
-            return  # otherwise `_finish` or an exception ends the run
+            return  # `_finish` or an exception is already ending the run
         if self._steps_to_time is not None and self._steps >= _MIN_STEPS:
             self._finish(trainer)
         raise ConfigError(

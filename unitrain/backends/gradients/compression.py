@@ -68,7 +68,7 @@ class _BucketInFlight(NamedTuple):
 def compress_buckets(model: DistributedDataParallel, compressor: Compressor, reducer_group: ReducerGroup) -> None:
     """Reduce the gradients of `model` with `compressor`. All ranks call it before the first backward pass."""
     compression = _BucketCompression(compressor, model, reducer_group)
-    # A lambda, because DDP checks the annotations of other functions, which are strings in this module.
+    # DDP checks the annotations of a hook and rejects this module's, which are strings. A lambda has no annotations.
     DistributedDataParallel.register_comm_hook(model, None, lambda state, bucket: compression.start_bucket(bucket))
 
 
@@ -144,7 +144,7 @@ class _BucketCompression:
         return scratch
 
     def _reduce_half(self, buffer: Tensor, scratch: Tensor) -> Iterator[Wait]:
-        """Replace `buffer` by the sum over ranks of each rank's rounded values / size.
+        """Replace `buffer` with the sum over ranks of round(values / size). The sum is also rounded to half precision.
 
         An all-to-all and an allgather transfer as many bytes as an allreduce. An allreduce would add in half precision
         and in an order that depends on the transport, whereas here each rank adds its slice in float32, in rank order.
@@ -202,7 +202,7 @@ def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gra
 
     def compress() -> None:
         # Autograd graph task IDs increase, so a nested backward pass has a larger ID. A backward pass that reaches no
-        # parameter was started by torch.autograd.grad; it does not complete the accumulated gradients.
+        # parameter was started by torch.autograd.grad. It adds nothing to the accumulated gradients, so they are kept.
         if last_reaching_backward >= backward:
             _compress_gradients([parameter for parameter in parameters if parameter in reached], compressor)
             reached.clear()

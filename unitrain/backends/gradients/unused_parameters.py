@@ -1,7 +1,7 @@
 """Detect parameters that the loss does not use, and raise an error on every rank.
 
-For such a parameter, other ranks would wait for a gradient that this rank never computes, or the gradient would not be
-reduced. Only the first backward pass is checked, because later ones usually use the same parameters and the hooks are
+For such a parameter, other ranks would wait for a gradient that this rank never computes, or gradients would remain
+unreduced. Only the first backward pass is checked, because later ones usually use the same parameters and the hooks are
 slow.
 """
 
@@ -27,13 +27,13 @@ def check_first_backward(
     exchange: Callable[[list[str]], list[list[str]]],
     reduces_gradients: Callable[[], bool],
 ) -> None:
-    """Raise ModelError on every rank at the first backward pass that leaves a parameter of `model` unused on any rank.
+    """Check the first backward pass: raise ModelError on every rank if any rank does not use a parameter of `model`.
 
     Args:
         wrapped: the module that the user calls.
         model: the module with the parameters.
-        exchange: returns every rank's argument, in rank order. It must work while collectives of the backward pass are
-            in flight.
+        exchange: returns every rank's argument, in rank order. This function must also work while collectives of the
+            backward pass are in flight.
         reduces_gradients: returns, during a backward pass, whether it reduces gradients. Other backward passes are not
             checked.
 
@@ -86,16 +86,18 @@ def check_first_backward(
 
 
 def raise_unused(unused_by_rank: list[list[str]], *, can_be_allowed: bool = True) -> None:
-    """Raise ModelError, which names the unused parameters of each rank and, if possible, how to allow them."""
+    """Raise ModelError with the unused parameters, their ranks and, if possible, how to allow them."""
     ranks = [str(rank) for rank, names in enumerate(unused_by_rank) if names]
     names = list(dict.fromkeys(name for of_rank in unused_by_rank for name in of_rank))
     shown = ", ".join(names[:_MAX_SHOWN_NAMES])
     more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
-    where = "every rank" if len(ranks) == len(unused_by_rank) else f"rank {', '.join(ranks)}"
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    where = "every rank" if len(ranks) == len(unused_by_rank) else f"{noun} {', '.join(ranks)}"
+    count, them = ("1 parameter", "it") if len(names) == 1 else (f"{len(names)} parameters", "them")
     fix = (
-        "Use them in the loss, freeze them with requires_grad_(False), or allow it: "
+        f"Use {them} in the loss, freeze {them} with requires_grad_(False), or allow unused parameters: "
         "backend.distributed_model(model, find_unused_parameters=True)."
         if can_be_allowed
-        else "Use them in the loss, for example with a factor of 0, or freeze them with requires_grad_(False)."
+        else f"Use {them} in the loss, for example with a factor of 0, or freeze {them} with requires_grad_(False)."
     )
-    raise ModelError(f"{len(names)} parameters got no gradient on {where}: {shown}{more}. {fix}")
+    raise ModelError(f"{count} received no gradient on {where}: {shown}{more}. {fix}")

@@ -1,7 +1,7 @@
 """Messages between two ranks of a Horovod process group.
 
-Horovod has collectives only: a message as an alltoall would be negotiated by all ranks. Messages are instead sent by
-torch's Gloo transport, over a TCP connection that the two ranks open at their first message.
+Horovod only has collectives. A message sent as an alltoall would require negotiation among all ranks. torch's Gloo
+transport therefore sends the messages, over a TCP connection that the two ranks open at their first message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unitrain.torch_compat import Work, create_gloo_group
 
 
 class PointToPoint:
-    """Send and receive for one rank of a group. `global_ranks` are used in messages of errors.
+    """Send and receive for one rank of a group. `global_ranks` are used in error messages.
 
     The constructor does not wait for other ranks. All ranks of the group pass the same `store`.
     """
@@ -30,8 +30,8 @@ class PointToPoint:
     def __init__(self, store: dist.Store, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> None:
         if not dist.is_gloo_available():
             raise UnsupportedError(
-                "Messages between two ranks need the Gloo transport, which this build of torch does not contain. "
-                "Install the release of torch from https://pytorch.org, or use backend 'ddp' with NCCL."
+                "Messages between two ranks require the Gloo transport, which this torch build does not contain. "
+                "Install an official torch release from https://pytorch.org, or use backend 'ddp' with NCCL."
             )
         self._global_ranks = global_ranks
         self._timeout = timeout
@@ -46,7 +46,7 @@ class PointToPoint:
         )
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> MessageWork:
-        """Start to send `tensor` to `rank` of the group. It must not change until the work is complete."""
+        """Start to send `tensor` to `rank` of the group. Do not modify `tensor` until the work is complete."""
         payload = dense_bytes(tensor).cpu()
         work = self.transport.send([payload], rank, tag)
         return MessageWork(work, f"Sending {_describe(payload, tag)} to rank {self._global_ranks[rank]}", self._timeout)

@@ -51,7 +51,7 @@ def accepts(convert: Conversion) -> Callable[[Callable[..., Any]], Callable[...,
 def broadcast(
     group: Any, tensors: Any = None, opts: Any = None, timeout: Any = None, *, tensor: Any = None, root: Any = None
 ) -> Arguments:
-    """Return the arguments of `broadcast`."""
+    """Convert and validate the arguments of `broadcast`."""
     tensors = _as_list(tensors if tensor is None else tensor)
     opts = _options(dist.BroadcastOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
     _check_root("broadcast", group, opts.rootRank)
@@ -67,7 +67,7 @@ def broadcast(
 def allreduce(
     group: Any, tensors: Any = None, opts: Any = None, timeout: Any = None, *, tensor: Any = None, op: Any = None
 ) -> Arguments:
-    """Return the arguments of `allreduce`."""
+    """Convert and validate the arguments of `allreduce`."""
     tensors = _as_list(tensors if tensor is None else tensor)
     opts = _options(dist.AllreduceOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op)
     _check_same("allreduce", tensors)
@@ -75,7 +75,7 @@ def allreduce(
 
 
 def allreduce_coalesced(group: Any, tensors: Any, opts: Any = None) -> Arguments:
-    """Return the arguments of `allreduce_coalesced`."""
+    """Convert and validate the arguments of `allreduce_coalesced`."""
     tensors = _as_list(tensors)
     _check_not_empty("allreduce_coalesced", tensors)
     first = tensors[0]
@@ -108,7 +108,7 @@ def reduce(
     tensor: Any = None,
     root: Any = None,
 ) -> Arguments:
-    """Return the arguments of `reduce`."""
+    """Convert and validate the arguments of `reduce`."""
     tensors = _as_list(tensors if tensor is None else tensor)
     opts = _options(dist.ReduceOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root, reduceOp=op)
     _check_root("reduce", group, opts.rootRank)
@@ -129,7 +129,7 @@ def allgather(
     input_tensor: Any = None,
     timeout: Any = None,
 ) -> Arguments:
-    """Return the arguments of `allgather`."""
+    """Convert and validate the arguments of `allgather`."""
     outputs, inputs = _as_nested(output_tensors), _as_list(input_tensors if input_tensor is None else input_tensor)
     _check_not_empty("allgather", inputs, "input tensor list")
     if len(inputs) != len(outputs):
@@ -153,12 +153,12 @@ def gather(
     input_tensor: Any = None,
     root: Any = None,
 ) -> Arguments:
-    """Return the arguments of `gather`."""
+    """Convert and validate the arguments of `gather`."""
     outputs, inputs = _as_nested(output_tensors), _as_list(input_tensors if input_tensor is None else input_tensor)
     opts = _options(dist.GatherOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
     _check_root("gather", group, opts.rootRank)
     _check_single("gather", "input tensor list", inputs)
-    if _is_root_list("gather", "output", group, opts.rootRank, outputs):
+    if _is_root_with_valid_list("gather", "output", group, opts.rootRank, outputs):
         _check_parts("gather", "output", group, outputs[0], inputs[0])
     return outputs, inputs, opts
 
@@ -173,12 +173,12 @@ def scatter(
     output_tensor: Any = None,
     root: Any = None,
 ) -> Arguments:
-    """Return the arguments of `scatter`."""
+    """Convert and validate the arguments of `scatter`."""
     outputs, inputs = _as_list(output_tensors if output_tensor is None else output_tensor), _as_nested(input_tensors)
     opts = _options(dist.ScatterOptions, opts, timeout, rootRank=opts if isinstance(opts, int) else root)
     _check_root("scatter", group, opts.rootRank)
     _check_single("scatter", "output tensor list", outputs)
-    if _is_root_list("scatter", "input", group, opts.rootRank, inputs):
+    if _is_root_with_valid_list("scatter", "input", group, opts.rootRank, inputs):
         _check_parts("scatter", "input", group, inputs[0], outputs[0])
     return outputs, inputs, opts
 
@@ -193,7 +193,7 @@ def reduce_scatter(
     input_tensor: Any = None,
     op: Any = None,
 ) -> Arguments:
-    """Return the arguments of `reduce_scatter`."""
+    """Convert and validate the arguments of `reduce_scatter`."""
     outputs, inputs = _as_list(output_tensors), _as_nested(input_tensors if input_tensor is None else input_tensor)
     opts = _options(dist.ReduceScatterOptions, opts, timeout, reduceOp=opts if isinstance(opts, _REDUCE_OPS) else op)
     _check_single("reduce_scatter", "output tensor list", outputs)
@@ -203,12 +203,12 @@ def reduce_scatter(
 
 
 def all_gather_single(group: Any, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Arguments:
-    """Return the arguments of `all_gather_single`."""
+    """Convert and validate the arguments of `all_gather_single`."""
     return output, input, _options(_AllgatherOptions, opts, timeout)
 
 
 def reduce_scatter_single(group: Any, outputTensor: Any, inputTensor: Any, opts: Any = None) -> Arguments:  # noqa: N803 (torch's names)
-    """Return the arguments of `reduce_scatter_single`."""
+    """Convert and validate the arguments of `reduce_scatter_single`."""
     return outputTensor, inputTensor, _options(dist.ReduceScatterOptions, opts)
 
 
@@ -224,18 +224,18 @@ def all_to_all_single(
     output_tensor: Any = None,
     input_tensor: Any = None,
 ) -> Arguments:
-    """Return the arguments of `all_to_all_single`."""
+    """Convert and validate the arguments of `all_to_all_single`."""
     output, input = output if output_tensor is None else output_tensor, input if input_tensor is None else input_tensor
     return output, input, output_split_sizes, input_split_sizes, _options(dist.AllToAllOptions, opts, timeout)
 
 
 def barrier(group: Any, opts: Any = None, timeout: Any = None) -> Arguments:
-    """Return the arguments of `barrier`."""
+    """Convert and validate the arguments of `barrier`."""
     return (_options(dist.BarrierOptions, opts, timeout),)
 
 
 def _options(kind: Any, given: Any, timeout: Any = None, **fields: Any) -> Any:
-    """Return the options `given`, or new options of class `kind` with the values of `fields` that are not None."""
+    """Return `given` if it is an options object, otherwise new options with the `fields` that are not None."""
     if isinstance(given, kind):
         return given
     options = kind()
@@ -250,7 +250,7 @@ def _as_list(tensors: Any) -> list[Tensor]:
 
 
 def _as_nested(tensors: Any) -> list[list[Tensor]]:
-    """Return a list of lists for a list of tensors."""
+    """Return `tensors` as a list of lists. A list of tensors becomes its only element."""
     return [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors
 
 
@@ -297,8 +297,8 @@ def _check_equals(operation: str, tensor: Tensor, expected: Tensor, check_size: 
             )
 
 
-def _is_root_list(operation: str, kind: str, group: Any, root: int, lists: Sequence[Any]) -> bool:
-    """Return whether this rank is the root, which must pass one list; other ranks pass none."""
+def _is_root_with_valid_list(operation: str, kind: str, group: Any, root: int, lists: Sequence[Any]) -> bool:
+    """Return whether this rank is the root. Raise CollectiveArgumentError unless only the root passes a list."""
     if group.rank() == root:
         _check_single(operation, f"{kind} list", lists)
         return True
@@ -319,7 +319,7 @@ def _check_parts(
     lists: int = 1,
     check_sizes: bool = True,
 ) -> None:
-    """Check a list with one tensor for each rank."""
+    """Raise CollectiveArgumentError unless `parts` has one tensor per rank and input, like `expected`."""
     size = group.size() * lists
     if len(parts) != size:
         raise CollectiveArgumentError(

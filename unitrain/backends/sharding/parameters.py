@@ -54,8 +54,8 @@ _models_wrapped = 0
 class ShardedParameters:
     """Applies `fully_shard` to `model` in place, and controls its collectives. All ranks must create it.
 
-    The parameters and buffers are first broadcast from rank 0, one at a time. `blocks` selects the modules whose
-    parameters are gathered together; see `choose_blocks`. All other parameters form one additional block.
+    The constructor first broadcasts the parameters and buffers from rank 0, one at a time. `blocks` selects the modules
+    whose parameters are gathered together; see `choose_blocks`. All other parameters form one additional block.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ShardedParameters:
         # All ranks then reduce tensors of the same size, even if they use different parameters.
         self.root.set_reduce_scatter_unused_params(True)
         after = dict(model.named_parameters())
-        # Keys are ids, because an optimizer that was built before holds the complete parameters.
+        # Keyed by id, to look up the original parameters in an optimizer that was built before sharding.
         self.replaced = {id(before[name]): (ref(before[name]), after[name]) for name in before}
         make_state_dicts_complete(model, communicator)
         compute_norms_of_infinite_order()
@@ -107,8 +107,8 @@ class ShardedParameters:
     def free_complete_parameters(self) -> None:
         """Free the complete parameters of the root block, which remain in memory after a forward pass with gradients.
 
-        Otherwise, without a backward pass, the next forward pass would use outdated parameters if an optimizer step
-        came in between.
+        Without a backward pass, these parameters remain gathered. After an optimizer step, the next forward pass would
+        then use outdated values.
         """
         self.root.reshard()
 
@@ -185,14 +185,15 @@ class ShardedModel(nn.Module, WrappedModel):
         self._copies: list[ShardedParameters] = []
 
     def add_copy(self, sharded: ShardedParameters) -> None:
-        """Also release the process group of `sharded`, a copy of the user's model, in `leave_group`."""
+        """Register `sharded`, made from a copy of the user's model, so that `leave_group` also releases its process
+        group."""
         self._copies.append(sharded)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._has_left:
             raise ConfigError(
-                "The model was called after backend.shutdown(), but its parameters are sharded over the ranks. Call it "
-                "before, or load the saved weights into a new model."
+                "The model was called after backend.shutdown(), but its parameters are sharded across the ranks. Call "
+                "the model before the shutdown, or load the saved weights into a new model."
             )
         has_gradients = torch.is_grad_enabled()
         self.sharded.reset_after_exception()
@@ -244,19 +245,19 @@ class ShardedModel(nn.Module, WrappedModel):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ModelError(
-            f"The distributed {_class_name(self.module)} cannot be copied, because its parameters are sharded over "
-            "the ranks. Copy the model before backend.distributed_model, or load backend.unwrap(model).state_dict() "
-            "into a new model."
+            f"The distributed {_class_name(self.module)} cannot be copied, because its parameters are sharded "
+            "across the ranks. Copy the model before backend.distributed_model, or load "
+            "backend.unwrap(model).state_dict() into a new model."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ModelError(
-            f"The distributed {_class_name(self.module)} cannot be pickled, because its parameters are sharded over "
-            "the ranks. Save its state: torch.save(backend.unwrap(model).state_dict(), path)."
+            f"The distributed {_class_name(self.module)} cannot be pickled, because its parameters are sharded "
+            "across the ranks. Save its state: torch.save(backend.unwrap(model).state_dict(), path)."
         )
 
     def _check_trained_parameters(self) -> None:
-        """Raise ModelError on all ranks if parameters were frozen or unfrozen differently."""
+        """Raise ModelError on all ranks if parameters were frozen or unfrozen differently across ranks."""
         requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         if requires_grad == self._requires_grad:
             return
@@ -279,10 +280,11 @@ class ShardedModel(nn.Module, WrappedModel):
                 end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, self._find_unused_parameters)
 
     def _record_used_parameters(self) -> None:
-        """Record the names of parameters that receive a gradient. Complete parameters exist after the first forward
-        pass.
+        """Register hooks that record the names of the parameters that receive a gradient.
+
+        Call it after the first forward pass, because the complete parameters do not exist earlier.
         """
-        # The module currently has complete parameters in its root block.
+        # In the root block, the model's parameters are currently the complete ones.
         names = {id(parameter): name for name, parameter in zip(self._names, self._all_parameters, strict=True)}
         for block in self.sharded.blocks:
             for record in fsdp_parameters(block):  # type: ignore[arg-type]
@@ -299,7 +301,7 @@ class ShardedModel(nn.Module, WrappedModel):
         names = [name for name, parameter in pairs if parameter.requires_grad]
         unused = [name for name in names if name not in self._used]
         if len(unused) == len(names):
-            return  # the gradient of the inputs, or of a model whose output is this model's input
+            return  # this pass computed only gradients of the inputs, or of a model whose output is this model's input
         self._used = None
         for handle in self._handles:
             handle.remove()
@@ -323,7 +325,7 @@ def _class_name(model: nn.Module) -> str:
 
 
 def _precision_policy(module: nn.Module) -> MixedPrecisionPolicy:
-    """Return the policy with which results equal those of replicated parameters.
+    """Return the policy that makes the results equal to those with replicated parameters.
 
     Parameters are gathered in their dtype, and autocast applies in the forward pass as without sharding. Gradients in
     half precision are summed in float32.
