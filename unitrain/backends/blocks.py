@@ -20,7 +20,7 @@ def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], se
     """Return the outermost modules of `model` whose class is in `classes` (classes or class names), by name.
 
     Raises ModelError, which names `setting`, if a class is not a module class, if the model has no module of that
-    class, and for containers without a forward, such as ModuleList.
+    class, or if the class is a container without a forward method, such as ModuleList.
     """
     wanted = [classes] if isinstance(classes, type | str) else list(classes)
     for block in wanted:
@@ -49,8 +49,8 @@ def find_repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def find_large_blocks(model: nn.Module, elements: int) -> dict[str, nn.Module]:
     """Return the innermost modules of `model` whose parameters have at least `elements` elements, by name.
 
-    Containers without a forward, such as ModuleList, are not blocks, nor are modules in an nn.MultiheadAttention, which
-    does not call them.
+    Containers without a forward method, such as ModuleList, are not blocks. Modules in an nn.MultiheadAttention are not
+    blocks either, because it does not call them.
     """
     found: dict[str, nn.Module] = {}
     has_block: dict[nn.Module, bool] = {}

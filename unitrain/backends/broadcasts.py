@@ -1,6 +1,6 @@
 """Concurrent in-place broadcasts from different roots, which distribute the parameters updated by a sharded optimizer.
 
-On every transport, several broadcasts take less time than an allgather, and do not need a second copy of the result.
+On every transport, several broadcasts take less time than an allgather, and they need no second copy of the result.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Broadcasts:
     """Starts broadcasts in the default process group.
 
     Args:
-        waits_on_stream: whether a GPU stream, and not the host, waits for the broadcasts, as with NCCL. The watchdog
-            then terminates the process if they do not complete in time.
+        waits_on_stream: whether a GPU stream, rather than the host, waits for the broadcasts, as with NCCL. The
+            watchdog then terminates the process if the broadcasts do not complete in time.
     """
 
     def __init__(self, monitor: FailureMonitor, rank: int, *, waits_on_stream: bool) -> None:

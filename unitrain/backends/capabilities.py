@@ -36,8 +36,9 @@ class Tunable:
 class CompressionState(ABC):
     """State of gradient compression that persists between steps and is stored in checkpoints.
 
-    `get_loss_scale` returns the loss scale of the current backward pass, or None if losses are not scaled. It must be
-    equal on every rank. The state is stored unscaled, because the loss scale may change before the next reduction.
+    `get_loss_scale` returns the loss scale of the current backward pass, or None if losses are not scaled. The loss
+    scale must be equal on every rank. The state is stored unscaled, because the loss scale may change before the next
+    reduction.
     """
 
     get_loss_scale: Callable[[], Tensor | None]
@@ -94,9 +95,9 @@ class SupportsShardedParameters(ABC):
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
         """Shard the parameters of `copy`, which is not trained, like those of `model`. All ranks call it.
 
-        `copy` is a copy of the user's module from before it was sharded, such as an average of weights, with equal
-        values on all ranks. `model` is the module that `distributed_model` returned. Afterwards, forward passes of
-        `copy` all-gather its parameters block by block.
+        `copy` is a copy of the user's module, such as an average of weights, that was made before the module was
+        sharded. Its values are equal on all ranks. `model` is the module that `distributed_model` returned. Afterwards,
+        forward passes of `copy` all-gather its parameters block by block.
         """
 
 

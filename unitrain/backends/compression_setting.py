@@ -40,9 +40,9 @@ class PowerSGD:
     the index of the parameter in the model and, without `warm_start`, the number of the reduction. The computation uses
     the gradient's dtype, or float32 for half precision, and takes twice the memory of the compressed gradients.
 
-    If any gradient of a backward pass contains inf or nan, its matrix becomes nan, and all e and Q remain unchanged;
-    with loss scaling, such a step is skipped. A gradient that is zero on all ranks, such as that of an unused
-    parameter, remains zero, and its e and Q do not change. Raises ConfigError for an invalid value.
+    If any gradient of a backward pass contains inf or nan, its matrix becomes nan, and all e and Q remain unchanged.
+    Loss scaling skips such a step. A gradient that is zero on all ranks, such as that of an unused parameter, remains
+    zero, and its e and Q do not change. Raises ConfigError for an invalid value.
     """
 
     rank: int = 2

@@ -39,9 +39,9 @@ _TAG = 0x756E69  # tag of point-to-point messages, unlikely to be used by user c
 class CheckedArguments(NamedTuple):
     """Result of the exchange.
 
-    `counts` is every rank's `CollectiveCall.count`; with more than MAX_GATHERING_RANKS ranks it is empty except for
-    gathering operations. `root_count` is the count of the root. If all ranks' tensors were small, `contents` is their
-    bytes, uint8 [ranks, bytes], padded with zeros, or `total` is their sum, float64 [elements].
+    `counts` contains every rank's `CollectiveCall.count`. With more than MAX_GATHERING_RANKS ranks, it is empty except
+    for gathering operations. `root_count` is the count of the root. If all ranks' tensors were small, either `contents`
+    contains their bytes, uint8 [ranks, bytes], padded with zeros, or `total` contains their sum, float64 [elements].
     """
 
     counts: list[int]
@@ -53,7 +53,7 @@ class CheckedArguments(NamedTuple):
 class ConsistencyCheck:
     """Compares each collective of this rank with that of the other ranks, and counts the collectives.
 
-    Its exchanges of CPU tensors use `group`, or the default group if that is None. Rows are exchanged with
+    It exchanges CPU tensors over `group`, or over the default group if `group` is None. Rows are exchanged with
     `row_exchange` if it is not None.
     """
 
@@ -187,7 +187,7 @@ class ConsistencyCheck:
         return CheckedArguments(counts, count_sum, total=total)
 
     def _sum_over_ranks(self, vector: Tensor) -> None:
-        """Replace `vector` by its sum over ranks, bit-identical on all of them. All ranks call it.
+        """Replace `vector` with its sum over ranks, which is bit-identical on all ranks. All ranks call it.
 
         Gloo sums along a ring, in 2 N consecutive messages. This function takes log2(N) rounds: in each round, every
         rank exchanges its partial sum with one other rank. Ranks above the largest power of two send their vector to a
@@ -250,8 +250,8 @@ class ConsistencyCheck:
 
 
 def content_bytes_per_rank(size: int) -> int:
-    """Return the maximum size in bytes of a tensor in a row, for `size` ranks. It is a multiple of 8, because a row
-    consists of int64."""
+    """Return the maximum size in bytes of a tensor in a row, for `size` ranks. The result is a multiple of 8, because a
+    row consists of int64 values."""
     # The total over ranks is limited. 4 KB hold the statistics of a BatchNorm with 250 channels.
     return max(1024, min(4096, 16384 // size)) // 8 * 8
 

@@ -29,8 +29,8 @@ class DDPBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Connect the ranks. Raises ConfigError if the transport is unknown, missing in this build of torch, or does
-        not support the device, and if two ranks use the same GPU.
+        """Connect the ranks. Raises ConfigError if the transport is unknown, is missing from this torch build, or does
+        not support the device. Also raises it if two ranks use the same GPU.
         """
         checks.check_no_default_group()
         rank_info = options.rank_info
@@ -50,8 +50,8 @@ class DDPBackend(ProcessGroupBackend):
             timeout=options.timeout,
         )
         # With a separate group, consistency checks do not wait for gradients that are being reduced, and their messages
-        # cannot be matched with those of other collectives. NCCL does not need it, because its collectives are separate
-        # from Gloo's.
+        # cannot be matched with those of other collectives. NCCL does not need a separate group, because its
+        # collectives are separate from Gloo's.
         control = dist.new_group(backend="gloo", timeout=options.timeout) if transport != "nccl" else None
         started = cls(rendezvous, device, transport, control)  # type: ignore[arg-type]
         if transport == "nccl":

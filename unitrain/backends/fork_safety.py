@@ -1,8 +1,8 @@
-"""Prevent deadlocks of forked processes, such as DataLoader workers, caused by the threads of torch.distributed.
+"""Prevent torch.distributed's threads from causing deadlocks in forked processes, such as DataLoader workers.
 
 With Python before 3.11.10, a forked process hangs if another thread was about to acquire the GIL during the fork
-(https://github.com/python/cpython/issues/112275). torch's threads acquire it when they release the tensors of a
-completed collective, so a fork is delayed until no other thread runs.
+(https://github.com/python/cpython/issues/112275). torch's threads acquire the GIL when they release the tensors of a
+completed collective. A fork is therefore delayed until no other thread runs.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         return unwrap_compiled(model)
 
     def __exit__(self, *error: Any) -> None:
-        self.shutdown()  # even during an exception, because the launcher cannot report the wrong rank
+        self.shutdown()  # even during an exception, because with one rank the launcher cannot report a wrong one
 
     def shutdown(self) -> None:
         LocalBackend._running.discard(self)

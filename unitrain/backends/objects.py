@@ -68,8 +68,8 @@ def unpack(payload: Tensor, device: torch.device) -> Any:
 
 
 class _GPUTensorError(Exception):
-    """The object contains a GPU tensor. pickle would restore it on the sender's GPU index, which may belong to another
-    rank or not exist on the receiver. torch.save can map devices, but is several times slower.
+    """Raised if the object contains a GPU tensor. pickle would restore it on the sender's GPU index, which may belong
+    to another rank or not exist on the receiver. torch.save can map devices, but is several times slower.
     """
 
 

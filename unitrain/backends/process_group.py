@@ -90,7 +90,7 @@ class ProcessGroupBackend(
 
     tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW)
     _uses_all_to_all = True  # whether an all-to-all reduces gradients to their owners faster than an allreduce
-    _waits_on_stream = False  # whether a GPU stream, and not the host, waits for gradients
+    _waits_on_stream = False  # whether a GPU stream, rather than the host, waits for gradients
 
     def __init__(
         self,
@@ -435,8 +435,8 @@ class ProcessGroupBackend(
         """Raise ConfigError after `shutdown`, and in a process that was forked from this rank."""
         super().check_running(operation)
         if self._is_forked:
-            # It would share the rank's connections, so its messages would be mixed with those of the rank's
-            # collectives.
+            # The forked process would share the rank's connections, so its messages would be mixed with those of the
+            # rank's collectives.
             raise ConfigError(
                 f"{operation} was called in a process that was forked from rank {self.rank}, which is not a rank. Call "
                 "it in the rank's own process, and end the forked process with os._exit(0)."

@@ -1,8 +1,8 @@
 """Allgather of short rows over direct TCP connections, for consistency checks and small tensors of a few ranks.
 
 Gloo transfers each message in a separate thread. If this thread and the waiting thread share a core, waking them takes
-0.2 to 1 ms. Here, the waiting thread itself sends its row and polls for the rows of the other ranks, which takes less
-than 0.1 ms.
+0.2 to 1 ms. In this module, the waiting thread itself sends its row and polls for the rows of the other ranks, which
+takes less than 0.1 ms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONNECT_TIMEOUT_SECONDS = 10.0
 _ROLE = "row exchange"
 # Waking a sleeping core takes longer than a small exchange. Longer waits sleep, so that other processes use the core.
 _BUSY_POLL_SECONDS = 0.005
-# A yield may give the core to another process for milliseconds, and a row usually arrives earlier than that.
+# A yield may give the core to another process for milliseconds, and a row usually arrives before that time has passed.
 _POLL_SECONDS_BEFORE_YIELD = 0.0001
 
 
@@ -79,8 +79,7 @@ class RowExchange:
     def allgather(self, row: bytes | bytearray) -> bytearray:
         """Return the rows of all ranks, in rank order. All ranks call it with rows of the same length, not empty.
 
-        Raises RuntimeError, in the words of Gloo's errors, if another rank closes its connection or the timeout
-        expires.
+        Raises RuntimeError with the same message as Gloo if another rank closes its connection or the timeout expires.
         """
         if not self._is_usable:
             raise RuntimeError("The ranks cannot exchange rows, because an earlier collective failed on this rank.")

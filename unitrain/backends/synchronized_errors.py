@@ -16,7 +16,7 @@ ResultT = TypeVar("ResultT")
 
 
 def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) -> None:
-    """Raise an error on every rank if any rank passes one. All ranks raise the error of the lowest such rank.
+    """Raise an error on every rank if any rank passes an error. All ranks raise the error of the lowest such rank.
 
     All ranks call it, and pass None if they have no error. Use it for errors that only some ranks can detect, such as
     a missing folder.
@@ -39,7 +39,7 @@ def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT
     except UnitrainError as error:
         problem = error
     raise_on_all_ranks(communicator, problem)
-    if problem is not None:  # a communicator may represent several ranks by one of them
+    if problem is not None:  # one rank of a communicator may represent several ranks
         raise problem
     return result
 
@@ -47,8 +47,8 @@ def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT
 def gather_if_different(communicator: Communicator, value: Any) -> list[Any] | None:
     """Return None if all ranks pass the same picklable `value`, and otherwise every rank's value, in rank order.
 
-    All ranks call it. If the values are equal, it needs one small allreduce. Values are compared by their pickled
-    bytes, so equal dictionaries in different order count as different.
+    All ranks call it. If the values are equal, one small allreduce is needed. Values are compared by their pickled
+    bytes, so equal dictionaries in a different order count as different.
     """
     try:
         content = pickle.dumps(value)

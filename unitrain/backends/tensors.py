@@ -1,8 +1,8 @@
 """Conversion of tensors to the forms that transports accept: flat elements, bytes, and ordered keys.
 
 Ordered keys make every transport compute the same minimum and maximum. Gloo, MPI, NCCL and Horovod compare
-floating-point numbers with `<`, which is false for NaN: whether a NaN is propagated depends on its rank and on the
-algorithm, and thus on the size of the tensor. torch.minimum and torch.maximum return NaN if any input is NaN.
+floating-point numbers with `<`, which is false for NaN. Whether a NaN is propagated therefore depends on its rank and
+on the algorithm, which depends on the tensor size. torch.minimum and torch.maximum return NaN if any input is NaN.
 Transports compare integers exactly, so a minimum or maximum is computed on integer keys in the order of the numbers.
 NaN has the largest key in a maximum, and the smallest key in a minimum.
 """

@@ -64,7 +64,8 @@ def find_cached(plan: BuildPlan) -> Path | None:
 
 
 def is_installed(plan: BuildPlan) -> bool:
-    """Return whether this build is installed and usable. It is then not reinstalled, which would break running jobs."""
+    """Return whether this build is installed and usable. If so, it is not reinstalled, because a reinstallation would
+    break running jobs."""
     report = check.inspect()
     return report.is_usable and report.key == plan.key
 
@@ -99,7 +100,7 @@ def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, fo
 
 
 def _lock(file: Path, locks: contextlib.ExitStack, mode: int = fcntl.LOCK_EX) -> IO[str]:
-    """Lock `file` until `locks` closes. Return the open file, for later changes of the lock's mode."""
+    """Lock `file` until `locks` closes. Return the open file, with which the caller can change the lock's mode."""
     lock = locks.enter_context(file.open("w"))
     _set_lock(lock, mode)
     return lock
@@ -155,7 +156,7 @@ def _run_step(
         return
     write(" ".join(step.argv) + "\n")
     lines: list[str] = []
-    # A working directory without a `horovod` folder, because Python would import it.
+    # The working directory must not contain a `horovod` folder, because Python would import it.
     where = plan.work if plan.work.is_dir() else plan.folder
     with _process(step, environment, where) as process:
         assert process.stdout is not None

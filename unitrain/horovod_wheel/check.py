@@ -16,7 +16,7 @@ from unitrain.horovod_wheel import patches
 RECORD = "unitrain_build.json"
 BUILD = "unitrain horovod build"
 
-# Prints one JSON line after the output of the imports. A failure of one part does not affect the other parts.
+# This program prints one JSON line after the imports' output. A failure of one part does not affect the other parts.
 _PROBE = """
 import importlib.metadata, importlib.util, json, pathlib, shutil, sys, warnings
 warnings.simplefilter("ignore")
@@ -65,8 +65,8 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The capabilities of the installed Horovod. Values that are unknown, or all values if Horovod is missing, are None
-    or ().
+    """The capabilities of the installed Horovod. Unknown values are None or (). If Horovod is missing, all values are
+    unknown.
     """
 
     python: str

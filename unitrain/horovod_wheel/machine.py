@@ -49,7 +49,7 @@ class Tool:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """All inputs of the build plan. None means not found.
+    """All inputs of the build plan. None means that a component was not found.
 
     `flags` are the variables of FLAGS that are set. `cpu` describes the processor if these flags select the native
     architecture.
@@ -125,7 +125,7 @@ def _detect_torch() -> Torch:
 
 
 def _parse_architectures(flags: str | None) -> Iterator[str]:
-    """Convert "sm_75 sm_90 compute_120" to 7.5 and 9.0. The public list of torch is empty without a GPU."""
+    """Convert "sm_75 sm_90 compute_120" to 7.5 and 9.0. torch's public list of architectures is empty without a GPU."""
     for digits in re.findall(r"\bsm_(\d+)\b", flags or ""):
         yield f"{digits[:-1]}.{digits[-1]}"
 

@@ -19,7 +19,7 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 # The upper bounds follow the newest tested versions. Versions between the bounds work.
 TOOLS = {"setuptools": "setuptools>=64,<85", "wheel": "wheel", "packaging": "packaging"}
 CMAKE = "cmake>=3.26,<5"
-# Duration of the parallel and the serial part of a build, measured on 2 cores (238 s of CPU time; 3 % more with NCCL).
+# Duration of the parallel and the serial part of a build, measured on 2 cores (238 s of CPU time; 3% more with NCCL).
 PARALLEL_SECONDS, SERIAL_SECONDS = 220.0, 25.0
 
 
@@ -36,11 +36,12 @@ class BuildRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildStep:
-    """A step of a build: the command `argv`, or, if that is empty, the function `name` in `build`. It is skipped if the
-    file `completion_marker` exists.
+    """A step of a build: the command `argv`, or, if that is empty, the function `name` in `build`. The step is skipped
+    if the file `completion_marker` exists.
 
-    `shared_folder` is the folder to which the step writes, if builds with other keys share it. It is locked and emptied
-    before the step. The file `completion_marker` is created in it after the step, and marks it as complete.
+    `shared_folder` is the folder to which the step writes, if builds with other keys share it. This folder is locked
+    and emptied before the step. After the step, the file `completion_marker` is created in it and marks the step as
+    complete.
     """
 
     name: str

@@ -31,7 +31,7 @@ def install_command(machine: Machine, part: str) -> str:
 
 
 def find_toolkit(machine: Machine) -> Tool | None:
-    """Return a toolkit with the CUDA major version of torch, preferably the same minor version, or None.
+    """Return a toolkit with torch's CUDA major version, preferably also the same minor version; None if there is none.
 
     With other major versions, Horovod compiles but cannot be loaded.
     """

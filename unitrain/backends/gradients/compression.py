@@ -2,8 +2,8 @@
 
 With several ranks, a comm hook compresses the buckets of DDP's reducer. The autograd thread starts all collectives in
 DDP's bucket order, which is the same on all ranks. The second collective of a bucket starts at the end of the backward
-pass. Waiting for the first one earlier would block the backward pass, while other ranks may be waiting for collectives
-that it starts later. With one rank, the same arithmetic runs at the end of each backward pass.
+pass. Waiting for the first collective during the backward pass would block it, while other ranks may be waiting for
+collectives that it starts later. With one rank, the same arithmetic runs at the end of each backward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class CompressionStates:
         self._compressors: WeakKeyDictionary[nn.Module, PowerSGDCompressor] = WeakKeyDictionary()
 
     def create(self, compression: Compression, model: nn.Module, communicator: Communicator) -> Compressor:
-        """Return a new compressor for the gradients of `model`, the user's module. It replaces an earlier one."""
+        """Return a new compressor for the gradients of `model`, the user's module. It replaces the model's earlier
+        compressor."""
         self._compressors.pop(model, None)
         setting = read_compression(compression)
         if not isinstance(setting, PowerSGD):
@@ -77,7 +78,7 @@ class _BucketCompression:
 
     def __init__(self, compressor: Compressor, model: DistributedDataParallel, reducer_group: ReducerGroup) -> None:
         self._compressor, self._size = compressor, dist.get_world_size()
-        # Weak references, so that this object does not keep the groups alive after a shutdown.
+        # The references are weak, so that this object does not keep the groups alive after a shutdown.
         self._model, self._reducer_group = weakref.ref(model), weakref.ref(reducer_group)
         self._in_flight: list[tuple[_BucketInFlight, Wait]] = []
         self._scratch: dict[int, Tensor] = {}

@@ -67,9 +67,10 @@ _num_models_wrapped = 0
 class _PendingForwards:
     """Numbers of forward passes with grad mode since the last backward pass, and the ID of that backward pass.
 
-    `reducing` counts the forward passes outside `no_sync`. `prepared` counts those after which DDP's reducer is
-    correctly prepared for a backward pass; it is not if DDP needs the output tensors but does not find them. This is a
-    separate object because setting an attribute of a module takes microseconds.
+    `reducing` counts the forward passes outside `no_sync`. `prepared` counts the forward passes after which DDP's
+    reducer is correctly prepared for a backward pass. The reducer is not prepared if DDP needs the output tensors but
+    does not find them. The counts are in a separate object, because setting an attribute of a module takes
+    microseconds.
     """
 
     forwards: int = 0
@@ -80,9 +81,9 @@ class _PendingForwards:
 
 
 class _MonitoredHook:
-    """Calls the communication hook of a user, and waits for its futures at the end of the backward pass.
+    """Calls the user's communication hook, and waits for its futures at the end of the backward pass.
 
-    The watchdog monitors this wait. DDP would wait in C++, where a timeout names no rank.
+    The watchdog monitors this wait. Without this class, DDP would wait in C++, where the timeout error names no rank.
     """
 
     def __init__(self, hook: CommHook, model: DistributedModel) -> None:
@@ -140,7 +141,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
         buffers: ForwardBufferBroadcaster | None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        # DDP broadcasts parameters and buffers, but cannot write to an expanded view, so the backend broadcasts these.
+        # DDP broadcasts parameters and buffers, but cannot write to expanded views, so the backend broadcasts these
+        # views.
         expanded = [name for name, buffer in model.named_buffers() if is_expanded(buffer)]
         with exclude_from_ddp(model, expanded):
             super().__init__(
@@ -190,7 +192,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 "distributed_model, and register one hook."
             )
         monitored = _MonitoredHook(hook, self)
-        # A lambda, because DDP checks the annotations of other functions.
+        # DDP checks the annotations of a hook and rejects this module's, which are strings. A lambda has no
+        # annotations.
         super().register_comm_hook(state, lambda state, bucket: monitored(state, bucket))
 
     def leave_group(self) -> None:

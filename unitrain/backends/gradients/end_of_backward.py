@@ -1,8 +1,8 @@
 """The stages at the end of a backward pass, in one fixed order, and the tensors from which a backward pass can start.
 
-At the end of a backward pass, autograd calls the callbacks that were queued during it, in the order in which they were
-queued. That order depends on which hook happens to run first. `end_of_backward` therefore queues one callback per
-backward pass, which runs all stages in the order of `BackwardStage`.
+At the end of a backward pass, autograd calls the callbacks that were queued during the pass, in queue order. That order
+depends on which hook happens to run first. `end_of_backward` therefore queues one callback per backward pass, which
+runs all stages in the order of `BackwardStage`.
 """
 
 from __future__ import annotations

@@ -18,10 +18,11 @@ _LARGE_BYTES = 2**24  # buffers above this size prolong each step noticeably on 
 class ForwardBufferBroadcaster:
     """Broadcasts the buffers that a training forward pass reads, like DDP with broadcast_buffers=True.
 
-    Running statistics of torch's normalization layers are not read in training mode. They differ between ranks while
-    the layer is in training mode, and are broadcast from rank 0 when it is switched to eval mode. All other buffers are
-    broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False. A search for modified
-    buffers could not replace the broadcast, because a write to `buffer.data` leaves no trace but the values.
+    Running statistics of torch's normalization layers are not read in training mode. These statistics differ between
+    ranks while the layer is in training mode, and are broadcast from rank 0 when the layer is switched to eval mode.
+    All other buffers are broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False. A
+    search for modified buffers could not replace the broadcast, because a write to `buffer.data` leaves no trace but
+    the values.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, *, every_pass: bool = True) -> None:

@@ -25,7 +25,7 @@ class LocalGradients:
 
     Without a reducer, as on a single rank, pass `accumulates`, which is called during a backward pass and returns
     whether the pass runs inside `no_sync`. A backward pass outside `no_sync` makes all gradients global. `track`
-    registers the hooks at the first `no_sync`, because no gradient is local before.
+    registers the hooks at the first `no_sync`, because no gradient is local before that.
     """
 
     _instances: ClassVar[WeakSet[LocalGradients]] = WeakSet()
@@ -34,7 +34,8 @@ class LocalGradients:
         self._parameters = list(model.parameters())
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameter_ids = frozenset(self._names)
-        # Ids instead of tensors: a hook that refers to parameters would keep a deleted model in memory.
+        # The ids are stored instead of the tensors, because a hook that refers to parameters would keep a deleted model
+        # in memory.
         self._local_ids: set[int] = set()
         self._unreduced_ids = frozenset[int]()
         # If two models share a parameter, a reduction by either makes its gradient global for both.
@@ -135,13 +136,14 @@ class LocalGradients:
 
 
 def check_before_step(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call `check` in each step of `optimizer` before it updates parameters; with a closure, after each call of the
-    closure."""
+    """Call `check` in each step of `optimizer` before parameters are updated. If the step has a closure, call `check`
+    after each call of the closure."""
     optimizer.register_step_pre_hook(step_pre_hook(check))
 
 
 def step_pre_hook(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
-    """Return a step pre-hook that calls `check`; with a closure, after each call of the closure."""
+    """Return a step pre-hook that calls `check`. If the step has a closure, the hook calls `check` after each call of
+    the closure."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,7 +34,7 @@ class _Matrix(NamedTuple):
 
     name: str
     gradient: Tensor
-    remainder: Tensor  # M; the approximation is subtracted later, and the difference is the error e
+    remainder: Tensor  # contains M; the approximation is subtracted later, and the difference is the error e
     basis: Tensor  # the orthonormal Q
     is_used: Tensor  # 1 if the gradient has an element other than zero, else 0
 
@@ -62,7 +62,7 @@ class PowerSGDCompressor(CompressionState):
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._shapes = {name: _matrix_shape(p) for p, name in self._names.items() if self._is_compressed(p)}
         self._indices = {name: index for index, name in enumerate(self._names.values())}
-        # Multiply by the inverse, as DDP does. A division, for example by 3, would round differently.
+        # DDP multiplies by the inverse, and a division, for example by 3, would round differently.
         self._inverse_size = 1 / communicator.size
         self._reductions = 0
         self._errors: dict[str, Tensor] = {}
@@ -166,8 +166,8 @@ class PowerSGDCompressor(CompressionState):
         return {"steps": self._reductions, "errors": errors, "queries": queries}
 
     def _stores_errors_of_all_ranks(self) -> bool:
-        """Return whether the state contains the errors of all ranks. Otherwise it contains their mean, and rank 0 logs
-        a warning."""
+        """Return whether the state contains the errors of all ranks. Otherwise, the state contains their mean, and rank
+        0 logs a warning."""
         total = self._communicator.size * sum(error.nbytes for error in self._errors.values())
         if total <= self.max_gathered_bytes:
             return True

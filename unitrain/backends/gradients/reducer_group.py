@@ -30,8 +30,8 @@ class ReducerGroup(dist.ProcessGroup):
 
     Args:
         check_bucket: called with every bucket before its collective, or None.
-        waits_on_stream: whether a GPU stream, and not the host, waits for the collectives, as with NCCL. The watchdog
-            then terminates the process if they do not complete in time.
+        waits_on_stream: whether a GPU stream, rather than the host, waits for the collectives, as with NCCL. The
+            watchdog then terminates the process if the collectives do not complete in time.
         defers_allreduces: whether the allreduces of a backward pass start at its end. Collectives inside a backward
             pass use a different NCCL communicator than this group, and two communicators can deadlock if ranks use them
             in different orders.
@@ -65,7 +65,7 @@ class ReducerGroup(dist.ProcessGroup):
         self._is_new_backward = True
 
     def check_other_ranks(self) -> None:
-        """Re-raise the ModelError of another rank if this rank has received its failure report."""
+        """Re-raise another rank's ModelError if this rank has received the corresponding failure report."""
         self._monitor.raise_model_error()
 
     def begin_bucket(self, bucket: Tensor) -> None:

@@ -16,7 +16,8 @@ from unitrain.backends.base import Communicator
 def synchronize_gradients(model: nn.Module, communicator: Communicator) -> None:
     """Replace every `.grad` of `model` with its mean over ranks. All ranks call it after `loss.backward()`.
 
-    A rank that does not use a parameter contributes a zero gradient. If no rank uses it, its `.grad` remains None.
+    A rank that does not use a parameter contributes a zero gradient. If no rank uses the parameter, its `.grad` remains
+    None.
     """
     for parameter in model.parameters():
         if not parameter.requires_grad:

@@ -28,7 +28,8 @@ class HorovodBackend(ProcessGroupBackend):
     """Horovod's collectives over Gloo, MPI or NCCL, depending on how Horovod was built and started.
 
     After `shutdown`, Horovod keeps running until the process exits, and a later backend reuses it: MPI can be started
-    only once per process, and horovodrun's rendezvous server would return the addresses of the first start again.
+    only once per process, and after a restart horovodrun's rendezvous server would still return the addresses of the
+    first start.
     """
 
     name = "horovod"
@@ -92,7 +93,7 @@ class HorovodBackend(ProcessGroupBackend):
         if not self._can_overlap_check(tensor, op) or tensor.shape[0] % self.size != 0:
             return super().reducescatter(tensor, op)
         started = self._piecewise_reducescatter(tensor, op)
-        started.start()  # before the consistency check, like an allreduce
+        started.start()  # starts before the consistency check, like an allreduce
         try:
             self._check_consistency("reducescatter", tensor, op=op)
         except BaseException:

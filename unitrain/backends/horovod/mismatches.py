@@ -4,8 +4,8 @@ Horovod executes an operation when all ranks have started it under the same name
 number of elements. If ranks pass tensors of different sizes or call different collectives, every rank waits for an
 operation that the others never start. Without this module, such a mismatch would be reported as a timeout.
 
-A rank that has waited for some seconds writes its pending operations to the store of the group and compares them with
-those of rank 0. Steps without long waits write nothing.
+A rank that has waited for some seconds writes its pending operations to the group's store and compares them with those
+of rank 0. Steps without long waits write nothing.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class MismatchDetector:
         Call it every few seconds while the oldest operation is pending. A mismatch is returned only if two consecutive
         calls find it, because an operation can complete between the reports of two ranks.
         """
-        with contextlib.suppress(RuntimeError):  # rank 0 has exited; its failure is reported elsewhere
+        with contextlib.suppress(RuntimeError):  # rank 0 has exited; the watchdog reports this failure
             if self._store is None:
-                # A second connection, because a store serves one call at a time, and another thread may wait in it.
+                # This is a second connection, because a store serves one call at a time, and another thread may be
+                # waiting in a call.
                 self._store = dist.PrefixStore(f"mismatches.{self._generation}", self._group_store.clone())
             if self._store.check(["error"]):
                 return CollectiveMismatchError(self._store.get("error").decode())

@@ -145,7 +145,7 @@ class OperationStarter(dist.ProcessGroup):
         scatters = reduction_plan.op in (
             hvd.Sum,
             hvd.Average,
-        )  # Horovod supports reducescatter for these operations only
+        )  # Horovod's reducescatter supports these operations only
         works = []
         for place in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
             wide = reduction_plan.to_horovod(parts[:, place].contiguous().view(-1))

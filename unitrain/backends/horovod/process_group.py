@@ -99,9 +99,9 @@ def _disable_compile_of_collectives(group: type[GroupT]) -> type[GroupT]:
 
 @_disable_compile_of_collectives
 class HorovodProcessGroup(OperationStarter):
-    """Ranks of Horovod as a torch.distributed group. Collectives are asynchronous and complete in the order of issue.
+    """Horovod ranks as a torch.distributed group. Collectives are asynchronous and complete in the order of issue.
 
-    Its members share `store`. `ranks` are their ranks in Horovod, in ascending order.
+    All members of the group share `store`. `ranks` are their ranks in Horovod, in ascending order.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -151,7 +151,7 @@ class HorovodProcessGroup(OperationStarter):
 
         def finish(gathered: Tensor) -> None:
             total = sparse.unpack_rows(gathered, first)
-            for tensor in tensors:  # not detach(), which does not share the number of non-zero elements
+            for tensor in tensors:  # detach() would not share the number of non-zero elements
                 tensor.copy_(total)
 
         start = functools.partial(hvd.allgather_async, rows)

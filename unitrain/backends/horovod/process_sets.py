@@ -33,7 +33,7 @@ _lock = threading.Lock()
 def join_process_set(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> hvd.ProcessSet:
     """Return the process set of a new group of the global `ranks`, in ascending order. All its members call it.
 
-    They share `store`, and `rank` is this rank's position in the group. Raises the errors of `add_process_set`.
+    The members share `store`, and `rank` is this rank's position in the group. Raises the errors of `add_process_set`.
     """
     store.set(f"joined/{rank}", "")
 
@@ -46,7 +46,7 @@ def join_process_set(store: dist.Store, rank: int, ranks: Sequence[int], timeout
 def add_process_set(
     ranks: Sequence[int], timeout: timedelta, missing_ranks: Callable[[], Sequence[int]]
 ) -> hvd.ProcessSet:
-    """Return the process set of the global `ranks`, in ascending order. Each of them calls it, and no other rank.
+    """Return the process set of the global `ranks`, in ascending order. Only these ranks call it.
 
     Calls with the same ranks return the same process set. Raises UnsupportedError if the installed Horovod lacks the
     patch, and GroupTimeoutError, which contains `missing_ranks()`.
@@ -78,7 +78,8 @@ def add_process_set(
 
 
 def remove_process_set(ranks: Sequence[int]) -> None:
-    """Release the process set of `ranks`, once per call of `add_process_set`. It does not wait for other ranks.
+    """Release the process set of `ranks`, once per call of `add_process_set`. This function does not wait for other
+    ranks.
 
     Horovod removes the process set when all its members have released it.
     """

@@ -45,7 +45,9 @@ FUSION = Tunable("HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod fuses bu
 # Milliseconds after which Horovod starts a cycle if no operation is enqueued. A Horovod without unitrain's patches
 # ignores it.
 _IDLE_CYCLE_MS = "5"
-_CONNECT_TIMEOUT_SECONDS = 3.0  # time for a connection to rank 0: the kernel retransmits a lost packet after one second
+_CONNECT_TIMEOUT_SECONDS = (
+    3.0  # timeout for a connection to rank 0; the kernel retransmits a lost packet after one second
+)
 _servers: list[Any] = []  # keeps rank 0's rendezvous server alive until the process exits
 _group_numbers: Counter[tuple[int, ...]] = Counter()  # groups per list of ranks since Horovod has started
 _own_address = LOOPBACK
@@ -143,8 +145,7 @@ def own_address() -> str:
 def next_group_number(ranks: Sequence[int]) -> int:
     """Return a number for a new group of `ranks`, which is the same on all its members.
 
-    torch's names of groups differ between ranks after some of them have created a group with
-    `use_local_synchronization`.
+    torch's group names differ between ranks after some ranks have created a group with `use_local_synchronization`.
     """
     _group_numbers[tuple(ranks)] += 1
     return _group_numbers[tuple(ranks)]
@@ -163,7 +164,7 @@ def _find_own_address(rendezvous: Rendezvous) -> str:
 def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Connect the ranks and start Horovod. Under mpirun without MASTER_ADDR, the ranks connect through Horovod."""
     if rank_info.launcher != "mpirun" or environment.get_variable("MASTER_ADDR"):
-        # Before Horovod starts, because Horovod aborts the process if ranks are missing.
+        # The ranks connect before Horovod starts, because Horovod aborts the process if ranks are missing.
         rendezvous = connect_ranks(rank_info, timeout)
         start_horovod(rank_info, rendezvous)
         return rendezvous
@@ -269,8 +270,8 @@ def _find_free_address(rank_info: RankInfo) -> tuple[str, int]:
 def _choose_address(port: int | None, addresses: list[str] | None = None) -> tuple[str, int]:
     """Return an address of rank 0 that all ranks can reach, and the port on which rank 0 listens.
 
-    It is one of `addresses`, by default all addresses of rank 0. All ranks call it; only rank 0 passes a port. Horovod
-    must be running. Raises LauncherMismatchError if no address is reachable from all ranks.
+    The returned address is one of `addresses`, by default all addresses of rank 0. All ranks call it; only rank 0
+    passes a port. Horovod must be running. Raises LauncherMismatchError if no address is reachable from all ranks.
     """
     own = None if port is None else (addresses or own_addresses(), port)
     # Without a name the operation would hang, because Horovod's default name contains type(own), which differs between

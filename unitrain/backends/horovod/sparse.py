@@ -57,5 +57,6 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 
 def _contiguous_copy(matrix: Tensor) -> Tensor:
-    """Return a copy that view() accepts for any dtype. `contiguous` keeps the strides of dimensions of size 1."""
+    """Return a copy that view() accepts for any dtype. `contiguous` alone would keep the strides of dimensions of size
+    1."""
     return matrix.new_empty(matrix.shape).copy_(matrix)

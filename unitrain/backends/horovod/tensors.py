@@ -19,10 +19,10 @@ from unitrain.monitoring.flight_recorder import dtype_name
 # Horovod stores element counts and offsets (for allgather, byte counts) in a C int: from 2^31, it aborts or writes to
 # wrong addresses. Larger tensors are communicated in pieces of at most this size.
 PIECE_BYTES = 2**29
-# Limit of the result of one allgather of rows whose number differs between ranks.
+# Size limit for the result of an allgather in which the number of rows differs between ranks.
 GATHER_BYTES = 2**31 - 1
-# Limit of one alltoall. It cannot be divided into pieces, because only the two ranks involved have the size of each
-# part.
+# Limit of one alltoall. An alltoall cannot be divided into pieces, because only the two ranks involved have the size of
+# each part.
 ALLTOALL_BYTES = 2**31 - 1
 
 _OPS = {

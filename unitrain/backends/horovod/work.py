@@ -1,8 +1,8 @@
 """Pending Horovod operations as torch.distributed `Work` objects, and their completion.
 
 Horovod has no completion callbacks, so its handles must be polled. The waiting thread polls, because a notification
-from another thread would take 10 % of the step time of a small model. A background thread also polls, less often, for
-futures that C++ code waits for.
+from another thread would take 10% of a small model's step time. A background thread also polls, less often, for futures
+that C++ code waits for.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from unitrain.backends.horovod.mismatches import Operation
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.torch_compat import Work, current_backward
 
-# A wait polls without sleeping for this number of seconds. With 0.001, the step time of a small model increases by a
-# third if operations take 2 ms.
+# A wait polls without sleeping for this number of seconds. With 0.001, a small model's step time increases by a third
+# if operations take 2 ms.
 _BUSY_POLL_SECONDS = 0.005
-# Afterwards, it sleeps between polls for 1 % of the time waited so far, so that long waits free the core for other
+# Afterwards, a wait sleeps between polls for 1% of the time waited so far, so that long waits free the core for other
 # processes.
 _POLL_INTERVAL_FRACTION = 0.01
 _MAX_POLL_INTERVAL_SECONDS = 0.002
@@ -39,7 +39,7 @@ _MAX_IDLE_POLLS = 20  # limit for the background thread, after which it blocks u
 
 
 class GroupTimeoutError(CollectiveTimeoutError, dist.DistBackendError):
-    """An operation timed out. Like the timeouts of torch's process groups, it is a DistBackendError."""
+    """An operation timed out. Like the timeout errors of torch's process groups, this is a DistBackendError."""
 
 
 class HorovodWork(Work):
@@ -345,8 +345,8 @@ class CompletionQueue:
 def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
     """Call `is_done` until it returns true, or for `seconds`.
 
-    It first polls without sleeping, because waking up a core takes longer than a small operation. Later, it sleeps
-    between calls, for increasing intervals, so that other processes can use the core.
+    The function first polls without sleeping, because waking up a core takes longer than a small operation. Later, it
+    sleeps between calls for increasing intervals, so that other processes can use the core.
     """
     started = time.monotonic()
     while not is_done():

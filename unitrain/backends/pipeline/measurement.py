@@ -82,7 +82,8 @@ def time_of_stage(costs: Sequence[BlockCost]) -> StageCost:
 
 
 def memory_of_stage(costs: Sequence[BlockCost], stages: int, micro_batches: int, schedule: str) -> StageCost:
-    """Return the cost function of stages by peak bytes. A stage holds several micro-batches concurrently."""
+    """Return the cost function of stages by peak bytes. A stage holds the activations of several micro-batches
+    concurrently."""
 
     def cost(stage: int, start: int, stop: int) -> float:
         blocks = costs[start:stop]

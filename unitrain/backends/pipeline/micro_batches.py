@@ -92,7 +92,8 @@ def checksum(values: Any) -> int:
 
 
 def specification(tensor: Tensor) -> tuple[object, ...]:
-    """Return the properties that determine the shapes and dtypes between stages: those of the inputs, and autocast."""
+    """Return the properties that determine the shapes and dtypes between stages: the inputs' shapes and dtypes, and the
+    autocast settings."""
     kind = tensor.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (tuple(tensor.shape), tensor.dtype, autocast)

@@ -48,13 +48,13 @@ class Pipeline:
             optimizer.step()
             optimizer.zero_grad()
 
-    The ranks 0 to `stages` - 1 compute the stages of replica 0, the next `stages` ranks those of replica 1, and so on.
-    Each rank keeps the blocks of its stage, and trains them with a separate optimizer. Every batch is divided into
-    micro-batches, which the stages process concurrently. Gradients are those of the mean loss over the samples of all
-    replicas.
+    The ranks 0 to `stages` - 1 compute the stages of replica 0, the next `stages` ranks compute those of replica 1, and
+    so on. Each rank keeps the blocks of its stage, and trains them with a separate optimizer. Every batch is divided
+    into micro-batches, which the stages process concurrently. Gradients are those of the mean loss over the samples of
+    all replicas.
 
-    All ranks must create it with the same model and arguments. Parameters and buffers are broadcast from rank 0. The
-    blocks of other stages are moved to the device "meta", and those of this stage to the device of the rank.
+    All ranks must create the pipeline with the same model and arguments. Parameters and buffers are broadcast from rank
+    0. The blocks of other stages are moved to the device "meta", and those of this stage to the device of the rank.
 
     Args:
         model: A torch.nn.Sequential. Its direct children are the blocks, and are never divided.
@@ -65,7 +65,7 @@ class Pipeline:
         micro_batches: Micro-batches per batch. The fraction of time in which a stage waits for others is about
             (stages - 1) / (micro_batches + stages - 1).
         schedule: "1f1b", in which a stage holds the activations of at most `stages` micro-batches, or "gpipe", in which
-            it holds those of all micro-batches.
+            a stage holds the activations of all micro-batches.
         balance: How to divide the blocks: "time" minimizes the time of the slowest stage, "memory" minimizes the memory
             of the largest stage, and a list specifies the number of blocks per stage. Time and memory are measured on
             rank 0, in a forward and backward pass of each block.

@@ -95,7 +95,8 @@ class ScheduledStageRuns(StageRuns):
         key = (len(inputs), has_backward)
         if key not in self._schedules:
             stage = ShapedStage(self._module, self._group, self._device)
-            # torch's 1F1B needs as many micro-batches as stages. With fewer, GPipe holds as many activations.
+            # torch's 1F1B needs as many micro-batches as stages. With fewer micro-batches, GPipe holds no more
+            # activations.
             is_1f1b = has_backward and self._schedule == "1f1b" and len(inputs) >= self._group.size
             kind = Schedule1F1B if is_1f1b else ScheduleGPipe
             self._schedules[key] = (

@@ -30,7 +30,7 @@ class StageRuns(ABC):
     @abstractmethod
     def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor | None:
         """Add the gradients of the weighted losses of all micro-batches. Return the sum of these losses on the last
-        stage, and None on others.
+        stage, and None on other stages.
         """
 
     @abstractmethod

@@ -65,7 +65,7 @@ class ShapedStage(PipelineStage):
                 return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             except RuntimeError as error:
                 if error.__cause__ is not None and "failed to run forward" in str(error):
-                    raise error.__cause__ from None  # the error of the block, which torch has replaced
+                    raise error.__cause__ from None  # the block's original error, which torch has replaced
                 raise
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

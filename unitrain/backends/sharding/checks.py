@@ -65,9 +65,9 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
     """Return the modules of `model` whose parameters are gathered together, by name.
 
     These are the outermost modules of the classes `blocks` or, if `blocks` is a number, the innermost modules with at
-    least as many parameters. If `blocks` is empty, they are the outermost modules whose class occurs more than once,
-    such as the layers of a transformer. Raises ModelError if blocks of given classes share parameters with other
-    modules; in the other cases, such modules are not blocks.
+    least that many parameters. If `blocks` is empty, they are the outermost modules whose class occurs more than once,
+    such as the layers of a transformer. If `blocks` lists classes, raises ModelError for a block that shares parameters
+    with other modules. Otherwise, such modules are not blocks.
     """
     is_by_class = bool(blocks) and not isinstance(blocks, int)
     if isinstance(blocks, int):

@@ -35,7 +35,7 @@ def align_forward_passes(
     """Return an iterable over the (batch, number of samples) pairs in `batches`, whose number may differ between ranks.
 
     If the parameters of `model` are sharded, all ranks call this, and run one forward pass without gradients for each
-    batch with samples. When this rank has no more batches, it takes part in the forward passes of the others. A
+    batch with samples. When this rank has no more batches, it takes part in the other ranks' forward passes. A
     UnitrainError from `batches` is raised on all ranks.
     """
     take_part = forward_without_batch(model)

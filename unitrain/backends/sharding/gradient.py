@@ -189,7 +189,7 @@ def _update_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _add(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Add this rank's gradient of a backward pass, which the next reduction sends to the owners."""
+    """Add the gradient that a backward pass computed on this rank. The next reduction sends it to the owners."""
     gradient, other = args[:2]
     is_accumulation = (
         isinstance(gradient, ShardedGradient)

@@ -2,7 +2,7 @@
 
 A bucket of gradients is sent with one all-to-all: each rank receives the other ranks' values of the elements that it
 owns, and sums them in rank order. This transfers half as many bytes as an allreduce, for any partition of the elements.
-Horovod's all-to-all is slower than its allreduce, so the horovod backend uses an allreduce, and keeps a slice of the
+Horovod's all-to-all is slower than its allreduce, so the horovod backend uses an allreduce and keeps a slice of the
 result. The complete gradients of the bucket are then freed.
 """
 
@@ -35,11 +35,10 @@ _MAX_IN_FLIGHT = 2
 class Transfer:
     """How buckets are transferred.
 
-    group: the process group.
-    first_bytes, other_bytes: sizes of the first bucket, which is sent as early as possible, and of the others.
-    half: the half-precision dtype in which gradients are sent with compression, or None.
-    uses_all_to_all: whether to use an all-to-all instead of an allreduce. Half-precision values always use it, because
-        they are summed in float32.
+    group: the process group. first_bytes, other_bytes: sizes of the first bucket, which is sent as early as possible,
+    and of the others. half: the half-precision dtype in which gradients are sent with compression, or None.
+    uses_all_to_all: whether to use an all-to-all instead of an allreduce. Half-precision values always use an
+    all-to-all, because they are summed in float32.
     """
 
     group: dist.ProcessGroup
@@ -281,7 +280,8 @@ class GradientReducer:
             self._send_complete_buckets()
 
     def add_gradient(self, number: int) -> None:
-        """Count the gradient of a parameter, which a backward pass has computed, and send its bucket if complete."""
+        """Count the gradient that a backward pass has computed for a parameter, and send its bucket if the bucket is
+        complete."""
         if not self._is_active:
             if self._reduces_next_backward:
                 self.begin(accumulates=self._accumulates)

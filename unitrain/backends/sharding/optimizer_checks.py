@@ -19,9 +19,9 @@ _INSEPARABLE = (torch.optim.LBFGS,)
 
 def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard) -> None:
     """Check the arguments of `distributed_optimizer`. Does not communicate. Raises ConfigError for an unknown `shard`,
-    ModelError for parameters of a different model, and, with `shard="state"`, also if the update of one parameter
-    depends on others or a parameter is not stored densely. With `shard="parameters"`, raises ModelError unless the
-    optimizer is an elementwise optimizer of torch.optim.
+    and ModelError for parameters of a different model. With `shard="state"`, also raises ModelError if the update of
+    one parameter depends on others, or if a parameter is not stored densely. With `shard="parameters"`, raises
+    ModelError unless the optimizer is an elementwise optimizer of torch.optim.
     """
     checks.check_optimizer_of_model(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)

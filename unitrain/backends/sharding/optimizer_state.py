@@ -99,7 +99,7 @@ class _OwnedParameter:
 class _Batch:
     """Parts of parameters that the ranks update and broadcast together.
 
-    `owned` contains this rank's parts per parameter group, and `pieces` the parts of all ranks.
+    `owned` contains this rank's parts per parameter group, and `pieces` contains the parts of all ranks.
     """
 
     owned: defaultdict[int, list[_OwnedParameter]] = field(default_factory=lambda: defaultdict(list))

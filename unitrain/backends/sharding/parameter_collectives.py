@@ -1,7 +1,7 @@
 """The collectives of `fully_shard`, which gather the parameters of a block and reduce its gradients.
 
-On CPUs, they are composed of broadcasts and allreduces, which are faster than the native collectives; see
-`composed_collectives`. The monitor records them, so that timeouts name the missing ranks.
+On CPUs, these collectives are composed of broadcasts and allreduces, which are faster than the native collectives; see
+`composed_collectives`. The monitor records the collectives, so that timeout errors name the missing ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ParameterCollectives:
     """The collectives of all blocks of one model, in the default process group.
 
     Args:
-        waits_on_stream: whether a GPU stream, and not the host, waits for the collectives, as with NCCL. The watchdog
-            then terminates the process if they do not complete in time.
+        waits_on_stream: whether a GPU stream, rather than the host, waits for the collectives, as with NCCL. The
+            watchdog then terminates the process if the collectives do not complete in time.
         counts: the number of collectives of each kind that all models of the backend have started.
         check: called with every tensor before its collective, or None.
 

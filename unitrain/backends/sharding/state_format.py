@@ -1,6 +1,6 @@
 """The format of the state dicts of sharded models and optimizers: complete tensors, or shards.
 
-This module does not import torch.distributed.tensor, which takes long.
+This module does not import torch.distributed.tensor, because that import takes long.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _root: int | None = None
 def state_dicts_on_rank(root: int) -> Iterator[None]:
     """Context manager in which state dicts of sharded models and optimizers are complete on `root` only.
 
-    They contain CPU tensors there, and None instead of sharded tensors on the other ranks. The ranks gather one tensor
-    at a time, so only `root` needs memory for the complete state.
+    On `root`, they contain CPU tensors; on the other ranks, they contain None instead of sharded tensors. The ranks
+    gather one tensor at a time, so only `root` needs memory for the complete state.
     """
     global _root
     before, _root = _root, root
@@ -49,7 +49,7 @@ def state_dicts_of_shards() -> Iterator[None]:
 def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> Tensor | None:
     """Return the complete tensor of `shape` from the rows of every rank. All ranks call it.
 
-    Inside `state_dicts_on_rank`, the result is on the CPU on that rank, and None on the others.
+    Inside `state_dicts_on_rank`, the result is a CPU tensor on that rank, and None on the other ranks.
     """
     if rows.dtype in DTYPES:
         complete = communicator.allgather(rows.detach()).view(shape)

@@ -1,7 +1,7 @@
 """Rectangular parts of tensors, the units that sharded checkpoints write and read.
 
-A rank's parts are from replicated tensors (each rank writes a balanced part), ranges of elements (ZeRO-1), or DTensors
-(FSDP2). Nothing in this module communicates.
+A rank's parts come from replicated tensors (each rank writes a balanced part), from ranges of elements (ZeRO-1), or
+from DTensors (FSDP2). Nothing in this module communicates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class TensorPart:
 
 
 def is_distributed_tensor(value: Any) -> bool:
-    """Return whether `value` is a torch.distributed.tensor.DTensor, without importing this module, which is slow."""
+    """Return whether `value` is a torch.distributed.tensor.DTensor, without importing torch.distributed.tensor, which
+    is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
