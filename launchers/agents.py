@@ -30,7 +30,8 @@ from unitrain.launchers import host_agent
 from unitrain.launchers.hosts import Host, is_this_host, processes_per_host
 from unitrain.launchers.spec import Command, LaunchSpec
 
-# Never prompts. Accepts the key of a new host, rejects a changed key, and detects a lost host within 15 s.
+# With these options, ssh never prompts. It accepts a new host's key, rejects a changed key, and detects a lost host
+# within 15 s.
 SSH = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "StrictHostKeyChecking=accept-new",
     "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR",
@@ -68,7 +69,7 @@ def add_cleanup(command: Command, spec: LaunchSpec) -> Command:
     The environment of the spec must contain LAUNCH_ID_VARIABLE, which all processes of the launch inherit.
     """
     marker = f"{LAUNCH_ID_VARIABLE}={spec.environment[LAUNCH_ID_VARIABLE]}"
-    # The agents themselves must not inherit the variable: they would kill each other.
+    # The agents themselves must not inherit the variable, because they would kill each other.
     variables = {name: value for name, value in command.environment.items() if name != LAUNCH_ID_VARIABLE}
     used = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
     hosts: list[dict[str, object]] = [

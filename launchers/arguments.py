@@ -20,7 +20,7 @@ _SECRET_SUFFIXES = ("APIKEY", "CREDENTIALS", "PASSPHRASE", "PASSWD", "PASSWORD",
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _FORWARDED_PREFIXES = ("PYTHON", "UNITRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
-# Launchers set these per rank. Forwarding a single value would assign the same rank to all processes.
+# Launchers set these variables per rank. Forwarding a single value would assign the same rank to all processes.
 _RANK_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),

@@ -25,7 +25,7 @@ def build(spec: LaunchSpec) -> Command:
     if spec.hosts:
         options += ["-H", ",".join(map(str, spec.hosts))]
     variables = spec.variables
-    # Always explicit: the default of horovodrun depends on how Horovod was built.
+    # The controller is always explicit, because horovodrun's default depends on how Horovod was built.
     controller = spec.controller or "gloo"
     if controller == "mpi" and spec.backend == "ddp":
         raise LaunchError(

@@ -105,4 +105,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.stdout.flush()
-    os._exit(main())  # does not join the thread, which may be blocked in a read
+    os._exit(main())  # this exit does not join the thread, which may be blocked in a read

@@ -75,7 +75,7 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
             f"Host {name!r} did not answer within {_TIMEOUT_SECONDS} s. Check it with: ssh {name} hostname"
         ) from None
     for line in done.stdout.splitlines():
-        _, found, facts = line.partition(_OUTPUT_PREFIX)  # a shell's startup file may print before it
+        _, found, facts = line.partition(_OUTPUT_PREFIX)  # a shell's startup file may print text before the JSON
         if found:
             return _ProbeResult(host, json.loads(facts))
     errors = [line.strip() for line in done.stderr.splitlines() if line.strip()]

@@ -62,7 +62,7 @@ def build(spec: LaunchSpec) -> Command:
         *task_options(counts),
     ]
     if job.cpus_per_task is not None:
-        # Since Slurm 22.05, srun does not inherit it from sbatch, and each rank would have one core.
+        # Since Slurm 22.05, srun does not inherit this option from sbatch, and each rank would have one core.
         options += ["--cpus-per-task", str(job.cpus_per_task)]
     if "SLURM_STEP_ID" in os.environ:
         options.append("--overlap")  # in a shell of `srun --pty`, the step holds the cores: srun would wait forever

@@ -91,8 +91,8 @@ class TrainConfig:
     find_unused_parameters: bool = False
     """Allow parameters that do not contribute to the loss of a step, as in DDP."""
     broadcast_buffers: bool = True
-    """Broadcast from rank 0, before the forward pass of each step, the buffers that it reads, as in DDP. Running
-    statistics are not among them. False saves time if large buffers, such as attention masks, never change.
+    """Before the forward pass of each step, broadcast from rank 0 the buffers that the pass reads, as in DDP. Running
+    statistics are not broadcast. False saves time if large buffers, such as attention masks, never change.
     """
     sync_batch_norm: bool = False
     """Synchronize BatchNorm layers: normalize over the micro-batch samples of all ranks."""
@@ -130,7 +130,7 @@ class TrainConfig:
     """
     shard_blocks: tuple[str, ...] | int = ()
     """With shard="parameters", class names of the blocks whose parameters are gathered together, such as
-    "TransformerEncoderLayer", or a number: then blocks are the innermost modules with at least as many parameters. By
+    "TransformerEncoderLayer", or a number: then blocks are the innermost modules with at least that many parameters. By
     default, blocks are the outermost modules whose class occurs more than once.
     """
     lr_scaling: LrScaling = "none"

@@ -68,7 +68,7 @@ def init(
         "unitrain.init(transport=...)", transport, str, "the name of a transport", fix, optional=True
     )
     rank_info = environment.detect()
-    environment.is_debug_enabled()  # raises for an invalid value, even if the script wraps no model
+    environment.is_debug_enabled()  # raises an error for an invalid value, even if the script does not wrap a model
     name = backend or environment.get_variable("UNITRAIN_BACKEND") or _BACKEND_OF_LAUNCHER[rank_info.launcher]
     backend_class = registry.load(name)
     transport = transport or environment.get_variable("UNITRAIN_TRANSPORT")

@@ -118,7 +118,7 @@ class Outputs:
         row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
         if row_bytes == 0:
             return outputs
-        # As bytes, because collectives do not support every dtype.
+        # The outputs are gathered as bytes, because collectives do not support every dtype.
         source, target = (
             tensor.reshape(-1).view(torch.uint8).reshape(-1, row_bytes) for tensor in (rows_here, outputs)
         )

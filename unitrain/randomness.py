@@ -41,7 +41,7 @@ def capture_generators(device: torch.device) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        # As a list, because torch.load(weights_only=True) rejects numpy arrays.
+        # The state is stored as a list, because torch.load(weights_only=True) rejects numpy arrays.
         "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
         "python": random.getstate(),
     }

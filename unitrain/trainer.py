@@ -347,7 +347,7 @@ class Trainer:
             self._update(
                 progress.step, self._learning_rate_factor
             )  # unscale, clip, optimizer step, average, step scheduler
-            self._loss.finish_step()  # after the update: an interrupted step is repeated
+            self._loss.finish_step()  # counted after the update, so that an interrupted step is repeated
             self._timer.end_step(micro_batch.step_samples)
             progress.advance(micro_batch.step_samples, micro_batch.step_end)
             self._reporter.count_step(epoch, micro_batch.step_samples)

@@ -134,7 +134,8 @@ def _tuning_option(option: ParsedOption) -> LauncherOption:
 
 
 def _forwarded_option(option: ParsedOption) -> LauncherOption:
-    """Return an option that horovodrun passes to mpirun or to libraries, with its equivalent for them."""
+    """Return an option that horovodrun passes to mpirun or to libraries, with its equivalent for mpirun or the
+    libraries."""
     other = LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "own"))
     value = option.values[0]
     if option.name in ("--mpi-args", "--binding-args"):

@@ -90,7 +90,7 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
 def _name(job: Job, given: str | None, kind: str) -> str:
     """Return `given`, else a job name derived from the script. Raises LaunchError for an invalid name."""
     last = len(job.counts) - 1
-    # The operator appends this to the name for its pods or the pods of its JobSet; the result must be a label.
+    # The operator appends this suffix to the name for its pods or the pods of its JobSet; the result must be a label.
     suffix = {
         "PyTorchJob": f"-worker-{max(0, last - 1)}", "MPIJob": f"-worker-{last}", "TrainJob": f"-node-0-{last}-abcde"
     }[kind]  # fmt: skip

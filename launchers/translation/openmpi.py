@@ -78,7 +78,7 @@ def parse(words: Sequence[str]) -> Job:
         )
     texts = [option.values[0] for option in options.take_all("--host")]
     file = options.take_last("--hostfile", "--machinefile", "--default-hostfile")
-    # With both, --host selects hosts of the file and the number of their slots.
+    # If both options are set, --host selects hosts of the file and the number of their slots.
     hosts = (
         _read_hostfile(file)
         if file is not None and not texts
@@ -95,7 +95,7 @@ def parse(words: Sequence[str]) -> Job:
         environment=variables,
         forwarded=tuple(
             dict.fromkeys(name for name in forwarded if name != "PATH")
-        ),  # the other launchers forward it anyway
+        ),  # the other launchers always forward PATH
         directory=directory,
         launcher_options=tuple(launcher_options),
         remarks=notes,

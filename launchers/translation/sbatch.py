@@ -87,7 +87,7 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
         *start_in,
         *exports,
         "",
-        # Since Slurm 22.05 srun does not inherit it from sbatch, and each rank would have one core.
+        # Since Slurm 22.05, srun does not inherit this option from sbatch, and each rank would have one core.
         f"{start} ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} {join(job.program)}",
         "code=$?",
         f'if [ "$code" -eq {_PREEMPTED_EXIT_CODE} ]; then  # the ranks were warned and have saved',

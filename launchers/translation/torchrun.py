@@ -49,7 +49,7 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
     count = number("--nproc-per-node", processes)
     address, port = options.take_last("--master-addr"), options.take_number("--master-port", minimum=0)
     backend = options.take_last("--rdzv-backend")
-    server = backend is not None and backend.startswith("etcd")  # its endpoint is the etcd server, not one of the hosts
+    server = backend is not None and backend.startswith("etcd")  # the endpoint is then the etcd server, not a host
     endpoint = None if server else options.take_last("--rdzv-endpoint")
     if server:
         notes.append(f"--rdzv-backend {backend} is left out: the translated job does not use an etcd server.")

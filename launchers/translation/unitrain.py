@@ -103,7 +103,7 @@ def build(job: Job) -> Translation:
     default_launcher = _DEFAULT_LAUNCHERS.get(job.backend or "ddp", "torchrun")
     launcher = "mpirun" if len(job.counts) > 1 and default_launcher == "torchrun" else default_launcher
     mpi = any(other.words == ("--mpi",) for other in job.launcher_options)
-    # Options of unitrain launch, and the equivalents of options of other launchers.
+    # These are options of unitrain launch, and equivalents of other launchers' options.
     unitrain_options = [
         word
         for option in job.launcher_options

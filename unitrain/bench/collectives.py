@@ -107,7 +107,7 @@ def _time_tcp_stream(backend: Backend, size: int, calls: int) -> float | None:
                 seconds = _send(addresses, port, token, size, calls)
             elif backend.rank == 0:
                 _receive(listener, token, size, calls)
-        except OSError:  # for example blocked by a firewall: this lower bound is not available
+        except OSError:  # for example, a firewall blocks the connection; this lower bound is then not available
             seconds = None
     result: float | None = backend.broadcast_object(seconds, root=sender)
     return result

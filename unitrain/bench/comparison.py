@@ -2,7 +2,7 @@
 
 The test is a two-sided Mann-Whitney test on the rounds of each row (Mann and Whitney 1947, exact distribution with
 mid-ranks for ties) with Holm's correction (1979) for the number of rows. If nothing differs, the probability of
-reporting any row as faster or slower is at most 5 %. The test cannot distinguish a change of the program from a change
+reporting any row as faster or slower is at most 5%. The test cannot distinguish a change of the program from a change
 of the machine between the measurements, so run both measurements in the same session.
 """
 
@@ -25,7 +25,8 @@ _SIGNIFICANCE = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """A measurement in both results: quartiles of the seconds (lower, median, upper) per result, and the verdict."""
+    """A measurement that both results contain: quartiles of the seconds (lower, median, upper) per result, and the
+    verdict."""
 
     name: str
     before: tuple[float, float, float]

@@ -75,9 +75,9 @@ def uniform_work(
 ) -> Work:
     """Return the work of a model whose gradients are spread evenly over the backward pass.
 
-    `backward_share` is the fraction of the step time spent in the backward pass. The default of 2/3 assumes two matrix
-    products in the backward pass per product in the forward pass. There are at least `layers` layers of at most
-    `largest_layer` bytes. Buckets contain complete layers, so larger layers would determine the bucket size.
+    `backward_share` is the fraction of the step time spent in the backward pass. The default of 2/3 assumes that the
+    backward pass computes two matrix products per product in the forward pass. There are at least `layers` layers of at
+    most `largest_layer` bytes. Buckets contain complete layers, so larger layers would determine the bucket size.
     """
     layers = max(layers, math.ceil(gradient_bytes / largest_layer))
     backward = backward_share * step_seconds

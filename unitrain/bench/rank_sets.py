@@ -52,7 +52,8 @@ class RankSet(ABC):
 
 
 class SuspendableRanks(RankSet):
-    """Ranks that this process starts on this host. SIGSTOP suspends idle ranks, because Horovod polls."""
+    """Ranks that this process starts on this host. SIGSTOP suspends idle ranks, because Horovod would otherwise use CPU
+    time for polling."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group

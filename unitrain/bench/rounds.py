@@ -150,8 +150,9 @@ def describe_machine() -> dict[str, Any]:
 class _Rounds:
     """Iterates over (round, index of a rank set) for a warm-up round 0 and at least three rounds.
 
-    Further rounds follow until the turns have taken `seconds` in total; `subtract_turn` subtracts the duration of a
-    turn. Durations are equal on all ranks and the random order is seeded, so launched ranks make the same decisions.
+    Further rounds follow until the turns have taken `seconds` in total. `subtract_turn` subtracts the duration of a
+    turn from the remaining time. Durations are equal on all ranks and the random order is seeded, so launched ranks
+    make the same decisions.
     """
 
     def __init__(self, count: int, seconds: float, report_progress: Callable[[str], None]) -> None:

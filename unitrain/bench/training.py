@@ -41,7 +41,7 @@ class TrainTurn(NamedTuple):
 
 
 class StepProfiler(Callback):
-    """Callback that times the phases of a step, and wraps the forward and the loss function.
+    """Callback that times the phases of a step. It wraps the forward function and the loss function.
 
     `data` ends when the batch is available, `forward` when the loss is computed, `backward` when the local backward
     pass is complete, and `exposed` when the gradients are reduced. `optimizer` is the rest of the step. On GPUs, the
@@ -64,12 +64,12 @@ class StepProfiler(Callback):
         self._part_start_time = None
 
     def forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        """Call the forward function of the user, or the model."""
+        """Call the user's forward function, or the model."""
         self._end_part("data")
         return self._forward(model, batch)
 
     def loss(self, output: Any, target: Any) -> Any:
-        """Call the loss function of the user."""
+        """Call the user's loss function."""
         loss = self._loss_fn(output, target)
         self._end_part("forward")
         value = loss[0] if isinstance(loss, tuple) else loss

@@ -110,7 +110,8 @@ def authenticate(connection: socket.socket, key: str | None, role: str, *, is_se
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return the next `num_bytes` bytes. Raises ConnectionError if the connection is closed before."""
+    """Return the next `num_bytes` bytes. Raises ConnectionError if the connection is closed before all bytes are
+    received."""
     received = b""
     while len(received) < num_bytes:
         part = connection.recv(num_bytes - len(received))

@@ -18,8 +18,8 @@ def choose_device(requested: str | torch.device | None, local_rank: int, *, comm
     The default is a GPU if one is visible to torch, otherwise the CPU. If several GPUs are visible, the rank uses the
     GPU with index `local_rank`. If one GPU is visible, the launcher may have assigned one GPU per rank; if not,
     `check_gpus` raises an error. Raises ConfigError for an invalid device, and if several GPUs are visible, but fewer
-    than there are ranks on the host. With `communicates`, raises ConfigError for other devices than CPUs and GPUs: Gloo
-    returns their tensors unchanged from an allreduce, without an error.
+    than there are ranks on the host. With `communicates`, raises ConfigError for devices other than CPUs and GPUs,
+    because Gloo's allreduce returns tensors on such devices unchanged, without an error.
     """
     try:
         device = torch.device(requested) if requested is not None else _default_device()

@@ -1,4 +1,5 @@
-"""Signed messages between the ranks of a job via a torch Store. Any program that reaches its port can write to it."""
+"""Signed messages between the ranks of a job via a torch Store. Any program that reaches the store's port can write to
+the store."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 def local_address_for(host: str) -> str:
     """Return this host's address on the route to `host`. No packet is sent. Raises OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # any port: connecting a datagram socket only selects the route
+        probe.connect((host, 9))  # the port does not matter: connecting a datagram socket only selects the route
         return str(probe.getsockname()[0])
 
 

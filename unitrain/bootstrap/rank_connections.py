@@ -33,8 +33,8 @@ def connect_to_rank(
 ) -> socket.socket:
     """Return a blocking connection to the rank that calls `accept_ranks` with the same `token` and `role`.
 
-    Raises OSError if it is not accepted within `timeout_seconds`, and AuthenticationError if the peer has a different
-    key.
+    Raises OSError if the connection is not accepted within `timeout_seconds`, and AuthenticationError if the peer has a
+    different key.
     """
     connection = socket.create_connection((host, port), timeout=timeout_seconds)
     try:
@@ -51,7 +51,7 @@ def connect_to_rank(
 def accept_ranks(
     server: socket.socket, token: str, ranks: Collection[int], role: str, timeout_seconds: float
 ) -> dict[int, socket.socket]:
-    """Return a blocking connection to each of `ranks`, without the ranks that have not connected in time.
+    """Return a blocking connection to each of `ranks`, except the ranks that have not connected in time.
 
     All connections are authenticated concurrently, so a program that connects without sending data does not delay the
     ranks.

@@ -30,8 +30,8 @@ _POLL_SECONDS = 0.02
 _POLL_SECONDS_PER_RANK = 0.0001  # limits the total request rate of all ranks to 10,000 per second
 _CONNECT_PERIOD_SECONDS = 0.1
 _GROUPS = 2
-_SERVED_CONNECTIONS_PER_RANK = 5  # to rank 0, in addition to the connections of process groups
-_SPARE_DESCRIPTORS = 512  # reserve for data, DataLoader workers and files
+_SERVED_CONNECTIONS_PER_RANK = 5  # connections to rank 0, in addition to those of process groups
+_SPARE_DESCRIPTORS = 512  # file descriptors reserved for data, DataLoader workers and files
 _rendezvous_numbers = itertools.count()
 # Proxies are not used, because all hosts belong to the job.
 _WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -85,7 +85,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def find_corruption(path: Path, part: int = 0, parts: int = 1) -> str | None:
     """Return the reason why checkpoint `path` is corrupt, or None if all files are present and match their digests.
 
-    Several processes can divide the files of a sharded checkpoint: this checks part number `part` of `parts`.
+    Several processes can divide the files of a sharded checkpoint: this call checks part number `part` of `parts`.
     """
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
@@ -194,7 +194,7 @@ def write_manifest(
 def publish(staging_folder: Path, target: Path) -> None:
     """Rename the complete folder `staging_folder` to `target`, and replace an existing `target`."""
     replaced = staging_folder.with_name(f".{target.name}.replaced.unfinished")
-    if target.exists():  # it is corrupt, or was written at the last step of an epoch without the results
+    if target.exists():  # `target` is corrupt, or was written at the last step of an epoch without the results
         remove(replaced)
         target.rename(replaced)
     staging_folder.rename(target)
@@ -205,7 +205,7 @@ def publish(staging_folder: Path, target: Path) -> None:
 def list_digest(files: dict[str, Any]) -> str:
     """Return the SHA-256 digest of the entry "files" of a manifest.
 
-    It detects missing entries of a sharded checkpoint, whose number of files is not fixed.
+    The digest detects missing entries of a sharded checkpoint, whose number of files is not fixed.
     """
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
@@ -284,7 +284,7 @@ def save_model_file(state: dict[str, Tensor], path: Path) -> None:
 
 def load_model_file(model: nn.Module, path: Path) -> None:
     """Load safetensors file `path` into `model`. Raises RuntimeError, ValueError or LookupError on a mismatch."""
-    # The error message of safetensors contains the class name, so use that of the user's class.
+    # safetensors' error message contains the class name, so use the name of the user's class.
     weights = type(type(model).__name__, (_Weights,), {})(model.state_dict(), model, complex_names(path))
     load_model(weights, str(path), strict=True)
 

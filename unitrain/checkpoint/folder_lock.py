@@ -167,7 +167,7 @@ def _this_job() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the description that the holder has written; an empty dictionary if there is none yet."""
+    """Return the description that the holder has written, or an empty dictionary if it has not written one yet."""
     try:
         read = json.loads(files.read_regular_file(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -39,7 +39,8 @@ def load(
     """
     training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
     _check_classes(path, training.get("classes", {}), optimizer, scheduler)
-    # A checkpoint of another program may have no scheduler state. The scheduler then starts from its initial state.
+    # A checkpoint of another program may have no scheduler state. In this case, the scheduler starts from its initial
+    # state.
     has_scheduler = "scheduler" in training
     if has_scheduler and (training["scheduler"] is None) != (scheduler is None):
         has, lacks = ("no", "one") if scheduler is not None else ("a", "none")

@@ -87,7 +87,7 @@ def belongs_to_this_job(folder: Path) -> bool:
 
 
 def record_job(folder: Path) -> None:
-    """Record this job as the owner of the run in `folder`, if it has a job ID, which a restarted job keeps."""
+    """Record this job as the owner of the run in `folder` if the job has an ID. A restarted job keeps its ID."""
     if environment.job_id() is not None and not belongs_to_this_job(folder):
         _write(folder, [])
 
@@ -99,7 +99,7 @@ def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
 
 
 def store_batch_size(folder: Path, fit_index: int, batch: ElasticBatchSize) -> None:
-    """Store the batch size of `fit` call number `fit_index`, for later attempts with a different number of ranks."""
+    """Store the batch size of the `fit` call with index `fit_index`, for attempts with other numbers of ranks."""
     record_job(folder)
     batches = stored_batch_sizes(folder)
     if fit_index == len(batches):

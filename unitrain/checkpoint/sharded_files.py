@@ -249,7 +249,7 @@ def _wait_for_reports(
 def _size_of(folder: Path) -> int:
     sizes = []
     for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # renamed meanwhile
+        with suppress(FileNotFoundError):  # rank 0 has renamed the folder in the meantime
             sizes.append(path.stat().st_size)
     return sum(sizes)
 

@@ -1,6 +1,6 @@
 """Copies of state for checkpoints: in host memory, and in types that `torch.load(..., weights_only=True)` accepts.
 
-An unsupported value raises an error when it is saved, not when a run is resumed.
+An unsupported value raises an error when the state is saved, rather than when a run is resumed.
 """
 
 from __future__ import annotations

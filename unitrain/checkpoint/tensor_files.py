@@ -26,7 +26,7 @@ from unitrain.backends.sharding.tensor_parts import TensorPart
 from unitrain.backends.tensors import as_bytes, copy_into, is_expanded
 from unitrain.errors import CheckpointError
 
-COMPLEX = "unitrain.complex"  # in the metadata: names of complex tensors, as JSON
+COMPLEX = "unitrain.complex"  # metadata entry with the names of complex tensors, as JSON
 _OFFSETS = "DCP_SHARDING_INFO"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -36,7 +36,7 @@ _DTYPES = {
 }  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 256 << 20
-# Written, hashed and read at once.
+# Number of bytes that are written, hashed or read at once.
 _BLOCK_BYTES = 16 << 20
 
 

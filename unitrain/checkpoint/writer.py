@@ -1,6 +1,6 @@
 """Writing checkpoints in a background thread, and removing old ones.
 
-Training waits until the state is copied to host memory, but not for the disk.
+Training waits until the state is copied to host memory, but does not wait for the disk.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ _writers: dict[Path, CheckpointWriter] = {}
 
 
 def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
-    """Wait until no earlier Trainer is still writing to `folder` on any rank, as may happen after an exception in
-    `fit`.
+    """Wait until no earlier Trainer is still writing to `folder` on any rank. After an exception in `fit`, such a
+    Trainer may still be writing.
 
     All ranks call it.
     """
@@ -177,7 +177,7 @@ class CheckpointWriter:
         self.wait()
         self.current = _PendingWrite()
         target = files.checkpoint_path(self._folder, step)
-        weights = model.state_dict()  # on all ranks, because it gathers sharded parameters
+        weights = model.state_dict()  # called on all ranks, because it gathers sharded parameters
         if self._communicator.rank == 0:
             state = weights, training
 
@@ -275,7 +275,7 @@ class CheckpointWriter:
                 write(state)
             except CheckpointError as error:
                 writing.error = error
-            except Exception as error:  # stored for `wait`: without it, the other ranks would hang
+            except Exception as error:  # `wait` raises it on all ranks; otherwise the other ranks would hang
                 where = f" on rank {self._communicator.rank}" if self._communicator.rank else ""
                 writing.error = CheckpointError(f"Cannot write checkpoint '{target}'{where}: {error}. {CHECK_WRITABLE}")
                 writing.error.__cause__ = error

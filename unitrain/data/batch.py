@@ -172,7 +172,8 @@ def _lengths(column: Any) -> list[int]:
 
 
 def _has_layout_of(part: Any, item: Any) -> bool:
-    """Return whether `part` of a batch has the structure of `item`: it may be a sample instead of a column."""
+    """Return whether `part` of a batch has the structure of `item`. If so, `part` may be a sample instead of a
+    column."""
     if isinstance(part, (Tensor, np.ndarray)):
         return isinstance(item, (Tensor, np.ndarray)) and part.ndim == item.ndim
     if type(part) is not type(item):

@@ -44,10 +44,10 @@ def resolve_batch_sizes(
 ) -> BatchSizes:
     """Return the batch sizes of training on `data`. All ranks call it.
 
-    The returned `batch_size` is the argument for opening the data. For a DataLoader, it is the user's setting, which
-    must equal the DataLoader's batch size. If an elastic job was restarted, `elastic_batch_size` is the batch size of
-    its first attempt. Raises ConfigError, on all ranks, if the sizes contradict each other, or if `global_batch_size`
-    is set although the data determines the size of its batches.
+    The returned `batch_size` is the argument for opening the data. For a DataLoader, the returned value is the user's
+    setting, which must equal the DataLoader's batch size. If an elastic job was restarted, `elastic_batch_size` is the
+    batch size of its first attempt. Raises ConfigError, on all ranks, if the sizes contradict each other, or if
+    `global_batch_size` is set although the data determines the size of its batches.
     """
 
     def derive() -> BatchSizes:
@@ -87,7 +87,8 @@ def elastic_batch_sizes(
 
     `elastic_batch_size` is None in the first attempt; one of `batch_size` and `global_batch_size` is then set. The
     number of samples per rank and micro-batch is at most `batch_size`, or that of the first attempt. With
-    `full_batches_only`, it is exactly that number, and the global batch size is approximate.
+    `full_batches_only`, each rank and micro-batch has exactly that number of samples, and the global batch size is
+    approximate.
     """
     micro_batches = size * (gradient_accumulation_steps or 1)
     if elastic_batch_size is None:

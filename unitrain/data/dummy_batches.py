@@ -213,7 +213,7 @@ class StepAligner:
             error, self._error = self._error, None
             raise_on_all_ranks(self._communicator, error)
         if _HAS_NO_DUMMY in states and _HAS_DUMMY in states:
-            # At most once per run: a rank that has not loaded any batch yet receives one.
+            # This happens at most once per run: a rank that has not loaded a batch yet receives one.
             received = self._communicator.broadcast_object(self._dummy_batch, root=states.index(_HAS_DUMMY))
             self._dummy_batch = self._dummy_batch or received
         return [counts[: len(window)] for counts in counts_of_ranks], [

@@ -23,8 +23,8 @@ class TrainingStream(TrainingData):
 
     The length of an epoch is unknown until it ends; `__len__` of the dataset is not used. For a shared stream, a
     position counts items, so a run can resume with a different number of ranks or workers or a different batch size.
-    Otherwise, it counts micro-batches. Resuming within an epoch reads and discards the items before the position, which
-    is exact if the stream depends only on the seed.
+    Otherwise, it counts micro-batches. A run that resumes within an epoch reads and discards the items before the
+    position. This is exact if the stream depends only on the seed.
 
     Raises on all ranks: DataError if the data cannot be sharded, raises an error or ends before its first step;
     ConfigError for a missing or contradictory batch size.

@@ -88,7 +88,8 @@ class IndexedSource:
         return self._tensors is not None or self._loader.num_workers > 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch` of the dataset, if it has one. It does not affect copies in persistent workers."""
+        """Call the dataset's `set_epoch` method, if it has one. The call does not affect copies in persistent
+        workers."""
         if hasattr(self._loader.dataset, "set_epoch"):
             self._loader.dataset.set_epoch(epoch)
 

@@ -103,6 +103,6 @@ class CallOutcome:
 def _read(path: Path) -> CallOutcome:
     try:
         outcome: CallOutcome = pickle.loads(path.read_bytes())
-    except Exception as error:  # for example an exception class with constructor arguments that differ from `args`
+    except Exception as error:  # for example, the constructor arguments of an exception class differ from `args`
         return CallOutcome(error=error, traceback=f"{path.name} cannot be unpickled: {type(error).__name__}: {error}")
     return outcome

@@ -21,7 +21,7 @@ def main(folder: Path) -> None:
     ranks."""
     rank = environment.detect().rank
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # line buffering, because the outputs of the ranks are merged by line
+        if isinstance(stream, io.TextIOWrapper):  # line buffering, because the ranks' outputs are merged by line
             stream.reconfigure(line_buffering=True, write_through=False)
     try:
         call = Call.load(folder)

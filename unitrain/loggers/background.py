@@ -33,7 +33,7 @@ class BackgroundLogger:
         self._calls.put(("start", (run_info,)))
         self._current_call: tuple[str, float] | None = None
         self._started = threading.Event()
-        # A daemon thread, so that the process can exit if a service does not respond.
+        # The thread is a daemon, so that the process can exit if a service does not respond.
         self._thread = threading.Thread(target=self._work, name=type(logger).__name__, daemon=True)
         self._thread.start()
 

@@ -33,7 +33,7 @@ def check_image(image: Tensor) -> None:
 def to_pixels(image: Tensor) -> NDArray[Any]:
     """Return `image` as a uint8 array [height, width, channels]. Floating-point values are clamped to [0, 1].
 
-    If both the first and the last dimension could be channels, the first is used.
+    If both the first and the last dimension could be channels, the first dimension is used.
     """
     pixels = image.detach().cpu()
     if pixels.dim() == 2:

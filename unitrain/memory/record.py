@@ -34,7 +34,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecord:
-    """The activations of a model whose modules of class `name` are checkpointed, see `saved_tensors.Block`."""
+    """The activations of a model whose modules of class `name` are checkpointed. See `saved_tensors.Block`."""
 
     name: str
     calls: int

@@ -108,7 +108,7 @@ class MemoryRecorder(Callback):
     # --- called by the Trainer ---
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
-        """Return `arguments` modified for the recorded run: without checkpoints, output and time limit."""
+        """Return `arguments` modified for the recorded run: without checkpoints, output or a time limit."""
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "dry_run": False}
         changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # there are no checkpoints
         self._settings = {name: getattr(arguments.config, name) for name in _SETTINGS}
@@ -187,7 +187,8 @@ class MemoryRecorder(Callback):
             self._peak = _Snapshot(self._saved.total_bytes, gradients)
 
     def _live_gradient_storages(self) -> Iterator[torch.UntypedStorage]:
-        """Yield the memory of the gradients of the last step that is still in use, and of gradients created since."""
+        """Yield the memory of the last step's gradients that is still in use, and the memory of gradients created
+        since."""
         found = {address: storage for address, known in self._gradient_storages.items() if (storage := known())}
         new = (parameter.grad for parameter in self._parameters() if parameter.grad is not None)
         yield from {**found, **storages_of(new)}.values()

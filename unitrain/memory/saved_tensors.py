@@ -64,8 +64,8 @@ class Block:
 class SavedTensors:
     """Tracks the saved tensors of the calling thread from `start` to `stop`.
 
-    `before_release` is called when the first saved tensor is released after others were saved, so at each local maximum
-    of `total_bytes`. `on_root(module)` is called at the start of each outermost forward pass.
+    `before_release` is called when the first saved tensor is released after others were saved. This is the case at each
+    local maximum of `total_bytes`. `on_root(module)` is called at the start of each outermost forward pass.
     """
 
     def __init__(self, before_release: Callable[[], None], on_root: Callable[[nn.Module], None]) -> None:

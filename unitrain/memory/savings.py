@@ -21,7 +21,7 @@ _STAGES = {
     "gradients": (False, True, True),
     "parameters": (True, True, True),
 }
-_MIN_SHARE = 0.005  # of the peak; smaller savings are not suggested
+_MIN_SHARE = 0.005  # fraction of the peak; smaller savings are not suggested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """The predicted reduction of the peak by a setting, in bytes. `is_estimate` is False if it is computed from the
-    tensors of the run, and `note` states the cost or the condition.
+    """The predicted reduction of the peak by a setting, in bytes. `is_estimate` is False if the reduction is computed
+    from the run's tensors. `note` states the cost or the condition.
     """
 
     setting: str
@@ -119,7 +119,8 @@ def _sharding(usage: Usage, ranks: int) -> list[Saving]:
 
 
 def _checkpointing(record: RankMemory) -> list[Saving]:
-    """Return the block class with the largest savings, and the one with the largest savings per recomputation."""
+    """Return the block class with the largest savings, and the block class with the largest savings per
+    recomputation."""
     blocks = sorted(record.blocks, key=lambda block: block.peak_bytes)
     return [
         Saving(

@@ -16,7 +16,8 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import TensorError
 from unitrain.validation import check_instance, describe_value
 
-# Maximum number of batches that are stored before they are summed. Larger values are faster, smaller ones save memory.
+# Maximum number of batches that are stored before they are summed. Larger values are faster; smaller values save
+# memory.
 _MAX_PENDING_BATCHES = 100
 
 
@@ -49,7 +50,7 @@ class Means:
     def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None, *, is_owned: bool = False) -> None:
         """Add a batch with one value: the mean over its `samples` or, with a `count`, the sum over `count` tokens.
 
-        `is_owned` is as in `add`.
+        `is_owned` has the same meaning as in `add`.
         """
         if count is None:
             self.add((loss,), samples, is_owned=is_owned)

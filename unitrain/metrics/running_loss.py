@@ -76,7 +76,7 @@ class RunningLoss:
     def start_epoch(self) -> None:
         """Start an epoch. Call it after `epoch_mean` of the preceding epoch."""
         total, count = self._totals
-        # The next `mean_since_sync` also includes the steps of the last epoch after its last sync point.
+        # The next `mean_since_sync` also includes the last epoch's steps after its last sync point.
         self._synced_totals, self._totals = (self._synced_totals[0] - total, self._synced_totals[1] - count), (0.0, 0.0)
         self._means.clear()
         self.steps = 0

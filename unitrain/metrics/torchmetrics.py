@@ -1,8 +1,8 @@
 """Metrics of the torchmetrics package. Each rank updates its copy with its samples, and the states are merged exactly.
 
 The package's synchronization uses torch.distributed, computes unweighted means if ranks have different numbers of
-batches, and hangs if list states have different lengths. Here, states that are sums, means, minima or maxima are
-reduced over ranks, and only other states are gathered.
+batches, and hangs if list states have different lengths. In this module, states that are sums, means, minima or maxima
+are reduced over ranks, and only other states are gathered.
 """
 
 from __future__ import annotations

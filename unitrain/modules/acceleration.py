@@ -15,7 +15,7 @@ from unitrain.torch_compat import has_forward_pre_hook, is_compiled
 def compile_forward(*models: nn.Module | None, mode: bool | str) -> None:
     """Compile the forward of each of `models` with torch.compile in the given `mode`; True selects the default mode.
 
-    The first batch triggers the compilation, and a batch of a different size a recompilation with dynamic shapes.
+    The first batch triggers the compilation. A batch of a different size triggers a recompilation with dynamic shapes.
     Models that are already compiled do not change.
     """
     for model in models:

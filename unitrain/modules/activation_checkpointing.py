@@ -27,7 +27,8 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
     restored, and running statistics and other buffers are updated once. The keys of `state_dict` do not change.
 
     Call it on every rank before `distributed_model`; it does not communicate. Raises ModelError if a block is not a
-    class, if the model has no module of that class, and for containers without a forward, such as ModuleList.
+    class, if the model has no module of that class, or if a block is a container without a forward method, such as
+    ModuleList.
     """
     fix = "Use checkpoint_activations(model, nn.TransformerEncoderLayer)"
     check_instance("checkpoint_activations(model)", model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
@@ -101,7 +102,7 @@ class _BufferValues:
     def restore(self) -> None:
         for buffers, name, buffer, _, value in self._values:
             buffers[name] = buffer
-            buffer.data.copy_(value)  # through `data`, because autograd may have saved the buffer
+            buffer.data.copy_(value)  # writes to `data`, because autograd may have saved the buffer
 
 
 class _RecordedBuffers(AbstractContextManager[None]):

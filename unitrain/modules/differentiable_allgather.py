@@ -76,7 +76,7 @@ class _AllreduceAndSelectRows(torch.autograd.Function):
     def forward(ctx: Any, gradient: Tensor, communicator: Communicator, counts: list[int]) -> Tensor:
         ctx.communicator, ctx.counts = communicator, counts
         first = sum(counts[: communicator.rank])
-        # Not a reducescatter, which requires equal parts and is slower on CPUs.
+        # A reducescatter would require equal parts and would be slower on CPUs.
         return communicator.allreduce(gradient, "sum").narrow(0, first, counts[communicator.rank]).clone()
 
     @staticmethod

@@ -109,7 +109,7 @@ class SharedStatistics:
         self.communicator, self.names = communicator, names
         self.is_excluded = False  # whether `exclude_from_statistics` excludes this rank's samples
         self._cached_layer_numbers: dict[tuple[int, torch.device], Tensor] = {}
-        # By layer: the latest count, and its cached tensor.
+        # The latest count of each layer, and its cached tensor.
         self._cached_check_values: dict[int, tuple[int, Tensor]] = {}
 
     @property
@@ -138,7 +138,7 @@ class SharedStatistics:
         float on CPUs.
         """
         if not self.includes_local_samples:
-            # Not multiplied by 0, because 0 * nan is nan.
+            # The sums are replaced instead of multiplied by 0, because 0 * nan is nan.
             sums, count = [torch.zeros_like(tensor) for tensor in sums], 0
         # If ranks called different layers of the same width, their statistics would be mixed without an error. The
         # layer numbers of all ranks are equal if and only if the mean of their squares is the square of their mean.
@@ -287,7 +287,7 @@ def _sums(x: Tensor) -> tuple[list[Tensor], int]:
 def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, values: Tensor | float) -> None:
     """Update the running statistics with those of a batch with `values` values per channel, like BatchNorm."""
     layer.num_batches_tracked.add_(1)
-    # In float64, because 1.0 / integer tensor is float32. Not `item()`, which would synchronize with the device.
+    # The result is float64, because 1.0 / integer tensor is float32. `item()` would synchronize with the device.
     momentum = 1.0 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
     for running, statistic, factor in (
         (layer.running_mean, mean, momentum),

@@ -199,7 +199,7 @@ def describe_mismatch(calls: Sequence[CollectiveCall]) -> str:
 
 
 def describe_differences(records_by_rank: Mapping[int, Sequence[FlightRecord]]) -> list[str]:
-    """Return the latest records of each rank as lines of text if the records of any two ranks differ, else []."""
+    """Return the latest records of each rank as lines of text if they differ between ranks, else []."""
     keys: dict[int, str] = {}
     if all(
         keys.setdefault(record.position, record.key) == record.key

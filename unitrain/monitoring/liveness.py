@@ -44,7 +44,7 @@ class LivenessCheck:
                 self._peers = _connect_to_rank_zero(rendezvous, store)
 
     def start(self) -> None:
-        """Start the thread that reads from the connections. It does not depend on rank 0's store."""
+        """Start the thread that reads from the connections. The thread does not depend on rank 0's store."""
         threading.Thread(target=self._run, name="unitrain liveness", daemon=True).start()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ def _accept_ranks(rendezvous: Rendezvous, store: MessageStore) -> dict[int, Peer
     try:
         server = listen(rendezvous.host, 0)
     except OSError:
-        store.set("address", "")  # otherwise the other ranks would wait for it until the timeout of the store
+        store.set("address", "")  # otherwise the other ranks would wait for this value until the store's timeout
         raise
     with server:
         store.set("address", f"{server.getsockname()[1]} {token}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from unitrain.bootstrap.messages import MessageStore
 
-# More than the number of backward passes that a fast loop runs between two comparisons.
+# The capacity exceeds the number of backward passes that a fast loop runs between two comparisons.
 _MAX_KEPT = 4096
 _KEY = "loop"
 

@@ -26,7 +26,7 @@ from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, RankStatus, format_ranks
 from unitrain.monitoring.watchdog import Watchdog
 
-# Ranks reach the timeout at slightly different times, so each rank waits this long for the reports of the others.
+# Ranks reach the timeout at slightly different times, so each rank waits this long for the other ranks' reports.
 _LATE_RANKS_TIMEOUT = timedelta(seconds=2)
 # When a thread blocks, its core may sleep, and waking it up takes longer than a small collective: polling reduces the
 # time of a 1 KB exchange between two ranks from 0.9 ms to 0.3 ms. Longer waits block, to free the core.

@@ -97,7 +97,7 @@ def awaited_worker(frame: FrameType) -> str | None:
 def awaited_batch() -> tuple[int, int] | None:
     """Return an identifier of the batch that the main thread waits for in a DataLoader, or None if it does not wait.
 
-    It is different for each batch of an iterator.
+    The identifier is different for each batch of an iterator.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:

@@ -95,7 +95,7 @@ class Watchdog:
         atexit.unregister(self._report_exit)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._original_excepthook
-        self._thread.join(2 * _PERIOD_SECONDS)  # with a limit, because the host of the store may be unreachable
+        self._thread.join(2 * _PERIOD_SECONDS)  # the wait is limited, because the store's host may be unreachable
         self._liveness.close()
 
     def set_deadline(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
@@ -115,7 +115,8 @@ class Watchdog:
         return self._collected_statuses
 
     def model_error(self) -> ModelError | None:
-        """Return the first failure if it is a ModelError, or None for another error or while it is unknown."""
+        """Return the first failure if it is a ModelError. Return None for another error, or while the failure is
+        unknown."""
         if self._first_failure is None:
             return None
         error_class, _, text = self._first_failure.error.partition(": ")
@@ -140,7 +141,7 @@ class Watchdog:
         self._error = error
         failure = Failure(self._rank, _first_line(error))
         if _is_peer_lost(error):
-            self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # that peer has failed first
+            self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # a peer has failed first
         if _is_consequence(error):
             failure = self._early_shutdown() or self._missing_rank() or failure
         self._stop_event.set()
@@ -158,7 +159,7 @@ class Watchdog:
                 self._collect_statuses([rank for rank in range(1, self._size) if rank not in ended])
             if self._reporter is not None:  # another thread of this process that prints the report
                 self._reporter.join(_REPORT_SECONDS)
-        if isinstance(error, SystemExit):  # Python does not call the excepthook for it
+        if isinstance(error, SystemExit):  # Python does not call the excepthook for this exception
             _print(self._report)
 
     # --- shutdowns without an error ---
@@ -385,7 +386,7 @@ class Watchdog:
         is_consequence = first is not None and first.rank != self._rank
         text = f"rank {self._rank} of {self._size} ended with {own}{place}"
         if is_consequence and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
-            # Its traceback would show a consequence of the failure instead of the cause, on every rank.
+            # The error's traceback would show a consequence of the failure instead of the cause, on every rank.
             _print([f"unitrain: {text}; {first}"])
         else:
             self._original_excepthook(error_class, error, traceback)
@@ -403,7 +404,7 @@ def _print(lines: Sequence[str]) -> None:
 
 
 def _write_torchrun_error(text: str, *, is_consequence: bool) -> None:
-    """Write the error for torchrun's summary. It omits the traceback, because this rank prints it.
+    """Write the error for torchrun's summary, without the traceback, which this rank prints itself.
 
     torchrun reports the rank with the earliest timestamp, in whole seconds, as the root cause. An error that was caused
     by another rank's failure must therefore have a later timestamp.

@@ -24,7 +24,7 @@ class WeightAverage:
 
     After the first step the average is equal to the weights, as in torch's AveragedModel. Buffers are copied. The
     attribute `model` is a copy of the user's module with the averaged weights. The weights are equal on all ranks, so
-    this requires no communication.
+    averaging requires no communication.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

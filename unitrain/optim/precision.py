@@ -47,7 +47,7 @@ class Precision:
     def loss_scale(self, before: Tensor | None = None) -> Tensor | None:
         """Return the current loss scale multiplied by `before`, an earlier scale; None if there is neither.
 
-        It does not synchronize with the device.
+        This method does not synchronize with the device.
         """
         if self._scaler is None:
             return before

@@ -138,7 +138,7 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 class ParameterUpdate:
     """Updates the parameters: unscale, clip, optimizer step, zero_grad, scheduler, weight average.
 
-    The gradients are equal on all ranks, so this requires no communication. The gradient norm of the optimizer's
+    The gradients are equal on all ranks, so the update requires no communication. The gradient norm of the optimizer's
     parameters is clipped to `max_grad_norm`. `scheduler` steps after each update. If fp16 skips a step, `scheduler` and
     `average` do not change.
     """

@@ -42,7 +42,7 @@ class ProgressDisplay:
         """Set the displayed loss, the latest mean over ranks."""
 
     def show_slow_ranks(self, description: str) -> None:
-        """Show the `description` of slow ranks, until a call with an empty one."""
+        """Show the `description` of slow ranks until a call with an empty description."""
 
     def show_validation(self, epoch: int, results: dict[str, float]) -> None:
         """Show the results of a validation within an epoch."""
@@ -164,7 +164,7 @@ class _Bar(_TimedDisplay):
         )
 
     def show_slow_ranks(self, description: str) -> None:
-        if description and description != self._slow_ranks:  # above the bar, which is too short for it
+        if description and description != self._slow_ranks:  # printed above the bar, which is too short for this text
             self._print(description)
         super().show_slow_ranks(description)
 

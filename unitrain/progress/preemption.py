@@ -58,8 +58,8 @@ class PreemptionHandler:
         signal.set_wakeup_fd(self._wakeup)
         if os.getpid() != self._process:  # a forked process; the parent closes the connection
             return
-        # Shut the connection down: closing it would not stop the thread while a forked process, such as a DataLoader
-        # worker, holds a copy of the socket.
+        # Shut the connection down instead of closing it: while a forked process, such as a DataLoader worker, holds a
+        # copy of the socket, closing it would not stop the thread.
         self._receiver.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._receiver.close()

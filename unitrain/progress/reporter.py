@@ -74,7 +74,7 @@ class RunReporter:
         self.show_message(f"stopped after step {step}: {reason}")
 
     def report_slow_ranks(self, description: str) -> None:
-        """Show the `description` of slow ranks, until a call with an empty one."""
+        """Show the `description` of slow ranks until a call with an empty description."""
         self._progress.show_slow_ranks(description)
 
     def report_sync_point(self, step: int, values: Mapping[str, float]) -> None:

@@ -116,7 +116,8 @@ class SyncPoint:
         self._detector = StragglerDetector()
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Synchronize after `step` steps, and return the `numbers` of every rank. All ranks must pass equally many."""
+        """Synchronize after `step` steps, and return the `numbers` of every rank. All ranks must pass the same number
+        of them."""
         previous_reason = self._stopping.reason
         seconds, steps = self._timer.take_recent_seconds()
         ranks = self._stopping.exchange(step, [*seconds, *numbers])

@@ -12,7 +12,7 @@ _COMPUTE = TRAINING.index("compute")
 # A straggler's busy time exceeds the median of the other ranks by at least this fraction of a step.
 _MIN_EXCESS = 0.2
 # Minimum duration of an observation. A rank is reported if it is slow in two consecutive observations, because a single
-# one may be an outlier.
+# observation may be an outlier.
 _OBSERVATION_SECONDS = 1.0
 _MAX_NAMED_RANKS = 2
 

@@ -71,7 +71,8 @@ class LoopTimer:
         self._last_reading = _Reading(self._start_time, 0, 0.0)
 
     def iterate(self, batches: Iterable[ItemT]) -> Iterator[ItemT]:
-        """Yield from `batches`, and measure the fetch time of each batch. That of the first batch starts at `start`."""
+        """Yield from `batches`, and measure the fetch time of each batch. The fetch time of the first batch starts at
+        `start`."""
         waited_since = self._start_time
         for batch in batches:
             self._last_fetch_time = time.perf_counter()

@@ -248,7 +248,7 @@ def _draw_bars(axes: Axes, chart: TimeChart, draw: Callable[..., Any], offset: s
 
 def _add_legend(axes: Axes, entries: int) -> None:
     options: dict[str, Any] = {"columnspacing": 1.1, "handlelength": 1.1, "handletextpad": 0.5, "ncols": entries}
-    if entries > 3:  # too wide for the title line: place the legend between the title and the axes
+    if entries > 3:  # the legend is too wide for the title line, so it is placed between the title and the axes
         axes.set_title(axes.get_title(loc="left"), pad=24)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, borderaxespad=0.7, **options)
     else:

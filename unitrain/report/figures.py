@@ -100,7 +100,7 @@ def last_value(record: RunRecord, name: str) -> float | None:
 
 
 def best_value(record: RunRecord, name: str, mode: str = "min") -> Best | None:
-    """Return the first best value of a result over the epochs, or None if no value was a number."""
+    """Return the best value of a result over the epochs (the first of equal ones), or None if no value was a number."""
     rows = [row for row in record.epochs if row.get(name) is not None]
     if not rows:
         return None

@@ -13,8 +13,8 @@ from unitrain.launchers import ElasticRange, Host, LaunchError, find_reachable_h
 # Interval between host discoveries, and between probes of an unresponsive host.
 POLL_SECONDS = 2.0
 _PROBE_AGAIN_SECONDS = 10.0
-# If a rank of the same host fails first this many times in a row, the host is excluded for this time, while enough
-# hosts remain.
+# If a rank of the same host fails first this many times in a row, the host is excluded for this number of seconds,
+# unless too few hosts would remain.
 _MAX_FAILURES_IN_A_ROW = 2
 _EXCLUSION_SECONDS = 600.0
 

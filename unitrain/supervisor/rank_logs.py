@@ -92,7 +92,7 @@ def _copy_output(reader: int, file: Path, prefix: bytes) -> None:
             if is_writable:
                 try:
                     log.write(line)
-                except OSError as error:  # keep reading: a broken pipe would terminate the rank
+                except OSError as error:  # continue to read, because a broken pipe would terminate the rank
                     is_writable = False
                     message = (
                         f"unitrain: cannot write more to '{file}': {error.strerror}. The output of the rank is still "

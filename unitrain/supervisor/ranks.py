@@ -75,7 +75,7 @@ class RankConnections:
         """Request an immediate exit of all remaining ranks. Ranks still connected at the timeout count as
         unreachable."""
         with self._state_changed:
-            self._is_exiting = True  # also for ranks that connect later
+            self._is_exiting = True  # ranks that connect later also receive the request
             self._state_changed.wait_for(self._all_disconnected, _EXIT_DETECTION_SECONDS)
             for connection in self._connections.values():
                 connection.send(EXIT)

@@ -25,13 +25,13 @@ from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_th
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
 from unitrain.supervisor.ranks import RankConnections
 
-# Termination and preemption signals. They are forwarded to the launcher, and the job is not restarted.
+# These termination and preemption signals are forwarded to the launcher. After one of them, the job is not restarted.
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PREEMPTED_CODE = int(Preempted(None).code or 0)
 # A failed host, file system or port may take time to recover.
 _RESTART_PAUSE_SECONDS = 2.0
-# A launcher that does not exit although a host is unreachable is terminated after this time, and killed after twice
-# this time.
+# A launcher that does not exit although a host is unreachable is terminated after this number of seconds, and killed
+# after twice that.
 _LAUNCHER_TIMEOUT_SECONDS = 10.0
 # Ranks exit immediately on request, unless their host is unreachable.
 _RANK_EXIT_TIMEOUT_SECONDS = 15.0
@@ -207,7 +207,7 @@ def _select_addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(
                 (remote_host.name.strip("[]"), 9)
-            )  # any port: a UDP connect only selects a route and sends no packet
+            )  # the port does not matter: a UDP connect only selects a route and sends no packet
             address = str(probe.getsockname()[0])
             return address, address
     except OSError:  # the name may be an alias in the ssh configuration

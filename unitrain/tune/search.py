@@ -18,7 +18,7 @@ Settings = Mapping[str, str]
 # Measures the seconds per step with the given settings in a separate run.
 Measure = Callable[[Settings], float]
 # If the settings have no effect, either side of a pair is faster with probability 1/2. Then 7 or 8 of 8 pairs favor the
-# settings in 3.5 % of all checks.
+# settings in 3.5% of all checks.
 PAIRS, _MAX_DISAGREEING_PAIRS = 8, 1
 # Minimum gain in a single pair for which a setting is measured again, and minimum gain for which it is combined with
 # others.
@@ -29,7 +29,7 @@ _TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the
 
 @dataclass(frozen=True)
 class Gain:
-    """The speedup by settings: the ratio of the step times without and with them, per pair of runs."""
+    """The speedup by settings: the ratio of the step times without and with the settings, per pair of runs."""
 
     ratios: Sequence[float]
 

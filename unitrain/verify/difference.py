@@ -28,7 +28,7 @@ _NOISE_FRACTION = 1e-6
 # If the permitted difference of a tensor exceeds this fraction of its change during training, the comparison cannot
 # detect a wrong gradient.
 _RESOLVED_FRACTION = 0.05
-_ROUNDINGS_PER_STEP = 4  # of the gradient, the update and the parameter, in both runs
+_ROUNDINGS_PER_STEP = 4  # rounding errors of the gradient, the update and the parameter, in both runs
 
 
 @dataclass(frozen=True)

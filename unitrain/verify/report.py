@@ -88,7 +88,7 @@ def _format_cells(row: Row) -> list[str]:
 
 
 def _print_reasons(console: Console, group: Group, row: Row) -> None:
-    """Print the reasons for the status of a row below the table."""
+    """Print, below the table, the reasons for the status of a row."""
     if row.status == "reference" or not (row.reasons or row.status in _VERBS):
         return
     verb = _VERBS.get(row.status)

@@ -35,10 +35,11 @@ _MAX_IN_FLIGHT = 2
 class Transfer:
     """How buckets are transferred.
 
-    group: the process group. first_bytes, other_bytes: sizes of the first bucket, which is sent as early as possible,
-    and of the others. half: the half-precision dtype in which gradients are sent with compression, or None.
+    group: the process group.
+    first_bytes, other_bytes: sizes of the first bucket, which is sent as early as possible, and of the others.
+    half: the half-precision dtype in which gradients are sent with compression, or None.
     uses_all_to_all: whether to use an all-to-all instead of an allreduce. Half-precision values always use an
-    all-to-all, because they are summed in float32.
+        all-to-all, because they are summed in float32.
     """
 
     group: dist.ProcessGroup
