@@ -26,7 +26,7 @@ def digits_network() -> nn.Module:
 
 
 def digits_data(seed: int) -> tuple[Subset[tuple[Tensor, ...]], Subset[tuple[Tensor, ...]]]:
-    """Return 80 % of the 1797 images for training and 20 % for validation. The split depends only on `seed`."""
+    """Return 80% of the 1797 images for training and 20% for validation. The split depends only on `seed`."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16
     dataset = TensorDataset(images, torch.from_numpy(digits.target).long())

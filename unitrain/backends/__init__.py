@@ -8,7 +8,7 @@ local                one process without communication, the reference for the ot
 ddp                  torch.distributed with NCCL or Gloo
 horovod/             Horovod as a torch.distributed process group
 process_group        collectives and distributed models of ddp and horovod, over any process group
-composed_collectives reducescatter and allgather between CPUs, composed of allreduces and broadcasts
+composed_collectives reducescatter and allgather of CPU tensors, composed of allreduces and broadcasts
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments
 row_exchange         allgather of short rows over direct TCP connections, for the consistency check

@@ -2,8 +2,8 @@
 
 It accepts torchrun's options. torchrun's "static" and "--standalone" rendezvous listen on all network interfaces, and
 "--standalone" also unpickles data that any host on the network can write. This module replaces both: a single host uses
-the loopback interface, and several hosts use the address of the first. The rendezvous backends c10d and etcd remain
-unchanged.
+the loopback interface, and several hosts use the address of the first host. The rendezvous backends c10d and etcd
+remain unchanged.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks. If the first failed rank exits with 75 because it was preempted, this
 process also exits with 75. After a signal such as SIGTERM, it exits with 128 plus the signal number (143), whereas

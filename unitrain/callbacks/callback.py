@@ -25,7 +25,8 @@ _HOOKS = (
 
 
 class RunningTrainer(Protocol):
-    """The attributes of the Trainer that this package uses. A protocol, because the Trainer imports this package."""
+    """The attributes of the Trainer that this package uses. This is a protocol, because the Trainer imports this
+    package."""
 
     @property
     def backend(self) -> Backend: ...

@@ -15,11 +15,11 @@ Mode = Literal["min", "max"]
 class EarlyStopping(Callback):
     """Stops the run when the result `monitor` has not improved for `patience` epochs in a row.
 
-    With `mode` "min", a result is an improvement if it is lower than the best by more than `min_delta`, with "max" if
-    it is higher by more than `min_delta`; nan never is. Checkpoints contain `best` and `epochs_without_improvement`, so
-    a run that was stopped also stops after it is resumed, unless `patience` is increased. All ranks make the same
-    decision, because results are equal on all ranks. Raises ConfigError on every rank if `monitor` is not a result of
-    the run.
+    With `mode` "min", a result is an improvement if it is lower than the best by more than `min_delta`. With "max", a
+    result is an improvement if it is higher by more than `min_delta`. nan is never an improvement. Checkpoints contain
+    `best` and `epochs_without_improvement`, so a run that was stopped also stops after it is resumed, unless `patience`
+    is increased. All ranks make the same decision, because results are equal on all ranks. Raises ConfigError on every
+    rank if `monitor` is not a result of the run.
     """
 
     def __init__(

@@ -43,7 +43,9 @@ class Histograms(Callback):
             gradient: Any = parameter.grad
             if not self.gradients or gradient is None:
                 continue
-            if hasattr(gradient, "full_tensor"):  # sharded over ranks; all ranks must call it
+            if hasattr(
+                gradient, "full_tensor"
+            ):  # the gradient is sharded across ranks, and all ranks must call this method
                 gradient = gradient.full_tensor()
             if logs:
                 trainer.log_histogram(f"gradients/{name}", _unscale(gradient, scale))

@@ -141,7 +141,7 @@ def _format_duration(seconds: float) -> str:
 
 
 class _Progress:
-    """Print one line per build step. Show the compilation as a progress bar (terminal) or as one line per 10 %."""
+    """Print one line per build step. Show the compilation as a progress bar (terminal) or as one line per 10%."""
 
     def __init__(self, plan: BuildPlan) -> None:
         from rich.console import Console

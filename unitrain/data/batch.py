@@ -126,7 +126,7 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
 
     If the batch is a list of samples, the number is its length. Any other batch consists of columns: the parts of a
     tuple, list, mapping or dataclass, or one tensor. If all columns have the same length (first dimension of a tensor,
-    or length of a list), and it differs from the number of items, that length is the number of samples. Otherwise the
+    or length of a list), and this length differs from the number of items, it is the number of samples. Otherwise the
     number of samples is the number of items, even if the samples are in the second dimension.
     """
     if batch is None:

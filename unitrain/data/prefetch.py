@@ -28,9 +28,10 @@ class Prefetcher:
         self, device: torch.device, fetching: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         self._device, self._fetching = device, fetching
-        # A weak reference, so that the iterator's workers terminate immediately if the training loop raises an error.
+        # The reference is weak, so that the iterator's workers terminate immediately if the training loop raises an
+        # error.
         self._iterator_reference: weakref.ref[PrefetchedIterator[Any]] | None = None
-        # One stream for all epochs, because the allocator reuses memory only on the stream that allocated it.
+        # All epochs use the same stream, because the allocator reuses memory only on the stream that allocated it.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, items: Iterable[Item[InfoT]], *, ahead: bool, overlapped: bool = False) -> Iterator[Item[InfoT]]:
@@ -76,7 +77,8 @@ class Prefetcher:
 
 
 class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
-    """Iterator over `items` that can prefetch the next item. Its errors are raised when that item is requested."""
+    """Iterator over `items` that can prefetch the next item. An error in loading it is raised when the item is
+    requested."""
 
     def __init__(self, items: Iterator[ItemT]) -> None:
         self._items = items

@@ -171,7 +171,7 @@ class TrainingShard(TrainingData):
         return position >= self._end or (self._aligner is not None and self._aligner.has_ended)
 
     def end_epoch(self) -> None:
-        pass  # the workers terminate with the iterator, which is not referenced here
+        pass  # the workers terminate with the iterator, to which this object has no reference
 
     def _plan_epoch(self, epoch: int, start: int) -> tuple[Tensor | list[Any], Iterator[MicroBatch]]:
         """Return the order of an epoch and this rank's micro-batches in it, and set the end of the epoch."""
@@ -243,7 +243,8 @@ class EvaluationShard:
     "shared", its items are assigned to ranks round-robin; with "own", the items differ between ranks.
 
     With `limit_batches`, only the first `limit_batches` * `limit_batch_size` (default: `batch_size`) samples are
-    evaluated: the same samples for any number of ranks. With `stream` "own" it is the number of batches per rank.
+    evaluated: the same samples for any number of ranks. With `stream` "own", `limit_batches` is the number of batches
+    per rank.
 
     All ranks create it; iterating does not communicate. Raises DataError, on all ranks, for data that is empty, differs
     between ranks or cannot be sharded.

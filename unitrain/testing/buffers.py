@@ -18,8 +18,8 @@ STEPS, FROZEN_FROM, RATE = 8, 5, 0.05
 
 
 class Centers(nn.Module):
-    """Reads three buffers: each forward pass from `first_write` on changes the first one in the way `write` and
-    reassigns the second one; the third one is constant."""
+    """Reads three buffers. Each forward pass from `first_write` on changes the first buffer in the way `write` and
+    reassigns the second buffer. The third buffer is constant."""
 
     def __init__(self, write: str = "in place", first_write: int = 0) -> None:
         super().__init__()
@@ -213,6 +213,6 @@ def running_statistics_and_unbroadcast_buffers_need_no_collective(backend: Backe
     finally:
         for name in names:
             delattr(backend, name)
-    # The first forward pass shares all buffers once, each broadcast_buffers the running statistics.
+    # The first forward pass broadcasts all buffers once; each broadcast_buffers call broadcasts the running statistics.
     shares = calls.count("broadcast") - 70
     assert (shares, set(calls)) == ((1 if backend.size > 1 else 0), {"broadcast"})

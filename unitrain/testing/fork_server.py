@@ -28,7 +28,7 @@ from typing import Any
 
 from unitrain.bootstrap import environment
 
-# Imported before the first fork. A module that is not installed is skipped.
+# The fork server imports these modules before the first fork. A module that is not installed is skipped.
 _IMPORTS = (
     "numpy", "torch", "torch._dynamo", "unitrain.trainer", "unitrain.testing.worker", "unitrain.backends.ddp",
     "unitrain.backends.horovod.backend",
@@ -67,7 +67,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self.owner = os.getpid()
         with child_end:
-            # One thread for OpenMP and BLAS, because additional threads would not exist after a fork.
+            # OpenMP and BLAS use one thread, because additional threads would not exist after a fork.
             variables = environment.without_launcher_variables() | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import main; main()", str(child_end.fileno())],
@@ -93,7 +93,7 @@ class ForkServer:
     def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Child:
         """Fork a process that runs `unitrain.testing.worker` with these arguments and this environment.
 
-        It leads a new session and writes to the standard output and error of this process.
+        The forked process leads a new session and writes to this process's standard output and error.
         """
         sys.stdout.flush()
         request = {

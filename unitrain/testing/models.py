@@ -79,8 +79,8 @@ def assert_reduced(
 ) -> None:
     """Assert, for three steps, that `run(wrapped, rank)` computes the mean gradients of `model`.
 
-    `twin` is a copy of the model that computes the expected gradients locally. DDP builds its buckets in the first
-    step and rebuilds them in the second.
+    `twin` is a copy of the model, with which the expected gradients are computed locally. DDP builds its buckets in the
+    first step and rebuilds them in the second.
     """
     for _ in range(3):
         model.zero_grad()

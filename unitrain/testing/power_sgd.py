@@ -28,7 +28,8 @@ from unitrain.testing.models import (
 
 LOW_RANK = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
 STATELESS_SETTINGS: tuple[Compression, ...] = ("none", "fp16")
-MATRICES = ("0.weight", "3.weight")  # matrices of `build`, compressed with LOW_RANK; the rest are vectors
+# The matrices of `build`, which are compressed with LOW_RANK. Its other parameters are vectors.
+MATRICES = ("0.weight", "3.weight")
 
 
 def with_compression_state(

@@ -51,10 +51,10 @@ class RankGroup:
     """`size` ranks of `backend` on this host; a context manager.
 
     If possible, ranks are forked from a process that has already imported torch. `spawn=True` starts new processes
-    instead, which timing measurements require. `command` is a launcher's command line without the program, such as
-    ["horovodrun", "-np", "2"]; without it, the ranks are started directly, with variables such as RANK and WORLD_SIZE.
-    `variables` are added to the environment of the ranks, which compute on `device`. Every wait has a timeout. All
-    processes are terminated at the end of the context.
+    instead; timing measurements require new processes. `command` is a launcher's command line without the program, such
+    as ["horovodrun", "-np", "2"]; without it, the ranks are started directly, with variables such as RANK and
+    WORLD_SIZE. `variables` are added to the environment of the ranks, which compute on `device`. Every wait has a
+    timeout. All processes are terminated at the end of the context.
     """
 
     def __init__(

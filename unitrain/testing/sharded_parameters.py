@@ -19,7 +19,7 @@ from unitrain.testing.cases import assert_same_on_every_rank, contract
 from unitrain.torch_compat import fsdp_parameters, local_part, unsharded_parameter
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
-_WORDS, _WIDTH = 11, 6  # neither is divisible by 2 and by 3 and by 4
+_WORDS, _WIDTH = 11, 6  # neither number is divisible by all of 2, 3 and 4
 
 
 class _Layer(nn.Module):
@@ -239,7 +239,7 @@ def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) ->
 
 @contract
 def sharded_parameters_of_large_blocks(backend: Backend) -> None:
-    """Blocks of more than 64 KB are gathered by other collectives than small ones."""
+    """Blocks of more than 64 KB are gathered by different collectives than smaller blocks."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)

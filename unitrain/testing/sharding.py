@@ -109,7 +109,7 @@ def sharded_state_is_divided_evenly(backend: Backend) -> None:
     complete = 2 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     sizes = backend.allgather_object(_state_bytes(optimizer))
     assert sum(sizes) == complete, (sizes, complete)
-    # A tensor that is not split changes the size of a shard by at most the size of the tensor.
+    # A tensor that is not split changes the shard size by at most the tensor size.
     assert max(sizes) - complete / backend.size <= 2 * 8 * MIN_DIVIDED_ELEMENTS, (sizes, complete)
 
 

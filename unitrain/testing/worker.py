@@ -53,8 +53,8 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
             function, args = pickle.loads(message)
             answer: tuple[Any, ...] = (True, function(backend, *args))
         except BaseException as error:
-            # The time identifies the rank that failed first. The first report often comes from a rank that has lost a
-            # peer.
+            # The time identifies the rank that failed first. The first report to arrive often comes from a rank that
+            # has lost a peer.
             answer = (False, type(error).__name__, str(error), traceback.format_exc(), time.time())
         # parent.send would pass tensors in shared memory, which this process frees when it exits.
         parent.send_bytes(pickle.dumps(answer))

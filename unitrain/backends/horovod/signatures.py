@@ -293,7 +293,7 @@ def _check_equals(operation: str, tensor: Tensor, expected: Tensor, check_size: 
         if got != wanted and (check_size or kind != "size"):
             raise CollectiveArgumentError(
                 f"Horovod's {operation} got an invalid tensor {kind}: {got}, expected {wanted}. "
-                f"Pass tensors of one {'shape' if kind == 'size' else kind if kind == 'layout' else 'dtype'}."
+                f"Pass tensors with the same {'shape' if kind == 'size' else kind if kind == 'layout' else 'dtype'}."
             )
 
 
@@ -324,7 +324,7 @@ def _check_parts(
     if len(parts) != size:
         raise CollectiveArgumentError(
             f"Horovod's {operation}: Incorrect {kind} list size {len(parts)}. {kind.capitalize()} list size should be "
-            f"{size}, same as size of the process group. Pass one tensor for each rank."
+            f"{size}, same as size of the process group. Pass one tensor per rank."
         )
     for part in parts:
         _check_equals(operation, part, expected, check_sizes)
