@@ -165,8 +165,7 @@ def select_uncounted_devices(
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs of this host that are visible to CUDA, as entries of CUDA_VISIBLE_DEVICES, in the order of their
-    indices.
+    """Return this host's GPUs that are visible to CUDA, as entries of CUDA_VISIBLE_DEVICES, in index order.
 
     CUDA ignores an invalid entry of the variable and all entries after it, and hides all GPUs if an entry is repeated.
     """

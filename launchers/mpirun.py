@@ -31,9 +31,9 @@ def build(spec: LaunchSpec) -> Command:
     """Return the command. It runs on one host and starts the ranks on all hosts.
 
     Without hosts, the ranks run on this host, or on the hosts of the current Slurm allocation. Variables are forwarded
-    by name, so that the command line shows no values. The rendezvous uses a free port of this host, or port 29500 of
-    the first of several hosts (in a Slurm allocation see `slurm.Allocation.port`), unless MASTER_ADDR and MASTER_PORT
-    are set. Horovod on one host does not need a rendezvous.
+    by name, so that the command line shows no values. Unless MASTER_ADDR and MASTER_PORT are set, the rendezvous uses a
+    free port of this host. With several hosts, it uses port 29500 of the first host, or in a Slurm allocation the port
+    `slurm.Allocation.port`. Horovod on one host does not need a rendezvous.
     """
     spec.check_no_controller("mpirun")
     fix = "It is part of Open MPI: sudo apt-get install openmpi-bin"

@@ -167,7 +167,7 @@ def _numbers_per_host(name: str, text: str) -> list[int]:
 
 
 def _tasks_of_job(job_id: str, num_hosts: int, environ: Mapping[str, str]) -> list[int]:
-    """Return the number of tasks of each host of the job from `scontrol show job`; empty if it does not show them."""
+    """Return the job's number of tasks per host from `scontrol show job`; empty if the output does not contain them."""
     description = _scontrol(["show", "job", "--oneliner", job_id], f"describe job {job_id}")
     fields = {name: int(value) for name, value in _DESCRIPTION_FIELD.findall(description)}
     total = fields.get("NumTasks", 0)

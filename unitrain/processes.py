@@ -1,4 +1,4 @@
-"""Usable CPU cores, and termination of all processes of a command and of workers whose parent has terminated.
+"""Usable CPU cores, and termination of a command's processes and of workers whose parent has terminated.
 
 Launchers start ranks in other process groups, so the processes of a command are found by an environment variable. A
 DataLoader worker detects the termination of its rank only between two batches, so a hung worker would outlive a killed

@@ -155,5 +155,5 @@ def arity_table(flags: str, values: str, optional: str = "") -> dict[str, int]:
 
 
 def topic_by_option(**options_by_topic: str) -> dict[str, str]:
-    """Return the topic of each option, given the names of the options of each topic."""
+    """Return the topic of each option, given the option names per topic."""
     return {name: topic for topic, names in options_by_topic.items() for name in names.split()}

@@ -292,7 +292,7 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
 def check_same_trained_parameters(names: Sequence[str], requires_grad_by_rank: Sequence[Sequence[bool]]) -> None:
     """Raise ModelError unless the same parameters require gradients on all ranks.
 
-    `requires_grad_by_rank` contains the values of requires_grad of every rank, in the order of `names`.
+    `requires_grad_by_rank` contains every rank's values of requires_grad, in the order of `names`.
     """
     for rank, other in enumerate(requires_grad_by_rank):
         if other != requires_grad_by_rank[0]:

@@ -184,7 +184,8 @@ class Calibration:
 
 
 def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
-    """Fit alpha and beta of the allreduce `cost` to the allreduces of `name` in a result of `bench collectives`.
+    """Fit alpha and beta of the allreduce `cost` to the allreduces that a `bench collectives` result contains for
+    `name`.
 
     The fit minimizes squared relative errors, so that large messages do not dominate. alpha and beta are >= 0. beta
     includes the cost of the reduction, because the measurements do not separate the two. Raises ReportError for fewer

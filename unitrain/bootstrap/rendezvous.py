@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of any launcher via a torch Store, and exchange of small values via that store."""
+"""Rendezvous of the ranks under any launcher via a torch Store, and exchange of small values via that store."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _wheel_facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | Non
         "cuda": (toolkit.version if toolkit else f"{torch.cuda} (pip)") if cuda else None,
         "nccl": machine.nccl.version if cuda and machine.nccl else None,
         "architectures": list(torch.architectures) if cuda else [],
-        # The name of this entry is part of the keys of existing wheels.
+        # This entry name is part of the keys of existing wheels.
         "mended": list(patches.runtime_fixes()),
         "patches": patches.digest(),
         # Omitted if no flag is set, so that the keys of existing wheels without flags do not change.

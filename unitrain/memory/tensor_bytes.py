@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# Number of tensors with the size of the parameter that optimizers of torch.optim store per parameter.
+# Number of parameter-sized tensors that torch.optim's optimizers store per parameter.
 _STATE_TENSORS: dict[type[Optimizer], int] = {
     torch.optim.Adadelta: 2, torch.optim.Adagrad: 1, torch.optim.Adam: 2, torch.optim.Adamax: 2,
     torch.optim.AdamW: 2, torch.optim.ASGD: 1, torch.optim.NAdam: 2, torch.optim.RAdam: 2,

@@ -26,7 +26,7 @@ class ReplacedForward:
 
 @functools.cache
 def create_replacing_class(forward: Any, plain: Any) -> Any:
-    """Return the subclass of `forward`, a ReplacedForward, and of `plain`, the class of a module."""
+    """Return the common subclass of `forward` (a ReplacedForward) and `plain` (a module's class)."""
     return type(f"{forward.prefix}{plain.__name__}", (forward, plain), {"forward_class": forward, "plain": plain})
 
 

@@ -64,8 +64,7 @@ class LoopCounters:
         store.set(_KEY, json.dumps(self._latest))
 
     def compare(self, store: MessageStore, rank: int) -> str | None:
-        """Return a description of the difference if the counts of this rank and of rank 0 differ at the same backward
-        pass.
+        """Return a description of the difference if this rank's counts differ from rank 0's at the same backward pass.
 
         If this rank has not run that backward pass yet, a later call compares it.
         """

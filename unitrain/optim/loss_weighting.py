@@ -1,4 +1,5 @@
-"""Weights of micro-batch losses, so that the gradient of a step is that of the mean loss over its samples or tokens."""
+"""Weights of micro-batch losses, so that a step's gradient is the gradient of the mean loss over its samples or
+tokens."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ _NUM_DESCRIPTORS = 2**16
 # Transient errors of `accept`, and the delay before the next call.
 _TEMPORARY_ERRORS = (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_SECONDS = 0.1
-# Maximum delay between the exit of the launcher and the detection of the exits of its ranks.
+# Maximum delay between the launcher's exit and the detection that its ranks have exited.
 _EXIT_DETECTION_SECONDS = 1.0
 
 
 class RankConnections:
-    """Server for the connections of the ranks of one attempt of the job `job`. The ranks connect to `address`.
+    """Server for the connections of all ranks in one attempt of `job`. The ranks connect to `address`.
 
     `crashed_ranks` lists the killed or crashed ranks in chronological order, and `unreachable` the ranks on
     unresponsive hosts. `is_preempted` is true if ranks exited after a requested checkpoint. Ranks authenticate with

@@ -66,7 +66,7 @@ class SearchResult:
 
 
 def list_tunables(backend_tunables: Sequence[Tunable], threads: int | None, cores_per_rank: int) -> list[Tunable]:
-    """Return the tunables of the backend and of the number of threads per rank.
+    """Return the backend's tunables and a tunable for the number of threads per rank.
 
     `threads` is the default number of threads per rank, or None on a GPU.
     """

@@ -23,7 +23,7 @@ from unitrain.verify.record import TENSORS_FILE, Record
 # repeats the run in float64.
 RELATIVE_TOLERANCE = {False: 1e-3, True: 1e-7}
 # A gradient that is zero in exact arithmetic (a bias before BatchNorm) is rounding noise in practice, and Adam
-# amplifies it. Differences up to this fraction of the largest change of any tensor of the same kind are permitted.
+# amplifies it. Differences are permitted up to this fraction of the largest change of a tensor of the same kind.
 _NOISE_FRACTION = 1e-6
 # If the permitted difference of a tensor exceeds this fraction of its change during training, the comparison cannot
 # detect a wrong gradient.

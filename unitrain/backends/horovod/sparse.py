@@ -44,7 +44,7 @@ def pack_rows(tensors: list[Tensor], size: int) -> Tensor:
 
 
 def unpack_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return the sum of the rows of all ranks as a coalesced tensor with the shape and dtype of `like`."""
+    """Return the sum of all ranks' rows as a coalesced tensor with the shape and dtype of `like`."""
     index_bytes = 8 * like.sparse_dim()
     indices = _contiguous_copy(rows[:, :index_bytes]).view(torch.int64).t()
     values = _contiguous_copy(rows[:, index_bytes:]).view(like.dtype).view(len(rows), *like.shape[like.sparse_dim() :])

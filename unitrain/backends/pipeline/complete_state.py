@@ -84,7 +84,7 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
 ) -> None:
-    """Load this stage's part of `state`, a state dict of an optimizer of the complete model. All ranks call it.
+    """Load this stage's part of `state`, an optimizer state dict for the complete model. All ranks call it.
 
     Raises CheckpointError on every rank if `state` is not the state of such an optimizer.
     """

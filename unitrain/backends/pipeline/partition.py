@@ -10,7 +10,7 @@ StageCost = Callable[[int, int, int], float]
 
 
 def partition(blocks: int, stages: int, cost: StageCost) -> list[int] | None:
-    """Return the number of blocks of each stage, or None if every division has a stage of infinite cost.
+    """Return the number of blocks per stage, or None if every division has a stage with infinite cost.
 
     Stages are contiguous and not empty. The division minimizes the maximum cost and, secondarily, the sum of the
     squared costs. The result depends only on the arguments. `cost` is called O(stages * blocks ** 2) times.

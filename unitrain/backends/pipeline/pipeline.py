@@ -54,7 +54,8 @@ class Pipeline:
     all replicas.
 
     All ranks must create the pipeline with the same model and arguments. Parameters and buffers are broadcast from rank
-    0. The blocks of other stages are moved to the device "meta", and those of this stage to the device of the rank.
+    0. The blocks of other stages are moved to the device "meta", and those of this stage are moved to the rank's
+    device.
 
     Args:
         model: A torch.nn.Sequential. Its direct children are the blocks, and are never divided.
@@ -231,8 +232,8 @@ class Pipeline:
         return gather_optimizer_state(self._backend, self._stages, self._module, optimizer)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load this stage's part of `state`, the state dict of an optimizer of the complete model, into `optimizer`.
-        All ranks call it.
+        """Load this stage's part of `state`, an optimizer state dict for the complete model, into `optimizer`. All
+        ranks call it.
 
         Raises CheckpointError on every rank if the numbers of parameters differ.
         """

@@ -151,7 +151,7 @@ class GradientReducer:
         return None if number is None else self._pieces.get(number)
 
     def divide(self, parameters: Sequence[nn.Parameter]) -> list[Piece]:
-        """Return pieces of `parameters` such that each rank owns about the same number of elements of each bucket."""
+        """Return pieces of `parameters` such that each rank owns about the same number of elements in each bucket."""
         sizes = [parameter.numel() for parameter in parameters]
         largest = max((parameter.element_size() for parameter in parameters), default=1)
         return divide_runs(sizes, self._communicator.size, self._transfer.other_bytes // largest)

@@ -24,13 +24,13 @@ def rows_of_rank(rows: int, rank: int, size: int) -> slice:
 
 
 def local_rows(complete: Tensor, communicator: Communicator) -> Tensor:
-    """Return a copy of this rank's rows of `complete`, on the device of the rank."""
+    """Return a copy of this rank's rows of `complete`, on the rank's device."""
     rows = complete[rows_of_rank(len(complete), communicator.rank, communicator.size)]
     return rows.detach().to(communicator.device, copy=True, memory_format=torch.contiguous_format)
 
 
 def shard_like(parameter: DTensor, complete: Tensor, communicator: Communicator) -> DTensor:
-    """Return this rank's shard of `complete`, of the shape of `parameter`, as a DTensor. Does not communicate."""
+    """Return this rank's shard of `complete` as a DTensor with the shape of `parameter`. Does not communicate."""
     return DTensor.from_local(
         local_rows(complete, communicator),
         parameter.device_mesh,

@@ -86,7 +86,7 @@ def range_parts(name: str, tensor: Tensor, start: int, stop: int, elements: Tens
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, lengths) of the boxes that consist of the elements [start, stop) of a row-major tensor."""
+    """Yield (offsets, lengths) of the boxes that together contain the elements [start, stop) of a row-major tensor."""
     if start >= stop:
         return
     if not shape:
