@@ -140,21 +140,19 @@ def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeou
 
 
 def create_gloo_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, *, interface: str, address: str
+    store: dist.Store, rank: int, size: int, timeout: timedelta, *, interface: str, address: str, connects: bool = True
 ) -> Any:
-    """Return a Gloo transport that opens a connection to a rank when it is first used.
+    """Return a Gloo transport. All ranks call it, and with `connects` are connected afterwards.
 
-    It uses `interface`, or the interface with `address` if `interface` is empty, or torch's default if both are. Older
-    versions of torch connect all ranks immediately. Checked with torch 2.14.
+    It uses `interface`, or the interface with `address` if `interface` is empty, or torch's default if both are.
+    Without `connects`, two ranks connect at their first message; one of them waits there for the other. Raises
+    RuntimeError if the ranks cannot connect within the timeout. Checked with torch 2.14.
     """
     gloo: Any = dist.ProcessGroupGloo
-    location = {"interface": interface} if interface else {"hostname": address or socket.gethostname()}
-    try:
-        device = gloo.create_device(**location, lazy_init=True)
-    except TypeError:
-        device = gloo.create_device(**location)
     options = gloo._Options()
-    options._devices, options._timeout, options._threads = [device], timeout, 1
+    location = {"interface": interface} if interface else {"hostname": address or socket.gethostname()}
+    options._devices = [gloo.create_device(**location, lazy_init=not connects)]
+    options._timeout, options._threads = timeout, 1
     return gloo(store, rank, size, options)
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.local import LocalBackend
-from unitrain.checkpoint.files import read_tensors
+from unitrain.checkpoint.files import list_digest, read_tensors
 from unitrain.cli import unitrain
 from unitrain.errors import CheckpointError
 
@@ -292,6 +292,7 @@ def test_shard_of_another_format_is_reported(sharded: Path, tmp_path: Path, comm
     (checkpoint / name).write_bytes(content)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files_sha256"] = list_digest(manifest["files"])
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     done = ckpt(command, checkpoint, *([tmp_path / "m.safetensors"] if command == "consolidate" else []))
     assert isinstance(done.exception, SystemExit)

@@ -81,7 +81,7 @@ from unitrain.errors import ConfigError
         ({"max_epochs": 1, "resume": 1}, r"resume must be a non-empty path, got 1\. Use resume=True, "),
         ({"max_epochs": 1, "tf32": "yes"}, r"tf32 must be True, False or None, got 'yes'\. Use tf32=True"),
         *(
-            ({"max_epochs": 1, name: 3}, rf"{name}=3 configures checkpoints, but without output_dir none are written\.")
+            ({"max_epochs": 1, name: 2}, rf"{name}=2 configures checkpoints, but without output_dir none are written\.")
             for name in ("keep_last", "checkpoint_every_steps", "checkpoint_every_minutes")
         ),
         ({"max_epochs": 1, "resume": True}, r"resume=True looks for checkpoints in output_dir, which is not set\."),

@@ -1,13 +1,15 @@
 """Messages between two ranks of a Horovod process group.
 
 Horovod only has collectives. A message sent as an alltoall would require negotiation among all ranks. torch's Gloo
-transport therefore sends the messages, over a TCP connection that the two ranks open at their first message.
+transport therefore sends the messages, over TCP connections between all ranks of the group.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,15 @@ from unitrain.bootstrap import environment
 from unitrain.errors import UnsupportedError
 from unitrain.torch_compat import Work, create_gloo_group
 
+_LOGGER = logging.getLogger(__name__)
+_CONNECTION_TIMEOUT = timedelta(seconds=30)
+
 
 class PointToPoint:
     """Send and receive for one rank of a group. `global_ranks` are used in error messages.
 
-    The constructor does not wait for other ranks. All ranks of the group pass the same `store`.
+    All ranks of the group construct it with the same `store`, and it connects them. If the connections fail, for
+    example because of a firewall, collectives still work, and so a warning is logged instead of an error.
     """
 
     def __init__(self, store: dist.Store, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> None:
@@ -36,14 +42,19 @@ class PointToPoint:
         self._global_ranks = global_ranks
         self._timeout = timeout
         interface = environment.get_variable("GLOO_SOCKET_IFNAME") or environment.get_variable("HOROVOD_GLOO_IFACE")
-        self.transport = create_gloo_group(
-            store,
-            rank,
-            len(global_ranks),
-            timeout,
-            interface=(interface or "").partition(",")[0],
-            address=own_address(),
-        )
+        location: dict[str, Any] = {"interface": (interface or "").partition(",")[0], "address": own_address()}
+        size, limit = len(global_ranks), min(timeout, _CONNECTION_TIMEOUT)
+        try:
+            self.transport = create_gloo_group(dist.PrefixStore("all", store), rank, size, limit, **location)
+        except RuntimeError as error:
+            _LOGGER.warning(
+                "The ranks of a Horovod group cannot connect to send messages: %s. Collectives are not affected. Allow "
+                "TCP connections between the hosts, or set HOROVOD_GLOO_IFACE to an interface that connects them.",
+                str(error).partition("\n")[0],
+            )
+            self.transport = create_gloo_group(
+                dist.PrefixStore("each", store), rank, size, timeout, **location, connects=False
+            )
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> MessageWork:
         """Start to send `tensor` to `rank` of the group. Do not modify `tensor` until the work is complete."""
