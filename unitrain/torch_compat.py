@@ -299,12 +299,13 @@ def loads_state_unchanged(model: nn.Module) -> bool:
 
 
 def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dictionary of the buffers of `module`, without those of its submodules. Checked with torch 2.14."""
+    """Return the dictionary of `module`'s buffers, without the buffers of its submodules. Checked with torch 2.14."""
     return module._buffers
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, Any]:
-    """Return the dictionary of the parameters of `module`, without those of its submodules. Checked with torch 2.14."""
+    """Return the dictionary of `module`'s parameters, without the parameters of its submodules. Checked with torch
+    2.14."""
     return module._parameters
 
 
@@ -337,14 +338,13 @@ def awaited_batches(frame: FrameType) -> Any | None:
 
 
 def next_batch_number(batches: Any) -> int | None:
-    """Return the number of the next batch of an iterator of a DataLoader, or None without workers. Checked with torch
-    2.14."""
+    """Return the number of a DataLoader iterator's next batch, or None without workers. Checked with torch 2.14."""
     return getattr(batches, "_rcvd_idx", None)
 
 
 def worker_of_next_batch(batches: Any) -> tuple[int, int, Any] | None:
-    """Return the number and the process ID of the worker that loads the next batch of an iterator of a DataLoader, and
-    the worker_init_fn of the loader; None without workers. Checked with torch 2.14."""
+    """Return the number and the process ID of the worker that loads a DataLoader iterator's next batch, and the
+    loader's worker_init_fn; None without workers. Checked with torch 2.14."""
     try:
         number = batches._task_info[batches._rcvd_idx][0]
         return number, batches._workers[number].pid, batches._worker_init_fn
