@@ -29,8 +29,8 @@ _CONNECTION_TIMEOUT = timedelta(seconds=30)
 class PointToPoint:
     """Send and receive for one rank of a group. `global_ranks` are used in error messages.
 
-    All ranks of the group construct it with the same `store`, and it connects them. If the connections fail, for
-    example because of a firewall, collectives still work, and so a warning is logged instead of an error.
+    The constructor connects all ranks of the group, which pass the same `store`. If the ranks cannot connect, for
+    example because of a firewall, it logs a warning instead of raising an error, because collectives still work.
     """
 
     def __init__(self, store: dist.Store, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> None:
