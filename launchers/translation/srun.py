@@ -161,10 +161,11 @@ def rendezvous(job: Job, notes: list[str]) -> dict[str, str]:
 
 
 def _parse_gpus(options: Options, nodes: int | None) -> int:
-    """Return the number of GPUs that the command requests, and keep its options.
+    """Return the number of GPUs that the command requests. The GPU options remain in `options`.
 
-    Raises LaunchError if it requests none, and for GPUs per host on several hosts: Slurm's manual
-    multiplies them by the number of hosts, but srun of Slurm 22.05 starts one task on each host.
+    Raises LaunchError if the command requests no GPUs, or requests GPUs per host on several hosts. In the second case,
+    the number of tasks is ambiguous: Slurm's manual multiplies it by the number of hosts, but Slurm 22.05 starts one
+    task per host.
     """
     count = 0
     for name in ("--gpus", "--gpus-per-node", "--gres"):

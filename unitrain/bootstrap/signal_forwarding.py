@@ -42,7 +42,7 @@ def forward_warning_signals(variable: str) -> None:
 
 
 def install_no_op_warning_handlers() -> None:
-    """Install no-op handlers of SIGUSR1 and SIGUSR2, in a process through which a launcher starts a rank.
+    """Install no-op handlers for SIGUSR1 and SIGUSR2 in an intermediate process between a launcher and a rank.
 
     Slurm sends these signals to every process of a job step. Unlike ignored signals, handled signals are reset to their
     default actions in programs that this process starts.

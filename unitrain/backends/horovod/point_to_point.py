@@ -121,7 +121,7 @@ class MessageWork(Work):
         return self._error
 
     def source_rank(self) -> int:
-        """Return the rank of the group that sent the message."""
+        """Return the group rank of the sender."""
         return self._work._source_rank()
 
     _source_rank = source_rank

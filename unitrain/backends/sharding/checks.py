@@ -18,7 +18,10 @@ _ELSE = 'or use shard="state"'
 
 
 def check_shard_blocks(shard: str, blocks: Any, name: str) -> None:
-    """Raise ConfigError unless `blocks`, the argument `name`, is a tuple or a number that `shard` allows."""
+    """Raise ConfigError unless `blocks` is a sequence or a positive integer, and `shard` allows it.
+
+    `name` is the name of the argument in messages.
+    """
     if not isinstance(blocks, list | tuple) and not is_positive_integer(blocks):
         raise ConfigError(
             f"{name} must be a tuple of classes or class names, or a positive number of parameters, got "
