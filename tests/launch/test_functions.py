@@ -126,7 +126,7 @@ def test_program_without_main_guard_leaves_no_process(tmp_path: Path) -> None:
         assert any(line.startswith("RankFailedError Ranks [0, 1] of 2 ended without a result") for line in lines)
         assert "The ranks did not return within 4 s and were killed. Raise the limit with timeout_seconds." in lines
         launch.process.kill()  # as a kernel that is killed
-        launch.wait_until_all_exited(20)
+        launch.wait_until_all_exited(60)  # torchrun waits up to 30 s for its ranks
 
 
 DAEMONS = """
