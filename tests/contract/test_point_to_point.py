@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparison import assert_equal
 from groups import nightly
 from requirements import needs_mpi
 from torch import Tensor, nn
@@ -164,15 +165,6 @@ CASES: list[Callable[[Backend], list[Any]]] = [
 ]
 
 
-def _assert_equal(one: Any, other: Any) -> None:
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        if isinstance(a, list):
-            _assert_equal(a, b)
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
 @pytest.fixture(scope="module", params=[3, *nightly(2, 4)])
 def groups(request: pytest.FixtureRequest) -> Iterator[tuple[RankGroup, RankGroup]]:
     with RankGroup("ddp", request.param) as gloo, RankGroup("horovod", request.param) as horovod:
@@ -182,7 +174,7 @@ def groups(request: pytest.FixtureRequest) -> Iterator[tuple[RankGroup, RankGrou
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_messages_on_horovod_equal_those_on_gloo(groups, case) -> None:
     gloo, horovod = groups
-    _assert_equal(horovod.run(case), gloo.run(case))
+    assert_equal(horovod.run(case), gloo.run(case))
 
 
 @needs_mpi
@@ -191,7 +183,7 @@ def test_messages_between_ranks_of_mpirun_equal_those_on_gloo(size: int) -> None
     command = ["mpirun", "-np", str(size), "--oversubscribe", "--allow-run-as-root"]
     with RankGroup("ddp", size) as gloo, RankGroup("horovod", size, command=command) as horovod:
         for case in CASES:
-            _assert_equal(horovod.run(case), gloo.run(case))
+            assert_equal(horovod.run(case), gloo.run(case))
 
 
 def strided_and_empty_tensors(backend: Backend) -> list[Tensor]:

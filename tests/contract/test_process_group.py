@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparison import assert_equal
 from groups import nightly
 from preload import preloaded
 from requirements import needs_mpi
@@ -183,21 +184,10 @@ def groups(request: pytest.FixtureRequest) -> Iterator[tuple[RankGroup, RankGrou
         yield gloo, horovod
 
 
-def _assert_equal(one: Any, other: Any) -> None:
-    if isinstance(one, Tensor):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            _assert_equal(a, b)
-    else:
-        assert one == other
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_collectives_on_horovod_equal_those_on_gloo(groups, case) -> None:
     gloo, horovod = groups
-    _assert_equal(horovod.run(case), gloo.run(case))
+    assert_equal(horovod.run(case), gloo.run(case))
 
 
 def views(backend: Backend) -> list[Tensor]:

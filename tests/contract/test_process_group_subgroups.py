@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from comparison import assert_equal
 from groups import nightly
 from requirements import needs_mpi
 from torch import Tensor, nn
@@ -208,26 +209,15 @@ def groups(request: pytest.FixtureRequest) -> Iterator[tuple[RankGroup, RankGrou
         yield gloo, horovod
 
 
-def _assert_equal(one: Any, other: Any) -> None:
-    if isinstance(one, Tensor):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            _assert_equal(a, b)
-    else:
-        assert one == other
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_subgroups_on_horovod_equal_those_on_gloo(groups, case) -> None:
     gloo, horovod = groups
-    _assert_equal(horovod.run(case), gloo.run(case))
+    assert_equal(horovod.run(case), gloo.run(case))
 
 
 def test_a_sharded_model_is_saved_asynchronously(groups, tmp_path) -> None:
     gloo, horovod = groups
-    _assert_equal(
+    assert_equal(
         horovod.run(asynchronous_checkpoint, str(tmp_path / "horovod")),
         gloo.run(asynchronous_checkpoint, str(tmp_path / "gloo")),
     )
@@ -257,7 +247,7 @@ def mesh_of_two_dimensions(backend: Backend) -> list[Tensor]:
 @pytest.mark.parametrize("size", [2, *nightly(4)])
 def test_a_mesh_of_two_dimensions_equals_the_one_on_gloo(size: int) -> None:
     with RankGroup("ddp", size) as gloo, RankGroup("horovod", size) as horovod:
-        _assert_equal(horovod.run(mesh_of_two_dimensions), gloo.run(mesh_of_two_dimensions))
+        assert_equal(horovod.run(mesh_of_two_dimensions), gloo.run(mesh_of_two_dimensions))
 
 
 @needs_mpi
@@ -267,7 +257,7 @@ def test_subgroups_over_mpi_equal_those_on_gloo(size: int) -> None:
     cases = [overlapping_groups, two_groups_of_the_same_ranks, one_group_per_thread, groups_created_by_their_members]
     with RankGroup("ddp", size) as gloo, RankGroup("horovod", size, command=command) as horovod:
         for case in cases:
-            _assert_equal(horovod.run(case), gloo.run(case))
+            assert_equal(horovod.run(case), gloo.run(case))
 
 
 def counts_of_process_sets(backend: Backend) -> list[int]:

@@ -31,5 +31,8 @@ needs_hosts = _needs(
     os.geteuid() == 0 and all(map(shutil.which, hosts.PROGRAMS)) and hosts.can_create_namespaces(),
     "needs root, a kernel that allows namespaces, and: sudo apt-get install util-linux iproute2 openssh-server",
 )
+needs_mounts = _needs(
+    os.geteuid() == 0 and hosts.can_create_namespaces(), "needs root and the permission to mount a file system"
+)
 needs_mpich = _needs(shutil.which("mpiexec.mpich") is not None, "needs MPICH: sudo apt-get install mpich")
 needs_slurm = _needs(all(map(shutil.which, slurm.PROGRAMS)), "needs Slurm: sudo apt-get install slurm-wlm munge")
