@@ -129,7 +129,9 @@ def compare(backend: Backend) -> None:
                 torch.testing.assert_close(
                     found, expected, rtol=0, atol=tolerance, msg=lambda text, where=where: f"{where}: {text}"
                 )
-                assert found_norm == pytest.approx(norm, rel=tolerance), where
+                # Half precision has 8 or 11 significant bits, and its kernels depend on the CPU.
+                norm_tolerance = tolerance if tolerance < 1e-5 else 1e-3
+                assert found_norm == pytest.approx(norm, rel=norm_tolerance), where
                 assert found_scale == scale, where
                 assert found_ranges.keys() == ranges.keys(), where
                 # The gradient of a bias before a BatchNorm is zero except for rounding.

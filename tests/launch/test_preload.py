@@ -84,6 +84,15 @@ def test_scripts_are_preloaded(script: Path, tmp_path: Path) -> None:
     assert ran(command, tmp_path, preload=False) == (0, "False\n", "")
 
 
+def test_process_is_preloaded_only_with_the_library_settings_of_the_server(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = os.environ.get("OPENBLAS_NUM_THREADS", "1")
+    for value, output in ((settings, "True\n"), (f"{settings}0", "False\n")):
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", value)
+        assert ran([sys.executable, str(script), "is preloaded"], tmp_path, preload=True) == (0, output, "")
+
+
 @pytest.mark.parametrize("options", [[], ["-u"], ["-P"], ["-u", "-P"]], ids=" ".join)
 @pytest.mark.parametrize("name", ["package/program.py", "absolute"])
 def test_preloaded_process_has_the_same_environment_as_a_normal_one(

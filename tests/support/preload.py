@@ -8,8 +8,8 @@ the stub is killed, the forked process is also killed. The forked process joins 
 shows the stub's command line and environment for it. It differs from a normally started process in its process ID,
 session, hash seed and `sys.flags`, and does not destroy its objects at exit. Tests of these properties, of signals to
 process groups and of imports start their processes normally. A process also starts normally if it reads from a
-terminal, or has other interpreter options or variables that a library reads during its import. With
-UNITRAIN_TEST_PRELOAD=0, all processes start normally.
+terminal, or has other interpreter options, or if a variable that a library reads during its import differs from that of
+the server. With UNITRAIN_TEST_PRELOAD=0, all processes start normally.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ class Preload:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="unitrain-preload-"))
         shutil.copy(Path(__file__).with_name("preload_stub.py"), self.folder / "sitecustomize.py")
-        variables = {name: text for name, text in os.environ.items() if not name.startswith(_PLAIN_VARIABLES)}
-        variables |= {"OPENBLAS_NUM_THREADS": "1", "UNITRAIN_TEST_ROOM": " " * _ENVIRONMENT_BYTES}
+        variables = {"OPENBLAS_NUM_THREADS": "1", **os.environ, "UNITRAIN_TEST_ROOM": " " * _ENVIRONMENT_BYTES}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(self.folder), " " * _ARGUMENT_BYTES],
             env=variables,
@@ -141,6 +140,7 @@ def _serve(folder: Path) -> tuple[dict[str, Any], list[int]]:
         "prefix": sys.prefix, "modules": _MODULES, "programs": _PROGRAMS, "commands": _COMMANDS,
         "codes": (_SPAWN, _PROBE), "plain_scripts": _PLAIN_SCRIPTS,
         "plain_variables": _PLAIN_VARIABLES, "understood_variables": _UNDERSTOOD_VARIABLES,
+        "variables": {name: text for name, text in os.environ.items() if name.startswith(_PLAIN_VARIABLES)},
         "packages": ("unitrain", "torch", "horovod", "numpy", "launchers"),
         "path": [*sys.path[1:], str(Path(unitrain.__file__).parents[1]), str(folder)],
         "namespaces": {name: str(Path(f"/proc/self/ns/{name}").readlink()) for name in _NAMESPACES},

@@ -33,8 +33,10 @@ def _hand_over() -> None:
             return
     environment = {name.decode(): value.decode(errors="surrogateescape") for name, value in posix.environ.items()}
     if sys.prefix != server["prefix"] or any(
-        name.startswith(server["plain_variables"]) and name not in server["understood_variables"]
-        for name in environment
+        name.startswith(server["plain_variables"])
+        and name not in server["understood_variables"]
+        and server["variables"].get(name) != text
+        for name, text in environment.items()
     ):
         return
     for entry in sys.path:
