@@ -1,5 +1,5 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
-# They need Python 3.11 or later with venv, a C++ compiler and make; Open MPI is used where its mpicc is found.
+# `make demo` and `make test` also work on a fresh machine. They require Python 3.11 or later with venv, a C++ compiler
+# and make. Horovod is built with MPI if mpicc is found.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +17,7 @@ FIRST ?= 0
 
 DOCS := docs/_build/html
 
-# Of make test-torch: a virtual environment per version of torch.
+# make test-torch uses a separate virtual environment for each version of torch.
 TORCH_VENV := .venv-$(TORCH)
 
 .PHONY: demo test test-all test-torch test-torch-suites check docs docs-serve bench fuzz gpu-check setup horovod clean
@@ -33,8 +33,8 @@ test-all: $(INSTALLED) $(HOROVOD)
 	$(PYTEST) -m "nightly or not nightly"
 	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
 
-# The contract and equivalence suites with another torch. Its own requirements are resolved first and everything else is
-# installed as pinned, because pip does not find versions that satisfy both within minutes.
+# The contract and equivalence suites with another torch. The requirements of this torch are resolved first, and all
+# other packages are installed as pinned, because pip takes too long to find versions that satisfy both.
 test-torch:
 	@test -n "$(TORCH)" || { echo "Usage: make test-torch TORCH=2.15.0"; exit 2; }
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
@@ -57,7 +57,7 @@ check: docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Every warning is an error, a link that leads nowhere included. Nothing is fetched.
+# Warnings, such as broken links, are errors. Sphinx downloads nothing.
 docs: $(INSTALLED)
 	$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --quiet docs $(DOCS)
 
@@ -86,7 +86,7 @@ $(INSTALLED): setup.py constraints.txt
 	touch $@
 
 # The wheel is built once for this torch and compiler and kept outside the checkout: minutes the first time, seconds later.
-$(HOROVOD): $(INSTALLED) unitrain/horovod_wheel/patches.py
+$(HOROVOD): $(INSTALLED) unitrain/horovod_wheel/patches.py unitrain/horovod_wheel/process_set_patch.py
 	$(BIN)/unitrain horovod build
 	touch $@
 

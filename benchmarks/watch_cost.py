@@ -25,7 +25,7 @@ from loops import pin_to_core
 from rich.progress import track
 from tables import BACKENDS, RESULTS, Seconds, ratio, save_results
 from torch import nn
-from watched_steps import PARTS, STEP_SECONDS, microseconds
+from watched_steps import MEASURED, STEP_SECONDS, microseconds
 
 import unitrain
 from unitrain.checkpoint.writer import CheckpointWriter, Retention
@@ -35,12 +35,12 @@ _MODEL_BYTES = 100_000_000
 
 
 def measure(backend: str, rounds: int, ranks: int) -> dict[str, list[float]]:
-    """Return the microseconds per step of each of PARTS, as the mean over ranks, round by round."""
+    """Return the microseconds per step of each of MEASURED, as the mean over ranks, round by round."""
     with RankGroup(backend, ranks, spawn=True) as group:
         group.run(pin_to_core)
         costs_by_rank = [group.run(microseconds, timeout_seconds=300) for _ in track(range(rounds + 1), backend)]
     # The first round warms up.
-    return {part: [statistics.fmean(rank[part] for rank in one) for one in costs_by_rank[1:]] for part in PARTS}
+    return {part: [statistics.fmean(rank[part] for rank in one) for one in costs_by_rank[1:]] for part in MEASURED}
 
 
 def save(rounds: int) -> Seconds:
@@ -73,13 +73,13 @@ def table(costs: dict[str, dict[str, list[float]]], saved: Seconds, ranks: int) 
         f"{STEP_SECONDS * 1000:g} ms, as the mean over ranks. Medians; in brackets the interquartile range of all "
         "rounds. Command: `python benchmarks/watch_cost.py`.",
         "",
-        f"| | {' | '.join(PARTS)} | fraction of the step |",
-        "|---" * (len(PARTS) + 2) + "|",
+        f"| | {' | '.join(MEASURED)} | fraction of the step |",
+        "|---" * (len(MEASURED) + 2) + "|",
     ]
     for backend, parts in costs.items():
-        total = sum(statistics.median(parts[part]) for part in PARTS)
+        total = sum(statistics.median(parts[part]) for part in MEASURED)
         lines.append(
-            f"| {backend} | {' | '.join(_spread(parts[part]) for part in PARTS)} "
+            f"| {backend} | {' | '.join(_spread(parts[part]) for part in MEASURED)} "
             f"| **{total / STEP_SECONDS / 1e6:.2%}** |"
         )
     size = f"{_MODEL_BYTES // 1_000_000} MB"

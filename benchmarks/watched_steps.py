@@ -20,7 +20,7 @@ from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
 from unitrain.progress.stopping import StopCoordinator
 
 STEP_SECONDS = 0.005
-PARTS = ("gradients", "flight recorder", "heartbeat", "signals")
+MEASURED = ("gradients", "flight recorder", "heartbeat", "signals")
 _HEARTBEAT_SECONDS, _AGREE_SECONDS = 0.5, 2.0
 _STEPS, _CALLS = 300, 5000
 
@@ -28,7 +28,7 @@ _models: list[nn.Module] = []
 
 
 def microseconds(backend: Backend) -> dict[str, float]:
-    """Return the overhead of PARTS per step of STEP_SECONDS in one round. All ranks must call it.
+    """Return the overhead of MEASURED per step of STEP_SECONDS in one round. All ranks must call it.
 
     gradients: the median difference between a step that reduces buckets through the monitored group and the adjacent
         step that does not.

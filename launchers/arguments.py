@@ -88,7 +88,7 @@ def parse_exports(
         if equals and is_likely_secret(name, value):
             raise LaunchError(
                 f"-x {name}=... puts a value that is probably secret on the command line, which all users of this "
-                f"host can read. Set it first, with: export {name}=..., and give its name alone: -x {name}"
+                f"host can read. Set it first, with: export {name}=..., and pass only its name: -x {name}"
             )
         if equals:
             values[name] = value

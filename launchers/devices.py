@@ -231,11 +231,12 @@ def _check_gpus_exist(devices: Devices, number: int) -> None:
     if number and largest < number:
         return
     setting = os.environ.get(VARIABLE)
-    restriction = f" that {VARIABLE}={setting} shows" if setting is not None else ""
+    restriction = f" listed in {VARIABLE}={setting}" if setting is not None else ""
     found = f"this host has {number} {'GPU' if number == 1 else 'GPUs'}{restriction}"
     if not number:
         raise LaunchError(
-            f"{devices} selects GPUs, but {found}. For processes on the CPU, state their number: {devices.format('2')}"
+            f"{devices} selects GPUs, but {found}. To run processes on the CPU, pass their number: "
+            f"{devices.format('2')}"
         )
     wanted = f"GPU {largest}" if devices.indices is not None else f"{devices.count} GPUs"
     indices = "index 0" if number == 1 else f"indices 0 to {number - 1}"

@@ -34,7 +34,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         for earlier in hosts[:number]:
             if earlier.name == host.name:
                 raise LaunchError(
-                    f"Host {host.name!r} is named twice in {text!r}. Add the slots up: "
+                    f"Host {host.name!r} is named twice in {text!r}. Add up its slots: "
                     f"-H {host.name}:{earlier.slots + host.slots}"
                 )
     return hosts
@@ -58,7 +58,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         lines = read_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
-            f"--hostfile {path} cannot be read: {error}. Write one host on a line, as in: a slots=4"
+            f"--hostfile {path} cannot be read: {error}. Write one host per line, as in: a slots=4"
         ) from None
     slots: dict[str, int] = {}
     for line in lines:
@@ -71,7 +71,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         host = _parse_host(text, str(path))
         slots[host.name] = slots.get(host.name, 0) + host.slots
     if not slots:
-        raise LaunchError(f"--hostfile {path} does not name a host. Write one on a line, as in: a slots=4")
+        raise LaunchError(f"--hostfile {path} does not name a host. Write one host per line, as in: a slots=4")
     return tuple(Host(name, count) for name, count in slots.items())
 
 
@@ -85,8 +85,9 @@ def check_distinct(hosts: tuple[Host, ...], resolve: Callable[[str], str] = sock
             continue  # possibly an alias in ~/.ssh/config
         if address in names:
             raise LaunchError(
-                f"Hosts {names[address]!r} and {host.name!r} are the same machine, {address}: both would count from "
-                f"local_rank 0 and share GPUs. Name it once, with all its slots: -H {names[address]}:N"
+                f"Hosts {names[address]!r} and {host.name!r} are the same machine, {address}. Ranks of both "
+                "would have the same local_rank and GPU. Name the machine once, with all its slots: -H "
+                f"{names[address]}:N"
             )
         names[address] = host.name
 

@@ -84,7 +84,8 @@ def _check_is_open_mpi(program: str) -> None:
     if "Open MPI" not in done.stdout and "OpenRTE" not in done.stdout:
         lines = (done.stdout or done.stderr).strip().splitlines() or ["nothing"]
         raise LaunchError(
-            f"'{program}' is not Open MPI's mpirun: its --version prints {lines[0].strip()!r}. Put Open MPI's first on "
-            "PATH, or start the script with this one: mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT "
+            f"'{program}' is not Open MPI's mpirun: its --version prints {lines[0].strip()!r}. Put Open MPI's mpirun "
+            "first on PATH, or start the script with this program: mpiexec -genv MASTER_ADDR <host of rank 0> -genv "
+            "MASTER_PORT "
             "29500 ..."
         )

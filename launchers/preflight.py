@@ -47,8 +47,8 @@ def check_hosts(spec: LaunchSpec) -> int:
         _check_probe_result(result, first, spec)
     if first.facts["port"] is None:
         raise LaunchError(
-            f"MASTER_PORT is {port}, but on {first.host.name} another program listens there. Clear it, and a free "
-            "port is chosen: unset MASTER_PORT"
+            f"MASTER_PORT is {port}, but on {first.host.name} another program listens there. Unset the "
+            "variable, so that a free port is chosen: unset MASTER_PORT"
         )
     free_port: int = first.facts["port"]
     return free_port
@@ -107,7 +107,10 @@ def _describe_failure(name: str, code: int, errors: list[str], python: str) -> s
                 f"ssh-copy-id {name}"
             )
         if "resolve hostname" in text:
-            return f"Host {name!r} is unknown here: {last}. Use a name that ssh accepts, and try: ssh {name} hostname"
+            return (
+                f"Host {name!r} cannot be resolved on this host: {last}. Use a name that ssh accepts, and try: ssh "
+                f"{name} hostname"
+            )
         return f"Host {name!r} cannot be reached: {last}. Leave it out of the hosts, or try: ssh {name} hostname"
     return (
         f"{python!r} does not run on {name}: {last}. Install the environment there at the same path, or use one on a "
@@ -145,5 +148,5 @@ def _check_probe_result(result: _ProbeResult, first: _ProbeResult, spec: LaunchS
         found = ", ".join(interface for interface in facts["interfaces"] if interface != "lo") or "none"
         raise LaunchError(
             f"--interface {spec.interface} does not exist on {name}, which has: {found}. Leave it out to use the "
-            "interface that leads to the other hosts, or name one that all hosts have"
+            "interface with the route to the other hosts, or name an interface that all hosts have"
         )

@@ -88,7 +88,9 @@ def _load(launcher: str) -> Callable[[LaunchSpec], Command]:
         except ImportError as error:
             raise LaunchError(
                 f"Launcher {launcher!r} cannot be loaded: {error}. "
-                f"Install what the package behind {entry.value!r} needs, or choose another with --launcher."
+                f"Install the requirements of the package that provides {entry.value!r}, or choose another launcher "
+                "with "
+                "--launcher."
             ) from error
         return loaded
     names = available()

@@ -31,8 +31,9 @@ def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment:
             and (address == "localhost" or address.startswith("127."))
         ):
             raise LaunchError(
-                f"Ranks on {len(hosts)} hosts connect to the first host, but {address!r} is a different host on each. "
-                f"Use the name by which the others reach it, as in: -H {socket.gethostname()}:{hosts[0].slots}"
+                f"Ranks on {len(hosts)} hosts connect to the first host, but on each host {address!r} refers to that "
+                "host itself. Use a name by which the other hosts can reach the first host, as in: -H "
+                f"{socket.gethostname()}:{hosts[0].slots}"
             )
     return {
         "MASTER_ADDR": settings.get("MASTER_ADDR") or address,

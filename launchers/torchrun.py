@@ -123,11 +123,13 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
         for host, command in zip(spec.hosts, commands_per_host(spec), strict=False)
     )
     secrets = ", ".join(_secret_names(spec))
-    prerequisite = f" with {secrets} set there" if secrets else ""
-    lines += "\n  on a host that is added: the last of these lines, with its own name after --local-addr"
+    prerequisite = f", with {secrets} set in its environment," if secrets else ""
+    lines += (
+        "\n  on a host that is added later: the last of these commands, with the name of this host after --local-addr"
+    )
     return (
         f"torchrun must be started on each host, but -H names {len(spec.hosts)}. "
-        f"Type on each its own line{prerequisite}, or use --launcher horovodrun:\n{lines}"
+        f"On each host, run its command{prerequisite} or use --launcher horovodrun:\n{lines}"
     )
 
 

@@ -14,7 +14,7 @@ from unitrain.data.batch import map_parts
 from unitrain.data.order import StrideUnit, strided_order
 from unitrain.errors import DataError, ModelError
 
-# Maximum size of one gathered piece over all ranks. Outputs are gathered in pieces to limit the memory on the device.
+# Maximum size of one gathered chunk over all ranks. Outputs are gathered in chunks to limit the memory on the device.
 _MAX_GATHERED_BYTES = 1 << 26
 
 
@@ -66,7 +66,7 @@ class Outputs:
             copied = map_parts(lambda step, inner: read_part(path + step, inner), part)
             if copied is part:
                 raise ModelError(
-                    f"predict collects tensors, and {path} is a {type(part).__name__}. "
+                    f"predict collects tensors, but {path} is a {type(part).__name__}. "
                     "Do not return it from forward, or make it a tensor with one row per sample."
                 )
             return copied
@@ -91,7 +91,7 @@ class Outputs:
         summaries: list[tuple[bool, list[_OutputSpec], Any, list[int]]] = communicator.allgather_object(summary)
         found = [(specs, layout) for has_batches, specs, layout, _ in summaries if has_batches]
         if not found:
-            raise DataError("predict got data without a sample. Give data with at least one sample.")
+            raise DataError("predict got data without samples. Pass data with at least one sample.")
         specs, layout = found[0]
         for other, _ in found:
             if other != specs:
@@ -136,11 +136,11 @@ class Outputs:
 
 def _copy_to_cpu(path: str, tensor: Tensor, samples: int) -> Tensor:
     if tensor.layout != torch.strided:
-        raise ModelError(f"predict collects dense tensors, and {path} has layout {tensor.layout}. Use .to_dense().")
+        raise ModelError(f"predict collects dense tensors, but {path} has layout {tensor.layout}. Use .to_dense().")
     if tensor.dim() == 0 or len(tensor) != samples:
         raise ModelError(
-            f"predict collects tensors with one row per sample, and {path} has shape {list(tensor.shape)} for a batch "
-            f"of {samples}. Do not return it from forward, or make the sample its first dimension."
+            f"predict collects tensors with one row per sample, but {path} has shape {list(tensor.shape)} for a batch "
+            f"of {samples}. Do not return it from forward, or let its first dimension index the samples."
         )
     # Copy the rows even on the CPU, because a view would keep its base tensor in memory.
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -142,11 +142,12 @@ def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeou
 def create_gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, *, interface: str, address: str, connects: bool = True
 ) -> Any:
-    """Return a Gloo transport. All ranks call it, and with `connects` are connected afterwards.
+    """Return a Gloo transport. All ranks call it. With `connects`, all ranks are connected afterwards.
 
-    It uses `interface`, or the interface with `address` if `interface` is empty, or torch's default if both are.
-    Without `connects`, two ranks connect at their first message; one of them waits there for the other. Raises
-    RuntimeError if the ranks cannot connect within the timeout. Checked with torch 2.14.
+    The transport uses `interface`. If that is empty, it uses the interface with `address`, or torch's default interface
+    if `address` is also empty. Without `connects`, two ranks connect when they exchange their first message, and one of
+    them waits for the other. Raises RuntimeError if the ranks cannot connect within the timeout. Checked with torch
+    2.14.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -483,7 +484,7 @@ def release_fsdp_groups(module: nn.Module) -> None:
 def compute_norms_of_infinite_order() -> None:
     """Let `torch.nn.utils.get_total_norm` and `clip_grad_norm_` support infinite and negative orders of DTensors.
 
-    torch 2.14 returns a partial result for infinite orders, whose value is the norm of the elements on this rank. On a
+    torch 2.14 returns a partial result for infinite orders, which contains the norm of the elements on this rank. On a
     rank without elements it raises a RuntimeError, because the norm of an empty tensor of such an order is undefined,
     while the other ranks wait for it in an allreduce. Checked with torch 2.14.
     """
@@ -493,7 +494,8 @@ def compute_norms_of_infinite_order() -> None:
     aten: Any = torch.ops.aten
 
     def prepare(tensor: Any, order: float) -> Any:
-        """Return a reduced partial result; instead of an empty local part, an element that does not change the norm."""
+        """Return a reduced partial result. An empty local shard is replaced by an element that does not change the
+        norm."""
         if any(placement.is_partial() for placement in tensor.placements):
             kept = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
             return tensor.redistribute(placements=kept)
@@ -520,7 +522,7 @@ def compute_norms_of_infinite_order() -> None:
         handlers.setdefault(operation, compute)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the local part of a DTensor, without a copy, and other tensors unchanged. Checked with torch 2.14."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the local shard of a DTensor, without a copy, and other tensors unchanged. Checked with torch 2.14."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part

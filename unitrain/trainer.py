@@ -44,7 +44,7 @@ from unitrain.progress.stopping import StopCoordinator, SyncPoint
 from unitrain.progress.timing import LoopTimer
 from unitrain.trainer_overrides import TrainerArguments, load_overrides
 from unitrain.training_run import Stateful, TrainingRun
-from unitrain.validation import check_path, check_result_name, check_text
+from unitrain.validation import check_result_name, check_text
 
 
 class Trainer:
@@ -208,13 +208,13 @@ class Trainer:
         `config.preemption_signals`, `fit` saves a checkpoint and raises Preempted, which exits with code 75.
         """
         config = self.config
-        self._check_data("fit", train_data=train_data, **_name_by_argument(val_data))
+        self._check_data("fit", train_data=train_data, **trainer_arguments.validation_data_by_argument(val_data))
         settings = ShardSettings.from_config(
             config, elastic=self._run.is_elastic, elastic_batch_size=self._run.stored_batch_size
         )
         shard = open_training_data(train_data, self.backend, settings)
         self._train_batch_size = shard.batch_size
-        named = _validation_sets(val_data)
+        named = trainer_arguments.validation_data_by_prefix(val_data)
         self.result_names = ("train_loss", *(prefix + name for prefix in named for name in self._evaluation.names))
         self._epoch_scheduler.check(self.result_names)
         if config.keep_best is not None:
@@ -279,7 +279,7 @@ class Trainer:
         ConfigError if the run does not keep its best checkpoint.
         """
         self.backend.check_running("Trainer.load_weights")
-        call_on_all_ranks(self.backend, lambda: _check_checkpoint(checkpoint))
+        call_on_all_ranks(self.backend, lambda: trainer_arguments.check_checkpoint(checkpoint))
         checkpoints = gather_if_different(self.backend, str(checkpoint))
         if checkpoints is not None:
             raise ConfigError(
@@ -508,31 +508,3 @@ class Trainer:
 
 def _is_multiple(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
-
-
-def _check_checkpoint(checkpoint: Any) -> None:
-    check_path("Trainer.load_weights(checkpoint)", checkpoint, 'Use trainer.load_weights("best")')
-
-
-def _validation_sets(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
-    """Return the validation datasets by result prefix: "val_", or "val_NAME_" for a mapping.
-
-    Raises ConfigError for an empty mapping or names that are not strings.
-    """
-    if data is None:
-        return {}
-    if not isinstance(data, Mapping):
-        return {"val_": data}
-    if not data or not all(isinstance(name, str) and name for name in data):
-        raise ConfigError(
-            f"val_data takes a dataset, or a mapping from names to datasets, got the names {list(data)}. "
-            'Use trainer.fit(train_data, {"clean": clean_data, "noisy": noisy_data}).'
-        )
-    return {f"val_{name}_": dataset for name, dataset in data.items()}
-
-
-def _name_by_argument(val_data: Data | Mapping[str, Data] | None) -> dict[str, Any]:
-    """Return the validation datasets by name for error messages."""
-    if isinstance(val_data, Mapping):
-        return {f"val_data[{name!r}]": data for name, data in val_data.items()}
-    return {} if val_data is None else {"val_data": val_data}

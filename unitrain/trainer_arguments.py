@@ -14,6 +14,7 @@ from unitrain import validation
 from unitrain.backends.base import Backend
 from unitrain.backends.checks import check_is_optimizer, check_single_optimizer, check_unwrapped_model
 from unitrain.config import TrainConfig
+from unitrain.data.loading import Data
 from unitrain.errors import ConfigError, UnsupportedError
 
 _METRICS = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float()}'
@@ -94,3 +95,32 @@ def check_results(names: Sequence[str]) -> None:
             "Trainer(metrics=...) has a result named 'loss', which is the name of the result of the loss function. "
             "Give it another name, such as 'plain_loss'."
         )
+
+
+def check_checkpoint(checkpoint: Any) -> None:
+    """Raise ConfigError unless the argument of `load_weights` is a path or a name."""
+    validation.check_path("Trainer.load_weights(checkpoint)", checkpoint, 'Use trainer.load_weights("best")')
+
+
+def validation_data_by_prefix(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
+    """Return the validation datasets by result prefix: "val_", or "val_NAME_" for a mapping.
+
+    Raises ConfigError for an empty mapping or names that are not strings.
+    """
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping):
+        return {"val_": data}
+    if not data or not all(isinstance(name, str) and name for name in data):
+        raise ConfigError(
+            f"val_data takes a dataset, or a mapping from names to datasets, got the names {list(data)}. "
+            'Use trainer.fit(train_data, {"clean": clean_data, "noisy": noisy_data}).'
+        )
+    return {f"val_{name}_": dataset for name, dataset in data.items()}
+
+
+def validation_data_by_argument(val_data: Data | Mapping[str, Data] | None) -> dict[str, Any]:
+    """Return the validation datasets by name for error messages."""
+    if isinstance(val_data, Mapping):
+        return {f"val_data[{name!r}]": data for name, data in val_data.items()}
+    return {} if val_data is None else {"val_data": val_data}

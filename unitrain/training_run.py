@@ -155,7 +155,8 @@ class TrainingRun:
             if had != has:
                 raise CheckpointError(
                     f"The run is {self.progress.sample} samples into epoch {self.progress.epoch + 1} of training data "
-                    f"with {name}={had}, but this data has {name}={has}: samples would repeat or be missed. Continue "
+                    f"with {name}={had}, but this data has {name}={has}: samples would be repeated or skipped. "
+                    "Continue "
                     "with the same data, or from a checkpoint at the end of an epoch."
                 )
         self._checkpointer.lock_folder()

@@ -95,7 +95,9 @@ def _read_placement(options: Options) -> tuple[tuple[int, ...], tuple[str, ...],
         whole, rest = divmod(size, per_host)
         return (per_host,) * whole + ((rest,) if rest else ()), (), ()
     if hosts and not has_slots:  # mpiexec assigns ranks to hosts round-robin
-        place_by_node = "mpiexec assigns ranks to the hosts in turn; other launchers number them host by host."
+        place_by_node = (
+            "mpiexec assigns ranks to hosts round-robin; other launchers assign consecutive ranks to each host."
+        )
         several = len(hosts) > 1 and size > len(hosts)
         return (
             divide_evenly(size, len(hosts)),

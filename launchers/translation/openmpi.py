@@ -125,7 +125,7 @@ def build(job: Job) -> Translation:
         options += ["--wdir", job.directory]
     options += merge_options((*mpirun.DEFAULT_OPTIONS, *((mpirun.SSH_OPTION,) if several else ())), extra_options)
     if several:
-        notes.append("On other hosts ranks receive only the variables named with -x: add those that they need.")
+        notes.append("Ranks on other hosts receive only the variables named with -x. Add the variables that they need.")
     line = Line([LAUNCHER, *options, *job.program], {**own, **secrets})
     return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
@@ -163,7 +163,7 @@ def _read_placement(
         return (per_host,) * whole + ((rest,) if rest else ()), (), ()
     notes: tuple[str, ...] = ()
     if by_node and len(hosts) > 1:
-        notes = ("mpirun assigns ranks to the hosts in turn; other launchers number them host by host.",)
+        notes = ("mpirun assigns ranks to hosts round-robin; other launchers assign consecutive ranks to each host.",)
     hosts, more = _resolve_slots(hosts, size, by_node)
     size = size or sum(host.slots for host in hosts)
     if not size:

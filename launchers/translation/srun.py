@@ -38,7 +38,7 @@ _JOB_OPTIONS = (
     "--ntasks-per-socket --cpus-per-gpu --gpus --gpu-bind --gpu-freq --gpus-per-node --gpus-per-socket --gpus-per-task "
     "--mem-per-gpu --distribution --hint --mem-bind"
 )
-_OPTIONAL = "--compress --exclusive --immediate --kill-on-bad-exit --nice --propagate --send-libs"
+_OPTIONS_WITH_OPTIONAL_VALUE = "--compress --exclusive --immediate --kill-on-bad-exit --nice --propagate --send-libs"
 SYNTAX = Syntax(
     LAUNCHER,
     arity_table(
@@ -54,7 +54,7 @@ SYNTAX = Syntax(
         "--nodelist --exclude --mem-per-cpu --sockets-per-node --cores-per-socket --threads-per-core --extra-node-info "
         "--ntasks-per-core --ntasks-per-socket --ntasks-per-gpu --cpus-per-gpu --gpus --gpu-bind --gpu-freq "
         "--gpus-per-node --gpus-per-socket --gpus-per-task --mem-per-gpu --cpu-bind --mem-bind --hint --accel-bind",
-        _OPTIONAL,
+        _OPTIONS_WITH_OPTIONAL_VALUE,
     ),
     _SHORT | {"--tasks-per-node": "--ntasks-per-node", "--cpu_bind": "--cpu-bind"},
 )
@@ -84,31 +84,34 @@ def parse(words: Sequence[str]) -> Job:
     per_gpu = options.take_number("--ntasks-per-gpu")
     if dash and min_nodes != max_nodes:
         notes.append(
-            f"--nodes {min_nodes}-{max_nodes} lets Slurm choose the number: the job is written for {max_nodes}."
+            f"--nodes {min_nodes}-{max_nodes} lets Slurm choose the number of hosts. The translated command uses "
+            f"{max_nodes}."
         )
     nodes = number("--nodes", max_nodes or min_nodes) if min_nodes else len(names) or None
     if per_gpu is not None and tasks is None:
         tasks = per_gpu * _parse_gpus(options, nodes)
     if per_gpu is not None:
         notes.append(
-            f"--ntasks-per-gpu {per_gpu} of srun is left out. It also restricts each task to one GPU; under other "
-            "launchers each rank uses the GPU of its local rank."
+            f"--ntasks-per-gpu {per_gpu} of srun is left out. Under srun, it also restricts each task to one GPU. "
+            "Under "
+            "other launchers, each rank uses the GPU of its local rank."
         )
     if tasks is None and per_node is None:
         if nodes is None:
             raise LaunchError(
-                "The srun command lacks the number of tasks; in a batch script the #SBATCH lines have it. "
+                "The srun command does not specify the number of tasks. In a batch script, the #SBATCH lines specify "
+                "it. "
                 "Add it to the command, as in: srun --ntasks 8"
             )
         notes.append(
-            "The srun command lacks the number of tasks; in a batch script the #SBATCH lines have it. The job is "
-            "written for one task per host. Add --ntasks N for another number."
+            "The srun command does not specify the number of tasks. In a batch script, the #SBATCH lines specify it. "
+            "The translated command starts one task per host. Add --ntasks N for another number."
         )
     if nodes is None:
         nodes = -(-tasks // per_node) if tasks and per_node else 1
         if tasks and tasks > 1 and not per_node:
             notes.append(
-                f"Slurm chooses the number of hosts for {tasks} tasks: the job is written for one. "
+                f"Slurm chooses the number of hosts for {tasks} tasks. The translated command uses one host. "
                 "Add --nodes N for another number."
             )
     counts = divide_evenly(tasks or nodes * (per_node or 1), nodes)
@@ -141,7 +144,7 @@ def build(job: Job) -> Translation:
     start = merge_options(DEFAULT_OPTIONS, extra_options)
     if len(job.counts) > 1:
         notes.append(
-            "Run the command in an allocation, as in the shell of: "
+            "Run the command in an allocation, such as the shell that this command starts: "
             f"salloc --nodes {len(job.counts)} --ntasks-per-node {max(job.counts)}"
         )
     line = Line([LAUNCHER, *placement, *start, *job.program], variables)
@@ -156,7 +159,9 @@ def rendezvous(job: Job, notes: list[str]) -> dict[str, str]:
     if job.hosts or len(job.counts) == 1:
         return job.rendezvous
     if job.address is not None:
-        notes.append(f"The address {job.address} is left out: the rendezvous is on the first host that Slurm chooses.")
+        notes.append(
+            f"The address {job.address} is left out, because the rendezvous is on the first host that Slurm chooses."
+        )
     return {"MASTER_ADDR": FIRST_HOST, "MASTER_PORT": str(job.port or DEFAULT_PORT)}
 
 

@@ -153,7 +153,7 @@ def _parse_nodes(text: str, notes: list[str]) -> int:
     min_nodes, colon, max_nodes = text.partition(":")
     if colon and min_nodes != max_nodes:
         notes.append(
-            f"--nnodes {text} may run on fewer hosts than {max_nodes}: the job is written for all {max_nodes}."
+            f"--nnodes {text} may run on fewer hosts than {max_nodes}. The translated command uses all {max_nodes}."
         )
     return number("--nnodes", max_nodes or min_nodes)
 

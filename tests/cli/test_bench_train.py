@@ -1,4 +1,4 @@
-"""`unitrain bench train` times the parts of a step, and `unitrain bench compare` compares results."""
+"""`unitrain bench train` times the phases of a step, and `unitrain bench compare` compares results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unitrain.cli import unitrain as command
 from unitrain.errors import ConfigError, ReportError
 from unitrain.testing import RankGroup
 
-# Sleeps for milliseconds in every part of a step. Only the last rank sleeps in backward, and the other ranks wait.
+# Sleeps for milliseconds in every phase of a step. Only the last rank sleeps in backward, and the other ranks wait.
 SLOW = """
 import os, time
 import torch
@@ -78,13 +78,13 @@ def slow(tmp_path: Path) -> str:
     return f"{path}:make"
 
 
-def check_slow(parts: dict[str, float], backward: float, exposed: tuple[float, float]) -> None:
+def check_slow(phases: dict[str, float], backward: float, exposed: tuple[float, float]) -> None:
     least = {"data": 0.02, "forward": 0.03, "backward": backward, "exposed": exposed[0], "optimizer": 0.04}
-    assert all(parts[part] >= seconds * 0.99 for part, seconds in least.items()), parts
-    assert parts["exposed"] <= exposed[1], parts
+    assert all(phases[phase] >= seconds * 0.99 for phase, seconds in least.items()), phases
+    assert phases["exposed"] <= exposed[1], phases
 
 
-def test_the_time_of_a_step_is_assigned_to_its_parts(
+def test_the_time_of_a_step_is_assigned_to_its_phases(
     slow: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,7 +95,7 @@ def test_the_time_of_a_step_is_assigned_to_its_parts(
         assert turn.seconds >= times * (0.02 + 0.03 + 0.06) + 0.04
         assert (turn.samples, turn.parameters) == (batch, 10)
         assert turn.memory > 1 << 20
-        check_slow(turn.parts, 0.06 * times, (0, 0.02))
+        check_slow(turn.phases, 0.06 * times, (0, 0.02))
     # Turns can be repeated beyond the length of the user's scheduler, and nothing is written.
     assert take_turn(backend, slow, {}, 4, 5).samples == 4
     assert not Path("never").exists()
@@ -104,9 +104,9 @@ def test_the_time_of_a_step_is_assigned_to_its_parts(
 def test_waiting_for_a_slow_rank_is_exposed_communication(slow: str) -> None:
     with RankGroup("ddp", 2) as group:
         first, last = group.run(take_turn, slow, {}, None, 6)
-    check_slow(last.parts, 0.06, (0, 0.04))
-    check_slow(first.parts, 0, (0.03, 0.5))
-    assert first.parts["backward"] < 0.05
+    check_slow(last.phases, 0.06, (0, 0.04))
+    check_slow(first.phases, 0, (0.03, 0.5))
+    assert first.phases["backward"] < 0.05
 
 
 @pytest.mark.nightly
@@ -138,9 +138,9 @@ def test_training_is_measured_on_every_backend_transport_and_setting(tmp_path: P
     for (_, _, ranks, setting), row in found.items():
         assert row["samples"] == 32 * ranks * (2 if setting else 1)
         assert len(row["seconds"]) == 3
-        assert all(len(row["parts"][part]) == 3 for part in results.PARTS)
+        assert all(len(row["phases"][phase]) == 3 for phase in results.PHASES)
         assert min(row["seconds"]) > 0
-        assert all(seconds > 0 for part in ("forward", "backward", "optimizer") for seconds in row["parts"][part])
+        assert all(seconds > 0 for phase in ("forward", "backward", "optimizer") for seconds in row["phases"][phase])
     single, two = found["local", "none", 1, None], found["ddp", "gloo", 2, None]
     assert results.efficiency(result, single) == 1
     median = {row["ranks"]: results.quartiles(row["seconds"])[1] for row in (single, two)}

@@ -182,10 +182,13 @@ class Code:
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        ([1, 2], "holds a list, not a dictionary"),
-        ({"epoch": 1, "lr": 0.1}, "has no state dictionary of a model under a usual name; it has: epoch, lr"),
-        ({"model": STATE, "hook": Code()}, "cannot be read without running code in it"),
-        (network(), "cannot be read without running code in it"),
+        ([1, 2], "contains a list, not a dictionary"),
+        (
+            {"epoch": 1, "lr": 0.1},
+            "does not contain the state dictionary of a model under a known key. Its keys are: epoch, lr",
+        ),
+        ({"model": STATE, "hook": Code()}, "cannot be read without executing code from it"),
+        (network(), "cannot be read without executing code from it"),
         (
             {"model": STATE, "optimizer_states": [COMPLETE["optimizer"]] * 2},
             "has 2 optimizers or schedulers, but unitrain supports one",

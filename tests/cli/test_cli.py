@@ -63,7 +63,7 @@ OPTIONS = {
         "--with-mpi", "--without-mpi", "--with-cuda", "--without-cuda", "--jobs", "--cache-dir", "--no-install",
         "--force", "--dry-run",
     },
-    "unitrain doctor": {"--launch", "--json", "--timeout-seconds", "--for-launch"},
+    "unitrain doctor": {"--launch", "--json", "--timeout-seconds", "--marked-json"},
     "unitrain horovod check": {"--json"},
     "unitrain tune": {"--launch", "--minutes", "--seconds", "--compression", "SCRIPT", "ARGS"},
     "unitrain report": {"--output", "--png", "RUN_DIR..."},

@@ -14,7 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from unitrain.cli.horovod import horovod
-from unitrain.horovod_wheel import check, patches, plan
+from unitrain.horovod_wheel import check, plan
+from unitrain.horovod_wheel.patches import PATCHES
+from unitrain.horovod_wheel.patching import runtime_fixes
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,7 @@ def test_check_reports_the_capabilities_of_the_installed_horovod() -> None:
     assert report["version"] == plan.HOROVOD
     assert "gloo" in report["controllers"]
     assert report["torch"] == report["built_for_torch"]
-    assert report["runtime_fixes"] == list(patches.runtime_fixes()), "Rebuild it: unitrain horovod build"
+    assert report["runtime_fixes"] == list(runtime_fixes(PATCHES)), "Rebuild it: unitrain horovod build"
 
 
 def test_check_reports_the_limitations_of_a_usable_horovod() -> None:

@@ -17,7 +17,9 @@ from horovod_machines import GPU_TORCH, create_plan, replace_fields
 
 from unitrain.cli.horovod import horovod
 from unitrain.errors import HorovodBuildError
-from unitrain.horovod_wheel import build, patches, plan
+from unitrain.horovod_wheel import build, plan
+from unitrain.horovod_wheel.patches import PATCHES
+from unitrain.horovod_wheel.patching import Patch, apply_patches, format_diff
 
 
 @pytest.fixture(scope="module")
@@ -34,30 +36,30 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sources(pristine: Path, tmp_path: Path) -> Path:
-    """A copy of the files that the changes touch."""
-    for file in {edit.file for change in patches.CHANGES for edit in change.edits}:
+    """A copy of the files that the patches modify."""
+    for file in {edit.file for patch in PATCHES for edit in patch.edits}:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(pristine / file, tmp_path / file)
     return tmp_path
 
 
-# --- the changes
+# --- the patches
 
 
-@pytest.mark.parametrize("change", patches.CHANGES, ids=lambda change: change.name)
-def test_each_change_applies_to_the_sources_and_has_a_diff(sources: Path, change: patches.Change) -> None:
-    assert patches.apply(sources, (change,)) == (change.name,)
-    for edit in change.edits:
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_each_patch_applies_to_the_sources_and_has_a_diff(sources: Path, patch: Patch) -> None:
+    assert apply_patches(sources, (patch,)) == (patch.name,)
+    for edit in patch.edits:
         text = (sources / edit.file).read_text()
         assert edit.after in text
         assert edit.before not in text.replace(edit.after, "")
-        assert edit.file in patches.format_diff(change)
+        assert edit.file in format_diff(patch)
 
 
-def test_applying_all_changes_twice_equals_applying_them_once(sources: Path) -> None:
-    assert patches.apply(sources) == tuple(change.name for change in patches.CHANGES)
+def test_applying_all_patches_twice_equals_applying_them_once(sources: Path) -> None:
+    assert apply_patches(sources, PATCHES) == tuple(patch.name for patch in PATCHES)
     before = {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
-    assert patches.apply(sources) == ()
+    assert apply_patches(sources, PATCHES) == ()
     assert before == {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
 
 
@@ -70,13 +72,13 @@ def test_other_sources_are_refused_and_not_modified(sources: Path, count: int) -
     with pytest.raises(
         HorovodBuildError, match=f"'gloo-stall' expects .* once in .*gloo_controller.cc.*occurs {count} times"
     ):
-        patches.apply(sources)
+        apply_patches(sources, PATCHES)
     assert before == {path: path.read_bytes() for path in sources.rglob("*") if path.is_file()}
 
 
 def test_a_folder_without_the_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HorovodBuildError, match=r"'cxx20' is for CMakeLists.txt, which does not exist in"):
-        patches.apply(tmp_path)
+        apply_patches(tmp_path, PATCHES)
 
 
 # --- the build
@@ -218,8 +220,8 @@ def test_a_dry_run_prints_every_step_and_builds_nothing(tmp_path: Path) -> None:
         ("download", "unpack", "patch", "wheel", "store", "install", "dependencies", "check"), 1
     ):
         assert f"\n{number}. {name}: " in result.output
-    for change in patches.CHANGES:
-        assert f"{change.name} ({change.kind}): {change.reason}" in result.output
+    for patch in PATCHES:
+        assert f"{patch.name} ({patch.kind}): {patch.reason}" in result.output
     assert "+ global_ranks_.resize(size_);" in result.output
     assert "export HOROVOD_WITHOUT_MPI=1" in result.output
     assert "Usually takes about" in result.output

@@ -211,7 +211,7 @@ def test_an_unfinished_run_resumed_on_another_backend(trained: Path, tmp_path: P
     history[2]["val_loss"] = None
     write(tmp_path, "run.jsonl", [start, {**resumed, "size": 2}, resumed])
     write(tmp_path, "history.jsonl", history)
-    slow = [{"rank": rank, "part": "data", "seconds": 0.041, "others": 0.006} for rank in (1, 2)]
+    slow = [{"rank": rank, "phase": "data", "seconds": 0.041, "others": 0.006} for rank in (1, 2)]
     sync_point_rows = [{"step": step, "epochs": step / 15, "loss": 1.0, "slow": slow[:1]} for step in (20, 25)]
     sync_point_rows.append({"step": 30, "epochs": 2.0, "loss": 1.0, "slow": slow[1:]})
     write(tmp_path, "steps.jsonl", [*sync_point_rows, {"step": 46, "epochs": 3.1, "loss": None, "learning_rate": 0.1}])

@@ -440,7 +440,7 @@ def test_submit_prints_the_job_and_passes_it_to_the_scheduler(
             "--to slurm -x HF_TOKEN=abc T",
             (
                 "-x HF_TOKEN=... puts a value that is probably secret on the command line, which all users of this "
-                "host can read. Set it first, with: export HF_TOKEN=..., and give its name alone: -x HF_TOKEN"
+                "host can read. Set it first, with: export HF_TOKEN=..., and pass only its name: -x HF_TOKEN"
             ),
         ),
     ],

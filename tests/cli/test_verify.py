@@ -113,13 +113,13 @@ def rows(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 def test_digits_has_the_same_numbers_on_every_backend_and_transport(tmp_path: Path) -> None:
     code, output, report = verify(tmp_path, str(DIGITS), "--output", str(tmp_path / "runs"))
     assert code == 0, output
-    assert output.endswith("Verdict: the same numbers.\n")
+    assert output.endswith("Verdict: the same results.\n")
     found = rows(report)
     assert {who: row["status"] for who, row in found.items()} == {
         ("local", "none"): "reference",
-        ("ddp", "gloo"): "same numbers",
-        ("horovod", "gloo"): "same numbers",
-        ("horovod", "mpi"): "same numbers",
+        ("ddp", "gloo"): "same results",
+        ("horovod", "gloo"): "same results",
+        ("horovod", "mpi"): "same results",
     }
     for (backend, _), row in found.items():
         assert row["processes"] == (1 if backend == "local" else 2)
@@ -154,7 +154,7 @@ def test_rounding_difference_is_resolved_in_float64(script: str, tmp_path: Path)
     assert code == 0, output
     assert "1 of 2 runs may differ by rounding only. Repeating them in float64:" in output
     row = rows(report)["ddp", "gloo"]
-    assert row["status"] == "same numbers"
+    assert row["status"] == "same results"
     assert row["difference"]["parameters"]["delta"] > 1e-12
     assert row["reasons"][0].startswith("the difference is rounding: in float64 the parameters differ by ")
 
@@ -193,14 +193,14 @@ def test_with_dropout_only_the_single_process_differs_by_design(script: str, tmp
     assert code == 0, output
     found = rows(report)
     assert found["ddp", "gloo"]["status"] == "reference"
-    assert found["horovod", "gloo"]["status"] == "same numbers"
+    assert found["horovod", "gloo"]["status"] == "same results"
     assert found["horovod", "gloo"]["difference"]["parameters"]["delta"] == 0
     local = found["local", "none"]
     assert local["status"] == "by design"
     assert local["difference"]["parameters"]["delta"] > 1e-3
     assert local["difference"]["first_data_step"] is None
     assert "training draws random numbers (torch), for example for dropout" in local["reasons"][0]
-    assert output.endswith("Verdict: the same numbers, except for differences by design.\n")
+    assert output.endswith("Verdict: the same results, except for differences by design.\n")
 
 
 def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path:
     line = SCRIPT.splitlines().index("        time.sleep(1000)") + 1
     assert any(f"line {line} in <module>" in text for text in found["ddp"]["output"]), output
     assert found["local"]["reasons"][0].startswith("it ended without training.")
-    assert output.endswith("Verdict: not the same numbers. Of 2 runs, 2 failed.\n")
+    assert output.endswith("Verdict: not the same results. Of 2 runs, 2 failed.\n")
 
 
 def test_sigterm_to_verify_terminates_the_current_run(script: str, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_function_is_verified_in_float64_on_three_ranks(tmp_path: Path) -> Non
     code, output, report = verify(tmp_path, "-np", "3", "--float64", "--backends", "local,ddp", target)
     assert code == 0, output
     row = rows(report)["ddp", "gloo"]
-    assert row["status"] == "same numbers"
+    assert row["status"] == "same results"
     assert 0 < row["difference"]["parameters"]["delta"] < 1e-8, "possible only in double precision"
     assert row["global_batch_sizes"][:3] == [24, 24, 16], "also if the last batch is sharded unevenly"
     assert report["tolerance"] == 1e-8
@@ -374,7 +374,7 @@ def test_one_process_trains_with_the_global_batch_of_several_ranks(
         assert found.global_batch_sizes() == own.global_batch_sizes() == [12] * 5
         assert found.sample_digests() == own.sample_digests()
         assert found.batch_norm_groups() == [[4, 4, 4]] * 5
-        assert second(own, found).status == "same numbers"
+        assert second(own, found).status == "same results"
     assert own.batch_norm_groups() == [[12]] * 5
     assert (own.first.has_fixed_global_batch_size, fixed.first.has_fixed_global_batch_size) == (False, True)
 
@@ -395,7 +395,7 @@ def test_one_process_normalizes_over_the_same_groups_as_several_ranks(
     assert [found.first.batch_statistics for found in (complete, synced, own)] == ["rank", "all", "rank"]
     assert synced.batch_norm_groups() == [[12]] * 5
     assert own.batch_norm_groups() == [[4, 4, 4]] * 5
-    assert second(complete, synced).status == "same numbers"
+    assert second(complete, synced).status == "same results"
     assert second(complete, own).status == "differs"
 
 
@@ -422,7 +422,7 @@ def test_losses_are_weighted_by_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     complete = record(tmp_path / "a", monkeypatch, batch_size=12, loss_fn=summed)
     parts = record(tmp_path / "b", monkeypatch, emulated_ranks=3, loss_fn=summed)
     assert complete.losses() == pytest.approx(parts.losses(), rel=1e-6)
-    assert second(complete, parts).status == "same numbers"
+    assert second(complete, parts).status == "same results"
 
 
 def test_each_cause_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +441,7 @@ def test_each_cause_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert row.status == "differs", name
         assert row.reasons[0].startswith(reason), (name, row.reasons)
         assert len(row.reasons) == 1, (name, row.reasons)
-    assert second(reference, record(tmp_path / "same", monkeypatch, max_seconds=1e-9)).status == "same numbers"
+    assert second(reference, record(tmp_path / "same", monkeypatch, max_seconds=1e-9)).status == "same results"
 
 
 def test_a_run_with_nan_or_without_updates_is_not_comparable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +520,7 @@ def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, mo
         ]
         return compare_outcomes(1, outcomes, 1e-8 if float64 else 0.0, float64=float64)
 
-    for wrong, status in ((False, "same numbers"), (True, "differs")):
+    for wrong, status in ((False, "same results"), (True, "differs")):
         first = both(f"{wrong}", float64=False, wrong=wrong)
         assert first.rows[1].status == "differs"
         assert first.rows[1].needs_float64
@@ -528,7 +528,7 @@ def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, mo
         assert last.status == status
         message = (
             "the difference is rounding: in float64"
-            if status == "same numbers"
+            if status == "same results"
             else "the difference is not rounding: in float64"
         )
         assert last.reasons[-1].startswith(message)
@@ -547,7 +547,7 @@ def test_settings_derived_from_the_number_of_ranks_differ_by_design(
     assert {name: row.status for name, row in rows.items()} == {
         "local": "by design",
         "ddp": "reference",
-        "horovod": "same numbers",
+        "horovod": "same results",
     }
     assert rows["local"].reasons == [
         "the script derives its learning rate from the number of ranks (1 here, 2 in the reference): it is 0.1 instead "

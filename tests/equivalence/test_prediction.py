@@ -358,15 +358,15 @@ def test_outputs_that_cannot_be_concatenated_are_named() -> None:
     mean: Any = lambda index: {"loss": index.double().mean()}  # noqa: E731
     with pytest.raises(
         ModelError,
-        match=r"^predict collects tensors with one row per sample, and output\['loss'\] has shape \[\] for a "
+        match=r"^predict collects tensors with one row per sample, but output\['loss'\] has shape \[\] for a "
         r"batch of 2\. Do not return it from forward, or make",
     ):
         predict(mean)
     with pytest.raises(ModelError, match=r"and output\[1\]\.index has shape \[3, 2\] for a batch of 2\."):
         predict(lambda index: (index, Nested(torch.ones(3, 2), index)))
-    with pytest.raises(ModelError, match=r"^predict collects tensors, and output\[0\] is a str\. Do not return it"):
+    with pytest.raises(ModelError, match=r"^predict collects tensors, but output\[0\] is a str\. Do not return it"):
         predict(lambda index: ["text", index])
-    with pytest.raises(ModelError, match=r"^predict collects dense tensors, and output has layout torch\.sparse_coo"):
+    with pytest.raises(ModelError, match=r"^predict collects dense tensors, but output has layout torch\.sparse_coo"):
         predict(lambda index: index.double().to_sparse())
     with pytest.raises(
         ModelError,

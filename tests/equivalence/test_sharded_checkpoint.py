@@ -15,7 +15,7 @@ from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
-from unitrain.backends.sharding.state_parts import load_own_state
+from unitrain.backends.sharding.state_chunks import load_own_state
 from unitrain.checkpoint import files
 from unitrain.checkpoint.consolidation import consolidate_model
 from unitrain.checkpoint.sharded_files import StoredOptimizerState, collect_shard, load_module

@@ -1,4 +1,4 @@
-"""Timing of the training loop: an artificial delay is measured in the right part, on the right rank."""
+"""Timing of the training loop: an artificial delay is measured in the right phase, on the right rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unitrain.data.prefetch import Prefetcher
 from unitrain.optim.step import backward
 from unitrain.progress import stragglers
 from unitrain.progress.stragglers import StragglerDetector, find_stragglers
-from unitrain.progress.timing import PARTS, LoopTimer
+from unitrain.progress.timing import PHASES, LoopTimer
 from unitrain.testing import RankGroup
 from unitrain.trainer import Trainer
 
@@ -78,7 +78,7 @@ def late_metric(output: Tensor, target: Tensor) -> float:
 
 
 def train(backend: Backend, case: str, folder: Path) -> Row:
-    """Train an epoch, in which the last rank is delayed in the part `case`, and return its row of the history.
+    """Train an epoch, in which the last rank is delayed in the phase `case`, and return its row of the history.
 
     The row also has its "sync_points" and the "shown" text.
     """
@@ -124,16 +124,16 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_timed_parts_add_up_to_the_training_time(rows: dict[str, Row]) -> None:
     for row in rows.values():
         for rank in range(len(row["data_seconds"])):
-            uninterrupted = sum(row[f"{part}_seconds"][rank] for part in PARTS[:4])
+            uninterrupted = sum(row[f"{phase}_seconds"][rank] for phase in PHASES[:4])
             assert uninterrupted == pytest.approx(row["seconds"], rel=0.1, abs=0.05)
-        assert all(seconds >= 0 for part in PARTS for seconds in row[f"{part}_seconds"])
+        assert all(seconds >= 0 for phase in PHASES for seconds in row[f"{phase}_seconds"])
         assert min(row["checkpoint_seconds"]) > 0
 
 
-def assert_delay_is_measured(row: Row, part: str) -> None:
-    """Assert that `part` of the last rank took the delay, and that the other ranks waited for it."""
+def assert_delay_is_measured(row: Row, phase: str) -> None:
+    """Assert that `phase` of the last rank took the delay, and that the other ranks waited for it."""
     # Extrapolated from one or two measured steps, in which a busy machine prolongs other parts too.
-    *others, late = row[f"{part}_seconds"]
+    *others, late = row[f"{phase}_seconds"]
     assert 0.6 * DELAYED < late < 3 * DELAYED
     assert max(others, default=0.0) < 0.5 * late
     *waits, own_wait = row["wait_seconds"]
@@ -154,9 +154,9 @@ def test_slow_update_is_timed_as_update(rows: dict[str, Row]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "part"), [("slow forward", "compute"), ("slow data", "data"), ("slow update", "update")]
+    ("case", "phase"), [("slow forward", "compute"), ("slow data", "data"), ("slow update", "update")]
 )
-def test_slow_rank_is_reported(rows: dict[str, Row], case: str, part: str) -> None:
+def test_slow_rank_is_reported(rows: dict[str, Row], case: str, phase: str) -> None:
     row = rows[case]
     last = len(row["data_seconds"]) - 1
     if last == 0:  # no rank waits for it
@@ -169,11 +169,11 @@ def test_slow_rank_is_reported(rows: dict[str, Row], case: str, part: str) -> No
         (named,) = (
             slow for slow in sync_mean["slow"] if slow["rank"] == last
         )  # another one may be slow on a busy machine
-        assert named["part"] == part
+        assert named["phase"] == phase
         assert 0.95 * MICRO_STEPS * DELAY < named["seconds"] < 3 * MICRO_STEPS * DELAY
         assert named["others"] < 0.5 * named["seconds"]
     epoch = row["shown"][row["shown"].index("epoch 1/1  train_loss") :]
-    assert re.search(rf"rank {last} is slow: {part} \d+ ms a step, others [\d.]+ ms", epoch), epoch
+    assert re.search(rf"rank {last} is slow: {phase} \d+ ms a step, others [\d.]+ ms", epoch), epoch
 
 
 #                  data compute wait update, in two steps
@@ -214,7 +214,7 @@ def test_find_stragglers_returns_ranks_that_delay_others(seconds: list[list[floa
 def test_straggler_detector_forgets_a_rank_that_recovers() -> None:
     """An observation lasts one second, and two successive observations report a rank."""
     slow, even, half = (
-        [[part / n for part in rank] for rank in (FAST, one)]
+        [[phase / n for phase in rank] for rank in (FAST, one)]
         for n, one in ((1, SLOW_DATA), (1, FAST), (2.5, SLOW_DATA))
     )
     nothing_measured = [[0.1, 0.0, 0.0, 0.0], [0.1, 1.0, 0.0, 0.0]]
@@ -297,8 +297,8 @@ def test_data_loaded_while_a_gpu_computes_is_not_data_time(
     assert seconds == pytest.approx(100 * max(0.6, fetching), rel=0.06)
     assert found["data_seconds"] == [pytest.approx(100 * waited, rel=0.1, abs=0.05 * seconds)]
     rest = seconds - found["data_seconds"][0]
-    for part, share in (("compute", 3 / 6), ("wait", 2 / 6), ("update", 1 / 6)):
-        assert found[f"{part}_seconds"] == [pytest.approx(share * rest, rel=1e-6)]
+    for phase, share in (("compute", 3 / 6), ("wait", 2 / 6), ("update", 1 / 6)):
+        assert found[f"{phase}_seconds"] == [pytest.approx(share * rest, rel=1e-6)]
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
@@ -327,4 +327,4 @@ def test_overlapped_fetch_is_timed_as_data(monkeypatch: pytest.MonkeyPatch, over
     seconds = times.stop()
     found = times.gather()
     assert seconds == pytest.approx(100)
-    assert [found[f"{part}_seconds"] for part in PARTS[:4]] == [[pytest.approx(one)] for one in (40, 30, 20, 10)]
+    assert [found[f"{phase}_seconds"] for phase in PHASES[:4]] == [[pytest.approx(one)] for one in (40, 30, 20, 10)]

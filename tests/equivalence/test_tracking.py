@@ -453,7 +453,7 @@ def test_histograms_show_global_gradients_and_their_parameters(tmp_path: Path) -
     assert kept.tables == [("worst", 3, ["label", "predicted"], [[7, "one"], [None, True]])]
     for columns, rows, message_text in (
         ("label", [], "needs a list of column names, got 'label'"),
-        (["a"], [[1, 2]], r"Row 0 of trainer.log_table\('t'\) is \[1, 2\], and the columns are \['a'\]"),
+        (["a"], [[1, 2]], r"Row 0 of trainer.log_table\('t'\) is \[1, 2\], but the columns are \['a'\]"),
         (["a"], [[torch.ones(1)]], "has a Tensor. Use numbers, strings, booleans or None"),
     ):
         with pytest.raises(ConfigError, match=message_text):

@@ -44,13 +44,13 @@ class Fault(Callback):
 
 def kill_while_writing() -> None:
     """Replace the function that writes one folder: it kills the process after the first one."""
-    write = sharded_files.write_parts
+    write = sharded_files.write_chunks
 
     def write_and_die(*arguments: Any) -> Any:
         write(*arguments)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    sharded_files.write_parts = write_and_die
+    sharded_files.write_chunks = write_and_die
 
 
 def limit_file_size() -> None:

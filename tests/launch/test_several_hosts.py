@@ -275,7 +275,7 @@ def test_host_problems_are_reported_before_the_launch(
     [
         (
             ["-H", "h1:1,h7:1"], {},
-            "Host 'h7' is unknown here: ssh: Could not resolve hostname h7: ",
+            "Host 'h7' cannot be resolved on this host: ssh: Could not resolve hostname h7: ",
         ),
         (
             ["-H", "h1:1,h2:1", "-np", "3"], {},
@@ -283,18 +283,18 @@ def test_host_problems_are_reported_before_the_launch(
         ),
         (
             ["-H", "h1:1,h2:1", "--interface", "ib0"], {},
-            "--interface ib0 does not exist on h1, which has: eth0. Leave it out to use the interface that leads to "
-            "the other hosts, or name one that all hosts have",
+            "--interface ib0 does not exist on h1, which has: eth0. Leave it out to use the interface with the route "
+            "to the other hosts, or name an interface that all hosts have",
         ),
         (
             ["-H", "h1:1,h2:1"], {"MASTER_PORT": "22"},
-            "MASTER_PORT is 22, but on h1 another program listens there. Clear it, and a free port is chosen: "
-            "unset MASTER_PORT",
+            "MASTER_PORT is 22, but on h1 another program listens there. Unset the variable, so that a free port is "
+            "chosen: unset MASTER_PORT",
         ),
         (
             ["-H", "localhost:1,h2:1"], {},
-            "Ranks on 2 hosts connect to the first host, but 'localhost' is a different host on each. Use the name by "
-            "which the others reach it, as in: -H h1:1",
+            "Ranks on 2 hosts connect to the first host, but on each host 'localhost' refers to that host "
+            "itself. Use a name by which the other hosts can reach the first host, as in: -H h1:1",
         ),
     ],
     ids=["unknown name", "slots", "interface", "port", "localhost"],

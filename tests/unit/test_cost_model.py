@@ -399,10 +399,12 @@ def test_the_command_predicts_from_measured_results(tmp_path: Path) -> None:
     measured, trained, saved = (tmp_path / name for name in ("measured.json", "trained.json", "saved.json"))
     measured.write_text(json.dumps(result_of(network, 2)))
     row = {"backend": "local", "transport": "none", "setting": None, "ranks": 1, "seconds": [0.3] * 3}
-    parts = {"data": [0.0], "forward": [0.1], "backward": [0.2], "exposed": [0.0], "optimizer": [0.0]}
+    phases = {"data": [0.0], "forward": [0.1], "backward": [0.2], "exposed": [0.0], "optimizer": [0.0]}
     two = {**row, "backend": "ddp", "transport": "gloo", "ranks": 2, "seconds": [0.4] * 3}
     trained.write_text(
-        json.dumps({"kind": "train", "parameters": 25e6, "rows": [{**row, "parts": parts}, {**two, "parts": parts}]})
+        json.dumps(
+            {"kind": "train", "parameters": 25e6, "rows": [{**row, "phases": phases}, {**two, "phases": phases}]}
+        )
     )
     code, output = predict(str(measured), "--train", str(trained), "--json", str(saved), "--ranks", "1,2,1024")
     assert code == 0, output

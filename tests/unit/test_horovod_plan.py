@@ -9,8 +9,10 @@ import pytest
 from horovod_machines import CPU_TORCH, CUDA_TORCH, GPU_TORCH, PLAIN, TOOLKIT, create_plan, replace_fields, step_names
 
 from unitrain.errors import HorovodBuildError
-from unitrain.horovod_wheel import machine, patches, plan, requirements
+from unitrain.horovod_wheel import machine, plan, requirements
 from unitrain.horovod_wheel.machine import Machine, Tool
+from unitrain.horovod_wheel.patches import PATCHES
+from unitrain.horovod_wheel.patching import patch_digest
 
 
 def test_without_a_gpu_the_plan_has_cpu_operations_and_needs_no_toolkit() -> None:
@@ -159,8 +161,8 @@ def test_native_flags_make_the_key_depend_on_the_processor() -> None:
 
 def test_the_key_depends_on_the_patches_but_not_on_irrelevant_settings() -> None:
     assert create_plan(replace_fields(jobs=64), cache=Path("/elsewhere"), install=False).key == create_plan().key
-    assert create_plan().facts["patches"] == patches.digest()
-    assert patches.digest(patches.CHANGES[:-1]) != patches.digest()
+    assert create_plan().facts["patches"] == patch_digest(PATCHES)
+    assert patch_digest(PATCHES[:-1]) != patch_digest(PATCHES)
 
 
 def test_user_variables_that_contradict_the_plan_are_removed() -> None:

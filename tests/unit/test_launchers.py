@@ -70,7 +70,7 @@ def test_parse_hosts_reads_the_notation_of_horovod_and_mpi(text: str, hosts: lis
             "-H node1:4,node2:4",
         ),
         ("-F:1", "Host '-F:1' in '-F:1' is not valid. Write name:slots, as in -H node1:4,node2:4"),
-        ("a:2,b:1,a:3", "Host 'a' is named twice in 'a:2,b:1,a:3'. Add the slots up: -H a:5"),
+        ("a:2,b:1,a:3", "Host 'a' is named twice in 'a:2,b:1,a:3'. Add up its slots: -H a:5"),
     ],
 )
 def test_parse_hosts_rejects_invalid_hosts(text: str, message: str) -> None:
@@ -88,7 +88,7 @@ def test_two_names_of_one_machine_are_rejected() -> None:
         return addresses[name]
 
     check_distinct(parse_hosts("a:1,b:1,alias:1,other:1"), resolve)
-    with pytest.raises(LaunchError, match=r"^Hosts 'a' and 'a\.site' are the same machine, 10\.0\.0\.1: .* -H a:N$"):
+    with pytest.raises(LaunchError, match=r"^Hosts 'a' and 'a\.site' are the same machine, 10\.0\.0\.1\. .* -H a:N$"):
         check_distinct(parse_hosts("a:1,b:1,a.site:1"), resolve)
 
 
@@ -425,6 +425,6 @@ def test_entry_point_adds_a_launcher_but_does_not_replace_one(tmp_path: Path, mo
     with pytest.raises(LaunchError) as caught:
         build("broken", spec())
     assert str(caught.value) == (
-        "Launcher 'broken' cannot be loaded: No module named 'a_library_nobody_has'. Install what the package behind "
-        "'a_library_nobody_has:build' needs, or choose another with --launcher."
+        "Launcher 'broken' cannot be loaded: No module named 'a_library_nobody_has'. Install the requirements of the "
+        "package that provides 'a_library_nobody_has:build', or choose another launcher with --launcher."
     )

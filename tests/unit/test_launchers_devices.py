@@ -124,8 +124,8 @@ def test_repeated_or_hidden_gpus_are_not_visible(script: Path, monkeypatch: pyte
         (4, ["1,4"], "--devices 1,4 selects GPU 4, but this host has 4 GPUs, with indices 0 to 3. Use --devices -1 "),
         (4, ["[7]"], "--devices 7, selects GPU 7, but this host has 4 GPUs, with indices 0 to 3. Use --devices -1 "),
         (1, ["2"], "--devices 2 selects 2 GPUs, but this host has 1 GPU, with index 0. Use --devices -1 "),
-        (0, ["1,3"], "--devices 1,3 selects GPUs, but this host has 0 GPUs. For processes on the CPU, state their num"),
-        (0, ["-1"], "--devices -1 selects GPUs, but this host has 0 GPUs. For processes on the CPU, state their numbe"),
+        (0, ["1,3"], "--devices 1,3 selects GPUs, but this host has 0 GPUs. To run processes on the CPU, pass their n"),
+        (0, ["-1"], "--devices -1 selects GPUs, but this host has 0 GPUs. To run processes on the CPU, pass their n"),
         (4, ["1,3,1"], "--devices 1,3,1 selects GPU 1 twice, but two ranks cannot use the same GPU. Use --devices 1,3"),
         (4, ["0,0"], "--devices 0,0 selects GPU 0 twice, but two ranks cannot use the same GPU. Use --devices 0,"),
         *(

@@ -46,7 +46,7 @@ def test_parse_exports_accepts_names_and_values() -> None:
         (
             "HF_TOKEN=abc",
             "-x HF_TOKEN=... puts a value that is probably secret on the command line, which all users of this host "
-            "can read. Set it first, with: export HF_TOKEN=..., and give its name alone: -x HF_TOKEN",
+            "can read. Set it first, with: export HF_TOKEN=..., and pass only its name: -x HF_TOKEN",
         ),
         (
             "RANK=7",

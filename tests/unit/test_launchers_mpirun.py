@@ -103,7 +103,7 @@ def test_rendezvous_address_of_the_user_is_kept_and_forwarded(folder: Path, monk
 def test_localhost_is_rejected_as_the_first_of_several_hosts(folder: Path) -> None:
     for name in ("localhost", "127.0.0.1"):
         with pytest.raises(
-            LaunchError, match=rf"^Ranks on 2 hosts connect to the first host, but '{name}' is a different host on "
+            LaunchError, match=rf"^Ranks on 2 hosts connect to the first host, but on each host '{name}' "
         ):
             build("mpirun", spec(folder, num_processes=2, hosts=(Host(name, 1), Host("b.invalid", 1)), backend="ddp"))
 
@@ -134,7 +134,7 @@ def test_mpirun_of_another_mpi_is_rejected(folder: Path) -> None:
         build("mpirun", spec(folder))
     assert str(caught.value) == (
         f"'{folder}/mpirun' is not Open MPI's mpirun: its --version prints 'HYDRA build details:'. Put Open MPI's "
-        "first on PATH, or start the script with this one: mpiexec "
+        "mpirun first on PATH, or start the script with this program: mpiexec "
         "-genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."
     )
     (folder / "mpirun").unlink()

@@ -16,7 +16,7 @@ from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.messages import MessageStore
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.monitoring.liveness import LivenessCheck
-from unitrain.monitoring.peer_connection import ORDERLY_EXIT, PREEMPTED, Disconnect, PeerConnection
+from unitrain.monitoring.peer_connection import ORDERLY_EXIT_MESSAGE, PREEMPTED_MESSAGE, Disconnect, PeerConnection
 
 
 class Ranks:
@@ -113,11 +113,11 @@ def test_missing_ranks_are_not_awaited_longer_than_the_limit(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("messages", "disconnect"),
     [
-        ([ORDERLY_EXIT], Disconnect.ORDERLY),
-        (["hello", PREEMPTED], Disconnect.ORDERLY),
+        ([ORDERLY_EXIT_MESSAGE], Disconnect.ORDERLY),
+        (["hello", PREEMPTED_MESSAGE], Disconnect.ORDERLY),
         ([], Disconnect.UNEXPECTED),
         (["hello"], Disconnect.UNEXPECTED),
-        ([ORDERLY_EXIT, "hello"], Disconnect.UNEXPECTED),
+        ([ORDERLY_EXIT_MESSAGE, "hello"], Disconnect.UNEXPECTED),
     ],
 )
 def test_a_connection_reports_how_its_peer_has_ended(messages: list[str], disconnect: Disconnect) -> None:

@@ -183,8 +183,8 @@ def test_tasks_of_srun_are_derived_from_its_gpus(options: str, counts: tuple[int
 
 def test_unspecified_tasks_of_srun_are_remarked() -> None:
     assert parse("srun -N 2 python t.py").counts == (1, 1)
-    assert "The srun command lacks the number of tasks" in remarks("srun -N 2 python t.py", "sbatch")
-    assert "does not say" not in remarks("srun -N 2 --ntasks-per-node 2 python t.py", "sbatch")
+    assert "The srun command does not specify the number of tasks" in remarks("srun -N 2 python t.py", "sbatch")
+    assert "does not specify" not in remarks("srun -N 2 --ntasks-per-node 2 python t.py", "sbatch")
     assert "the number of hosts for 8 tasks" in remarks("srun --gpus=8 --ntasks-per-gpu=1 python t.py", "sbatch")
 
 
@@ -589,7 +589,7 @@ def test_remarks_name_an_alternative() -> None:
         "--max-restarts 3 is left out: let unitrain restart the job: unitrain launch --max-restarts 3 ..."
     )
     assert remarks("torchrun --nnodes 1:2 --nproc-per-node 2 --master-addr a t.py", "srun").startswith(
-        "--nnodes 1:2 may run on fewer hosts than 2: the job is written for all 2."
+        "--nnodes 1:2 may run on fewer hosts than 2. The translated command uses all 2."
     )
     assert remarks("horovodrun -np 1 -H a:1,b:1 python t.py", "horovodrun") == (
         "b would not get a process, so it is omitted from the host list."
@@ -734,8 +734,8 @@ def test_split_inverts_join(words: list[str]) -> None:
             (
                 f"srun {options}python t.py",
                 (
-                    "The srun command lacks the number of tasks; in a batch script the #SBATCH lines have it. "
-                    "Add it to the command, as in: srun --ntasks 8"
+                    "The srun command does not specify the number of tasks. In a batch script, the #SBATCH lines "
+                    "specify it. Add it to the command, as in: srun --ntasks 8"
                 ),
             )
             for options in ("", "--cpus-per-task 4 --gpus 8 ")

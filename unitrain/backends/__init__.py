@@ -7,7 +7,8 @@ registry             backend names and their classes, including those of install
 local                one process without communication, the reference for the others
 ddp                  torch.distributed with NCCL or Gloo
 horovod/             Horovod as a torch.distributed process group
-process_group        collectives and distributed models of ddp and horovod, over any process group
+process_group        distributed models and optimizers of ddp and horovod, over any process group
+process_group_collectives  their collectives
 composed_collectives reducescatter and allgather of CPU tensors, composed of allreduces and broadcasts
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments

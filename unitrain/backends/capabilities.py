@@ -25,7 +25,7 @@ CapabilityT = TypeVar("CapabilityT")
 
 @dataclass(frozen=True)
 class Tunable:
-    """An environment variable that affects the speed of a backend, and its results only by rounding."""
+    """An environment variable that affects the speed of a backend. It changes results only by rounding errors."""
 
     variable: str
     description: str

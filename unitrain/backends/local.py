@@ -56,7 +56,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         if options.transport not in (None, cls.transport):
             raise ConfigError(
                 f"Transport {options.transport!r} was requested, but backend {cls.name!r} is one process and "
-                "communicates nothing. Leave transport out, or use --backend ddp."
+                "does not communicate. Leave transport out, or use --backend ddp."
             )
         if LocalBackend._running:
             raise ConfigError(

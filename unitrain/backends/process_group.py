@@ -1,11 +1,10 @@
-"""Collectives and distributed models over torch.distributed's default process group, for any transport.
+"""Distributed models and optimizers over torch.distributed's default process group, for any transport.
 
 The ddp and horovod backends share this code, and therefore compute the same results.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, ReduceOp, Shard
+from unitrain.backends.base import Backend, Shard
 from unitrain.backends.broadcasts import Broadcasts
 from unitrain.backends.capabilities import (
     CompressionState,
@@ -29,11 +28,6 @@ from unitrain.backends.capabilities import (
     SupportsPowerSGD,
     SupportsShardedParameters,
     Tunable,
-)
-from unitrain.backends.composed_collectives import (
-    PiecewiseReduceScatter,
-    gather_by_broadcasts,
-    is_broadcast_gather_faster,
 )
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.consistency import ConsistencyCheck
@@ -44,7 +38,8 @@ from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import check_before_step
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
-from unitrain.backends.objects import EMPTY_PAYLOAD, broadcast_tensors, broadcast_with_tensors, pack, unpack
+from unitrain.backends.objects import broadcast_tensors, broadcast_with_tensors
+from unitrain.backends.process_group_collectives import ProcessGroupCollectives
 from unitrain.backends.rank_groups import Subgroup, create_rank_groups
 from unitrain.backends.row_exchange import RowExchange
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
@@ -53,38 +48,28 @@ from unitrain.backends.sharding.gradient_reducer import Transfer
 from unitrain.backends.sharding.optimizer_checks import check_sharded_optimizer
 from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
 from unitrain.backends.synchronized_errors import call_on_all_ranks
-from unitrain.backends.tensors import from_ordered_keys, is_expanded, needs_keys, ordered_keys
+from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ConfigError
 from unitrain.monitoring.monitor import FailureMonitor
-from unitrain.torch_compat import (
-    all_gather,
-    default_process_group,
-    reduce_scatter,
-    set_transport_timeout,
-    unwrap_compiled,
-)
+from unitrain.torch_compat import default_process_group, set_transport_timeout, unwrap_compiled
 
 if TYPE_CHECKING:
     from unitrain.backends.sharding.parameters import ShardedParameters
 
-_TORCH_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # Gloo has no average; with a sum and a division, all transports round the same way
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-_COMBINE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 # When its timeout expires, NCCL aborts the process without naming missing ranks, so this timeout must be longer than
 # that of the watchdog.
 NCCL_TIMEOUT_MARGIN = timedelta(seconds=30)
 
 
 class ProcessGroupBackend(
-    Backend, SupportsAsyncBroadcasts, SupportsPointToPoint, SupportsPowerSGD, SupportsShardedParameters
+    ProcessGroupCollectives,
+    Backend,
+    SupportsAsyncBroadcasts,
+    SupportsPointToPoint,
+    SupportsPowerSGD,
+    SupportsShardedParameters,
 ):
     """A backend over torch.distributed's default process group, which a subclass has initialized."""
 
@@ -125,76 +110,6 @@ class ProcessGroupBackend(
         self._check_consistency = ConsistencyCheck(self, self._monitor, control_group, row_exchange)
         self._broadcasts: Broadcasts | None = None
 
-    def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        dtype = _reduction_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check rejects other objects
-        checked = self._check_consistency(
-            "allreduce", tensor, op=op, check=lambda: checks.check_reduction(tensor, op), dtype=dtype
-        )
-        if checked.contents is not None:
-            result = _reduce_rows(checked.contents.view(dtype), op).view(tensor.shape)
-        elif checked.total is not None:
-            result = checked.total.to(dtype).view(tensor.shape)
-        elif op in ("min", "max") and needs_keys(dtype, op):
-            keys = ordered_keys(_contiguous_copy(tensor, dtype), op)
-            self._monitor.wait_for_ranks(dist.all_reduce(keys, _TORCH_OPS[op], async_op=True))
-            result = from_ordered_keys(keys, dtype)
-        else:
-            result = _contiguous_copy(tensor, dtype)
-            self._monitor.wait_for_ranks(dist.all_reduce(result, _TORCH_OPS[op], async_op=True))
-        return self._finish_reduction(result, tensor.dtype, op)
-
-    def allgather(self, tensor: Tensor) -> Tensor:
-        dtype = getattr(tensor, "dtype", torch.float32)  # the check rejects other objects
-        checked = self._check_consistency("allgather", tensor, check=lambda: checks.check_tensor(tensor), dtype=dtype)
-        rows, row_shape = checked.counts, tensor.shape[1:]
-        own = tensor.detach().reshape(tensor.shape or (1,))
-        max_rows = max(rows)
-        if checked.contents is not None:
-            gathered = checked.contents.view(tensor.dtype).reshape(self.size * max_rows, *row_shape)
-        elif is_broadcast_gather_faster(own, rows):
-            return gather_by_broadcasts(own, rows, self.rank, self._monitor.wait_for_ranks)
-        else:
-            # Transports can only gather tensors of equal size, so shorter ones are padded.
-            piece = own.to(_transport_dtype(tensor.dtype)).resolve_conj().resolve_neg().contiguous()
-            if len(own) < max_rows:
-                piece = torch.cat([piece, piece.new_zeros((max_rows - len(own), *row_shape))])
-            gathered = piece.new_empty((self.size * max_rows, *row_shape))
-            if piece.numel():
-                self._monitor.wait_for_ranks(all_gather(gathered.view(-1), piece.view(-1), async_op=True))
-            gathered = gathered.to(tensor.dtype)
-        if min(rows) == max_rows:
-            return gathered
-        return torch.cat([piece[:count] for piece, count in zip(gathered.split(max_rows), rows, strict=True)])
-
-    def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        def check() -> None:
-            checks.check_reduction(tensor, op)
-            checks.check_divisible(tensor, self.size)
-
-        self._check_consistency("reducescatter", tensor, op=op, check=check)
-        if tensor.device.type == "cpu" and tensor.numel():
-            return self._piecewise_reducescatter(tensor, op).finish(self._monitor.wait_for_ranks)
-        source = _contiguous_copy(tensor, _reduction_dtype(tensor.dtype, op))
-        if op in ("min", "max") and needs_keys(tensor.dtype, op):
-            source = ordered_keys(source, op)
-        result = source.new_empty((source.shape[0] // self.size, *source.shape[1:]))
-        if result.numel():
-            self._monitor.wait_for_ranks(reduce_scatter(result, source, _TORCH_OPS[op], async_op=True))
-        if needs_keys(tensor.dtype, op):
-            result = from_ordered_keys(result, tensor.dtype)
-        return self._finish_reduction(result, tensor.dtype, op)
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        def check() -> None:
-            checks.check_tensor(tensor)
-            checks.check_root(root, self.size)
-
-        self._check_consistency("broadcast", tensor, root=root, check=check)
-        result = _contiguous_copy(tensor, _transport_dtype(tensor.dtype))
-        if result.numel():
-            self._monitor.wait_for_ranks(dist.broadcast(result, root, async_op=True))
-        return result.to(tensor.dtype)
-
     def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
         """Start to broadcast each piece, (contiguous tensor [elements], root), in place, and return a function that
         waits. See `Broadcasts.start`."""
@@ -204,40 +119,6 @@ class ProcessGroupBackend(
         if self._broadcasts is None:
             self._broadcasts = Broadcasts(self._monitor, self.rank, waits_on_stream=self._waits_on_stream)
         return self._broadcasts.start(pieces)
-
-    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        payload, error = pack(obj) if root == self.rank else (EMPTY_PAYLOAD, None)
-
-        def check() -> None:
-            checks.check_root(root, self.size)
-            if error is not None:
-                raise error
-
-        checked = self._check_consistency("broadcast_object", payload, root=root, check=check, dtype=torch.uint8)
-        if checked.contents is not None:
-            payload = checked.contents[root, : checked.root_count]
-        else:
-            if root != self.rank:
-                payload = torch.empty(checked.root_count, dtype=torch.uint8)
-            self._check_consistency.broadcast_bytes(payload, root)
-        return obj if root == self.rank else unpack(payload, self.device)
-
-    def allgather_object(self, obj: Any) -> list[Any]:
-        payload, error = pack(obj)
-
-        def check() -> None:
-            if error is not None:
-                raise error
-
-        checked = self._check_consistency("allgather_object", payload, check=check, dtype=torch.uint8)
-        if checked.contents is not None:
-            parts = [part[:count] for part, count in zip(checked.contents, checked.counts, strict=True)]
-        else:
-            parts = self._check_consistency.gather_bytes(payload, checked.counts)
-        return [unpack(part, self.device) for part in parts]
-
-    def barrier(self) -> None:
-        self._check_consistency("barrier")
 
     def distributed_model(
         self,
@@ -469,39 +350,9 @@ class ProcessGroupBackend(
         self._is_shut_down = True
         self._is_group_destroyed = True  # a second call must not destroy the group of a later backend
 
-    def _piecewise_reducescatter(self, tensor: Tensor, op: ReduceOp) -> PiecewiseReduceScatter:
-        dtype = _reduction_dtype(tensor.dtype, op)
-        return PiecewiseReduceScatter(tensor, op, _TORCH_OPS[op], dtype, self.rank, self.size)
-
-    def _finish_reduction(self, result: Tensor, dtype: torch.dtype, op: str) -> Tensor:
-        if op == "mean":
-            result /= self.size
-        return result.to(dtype)
-
 
 def _hold_sharded_parameters(optimizer: Any, model: Any) -> None:
     """Replace the parameters of `optimizer` with their shards if it was built before `distributed_model`."""
     from unitrain.backends.sharding.optimizer_shards import replace_parameters
 
     replace_parameters(optimizer, model.sharded)
-
-
-def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if dtype == torch.bool else dtype  # no transport reduces booleans; 0 and 1 have the same order
-
-
-def _reduction_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
-    # A sum in half precision may overflow even if the mean does not, and transports add in different precisions.
-    return torch.float32 if dtype in _HALF_DTYPES and op not in ("min", "max") else _transport_dtype(dtype)
-
-
-def _reduce_rows(rows: Tensor, op: ReduceOp) -> Tensor:
-    """Return `rows`, [ranks, elements], reduced in rank order. For the mean, return the sum."""
-    combine = _COMBINE.get(op, torch.add)
-    first, *others = rows.unbind()
-    return functools.reduce(combine, others, first) if others else first.clone()
-
-
-def _contiguous_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a contiguous copy, which a collective may overwrite."""
-    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)

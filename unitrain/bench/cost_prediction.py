@@ -232,13 +232,13 @@ def model_from_result(trained: dict[str, Any], bytes_per_parameter: float) -> Mo
             "Measure with: unitrain bench train --ranks 1,2 --json FILE"
         )
     row = single[0]
-    parts = {part: fmean(seconds) for part, seconds in row["parts"].items()}
+    phases = {phase: fmean(seconds) for phase, seconds in row["phases"].items()}
     seconds = quartiles(row["seconds"])[1]
     return Model(
         parameters=trained["parameters"],
         bytes_per_parameter=bytes_per_parameter,
         step_seconds=seconds,
-        backward_share=min(1.0, parts["backward"] / seconds),
+        backward_share=min(1.0, phases["backward"] / seconds),
     )
 
 

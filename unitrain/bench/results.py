@@ -13,7 +13,7 @@ from unitrain.errors import ReportError
 KINDS = ("collectives", "train")
 OPERATIONS = ("allreduce", "allgather", "reducescatter", "broadcast")
 # The phases of a training step, in chronological order.
-PARTS = ("data", "forward", "backward", "exposed", "optimizer")
+PHASES = ("data", "forward", "backward", "exposed", "optimizer")
 
 
 def write(result: dict[str, Any], path: Path) -> None:

@@ -14,7 +14,7 @@ from unitrain import __version__
 from unitrain.bench import collectives, training
 from unitrain.bench.collectives import LOWER_BOUNDS, round_up_bytes
 from unitrain.bench.rank_sets import RankSet
-from unitrain.bench.results import PARTS
+from unitrain.bench.results import PHASES
 from unitrain.bench.training import TrainTurn
 
 _MIN_ROUNDS = 3
@@ -119,8 +119,9 @@ def measure_training(
                 "ranks": info.ranks,
                 "seconds": [max(turn.seconds for turn in ranks) for ranks in recorded],
                 "samples": sum(turn.samples for turn in recorded[-1]),
-                "parts": {
-                    part: [sum(turn.parts[part] for turn in ranks) / len(ranks) for ranks in recorded] for part in PARTS
+                "phases": {
+                    phase: [sum(turn.phases[phase] for turn in ranks) / len(ranks) for ranks in recorded]
+                    for phase in PHASES
                 },
                 "memory": max(turn.memory for ranks in recorded for turn in ranks),
             }

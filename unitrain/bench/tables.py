@@ -10,7 +10,7 @@ from rich.table import Table
 
 from unitrain.bench.comparison import Difference
 from unitrain.bench.results import (
-    PARTS,
+    PHASES,
     bus_factor,
     efficiency,
     format_bytes,
@@ -71,11 +71,11 @@ def train(result: dict[str, Any]) -> Table:
     rounds = len(result["rows"][0]["seconds"])
     table = _create_table(
         f"{result['target']}: {result['parameters']:,} parameters, {result['device']}; medians of {rounds} rounds of "
-        f"{result['steps']} steps; efficiency relative to one rank; parts of a step in ms, mean over ranks"
+        f"{result['steps']} steps; efficiency relative to one rank; phases of a step in ms, mean over ranks"
     )
     for heading in ("ranks", "backend"):
         table.add_column(heading)
-    for heading in ("samples/s", "efficiency", "step", *PARTS, "memory"):
+    for heading in ("samples/s", "efficiency", "step", *PHASES, "memory"):
         table.add_column(heading, justify="right", overflow="fold")
     rows = sorted(result["rows"], key=lambda row: (row.get("setting") or "", row["ranks"]))
     for number, row in enumerate(rows):
@@ -86,7 +86,7 @@ def train(result: dict[str, Any]) -> Table:
             f"{samples_per_second(row):,.4g}",
             "" if share is None else f"{share:.1%}",
             format_seconds(quartiles(row["seconds"])[1]),
-            *(f"{quartiles(row['parts'][part])[1] * 1000:.3g}" for part in PARTS),
+            *(f"{quartiles(row['phases'][phase])[1] * 1000:.3g}" for phase in PHASES),
             format_bytes(row["memory"]),
             end_section=number + 1 == len(rows) or rows[number + 1]["ranks"] != row["ranks"],
         )

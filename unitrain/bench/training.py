@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import unitrain
 from unitrain import factories, randomness
 from unitrain.backends.base import Backend
-from unitrain.bench.results import PARTS
+from unitrain.bench.results import PHASES
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
 from unitrain.optim.step import Forward
@@ -34,7 +34,7 @@ class TrainTurn(NamedTuple):
 
     seconds: float
     samples: float
-    parts: dict[str, float]
+    phases: dict[str, float]
     memory: int
     parameters: int
     turn_seconds: float
@@ -50,28 +50,28 @@ class StepProfiler(Callback):
 
     def __init__(self, backend: Backend, forward: Any, loss_fn: Callable[..., Any]) -> None:
         self.is_active = False
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
         self.steps = self.samples = 0
         self._cuda = backend.device.type == "cuda"
         self._forward, self._loss_fn = Forward(forward), loss_fn
-        self._part_start_time: float | None = None
+        self._phase_start_time: float | None = None
 
     def start(self, *, is_active: bool) -> None:
         """Reset the counters. The first step is not profiled, because it includes the start of the data loader."""
         self.is_active = is_active
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
         self.steps = self.samples = 0
-        self._part_start_time = None
+        self._phase_start_time = None
 
     def forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Call the user's forward function, or the model."""
-        self._end_part("data")
+        self._end_phase("data")
         return self._forward(model, batch)
 
     def loss(self, output: Any, target: Any) -> Any:
         """Call the user's loss function."""
         loss = self._loss_fn(output, target)
-        self._end_part("forward")
+        self._end_phase("forward")
         value = loss[0] if isinstance(loss, tuple) else loss
         if self.is_active and isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(self._on_loss_gradient)
@@ -79,24 +79,24 @@ class StepProfiler(Callback):
 
     def on_micro_batch_end(self, trainer: Any, batch: Any, micro_batch: Any, loss: Any) -> None:
         self.samples += micro_batch.samples
-        self._end_part("exposed")
+        self._end_phase("exposed")
 
     def on_step_end(self, trainer: Any) -> None:
-        if self._part_start_time is not None:
-            self._end_part("optimizer")
+        if self._phase_start_time is not None:
+            self._end_phase("optimizer")
             self.steps += 1
         elif self.is_active:
-            self._part_start_time = self._now()
+            self._phase_start_time = self._now()
 
     def _on_loss_gradient(self, gradient: Tensor) -> None:
         # The gradient reduction queues its callback later, so its callback runs after this one.
-        queue_backward_callback(lambda: self._end_part("backward"))
+        queue_backward_callback(lambda: self._end_phase("backward"))
 
-    def _end_part(self, part: str) -> None:
-        if self._part_start_time is not None:
+    def _end_phase(self, phase: str) -> None:
+        if self._phase_start_time is not None:
             now = self._now()
-            self.seconds[part] += now - self._part_start_time
-            self._part_start_time = now
+            self.seconds[phase] += now - self._phase_start_time
+            self._phase_start_time = now
 
     def _now(self) -> float:
         if self._cuda:
@@ -132,10 +132,10 @@ def take_turn(
     samples, memory = profiler.samples / steps, _peak_memory(backend)
     profiled = min(steps - 1, max(_MIN_PROFILED_STEPS, round(_PROFILED_FRACTION * steps)))
     _fit(backend, trainer, data, profiler, done=steps - profiled - 1, is_active=True)
-    parts = {part: seconds / profiler.steps for part, seconds in profiler.seconds.items()}
+    phases = {phase: seconds / profiler.steps for phase, seconds in profiler.seconds.items()}
     trained = [parameter for parameter in backend.unwrap(trainer.model).parameters() if parameter.requires_grad]
     parameters = sum(parameter.numel() for parameter in trained)
-    return TrainTurn(seconds / steps, samples, parts, memory, parameters, time.perf_counter() - start_time)
+    return TrainTurn(seconds / steps, samples, phases, memory, parameters, time.perf_counter() - start_time)
 
 
 def _prepare(

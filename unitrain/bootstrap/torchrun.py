@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from unitrain.bootstrap.network import LOOPBACK, listen
-from unitrain.bootstrap.signal_forwarding import PREEMPTED, WARNING_SIGNALS, forward_warning_signals
+from unitrain.bootstrap.signal_forwarding import PREEMPTED_EXIT_CODE, WARNING_SIGNALS, forward_warning_signals
 
 _BACKEND = "unitrain"
 _TIMEOUT_SECONDS = 600
@@ -120,9 +120,9 @@ def main() -> None:
     try:
         _run(options)
     except ChildFailedError as error:
-        if error.get_first_failure()[1].exitcode != PREEMPTED:
+        if error.get_first_failure()[1].exitcode != PREEMPTED_EXIT_CODE:
             raise
-        sys.exit(PREEMPTED)
+        sys.exit(PREEMPTED_EXIT_CODE)
     except SignalException as error:
         sys.exit(128 + error.sigval)
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from unitrain.callbacks.callback import Callback, RunningTrainer
 from unitrain.errors import ConfigError, NonFiniteGradientError
-from unitrain.torch_compat import foreach_norm, local_part
+from unitrain.torch_compat import foreach_norm, local_shard
 
 # fp16 starts with a loss scale of 2**16 and halves it at each overflow. After this many consecutive overflows, the loss
 # scale cannot be the cause.
@@ -34,7 +34,7 @@ class GradientWatch(Callback):
             return
         is_sharded = trainer.config.shard == "parameters"
         gradients = {
-            name: local_part(parameter.grad)
+            name: local_shard(parameter.grad)
             for name, parameter in _named_parameters(trainer)
             if parameter.requires_grad and parameter.grad is not None
         }

@@ -14,9 +14,9 @@ from torch import nn
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.sharding.state_chunks import load_own_state, parameter_groups
 from unitrain.backends.sharding.state_format import state_dicts_of_shards, state_dicts_on_rank
-from unitrain.backends.sharding.state_parts import load_own_state, parameter_groups
-from unitrain.backends.sharding.tensor_parts import is_distributed_tensor
+from unitrain.backends.sharding.tensor_chunks import is_distributed_tensor
 from unitrain.backends.synchronized_errors import call_on_all_ranks, raise_on_all_ranks
 from unitrain.checkpoint import files, loading, output_folder, sharded_files
 from unitrain.checkpoint.folder_lock import FolderLock
@@ -118,8 +118,8 @@ class Checkpointer:
         It contains the weights of `model`, the state of `optimizer`, and the state `average` of the averaged weights.
         The `training` state and the `manifest` values are those of rank 0.
 
-        In the sharded format, every rank saves its part. With `async_checkpoints` this returns as soon as the state is
-        copied to host memory.
+        In the sharded format, every rank writes a portion of the state. With `async_checkpoints` this returns as soon
+        as the state is copied to host memory.
         """
         if self._writer is None:
             return
@@ -316,7 +316,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
 def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -> Path | None:
     """Return checkpoint `path`, or the newest valid one in folder `path`; None if there is none. All ranks call it.
 
-    Each rank checks a part of the files of a sharded checkpoint. Raises CheckpointError on every rank if all
+    The ranks divide the files of a sharded checkpoint among themselves. Raises CheckpointError on every rank if all
     checkpoints are corrupt, if there is none and `required` is True, or if one has a newer format.
     """
 

@@ -48,7 +48,8 @@ def read_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
     loaded = _load(path)
     if not isinstance(loaded, dict):
         raise CheckpointError(
-            f"'{path}' holds a {type(loaded).__name__}, not a dictionary. Save model.state_dict() instead of the model."
+            f"'{path}' contains a {type(loaded).__name__}, not a dictionary. Save model.state_dict() instead of the "
+            "model."
         )
     if _is_state_dict(loaded):
         return ForeignCheckpoint("state dictionary", _strip_ddp_prefix(loaded), None, None, None, None)
@@ -60,7 +61,8 @@ def _read_dictionary(path: Path, loaded: dict[str, Any]) -> ForeignCheckpoint:
     model = _first_present(parts, _MODEL)
     if not (isinstance(model, dict) and _is_state_dict(model)):
         raise CheckpointError(
-            f"'{path}' has no state dictionary of a model under a usual name; it has: {', '.join(map(str, loaded))}. "
+            f"'{path}' does not contain the state dictionary of a model under a known key. Its keys are: "
+            f"{', '.join(map(str, loaded))}. "
             'Save it as {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}.'
         )
     lightning = "pytorch-lightning_version" in parts
@@ -82,7 +84,7 @@ def _read_accelerate_folder(folder: Path) -> ForeignCheckpoint:
     else:
         raise CheckpointError(
             f"'{folder}' has neither model.safetensors nor pytorch_model.bin, which Accelerate's save_state "
-            "writes. Name a file in it."
+            "writes. Pass the path of a file in the folder."
         )
     parts = {name: folder / f"{name}.bin" for name in ("optimizer", "scheduler")}
     optimizer, scheduler = (_load(file) if file.exists() else None for file in parts.values())
@@ -95,11 +97,11 @@ def _load(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         reason = str(error).split("\n")[0]
         raise CheckpointError(
-            f"'{path}' cannot be read without running code in it: {reason} Save tensors, numbers and strings only, "
+            f"'{path}' cannot be read without executing code from it: {reason} Save only tensors, numbers and strings, "
             "in the program that wrote it: torch.save(model.state_dict(), path)."
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"'{path}' cannot be read: {error}. Name a file that torch.save wrote.") from error
+        raise CheckpointError(f"'{path}' cannot be read: {error}. Pass a file that torch.save wrote.") from error
 
 
 def _is_state_dict(value: dict[Any, Any]) -> bool:
@@ -121,7 +123,8 @@ def _single_state(path: Path, found: Any) -> dict[str, Any] | None:
     if isinstance(found, (list, tuple)):
         if len(found) > 1:
             raise CheckpointError(
-                f"'{path}' has {len(found)} optimizers or schedulers, but unitrain supports one. Save one."
+                f"'{path}' has {len(found)} optimizers or schedulers, but unitrain supports one. Save a checkpoint "
+                "with one of each."
             )
         found = found[0] if found else None
     return found if isinstance(found, dict) else None

@@ -82,10 +82,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def find_corruption(path: Path, part: int = 0, parts: int = 1) -> str | None:
+def find_corruption(path: Path, first: int = 0, stride: int = 1) -> str | None:
     """Return the reason why checkpoint `path` is corrupt, or None if all files are present and match their digests.
 
-    Several processes can divide the files of a sharded checkpoint: this call checks part number `part` of `parts`.
+    Several processes can divide the files of a sharded checkpoint: this call checks every `stride`-th file, starting
+    with number `first`.
     """
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
@@ -98,7 +99,7 @@ def find_corruption(path: Path, part: int = 0, parts: int = 1) -> str | None:
         if "ranks" in manifest and manifest["files_sha256"] != list_digest(files):
             return "the list of files in its manifest has changed since it was written"
         names = [TRAINING, *sorted({*files} - {TRAINING})] if "ranks" in manifest else [MODEL, TRAINING]
-        for name in names[part::parts]:
+        for name in names[first::stride]:
             if (found := (path / name).stat().st_size) != files[name]["bytes"]:
                 return f"{name} has {found} bytes instead of {files[name]['bytes']}"
             if sha256(path / name) != files[name]["sha256"]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.sharding.tensor_parts import is_distributed_tensor
+from unitrain.backends.sharding.tensor_chunks import is_distributed_tensor
 from unitrain.checkpoint import sharded_files
 from unitrain.checkpoint.files import MODEL, TRAINING, load_model_file, read_tensors
 from unitrain.errors import CheckpointError

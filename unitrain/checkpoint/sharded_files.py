@@ -1,11 +1,11 @@
-"""The file format of sharded checkpoints. Each rank writes a part of a checkpoint.
+"""The file format of sharded checkpoints. Each rank writes a portion of a checkpoint.
 
 A checkpoint is a folder `step-000000123`:
 
-    model/rank-00000.safetensors       parts of the parameters and buffers, under the user's names
-    optimizer/rank-00000.safetensors   parts of the optimizer state, named state.PARAMETER.KEY
+    model/rank-00000.safetensors       chunks of the parameters and buffers, under the user's names
+    optimizer/rank-00000.safetensors   chunks of the optimizer state, named state.PARAMETER.KEY
     optimizer/rank-00000.pt            values of the optimizer state that are not tensors, if there are any
-    average/rank-00000.safetensors     parts of the averaged weights, with `ema_decay`
+    average/rank-00000.safetensors     chunks of the averaged weights, with `ema_decay`
     training.pt                        all other state, and the hyperparameters of the optimizer
     manifest.json                      size and sha256 of all files, sha256 of this list, versions, step, epoch, results
                                        and configuration
@@ -32,13 +32,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unitrain.backends.sharding.state_parts import StateKey, StoredState, own_state
-from unitrain.backends.sharding.tensor_parts import (
-    TensorPart,
+from unitrain.backends.sharding.state_chunks import StateKey, StoredState, own_state
+from unitrain.backends.sharding.tensor_chunks import (
+    TensorChunk,
     is_distributed_tensor,
     is_storable,
-    local_parts,
-    own_parts,
+    local_chunks,
+    own_chunks,
 )
 from unitrain.checkpoint.files import (
     MANIFEST,
@@ -52,7 +52,7 @@ from unitrain.checkpoint.files import (
     write_manifest,
 )
 from unitrain.checkpoint.state_copy import host_copy, plain_state
-from unitrain.checkpoint.tensor_files import StoredTensors, WrittenFile, write_parts
+from unitrain.checkpoint.tensor_files import StoredTensors, WrittenFile, write_chunks
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
 from unitrain.torch_compat import loads_state_unchanged
@@ -67,14 +67,14 @@ _ABANDON_AFTER_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class StateShard:
-    """The part of the state that one rank writes.
+    """The portion of the state that one rank writes.
 
-    `parts` are the parts of tensors by folder. `keys` maps each optimizer tensor to its parameter index and state key;
-    `values` are the non-tensor optimizer values. `tied` maps names of tensors to the name under which they are stored,
-    by folder.
+    `chunks` contains the chunks of tensors, by folder. `keys` maps each optimizer tensor to its parameter index and
+    state key. `values` contains the values of the optimizer state that are not tensors. `tied` maps the names of tied
+    tensors, by folder, to the names under which they are stored.
     """
 
-    parts: dict[str, list[TensorPart]]
+    chunks: dict[str, list[TensorChunk]]
     keys: dict[str, StateKey] = field(default_factory=dict)
     values: dict[Any, Any] = field(default_factory=dict)
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -84,28 +84,28 @@ class StateShard:
 
         Raises CheckpointError for values that torch.load(weights_only=True) rejects.
         """
-        parts = {
-            folder: [replace(part, data=part.data.to("cpu", copy=True)) for part in parts]
-            for folder, parts in self.parts.items()
+        chunks = {
+            folder: [replace(chunk, data=chunk.data.to("cpu", copy=True)) for chunk in chunks]
+            for folder, chunks in self.chunks.items()
         }
-        return replace(self, parts=parts, values=host_copy(plain_state({"values": self.values}))["values"])
+        return replace(self, chunks=chunks, values=host_copy(plain_state({"values": self.values}))["values"])
 
 
 def collect_shard(
     model: nn.Module, optimizer: Optimizer, average: Mapping[str, Tensor] | None, rank: int, size: int
 ) -> StateShard:
-    """Return the part of the state that rank `rank` writes. Its tensors share the memory of the state.
+    """Return the portion of the state that rank `rank` writes. Its tensors share the memory of the state.
 
-    `average` contains the averaged weights. This function does not communicate, because every rank stores its part.
+    `average` contains the averaged weights. This function does not communicate, because every rank stores its portion.
     """
-    parts, tied = {}, {}
+    chunks, tied = {}, {}
     for folder, tensors in ((MODEL_FOLDER, model.state_dict()), (AVERAGE_FOLDER, average)):
         if tensors is not None:
             stored, tied[folder] = _without_duplicates(tensors)
-            parts[folder] = own_parts(stored, rank, size)
+            chunks[folder] = own_chunks(stored, rank, size)
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = own_state(optimizer, names, rank, size)
-    return StateShard({**parts, OPTIMIZER_FOLDER: own.parts}, own.keys, own.values, tied)
+    return StateShard({**chunks, OPTIMIZER_FOLDER: own.chunks}, own.keys, own.values, tied)
 
 
 def _without_duplicates(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -166,11 +166,11 @@ def write_shard(staging_folder: Path, shard: StateShard, rank: int, token: str) 
 def _write_files(staging_folder: Path, shard: StateShard, rank: int) -> dict[str, WrittenFile]:
     written: dict[str, WrittenFile] = {}
     keys = {name: [place.index, place.key] for name, place in shard.keys.items()}
-    for name, parts in shard.parts.items():
+    for name, chunks in shard.chunks.items():
         folder = staging_folder / name
         folder.mkdir(exist_ok=True)
         metadata = {_STATE_KEYS_METADATA: json.dumps(keys)} if name == OPTIMIZER_FOLDER else {}
-        files = write_parts(folder, _stem(rank), parts, metadata)
+        files = write_chunks(folder, _stem(rank), chunks, metadata)
         written |= {f"{name}/{file}": found for file, found in files.items()}
     if shard.values:
         name = f"{OPTIMIZER_FOLDER}/{_stem(rank)}.pt"
@@ -210,7 +210,7 @@ def commit(
     tied = {name: aliases for name, aliases in shard.tied.items() if aliases}
     fields = {**manifest_fields, "ranks": size, "tied": tied, "files_sha256": list_digest(files)}
     write_manifest(staging_folder, 2, fields, files)
-    for name in (*shard.parts, "."):
+    for name in (*shard.chunks, "."):
         flush(staging_folder / name)
     publish(staging_folder, target)
     return True
@@ -317,7 +317,7 @@ def load_module(path: Path, folder: str, module: nn.Module) -> None:
         load_state(module, tensors | {name: tensors[source] for name, source in aliases.items()})
         return
     stored.read(
-        chain.from_iterable(local_parts(name, tensor) for name, tensor in state.items() if name in stored.tensors)
+        chain.from_iterable(local_chunks(name, tensor) for name, tensor in state.items() if name in stored.tensors)
     )
 
 
@@ -386,9 +386,9 @@ class StoredOptimizerState(StoredState):
         """Return the values that are not tensors, by index and key."""
         return self.other_values
 
-    def read(self, parts: Iterable[TensorPart]) -> None:
-        """Copy the stored elements of each part into its data."""
-        self.stored.read(parts)
+    def read(self, chunks: Iterable[TensorChunk]) -> None:
+        """Copy the stored elements of each chunk into its data."""
+        self.stored.read(chunks)
 
     def full_state(self) -> dict[Any, Any]:
         """Return the complete state, as in `Optimizer.state_dict()["state"]`."""

@@ -1,8 +1,8 @@
-"""safetensors files that contain parts of tensors, written and read one tensor at a time.
+"""safetensors files that contain chunks of tensors, written and read one tensor at a time.
 
-Each file is a valid safetensors file. Its metadata contains the offsets of the parts in the form that
+Each file is a valid safetensors file. Its metadata contains the offsets of the chunks in the form that
 `torch.distributed.checkpoint.HuggingFaceStorageReader` reads (torch 2.14). A file contains each tensor name at most
-once, so further parts of a tensor are in further files of the same rank. The format is specified in
+once, so further chunks of a tensor are in further files of the same rank. The format is specified in
 https://huggingface.co/docs/safetensors/index#format.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from unitrain.backends.sharding.tensor_parts import TensorPart
+from unitrain.backends.sharding.tensor_chunks import TensorChunk
 from unitrain.backends.tensors import as_bytes, copy_into, is_expanded
 from unitrain.errors import CheckpointError
 
@@ -48,20 +48,20 @@ class WrittenFile:
     sha256: str
 
 
-def write_parts(
-    folder: Path, stem: str, parts: Iterable[TensorPart], metadata: dict[str, str]
+def write_chunks(
+    folder: Path, stem: str, chunks: Iterable[TensorChunk], metadata: dict[str, str]
 ) -> dict[str, WrittenFile]:
-    """Write `parts` to the new files `STEM.safetensors`, `STEM-1.safetensors`, ... in `folder`, and flush them to disk.
+    """Write `chunks` to the new files `STEM.safetensors`, `STEM-1.safetensors`, ... in `folder`, flushed to disk.
 
     Return the files by name. Complex tensors are written as the real tensors of torch.view_as_real.
     """
-    files: list[list[TensorPart]] = []
+    files: list[list[TensorChunk]] = []
     count: dict[str, int] = {}
-    for part in parts:
-        number = count[part.name] = count.get(part.name, -1) + 1
+    for chunk in chunks:
+        number = count[chunk.name] = count.get(chunk.name, -1) + 1
         if number == len(files):
             files.append([])
-        files[number].append(part)
+        files[number].append(chunk)
     written = {}
     for number, contents in enumerate(files):
         name = f"{stem}-{number}.safetensors" if number else f"{stem}.safetensors"
@@ -69,19 +69,19 @@ def write_parts(
     return written
 
 
-def _write_file(path: Path, parts: list[TensorPart], metadata: dict[str, str]) -> WrittenFile:
+def _write_file(path: Path, chunks: list[TensorChunk], metadata: dict[str, str]) -> WrittenFile:
     # In descending order of element size, so that every tensor is aligned.
-    real_parts = sorted(map(_as_real, parts), key=lambda part: -part.data.element_size())
-    names = [part.name for part in real_parts if part.is_complex]
-    offsets = {part.name: {"saved_offsets": part.offsets} for part in real_parts}
+    real_chunks = sorted(map(_as_real, chunks), key=lambda chunk: -chunk.data.element_size())
+    names = [chunk.name for chunk in real_chunks if chunk.is_complex]
+    offsets = {chunk.name: {"saved_offsets": chunk.offsets} for chunk in real_chunks}
     facts = {"format": "pt", **metadata, _OFFSETS: json.dumps(offsets)}
     if names:
         facts[COMPLEX] = json.dumps(names)
     with _TensorWriter(
-        path, {part.name: (part.data.dtype, tuple(part.data.shape)) for part in real_parts}, facts
+        path, {chunk.name: (chunk.data.dtype, tuple(chunk.data.shape)) for chunk in real_chunks}, facts
     ) as file:
-        for part in real_parts:
-            file.write(part.data)
+        for chunk in real_chunks:
+            file.write(chunk.data)
     return file.written
 
 
@@ -98,8 +98,8 @@ def write_tensors(path: Path, tensors: StoredTensors, metadata: dict[str, str]) 
 
 
 @dataclass(frozen=True)
-class _RealPart:
-    """A part whose complex numbers are viewed as pairs of real numbers in an additional last dimension."""
+class _RealChunk:
+    """A chunk whose complex numbers are viewed as pairs of real numbers in an additional last dimension."""
 
     name: str
     offsets: tuple[int, ...]
@@ -107,10 +107,10 @@ class _RealPart:
     is_complex: bool
 
 
-def _as_real(part: TensorPart) -> _RealPart:
-    if not part.data.is_complex():
-        return _RealPart(part.name, part.offsets, part.data.resolve_neg(), is_complex=False)
-    return _RealPart(part.name, (*part.offsets, 0), torch.view_as_real(part.data.resolve_conj()), is_complex=True)
+def _as_real(chunk: TensorChunk) -> _RealChunk:
+    if not chunk.data.is_complex():
+        return _RealChunk(chunk.name, chunk.offsets, chunk.data.resolve_neg(), is_complex=False)
+    return _RealChunk(chunk.name, (*chunk.offsets, 0), torch.view_as_real(chunk.data.resolve_conj()), is_complex=True)
 
 
 class _TensorWriter:
@@ -165,8 +165,8 @@ class _TensorWriter:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """A stored part of a tensor: its first byte in `file`, its offsets in the tensor and its lengths."""
+class _StoredChunk:
+    """A stored chunk of a tensor: its first byte in `file`, its offsets in the tensor and its lengths."""
 
     file: str
     position: int
@@ -181,7 +181,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_complex: bool
-    chunks: list[_Chunk] = field(default_factory=list)
+    chunks: list[_StoredChunk] = field(default_factory=list)
 
     @property
     def original_shape(self) -> tuple[int, ...]:
@@ -201,7 +201,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """Index of the tensors whose parts are stored in safetensors files in `folder`. Contains positions, not data."""
+    """Index of the tensors whose chunks are stored in safetensors files in `folder`. Contains positions, not data."""
 
     folder: Path
     tensors: dict[str, StoredTensor]
@@ -232,26 +232,26 @@ class StoredTensors:
                 )
         return cls(folder, tensors, metadata)
 
-    def read(self, parts: Iterable[TensorPart]) -> None:
-        """Copy the stored elements of each part into its data. Dtypes are converted."""
+    def read(self, chunks: Iterable[TensorChunk]) -> None:
+        """Copy the stored elements of each chunk into its data. Dtypes are converted."""
         with _OpenFiles(self.folder) as files:
-            for part in parts:
-                data = part.data
+            for chunk in chunks:
+                data = chunk.data
                 # Writes to these views would change other elements or the sign of the numbers.
                 is_special = is_expanded(data) or data.is_conj() or data.is_neg()
                 target = torch.empty(data.shape, dtype=data.dtype) if is_special else data
-                self._read_part(files, part, target)
+                self._read_chunk(files, chunk, target)
                 if is_special:
                     copy_into(data, target)
 
-    def _read_part(self, files: _OpenFiles, part: TensorPart, target: Tensor) -> None:
-        stored, offsets = self.tensors[part.name], part.offsets
+    def _read_chunk(self, files: _OpenFiles, chunk: TensorChunk, target: Tensor) -> None:
+        stored, offsets = self.tensors[chunk.name], chunk.offsets
         if stored.is_complex:
             if not target.is_complex():
-                raise ValueError(f"{part.name!r} is complex in the checkpoint and {target.dtype} in the model")
+                raise ValueError(f"{chunk.name!r} is complex in the checkpoint and {target.dtype} in the model")
             target, offsets = torch.view_as_real(target), (*offsets, 0)
-        for chunk in stored.chunks:
-            for block, place in _overlap(files, chunk, stored.dtype, offsets, tuple(target.shape)):
+        for stored_chunk in stored.chunks:
+            for block, place in _overlap(files, stored_chunk, stored.dtype, offsets, tuple(target.shape)):
                 target[place].copy_(block)
 
     def read_real(self, name: str) -> Tensor:
@@ -295,7 +295,7 @@ class _OpenFiles:
 
 
 def _overlap(
-    files: _OpenFiles, chunk: _Chunk, dtype: torch.dtype, offsets: tuple[int, ...], lengths: tuple[int, ...]
+    files: _OpenFiles, chunk: _StoredChunk, dtype: torch.dtype, offsets: tuple[int, ...], lengths: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
     """Yield the elements of `chunk` in the box (`offsets`, `lengths`), in blocks of rows, each with its index in the
     box.
@@ -331,7 +331,7 @@ def _overlap(
 
 
 def _add_tensors(tensors: dict[str, StoredTensor], folder: Path, name: str) -> dict[str, str]:
-    """Add the parts in file `name` to `tensors`, and return the metadata of the file.
+    """Add the chunks in file `name` to `tensors`, and return the metadata of the file.
 
     Raises ValueError, TypeError, LookupError, AttributeError or RecursionError for a file of a different format.
     """
@@ -351,7 +351,7 @@ def _add_tensors(tensors: dict[str, StoredTensor], folder: Path, name: str) -> d
             raise ValueError(f"the file does not contain all bytes of tensor {tensor!r}")
         known = tensors.get(tensor) or StoredTensor(end, dtype, tensor in complex_names)
         shape = tuple(map(max, known.shape, end))
-        tensors[tensor] = replace(known, shape=shape, chunks=[*known.chunks, _Chunk(name, first, place, lengths)])
+        tensors[tensor] = replace(known, shape=shape, chunks=[*known.chunks, _StoredChunk(name, first, place, lengths)])
     return facts
 
 

@@ -111,7 +111,8 @@ def _print_build_steps(plan: BuildPlan, inherited: Mapping[str, str], is_cached:
     """Print the build steps as shell commands."""
     import shlex
 
-    from unitrain.horovod_wheel import patches
+    from unitrain.horovod_wheel.patches import PATCHES
+    from unitrain.horovod_wheel.patching import format_diff
 
     click.echo("\nEnvironment:")
     for name, value in sorted(plan.environment(inherited).items()):
@@ -129,9 +130,9 @@ def _print_build_steps(plan: BuildPlan, inherited: Mapping[str, str], is_cached:
         if step.argv:
             click.echo(f"   $ {shlex.join(step.argv)}")
         if step.name == "patch":
-            for change in patches.CHANGES:
-                click.echo(f"   {change.name} ({change.kind}): {change.reason}")
-                for line in patches.format_diff(change):
+            for patch in PATCHES:
+                click.echo(f"   {patch.name} ({patch.kind}): {patch.reason}")
+                for line in format_diff(patch):
                     click.echo(f"     {line}")
     click.echo("\nDry run: nothing was built or installed.")
 

@@ -174,8 +174,8 @@ class _Steps(Iterator[tuple[Any, MicroBatch]]):
         first_items = set(self._communicator.allgather_object(self._source.first_item)) - {None}
         if len(first_items) > 1 and self._communicator.rank == 0:
             _log.warning(
-                "%s does not start with the same item on every rank, but %s.stream 'shared' shards one stream: unless "
-                "only an augmentation differs, samples are lost or repeated. "
-                "Use %s for a dataset that shards itself.",
+                "%s does not start with the same item on every rank, but %s.stream 'shared' shards one common stream. "
+                "If the items differ by more than a random augmentation, samples are lost or repeated. Use %s for a "
+                "dataset that shards itself.",
                 *(self._source.name, self._owner, format_call(self._owner, "stream='own'")),
             )

@@ -64,7 +64,7 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
     program = str(Path(unitrain.__file__).with_name("__main__.py"))
     command = [
         sys.executable, program, "launch", *options,
-        program, "doctor", "--for-launch", "--timeout-seconds", f"{timeout_seconds:g}",
+        program, "doctor", "--marked-json", "--timeout-seconds", f"{timeout_seconds:g}",
     ]  # fmt: skip
     # With backend horovod, the launcher would not provide a rendezvous address.
     variables = {"UNITRAIN_BACKEND": environment.get_variable("UNITRAIN_BACKEND") or "ddp"}

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from unitrain.errors import HorovodBuildError
-from unitrain.horovod_wheel import check, patches
+from unitrain.horovod_wheel import check
+from unitrain.horovod_wheel.patches import PATCHES
+from unitrain.horovod_wheel.patching import apply_patches
 from unitrain.horovod_wheel.plan import HOROVOD, SDIST_SHA256, BuildPlan, BuildStep
 
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
@@ -220,7 +222,7 @@ def extract(path: Path, folder: Path) -> None:
 
 
 def _patch(plan: BuildPlan) -> None:
-    patches.apply(plan.source)
+    apply_patches(plan.source, PATCHES)
     record = {"key": plan.key, **plan.facts}
     (plan.source / "horovod" / check.RECORD).write_text(json.dumps(record, indent=2) + "\n")
 

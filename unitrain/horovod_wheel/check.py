@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unitrain.horovod_wheel import patches
+from unitrain.horovod_wheel.patches import PATCHES
+from unitrain.horovod_wheel.patching import runtime_fixes
 
 # File next to horovod/__init__.py in the wheels that unitrain builds.
 RECORD = "unitrain_build.json"
@@ -172,7 +173,7 @@ def _find_limitations(
     found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]
 ) -> Iterator[Problem]:
     """Yield the limitations of an importable Horovod."""
-    missing = [name for name in patches.runtime_fixes() if name not in record.get("mended", ())]
+    missing = [name for name in runtime_fixes(PATCHES) if name not in record.get("mended", ())]
     if missing:
         what = (
             f"Fixes that may be missing: {', '.join(missing)} (this Horovod was not built by this version of unitrain)."

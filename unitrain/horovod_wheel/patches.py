@@ -1,40 +1,14 @@
-"""Patches for the sources of Horovod 0.28.1 as data, and a function that applies them.
+"""The patches for the sources of Horovod 0.28.1.
 
-Changes of kind `build` are required to compile with current versions of torch, CMake and Python, and without a CUDA
-toolkit. Changes of kind `fix` correct run-time behavior; `unitrain horovod check` reports whether the installed Horovod
+Patches of kind `build` are required to compile with current versions of torch, CMake and Python, and without a CUDA
+toolkit. Patches of kind `fix` correct run-time behavior; `unitrain horovod check` reports whether the installed Horovod
 includes them.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
-
-from unitrain.errors import HorovodBuildError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Edit:
-    """A replacement in one source file. `before` must occur exactly once."""
-
-    file: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """A patch: its reason and its edits."""
-
-    name: str
-    kind: Literal["build", "fix"]
-    reason: str
-    edits: tuple[Edit, ...]
-
+from unitrain.horovod_wheel.patching import Edit, Patch
+from unitrain.horovod_wheel.process_set_patch import PROCESS_SETS
 
 _CXX_STANDARD = ("set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)")
 _CHECK_CUDA_IF_REQUESTED = "if(DEFINED HOROVOD_GPU_OPERATIONS)\n    check_language(CUDA)\nendif()\n"
@@ -104,144 +78,9 @@ bool ProcessSetTable::HasPendingOperations(int32_t min_id) {
 }
 
 """
-_EXCHANGE_REQUESTS = """\
-namespace {
 
-// Process sets, as sorted global ranks, that this rank has requested to add or
-// to remove.
-struct ProcessSetRequests {
-  std::mutex mutex;
-  std::set<std::vector<int>> additions;
-  std::set<std::vector<int>> removals;
-};
-
-// Never destroyed, because the background thread outlives static objects.
-ProcessSetRequests& process_set_requests = *new ProcessSetRequests;
-
-// Exchange the requests of all ranks, and add and remove the process sets that
-// all their members have requested. Called by all ranks in the same cycle.
-void ExchangeProcessSetRequests(HorovodGlobalState& state) {
-  auto& table = state.process_set_table;
-  auto& controller = *state.global_controller;
-  std::lock_guard<std::mutex> guard(process_set_requests.mutex);
-  state.has_process_set_requests = false;
-
-  // Each request consists of 1 or 0 for an addition or a removal, the number of
-  // ranks, and the ranks.
-  std::vector<int> own;
-  for (bool adds : {false, true}) {
-    for (const auto& ranks : adds ? process_set_requests.additions
-                                  : process_set_requests.removals) {
-      own.push_back(adds);
-      own.push_back((int)ranks.size());
-      own.insert(own.end(), ranks.begin(), ranks.end());
-    }
-  }
-  std::vector<int> lengths;
-  controller.Allgather2Ints({(int)own.size(), 0}, lengths);
-  std::map<std::vector<int>, std::set<int>> requesting_ranks;
-  for (int rank = 0; rank < controller.GetSize(); ++rank) {
-    std::vector<int> requests(lengths[2 * rank]);
-    if (requests.empty()) {
-      continue;
-    }
-    if (rank == controller.GetRank()) {
-      requests = own;
-    }
-    controller.Bcast(requests.data(), requests.size() * sizeof(int), rank,
-                     Communicator::GLOBAL);
-    for (auto it = requests.begin(); it != requests.end();) {
-      auto end = it + 2 + it[1];
-      requesting_ranks[std::vector<int>(it, end)].insert(rank);
-      it = end;
-    }
-  }
-
-  for (const auto& entry : requesting_ranks) {
-    bool adds = entry.first[0] == 1;
-    std::vector<int> ranks(entry.first.begin() + 2, entry.first.end());
-    if (!std::includes(entry.second.begin(), entry.second.end(), ranks.begin(),
-                       ranks.end())) {
-      continue;
-    }
-    (adds ? process_set_requests.additions : process_set_requests.removals)
-        .erase(ranks);
-    int id = table.FindId(ranks);
-    if (adds && id < 0) {
-      auto& process_set = GetProcessSetOrAddUnitialized(ranks, id);
-#if HAVE_MPI
-      if (state.control_operation == LibType::MPI) {
-        process_set.Initialize(global_mpi_context);
-      }
-#endif // HAVE_MPI
-#if HAVE_GLOO
-      if (state.control_operation == LibType::GLOO) {
-        process_set.Initialize(global_gloo_context);
-      }
-#endif // HAVE_GLOO
-    } else if (!adds && id > 0) {
-      table.Remove(id);
-    }
-  }
-}
-
-} // namespace
-
-"""
-_REQUEST_FUNCTIONS = """\
-// Request a process set of sorted global ranks, without waiting. Only members
-// call this function, until it returns the id, an error code, or
-// HOROVOD_PROCESS_SET_PENDING if it must be called again.
-const int HOROVOD_PROCESS_SET_PENDING = -7;
-
-int horovod_request_process_set(const int* ranks, int nranks) {
-  if (!horovod_global.initialization_done) {
-    return HOROVOD_PROCESS_SET_ERROR_INIT;
-  }
-  if (horovod_global.shut_down) {
-    return HOROVOD_PROCESS_SET_ERROR_SHUTDOWN;
-  }
-  std::unique_lock<std::mutex> lock(process_set_requests.mutex,
-                                    std::try_to_lock);
-  if (!lock) {
-    return HOROVOD_PROCESS_SET_PENDING;
-  }
-  std::vector<int> key(ranks, ranks + nranks);
-  process_set_requests.removals.erase(key);
-  int id = horovod_global.process_set_table.FindId(key);
-  if (id >= 0 &&
-      horovod_global.process_set_table.Get(id).initialization_done) {
-    return id;
-  }
-  if (process_set_requests.additions.insert(key).second) {
-    horovod_global.has_process_set_requests = true;
-  }
-  return HOROVOD_PROCESS_SET_PENDING;
-}
-
-// Cancel this rank's request for a process set, or request its removal if it
-// exists. The process set is removed when all members have called this
-// function. Return 0, or HOROVOD_PROCESS_SET_PENDING if it must be called again.
-int horovod_release_process_set(const int* ranks, int nranks) {
-  std::unique_lock<std::mutex> lock(process_set_requests.mutex,
-                                    std::try_to_lock);
-  if (!lock) {
-    return HOROVOD_PROCESS_SET_PENDING;
-  }
-  std::vector<int> key(ranks, ranks + nranks);
-  process_set_requests.additions.erase(key);
-  if (horovod_global.initialization_done &&
-      horovod_global.process_set_table.FindId(key) > 0 &&
-      process_set_requests.removals.insert(key).second) {
-    horovod_global.has_process_set_requests = true;
-  }
-  return 0;
-}
-
-"""
-
-CHANGES: tuple[Change, ...] = (
-    Change(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         name="cxx20",
         kind="build",
         reason="torch's headers require C++17, or C++20 in newer versions, but Horovod selects C++14.",
@@ -250,7 +89,7 @@ CHANGES: tuple[Change, ...] = (
             Edit(file="horovod/torch/CMakeLists.txt", before=_CXX_STANDARD[0], after=_CXX_STANDARD[1]),
         ),
     ),
-    Change(
+    Patch(
         name="no-toolkit",
         kind="build",
         reason="With a CUDA torch, CMake uses any CUDA toolkit that it finds, even for CPU operations.",
@@ -268,7 +107,7 @@ CHANGES: tuple[Change, ...] = (
             ),
         ),
     ),
-    Change(
+    Patch(
         name="no-distutils",
         kind="build",
         reason="Python 3.12 does not contain distutils, so Python.h is not found and horovodrun does not start.",
@@ -285,7 +124,7 @@ CHANGES: tuple[Change, ...] = (
             ),
         ),
     ),
-    Change(
+    Patch(
         name="any-path",
         kind="build",
         reason="The path of the build folder is used as a regular expression. With a '+', the wheel lacks its library.",
@@ -297,7 +136,7 @@ CHANGES: tuple[Change, ...] = (
             ),
         ),
     ),
-    Change(
+    Patch(
         name="build-record",
         kind="build",
         reason="The wheel contains a record of its build, which `unitrain horovod check` reads.",
@@ -309,7 +148,7 @@ CHANGES: tuple[Change, ...] = (
             ),
         ),
     ),
-    Change(
+    Patch(
         name="gloo-interface",
         kind="fix",
         reason="All process sets ignore HOROVOD_GLOO_IFACE and advertise the address of the host's own name. If it is "
@@ -325,7 +164,7 @@ CHANGES: tuple[Change, ...] = (
             ),
         ),
     ),
-    Change(
+    Patch(
         name="gloo-stall",
         kind="fix",
         reason="Under the Gloo controller the list of ranks stays empty (reserve instead of resize), so the stall "
@@ -338,7 +177,7 @@ CHANGES: tuple[Change, ...] = (
             ),
         ),
     ),
-    Change(
+    Patch(
         name="gloo-send-buffer",
         kind="fix",
         reason="A reducescatter permanently sets the send buffers of its connections to the size of its message. After "
@@ -351,7 +190,7 @@ CHANGES: tuple[Change, ...] = (
             ),
         ),
     ),
-    Change(
+    Patch(
         name="idle-cycle",
         kind="fix",
         reason="The background thread starts operations once per cycle, so each operation of a small model waits for "
@@ -443,129 +282,8 @@ CHANGES: tuple[Change, ...] = (
             ),
         ),
     ),
-    Change(
-        name="process-sets",
-        kind="fix",
-        reason="All ranks must add a process set at the same time, and with HOROVOD_DYNAMIC_PROCESS_SETS, every cycle "
-        "contains one more allgather. With horovod_request_process_set, only the members of a process set take part, "
-        "and a cycle in which no process set is requested or used costs nothing.",
-        edits=(
-            Edit(
-                file="horovod/common/response_cache.h",
-                before="#define NUM_STATUS_BITS 3\n",
-                after="#define NUM_STATUS_BITS 5\n",
-            ),
-            Edit(
-                file="horovod/common/response_cache.h",
-                before="    INVALID_IN_QUEUE = 2\n",
-                after="    INVALID_IN_QUEUE = 2,\n    PROCESS_SETS_REQUESTED = 3,\n    PROCESS_SETS_USED = 4\n",
-            ),
-            Edit(
-                file="horovod/common/response_cache.h",
-                before="  // Method to sync state and bit sets across workers.\n",
-                after="  // Whether this rank, and after sync() any rank, has requested process sets,\n"
-                "  // and has operations pending in process sets other than the global one.\n"
-                "  bool process_sets_requested = false;\n  bool process_sets_used = false;\n\n"
-                "  // Method to sync state and bit sets across workers.\n",
-            ),
-            Edit(
-                file="horovod/common/response_cache.cc",
-                before="  // Before communication, remove any invalid bits from cache hit set.\n",
-                after="  if (!process_sets_requested) {\n"
-                "    bitvector_[0] |= (1ull << StatusBit::PROCESS_SETS_REQUESTED);\n  }\n"
-                "  if (!process_sets_used) {\n"
-                "    bitvector_[0] |= (1ull << StatusBit::PROCESS_SETS_USED);\n  }\n\n"
-                "  // Before communication, remove any invalid bits from cache hit set.\n",
-            ),
-            Edit(
-                file="horovod/common/response_cache.cc",
-                before="  // If any worker has invalid cache entries, communicate invalid bits across\n",
-                after="  process_sets_requested =\n"
-                "      !cache_hits_.erase(StatusBit::PROCESS_SETS_REQUESTED - NUM_STATUS_BITS);\n"
-                "  process_sets_used =\n"
-                "      !cache_hits_.erase(StatusBit::PROCESS_SETS_USED - NUM_STATUS_BITS);\n\n"
-                "  // If any worker has invalid cache entries, communicate invalid bits across\n",
-            ),
-            Edit(
-                file="horovod/common/global_state.h",
-                before="  // Rank storage for process sets requested in InitializeHorovodOnce to be\n",
-                after="  // Whether this rank has new requests for process sets.\n"
-                "  std::atomic_bool has_process_set_requests{false};\n\n"
-                "  // Whether any rank has new requests for process sets, and operations\n"
-                "  // pending in process sets other than the global one, as of this cycle.\n"
-                "  bool any_rank_requests_process_sets = false;\n  bool any_rank_uses_process_sets = false;\n\n"
-                "  // Rank storage for process sets requested in InitializeHorovodOnce to be\n",
-            ),
-            Edit(
-                file="horovod/common/controller.cc",
-                before="  cache_coordinator.set_should_shut_down(should_shut_down);\n",
-                after="  cache_coordinator.set_should_shut_down(should_shut_down);\n\n"
-                "  bool is_global = this == state.global_controller.get();\n"
-                "  if (is_global) {\n"
-                "    cache_coordinator.process_sets_requested =\n        state.has_process_set_requests;\n"
-                "    cache_coordinator.process_sets_used =\n        state.process_set_table.HasPendingOperations(1);\n"
-                "    // Without a cache, the ranks do not exchange these values.\n"
-                "    state.any_rank_requests_process_sets = true;\n"
-                "    state.any_rank_uses_process_sets = true;\n  }\n",
-            ),
-            Edit(
-                file="horovod/common/controller.cc",
-                before="    CoordinateCacheAndState(cache_coordinator);\n",
-                after="    CoordinateCacheAndState(cache_coordinator);\n"
-                "    if (is_global) {\n"
-                "      state.any_rank_requests_process_sets =\n          cache_coordinator.process_sets_requested;\n"
-                "      state.any_rank_uses_process_sets =\n          cache_coordinator.process_sets_used;\n    }\n",
-            ),
-            Edit(
-                file="horovod/common/process_set.h",
-                before="  bool ProcessSetHasJustBeenRemoved();\n",
-                after="  bool ProcessSetHasJustBeenRemoved();\n\n"
-                "  // Finalize and deregister a process set. Its id is not reused, because NCCL\n"
-                "  // communicators are cached by id.\n"
-                "  void Remove(int32_t process_set_id);\n",
-            ),
-            Edit(
-                file="horovod/common/process_set.cc",
-                before="bool ProcessSetTable::ProcessSetHasJustBeenRemoved() {\n",
-                after="void ProcessSetTable::Remove(int32_t process_set_id) {\n"
-                "  std::lock_guard<std::recursive_mutex> guard(mutex);\n"
-                "  Get(process_set_id).Finalize(PROCESS_SET_HAS_BEEN_REMOVED);\n"
-                "  id_to_process_set_.erase(process_set_id);\n"
-                "  ids_.erase(std::find(ids_.begin(), ids_.end(), process_set_id));\n}\n\n"
-                "bool ProcessSetTable::ProcessSetHasJustBeenRemoved() {\n",
-            ),
-            Edit(
-                file="horovod/common/operations.cc",
-                before="#include <atomic>\n#include <cassert>\n",
-                after="#include <algorithm>\n#include <atomic>\n#include <cassert>\n",
-            ),
-            Edit(
-                file="horovod/common/operations.cc",
-                before="// The background thread loop coordinates all the controller processes and the\n",
-                after=_EXCHANGE_REQUESTS
-                + "// The background thread loop coordinates all the controller processes and the\n",
-            ),
-            Edit(
-                file="horovod/common/operations.cc",
-                before="    if (should_shutdown) {\n      break;\n    }\n",
-                after="    if (should_shutdown ||\n"
-                "        (process_set_id != 0 && !state.any_rank_uses_process_sets)) {\n      break;\n    }\n",
-            ),
-            Edit(
-                file="horovod/common/operations.cc",
-                before="    should_shutdown |= response_list.shutdown();\n  }\n\n  return !should_shutdown;\n",
-                after="    should_shutdown |= response_list.shutdown();\n  }\n\n"
-                "  if (!should_shutdown && state.any_rank_requests_process_sets) {\n"
-                "    ExchangeProcessSetRequests(state);\n  }\n\n  return !should_shutdown;\n",
-            ),
-            Edit(
-                file="horovod/common/operations.cc",
-                before="int horovod_process_set_rank(int process_set_id) {\n",
-                after=_REQUEST_FUNCTIONS + "int horovod_process_set_rank(int process_set_id) {\n",
-            ),
-        ),
-    ),
-    Change(
+    PROCESS_SETS,
+    Patch(
         name="repeated-init",
         kind="fix",
         reason="When all ranks have read the addresses of one scope, horovodrun's rendezvous server forgets which "
@@ -579,7 +297,7 @@ CHANGES: tuple[Change, ...] = (
             ),
         ),
     ),
-    Change(
+    Patch(
         name="mpi-signals",
         kind="fix",
         reason="horovodrun --mpi replaces itself by a shell that waits for mpirun. The SIGTERM of a scheduler ends "
@@ -593,61 +311,3 @@ CHANGES: tuple[Change, ...] = (
         ),
     ),
 )
-
-
-def runtime_fixes(changes: tuple[Change, ...] = CHANGES) -> tuple[str, ...]:
-    """Return the names of the changes that fix behavior at run time."""
-    return tuple(change.name for change in changes if change.kind == "fix")
-
-
-def digest(changes: tuple[Change, ...] = CHANGES) -> str:
-    """Return a short digest of all edits, which is part of a wheel's cache key."""
-    parts = (part for change in changes for edit in change.edits for part in (edit.file, edit.before, edit.after))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-
-def apply(source: Path, changes: tuple[Change, ...] = CHANGES) -> tuple[str, ...]:
-    """Apply the changes to `source`, and return the names of the newly applied changes.
-
-    Files are written only if all edits succeed.
-    """
-    texts: dict[str, str] = {}
-    applied: list[str] = []
-    for change in changes:
-        is_new = [_apply_edit(source, texts, change, edit) for edit in change.edits]
-        if any(is_new):
-            applied.append(change.name)
-    for file, text in texts.items():
-        (source / file).write_text(text)
-    return tuple(applied)
-
-
-def _apply_edit(source: Path, texts: dict[str, str], change: Change, edit: Edit) -> bool:
-    """Store the edited text of a file in `texts`. Return False if the edit was applied before."""
-    path = source / edit.file
-    if edit.file not in texts and not path.is_file():
-        raise HorovodBuildError(
-            f"Change {change.name!r} is for {edit.file}, which does not exist in {source}. "
-            "Use the unpacked sdist of Horovod 0.28.1."
-        )
-    text = texts.get(edit.file) or path.read_text()
-    # Some `after` texts contain their `before` text, so applied edits are removed before counting.
-    occurrences = text.replace(edit.after, "").count(edit.before)
-    if edit.after in text and occurrences == 0:
-        return False
-    if occurrences != 1:
-        raise HorovodBuildError(
-            f"Change {change.name!r} expects this text once in {edit.file}, but it occurs {occurrences} times: "
-            f"{edit.before.strip()!r}. Build from the unchanged sdist of Horovod 0.28.1."
-        )
-    texts[edit.file] = text.replace(edit.before, edit.after)
-    return True
-
-
-def format_diff(change: Change) -> Iterator[str]:
-    """Yield the lines of a change as a short diff, for `--dry-run`."""
-    for edit in change.edits:
-        yield f"{edit.file}"
-        for line in difflib.ndiff(edit.before.splitlines(), edit.after.splitlines()):
-            if line[0] in "+-":
-                yield f"  {line}"

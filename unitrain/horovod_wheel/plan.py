@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.errors import HorovodBuildError
-from unitrain.horovod_wheel import patches, requirements
+from unitrain.horovod_wheel import requirements
 from unitrain.horovod_wheel.machine import Machine, Tool
+from unitrain.horovod_wheel.patches import PATCHES
+from unitrain.horovod_wheel.patching import patch_digest, runtime_fixes
 
 HOROVOD = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -160,8 +162,8 @@ def _wheel_facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | Non
         "nccl": machine.nccl.version if cuda and machine.nccl else None,
         "architectures": list(torch.architectures) if cuda else [],
         # This entry name is part of the keys of existing wheels.
-        "mended": list(patches.runtime_fixes()),
-        "patches": patches.digest(),
+        "mended": list(runtime_fixes(PATCHES)),
+        "patches": patch_digest(PATCHES),
         # Omitted if no flag is set, so that the keys of existing wheels without flags do not change.
         **({"flags": dict(machine.flags), "cpu": machine.cpu} if machine.flags else {}),
     }
@@ -226,9 +228,7 @@ def _build_steps(
         name="download", description=f"Download the sdist of Horovod {HOROVOD}", argv=argv, completion_marker=str(sdist)
     )
     yield BuildStep(name="unpack", description=f"Check the sha256 ({SDIST_SHA256[:12]}...) of the sdist and unpack it")
-    yield BuildStep(
-        name="patch", description=f"Patch the sources: {', '.join(change.name for change in patches.CHANGES)}"
-    )
+    yield BuildStep(name="patch", description=f"Patch the sources: {', '.join(patch.name for patch in PATCHES)}")
     if pip_toolkit is not None:
         argv = (*pip, "install", "--target", str(pip_toolkit), f"cuda-toolkit[nvcc,cccl]=={machine.torch.cuda}.*")
         description = f"Download NVIDIA's pip wheels of the CUDA {machine.torch.cuda} compiler (about 100 MB)"

@@ -70,7 +70,7 @@ def check_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
     for number, row in enumerate(rows):
         if isinstance(row, str) or len(row) != len(columns):
             raise ConfigError(
-                f"Row {number} of trainer.log_table({name!r}) is {row!r}, and the columns are {list(columns)}. "
+                f"Row {number} of trainer.log_table({name!r}) is {row!r}, but the columns are {list(columns)}. "
                 "Give each row a cell for each column."
             )
         for cell in row:

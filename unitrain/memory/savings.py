@@ -14,7 +14,7 @@ from typing import get_args
 from unitrain.backends.base import Shard
 from unitrain.memory.record import RankMemory
 
-# The stages, and the parts of the persistent memory that each of them shards: parameters, gradients, optimizer state.
+# The stages of ZeRO, and whether each of them shards the parameters, the gradients and the optimizer state.
 _STAGES = {
     "none": (False, False, False),
     "state": (False, False, True),

@@ -19,7 +19,7 @@ _OPTIONAL_STATE_TENSORS = ("amsgrad", "centered", "momentum")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor (torch's DTensor or a ShardedGradient), or `tensor` itself."""
+    """Return this rank's shard of a sharded tensor (torch's DTensor or a ShardedGradient), or `tensor` itself."""
     if hasattr(tensor, "to_local"):
         part: Tensor = tensor.to_local()
     else:
@@ -61,7 +61,7 @@ def is_state_complete(optimizer: Optimizer) -> bool:
         if hasattr(parameter, "to_local") or parameter not in optimizer.state:
             return False
         for value in optimizer.state[parameter].values():
-            # A part of a sharded parameter has a one-dimensional state.
+            # A shard of a parameter has a one-dimensional state.
             if isinstance(value, Tensor) and value.dim() == 1 != parameter.dim() and value.numel() != 1:
                 return False
     return True
@@ -107,6 +107,6 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return the tensor with the elements of `tensor`: the values of a sparse gradient, or this rank's part."""
+    """Return the tensor with the elements of `tensor`: the values of a sparse gradient, or this rank's shard."""
     part = local_tensor(tensor)
     return part.coalesce().values() if part.layout == torch.sparse_coo else part

@@ -61,8 +61,9 @@ class TorchMetrics:
             for part in _find_metrics(metric).values():
                 if type(part).__name__ == "Running":
                     raise ConfigError(
-                        f"Metric {name!r} is torchmetrics' Running, the result of the last batches only, which "
-                        "differ for every number of ranks. Use the metric inside it."
+                        f"Metric {name!r} is a Running metric of torchmetrics. Its result covers only the last "
+                        "batches, "
+                        "which depend on the number of ranks. Use the metric inside it."
                     )
             metric.to(communicator.device)
         self.names = {name: tuple(_predict_result_names(name, metric)) for name, metric in self._metrics.items()}
@@ -217,7 +218,7 @@ def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced:
 
     `reduced` are the states that are already merged, and `states_of_ranks` the other states per rank.
     """
-    states_before = {path: (part, *_read_part(part)) for path, part in _find_metrics(metric).items()}
+    states_before = {path: (part, *_read_chunk(part)) for path, part in _find_metrics(metric).items()}
     try:
         for path, (part, *_) in states_before.items():
             found = [states[path] for states in states_of_ranks if path in states and states[path][0]]
@@ -244,7 +245,7 @@ def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced:
                 setattr(part, name, value)
 
 
-def _read_part(part: Any) -> tuple[int, bool, dict[str, Any]]:
+def _read_chunk(part: Any) -> tuple[int, bool, dict[str, Any]]:
     return part._update_count, part._to_sync, {name: getattr(part, name) for name in part._defaults}
 
 
@@ -335,7 +336,7 @@ def _predict_result_names(name: str, metric: Any) -> Iterator[str]:
 def _metric_error(name: str, metric: Any, what: str, error: Exception) -> MetricError:
     failure = MetricError(
         f"Metric {name!r}, a torchmetrics {type(metric).__name__}, {what}: {type(error).__name__}: {error}. "
-        "Check it against what the model returns for one batch: metric.update(output, target)."
+        "Test it with the output of the model for one batch: metric.update(output, target)."
     )
     failure.__cause__ = error
     return failure

@@ -17,7 +17,7 @@ from unitrain.bootstrap.network import listen
 from unitrain.bootstrap.rank_connections import accept_ranks, connect_to_rank, new_token
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import AuthenticationError
-from unitrain.monitoring.peer_connection import ORDERLY_EXIT, PeerConnection
+from unitrain.monitoring.peer_connection import ORDERLY_EXIT_MESSAGE, PeerConnection
 
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _POLL_MILLISECONDS = 500
@@ -67,7 +67,7 @@ class LivenessCheck:
                 peer = self._peers.get(rank)
                 if peer is None:  # `close` was called
                     return
-                if peer.receive() == ORDERLY_EXIT:
+                if peer.receive() == ORDERLY_EXIT_MESSAGE:
                     self.exited_ranks.add(rank)
                 else:
                     if not self._is_closed:

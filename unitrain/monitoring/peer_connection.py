@@ -20,8 +20,8 @@ from weakref import WeakSet
 from unitrain.bootstrap.authentication import authenticate, job_key
 
 # Final messages of a process: normal exit, or exit with a checkpoint after a preemption.
-ORDERLY_EXIT, PREEMPTED = "orderly exit", "preempted"
-_FINAL_MESSAGES = (ORDERLY_EXIT, PREEMPTED)
+ORDERLY_EXIT_MESSAGE, PREEMPTED_MESSAGE = "orderly exit", "preempted"
+_FINAL_MESSAGES = (ORDERLY_EXIT_MESSAGE, PREEMPTED_MESSAGE)
 # Errors of a connection that the peer or this process has closed. All other errors are network errors.
 _CLOSED_ERRORS = (errno.ECONNRESET, errno.EPIPE, errno.EBADF)
 _MAX_MESSAGE_BYTES = 1000
@@ -44,7 +44,7 @@ class PeerConnection:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self.final_message = ORDERLY_EXIT
+        self.final_message = ORDERLY_EXIT_MESSAGE
         self._socket = connection
         self._received = b""
         self._latest_message = ""

@@ -16,7 +16,7 @@ import time
 
 from unitrain.bootstrap import environment
 from unitrain.errors import AuthenticationError
-from unitrain.monitoring.peer_connection import PREEMPTED, PeerConnection
+from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, PeerConnection
 
 # Messages of the supervisor: save a checkpoint and exit, or exit immediately because the attempt has failed.
 SAVE_AND_EXIT, EXIT = "save and exit", "exit"
@@ -79,4 +79,4 @@ def connect(rank: int) -> None:
 def report_preempted() -> None:
     """Set the final message of this process to report an exit after the requested checkpoint."""
     if _client is not None:
-        _client.connection.final_message = PREEMPTED
+        _client.connection.final_message = PREEMPTED_MESSAGE

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from unitrain.backends.tensors import copy_into
 from unitrain.errors import ModelError
 from unitrain.modules.buffers import load_state
-from unitrain.torch_compat import local_part
+from unitrain.torch_compat import local_shard
 
 
 class WeightAverage:
@@ -74,8 +74,8 @@ class WeightAverage:
 
     def _find_weights(self) -> None:
         """Find the parameters of both models. If parameters are sharded, each rank averages its shards."""
-        self._weights = [local_part(parameter) for parameter in self._source_model.parameters()]
-        self._averages = [local_part(parameter) for parameter in self.model.parameters()]
+        self._weights = [local_shard(parameter) for parameter in self._source_model.parameters()]
+        self._averages = [local_shard(parameter) for parameter in self.model.parameters()]
         # Frozen parameters may be integers, as in quantized models. They cannot be averaged and are copied.
         pairs = [pair for pair in zip(self._averages, self._weights, strict=True) if _has_mean(pair[0])]
         self._floating_averages, self._floating_weights = (

@@ -15,7 +15,7 @@ from unitrain.backends.base import Communicator
 from unitrain.data.order import MicroBatch
 from unitrain.errors import ModelError
 from unitrain.optim.step import optimizer_parameters
-from unitrain.torch_compat import foreach_mul_, local_part
+from unitrain.torch_compat import foreach_mul_, local_shard
 
 Count = Tensor | float
 # A loss function returns the mean over the batch, or a pair (sum, number of tokens in the sum).
@@ -120,7 +120,7 @@ class LossWeighting:
         gradients: dict[torch.dtype, list[Tensor]] = {}
         for parameter in optimizer_parameters(optimizer):
             if parameter.grad is not None:
-                gradients.setdefault(parameter.grad.dtype, []).append(local_part(parameter.grad))
+                gradients.setdefault(parameter.grad.dtype, []).append(local_shard(parameter.grad))
         for dtype, same_dtype in gradients.items():
             # A factor of the same dtype lets one kernel process many gradients. In half precision, it would be rounded.
             foreach_mul_(same_dtype, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)

@@ -25,12 +25,13 @@ class EpochScheduler:
         is_plateau = isinstance(scheduler, ReduceLROnPlateau)
         if is_plateau and config.scheduler_interval != "epoch":
             raise ConfigError(
-                'ReduceLROnPlateau needs the results of an epoch, and TrainConfig.scheduler_interval is "step". '
+                'ReduceLROnPlateau needs the results of an epoch, but TrainConfig.scheduler_interval is "step". '
                 'Use TrainConfig(scheduler_interval="epoch").'
             )
         if config.monitor is not None and not is_plateau:
             raise ConfigError(
-                f"TrainConfig.monitor {config.monitor!r} is read by ReduceLROnPlateau, and this run has none. "
+                f"TrainConfig.monitor {config.monitor!r} is used only by ReduceLROnPlateau, which this run does not "
+                "have. "
                 "Leave monitor out, or give the Trainer a ReduceLROnPlateau."
             )
         self._is_plateau = is_plateau
@@ -47,7 +48,7 @@ class EpochScheduler:
 
         if self._is_plateau and self._monitor is None and "val_loss" not in names and len(names) > 1:
             raise ConfigError(
-                "ReduceLROnPlateau reads one result, and this run validates on several datasets. Select one: "
+                "ReduceLROnPlateau reads one result, but this run validates on several datasets. Select one: "
                 f"TrainConfig(monitor={names[1]!r}). Available: {', '.join(names)}."
             )
 

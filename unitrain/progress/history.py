@@ -1,7 +1,7 @@
 """The history of a run: JSON lines files, to which training (including a resumed run) appends rows.
 
     run.jsonl       one row per start: configuration, backend, number of ranks, versions
-    history.jsonl   one row per epoch: results, learning rate, and time per part of the training loop
+    history.jsonl   one row per epoch: results, learning rate, and time per phase of the training loop
     steps.jsonl     one row per sync point: mean loss since the last one, and slow ranks (`slow`), if any
 
 Every row contains the current `step`, and `epochs`, the number of epochs trained so far (fractional within an epoch).

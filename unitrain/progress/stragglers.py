@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The parts of a step, in order, and those in which the rank is busy. A rank is idle in `wait`.
+# The phases of a step, in order, and those in which the rank is busy. A rank is idle in `wait`.
 TRAINING = ("data", "compute", "wait", "update")
 WORK = ("data", "compute", "update")
 _COMPUTE = TRAINING.index("compute")
@@ -21,37 +21,37 @@ Seconds = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. `part` takes `seconds` per step on this rank; the median over the other ranks is `others`
+    """A slow rank. `phase` takes `seconds` per step on this rank; the median over the other ranks is `others`
     seconds."""
 
     rank: int
-    part: str
+    phase: str
     seconds: float
     others: float
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} is slow: {self.part} {_milliseconds(self.seconds)} ms a step, "
+            f"rank {self.rank} is slow: {self.phase} {_milliseconds(self.seconds)} ms a step, "
             f"others {_milliseconds(self.others)} ms"
         )
 
 
 def find_stragglers(seconds: Seconds, steps: int) -> list[Straggler]:
-    """Return the slow ranks, slowest first, given the `seconds` per rank and part of TRAINING in `steps` steps.
+    """Return the slow ranks, slowest first, given the `seconds` per rank and phase of TRAINING in `steps` steps.
 
-    `Straggler.part` is the part with the largest excess. At most half of the ranks can be detected as slow.
+    `Straggler.phase` is the phase with the largest excess. At most half of the ranks can be detected as slow.
     """
     if len(seconds) < 2:
         return []
-    mine = {part: [rank[TRAINING.index(part)] for rank in seconds] for part in WORK}
-    others = {part: _medians_of_others(mine[part]) for part in WORK}
+    mine = {phase: [rank[TRAINING.index(phase)] for rank in seconds] for phase in WORK}
+    others = {phase: _medians_of_others(mine[phase]) for phase in WORK}
     work = list(map(sum, zip(*mine.values(), strict=True)))
     min_excess = _MIN_EXCESS * max(map(sum, seconds))
     found = []
     for rank, typical in enumerate(_medians_of_others(work)):
         if work[rank] - typical > min_excess:
-            part = max(WORK, key=lambda part: mine[part][rank] - others[part][rank])
-            straggler = Straggler(rank, part, mine[part][rank] / steps, others[part][rank] / steps)
+            phase = max(WORK, key=lambda phase: mine[phase][rank] - others[phase][rank])
+            straggler = Straggler(rank, phase, mine[phase][rank] / steps, others[phase][rank] / steps)
             found.append((work[rank], straggler))
     return [straggler for _, straggler in sorted(found, key=lambda pair: -pair[0])]
 
@@ -66,7 +66,7 @@ class StragglerDetector:
         self._steps = 0
 
     def add(self, seconds: Seconds, steps: int) -> None:
-        """Add the seconds per rank and part of TRAINING in `steps` steps; empty if nothing was measured."""
+        """Add the seconds per rank and phase of TRAINING in `steps` steps; empty if nothing was measured."""
         if not seconds or not all(rank[_COMPUTE] for rank in seconds):
             return
         self._steps += steps

@@ -1,4 +1,4 @@
-"""Time per rank and part of the training loop: data, computation, waiting for other ranks and update."""
+"""Time per rank and phase of the training loop: data, computation, waiting for other ranks and update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unitrain.backends.base import Communicator
 from unitrain.progress.stragglers import TRAINING
 from unitrain.torch_compat import queue_backward_callback
 
-PARTS = (*TRAINING, "validation", "checkpoint")
+PHASES = (*TRAINING, "validation", "checkpoint")
 _DATA, *_MEASURED = TRAINING
 # Measuring a step takes about 10 µs and, on GPUs, a host-device synchronization. The cost is negligible because at most
 # one step in 20, and one per 0.2 s, is measured.
@@ -35,9 +35,9 @@ class _Reading(NamedTuple):
 
 
 class LoopTimer:
-    """Measures the parts of the training loop on each rank. Only `gather` communicates.
+    """Measures the phases of the training loop on each rank. Only `gather` communicates.
 
-    `data` is the time that the loop (or the GPU) waits for batches; it is measured in every step. The other parts are
+    `data` is the time that the loop (or the GPU) waits for batches; it is measured in every step. The other phases are
     measured in sampled steps, and the remaining time is divided in proportion to the measurements. `compute` is the
     forward and backward pass. `wait` is the time from the end of this rank's backward pass until the gradients are
     reduced: exposed communication, and waiting for slower ranks. `update` is clipping and the optimizer step. If an
@@ -63,7 +63,7 @@ class LoopTimer:
     def start(self) -> None:
         """Start or resume measuring."""
         self._start_time = self._last_fetch_time = self._throughput_start_time = time.perf_counter()
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._measured_steps: list[dict[str, float]] = []
         self._laps: dict[str, float] = {}
         self._steps = self._samples = 0
@@ -115,16 +115,16 @@ class LoopTimer:
         return samples / (self._throughput_start_time - since)
 
     def take_recent_seconds(self) -> tuple[list[float], int]:
-        """Return this rank's seconds per part of TRAINING since the last call, and the number of steps.
+        """Return this rank's seconds per phase of TRAINING since the last call, and the number of steps.
 
-        All parts except `data` are extrapolated from the median of the last measured steps, so that a single outlier
+        All phases except `data` are extrapolated from the median of the last measured steps, so that a single outlier
         has no effect. They are zero before the first measured step.
         """
         last = self._last_reading
         self._last_reading = now = _Reading(self._stop_time or time.perf_counter(), self._steps, self._seconds["data"])
         steps = now.steps - last.steps
         recent = self._recent_steps or [dict[str, float]()]
-        seconds = [steps * median(laps.get(part, 0.0) for laps in recent) for part in _MEASURED]
+        seconds = [steps * median(laps.get(phase, 0.0) for laps in recent) for phase in _MEASURED]
         data = max(0.0, now.data - last.data)
         if self._stream is not None:
             data = min(data, max(0.0, now.time - last.time - sum(seconds)))
@@ -136,26 +136,26 @@ class LoopTimer:
         seconds = self._stop_time - self._start_time
         if self._measured_steps:  # otherwise use the proportions of the preceding epoch
             self._step_seconds = {
-                part: fmean(laps.get(part, 0.0) for laps in self._measured_steps) for part in _MEASURED
+                phase: fmean(laps.get(phase, 0.0) for laps in self._measured_steps) for phase in _MEASURED
             }
         step = sum(self._step_seconds.values())
         if self._stream is not None:  # fetching overlaps with the GPU
             self._seconds["data"] = min(self._seconds["data"], max(0.0, seconds - self._steps * step))
         rest = max(0.0, seconds - self._seconds["data"] - self._seconds["checkpoint"])
-        for part, measured in (self._step_seconds or {"compute": 1.0}).items():
-            self._seconds[part] = rest * measured / (step or 1.0)
+        for phase, measured in (self._step_seconds or {"compute": 1.0}).items():
+            self._seconds[phase] = rest * measured / (step or 1.0)
         return seconds
 
     @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Context manager that adds its duration to `part`."""
+    def measure(self, phase: str) -> Iterator[None]:
+        """Context manager that adds its duration to `phase`."""
         started = time.perf_counter()
         yield
-        self._seconds[part] += time.perf_counter() - started
+        self._seconds[phase] += time.perf_counter() - started
 
     @contextmanager
     def measure_fetching(self) -> Iterator[None]:
-        """Context manager that adds its duration to `data` instead of the current part of the step."""
+        """Context manager that adds its duration to `data` instead of the current phase of the step."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -163,13 +163,13 @@ class LoopTimer:
         self._lap_start_time += seconds
 
     def gather(self) -> dict[str, list[float]]:
-        """Return the seconds per part of PARTS since `start`, under keys such as "data_seconds", in lists with one
+        """Return the seconds per phase of PHASES since `start`, under keys such as "data_seconds", in lists with one
         value per rank. All ranks call it."""
-        local_seconds = torch.tensor([[self._seconds[part] for part in PARTS]], dtype=torch.float64)
-        seconds_by_part = self._communicator.allgather(local_seconds.to(self._communicator.device)).T.tolist()
+        local_seconds = torch.tensor([[self._seconds[phase] for phase in PHASES]], dtype=torch.float64)
+        seconds_by_phase = self._communicator.allgather(local_seconds.to(self._communicator.device)).T.tolist()
         return {
-            f"{part}_seconds": [round(seconds, 6) for seconds in ranks]
-            for part, ranks in zip(PARTS, seconds_by_part, strict=True)
+            f"{phase}_seconds": [round(seconds, 6) for seconds in ranks]
+            for phase, ranks in zip(PHASES, seconds_by_phase, strict=True)
         }
 
     def _queue_callback(self, gradient: Tensor) -> None:
@@ -182,9 +182,9 @@ class LoopTimer:
         self._end_lap("compute")
         queue_backward_callback(lambda: self._end_lap("wait"))
 
-    def _end_lap(self, part: str) -> None:
+    def _end_lap(self, phase: str) -> None:
         before, now = self._lap_start_time, self._start_lap()
-        self._laps[part] = self._laps.get(part, 0.0) + now - before
+        self._laps[phase] = self._laps.get(phase, 0.0) + now - before
 
     def _start_lap(self) -> float:
         if self._stream is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.bench.results import (
-    PARTS,
+    PHASES,
     bus_factor,
     efficiency,
     format_bytes,
@@ -134,8 +134,10 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
     """Return charts of time per phase, and of throughput and efficiency against the number of ranks."""
     rows = sorted(result["rows"], key=lambda row: (row["setting"] or "", row["ranks"]))
     labels = [f"{row_name(row)}, {row['ranks']}" for row in rows]
-    parts = {part: [1000 * quartiles(row["parts"][part])[1] for row in rows] for part in PARTS}
-    charts: list[Chart] = [TimeChart("time per part of a step, mean over ranks", labels, parts, x_label="milliseconds")]
+    phases = {phase: [1000 * quartiles(row["phases"][phase])[1] for row in rows] for phase in PHASES}
+    charts: list[Chart] = [
+        TimeChart("time per phase of a step, mean over ranks", labels, phases, x_label="milliseconds")
+    ]
     ranks = sorted({row["ranks"] for row in rows})
     if len(ranks) > 1:
         options: dict[str, Any] = {

@@ -96,7 +96,7 @@ class LineChart:
 
 @dataclass(frozen=True)
 class TimeChart:
-    """Stacked bars of seconds by part, one bar per label. Bars are horizontal, or `vertical` for numeric labels."""
+    """Stacked bars of seconds by phase, one bar per label. Bars are horizontal, or `vertical` for numeric labels."""
 
     title: str
     labels: Sequence[str]
@@ -237,9 +237,9 @@ def _draw_bars(axes: Axes, chart: TimeChart, draw: Callable[..., Any], offset: s
     offsets = [0.0] * len(chart.labels)
     positions = [float(label) for label in chart.labels] if chart.vertical else range(len(chart.labels))
     options = {"linewidth": 0.6, "edgecolor": COLORS["paper"]}
-    for part, values in chart.seconds.items():
+    for phase, values in chart.seconds.items():
         if any(values):
-            draw(positions, values, 0.72, **{offset: offsets}, color=COLORS[part], label=part, **options)
+            draw(positions, values, 0.72, **{offset: offsets}, color=COLORS[phase], label=phase, **options)
         offsets = [base + value for base, value in zip(offsets, values, strict=True)]
     if not chart.vertical:
         axes.set_yticks(positions, chart.labels)

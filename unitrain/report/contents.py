@@ -52,7 +52,7 @@ def time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
     times = [(record, rank_times) for record in records if (rank_times := figures.rank_times(record))]
     if len(records) > 1:
         seconds = {
-            part: [rank_times.mean(part) / rank_times.epochs for _, rank_times in times] for part in figures.PARTS
+            phase: [rank_times.mean(phase) / rank_times.epochs for _, rank_times in times] for phase in figures.PHASES
         }
         title = "time per epoch, mean over ranks"
         return [TimeChart(title, [record.name for record, _ in times], seconds, x_label="seconds per epoch")][
@@ -62,7 +62,7 @@ def time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
         return []
     record, rank_times = times[0]
     ranks = shown_ranks(rank_times)
-    seconds = {part: [rank_times.seconds[part][rank] for rank in ranks] for part in figures.PARTS}
+    seconds = {phase: [rank_times.seconds[phase][rank] for rank in ranks] for phase in figures.PHASES}
     charts = [TimeChart("time of each rank", [f"rank {rank}" for rank in ranks], seconds, x_label="seconds")]
     rows = [row for row in record.epochs if row.get("compute_seconds")]
     if len({row["epoch"] for row in rows}) > 1:
@@ -70,11 +70,11 @@ def time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
             epoch: [row for row in rows if row["epoch"] == epoch] for epoch in sorted({row["epoch"] for row in rows})
         }
         mean = {
-            part: [
-                sum(sum(row[f"{part}_seconds"]) / len(row[f"{part}_seconds"]) for row in group)
+            phase: [
+                sum(sum(row[f"{phase}_seconds"]) / len(row[f"{phase}_seconds"]) for row in group)
                 for group in by_epoch.values()
             ]
-            for part in figures.PARTS
+            for phase in figures.PHASES
         }
         labels = [str(epoch) for epoch in by_epoch]
         charts.append(TimeChart("time of each epoch, mean over ranks", labels, mean, vertical=True, x_label="epoch"))
@@ -97,11 +97,11 @@ def _metric_chart(records: list[RunRecord], metric: str, in_epochs: bool) -> Lin
         if len(between_epochs) > 1 or not names:
             lines.append(Line("between epochs", between_epochs, run_index, "faint" if names else "solid"))
         for name in names:
-            part, color = _DATASETS[figures.split_name(name)[0]]
-            style: Style = "dashed" if is_comparison and part == "training" and len(names) > 1 else "solid"
+            dataset, color = _DATASETS[figures.split_name(name)[0]]
+            style: Style = "dashed" if is_comparison and dataset == "training" and len(names) > 1 else "solid"
             lines.append(
                 Line(
-                    part,
+                    dataset,
                     figures.chart_points(record.epochs, name, in_epochs),
                     run_index if is_comparison else color,
                     style,

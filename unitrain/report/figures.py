@@ -8,7 +8,7 @@ from statistics import fmean
 from unitrain.progress.stragglers import TRAINING, Straggler, find_stragglers
 from unitrain.report.record import Row, RunRecord
 
-PARTS = (*TRAINING, "validation", "checkpoint")
+PHASES = (*TRAINING, "validation", "checkpoint")
 _OTHER_COLUMNS = {"epoch", "step", "epochs", "learning_rate", "seconds", "samples_per_second"}
 Points = list[tuple[float, float | None]]
 
@@ -37,21 +37,23 @@ class RankTimes:
         """The number of ranks."""
         return len(self.seconds["compute"])
 
-    def mean(self, part: str) -> float:
+    def mean(self, phase: str) -> float:
         """Return the seconds of a phase, averaged over ranks."""
-        return fmean(self.seconds[part])
+        return fmean(self.seconds[phase])
 
-    def time_fraction(self, part: str) -> float:
+    def time_fraction(self, phase: str) -> float:
         """Return the fraction of the training time of all ranks that is spent in a phase."""
-        return self.mean(part) / (sum(map(self.mean, TRAINING)) or 1.0)
+        return self.mean(phase) / (sum(map(self.mean, TRAINING)) or 1.0)
 
     def work_seconds(self) -> list[float]:
         """Return the working seconds per rank, excluding time spent waiting for other ranks."""
-        return [sum(rank) for rank in zip(*(self.seconds[part] for part in ("data", "compute", "update")), strict=True)]
+        return [
+            sum(rank) for rank in zip(*(self.seconds[phase] for phase in ("data", "compute", "update")), strict=True)
+        ]
 
     def stragglers(self) -> list[Straggler]:
         """Return the stragglers over all epochs: ranks that other ranks waited for."""
-        ranks = list(zip(*(self.seconds[part] for part in TRAINING), strict=True))
+        ranks = list(zip(*(self.seconds[phase] for phase in TRAINING), strict=True))
         return find_stragglers(ranks, max(1, self.steps))
 
 
@@ -71,8 +73,8 @@ def metric_names(records: list[RunRecord]) -> list[str]:
 
 def split_name(name: str) -> tuple[str, str]:
     """Return ("train" or "val", metric) for the name of a result, or ("", name) for a name without such a prefix."""
-    part, _, metric = name.partition("_")
-    return (part, metric) if part in ("train", "val") and metric else ("", name)
+    dataset, _, metric = name.partition("_")
+    return (dataset, metric) if dataset in ("train", "val") and metric else ("", name)
 
 
 def has_epoch_axis(records: list[RunRecord]) -> bool:
@@ -134,7 +136,8 @@ def rank_times(record: RunRecord) -> RankTimes | None:
     first_step = record.starts[0]["step"] if record.starts else 0
     done = {row["step"]: row["step"] - before for row, before in _with_previous_step(record.epochs, first_step)}
     seconds = {
-        part: [sum(ranks) for ranks in zip(*(row[f"{part}_seconds"] for row in rows), strict=True)] for part in PARTS
+        phase: [sum(ranks) for ranks in zip(*(row[f"{phase}_seconds"] for row in rows), strict=True)]
+        for phase in PHASES
     }
     return RankTimes(seconds, len(rows), sum(done[row["step"]] for row in rows))
 
@@ -170,7 +173,7 @@ def slow_periods(record: RunRecord, in_epochs: bool) -> list[SlowPeriod]:
 def total_seconds(record: RunRecord) -> float:
     """Return the total seconds of all epochs, including validation and checkpoints."""
     return sum(
-        max(map(sum, zip(*(row[f"{part}_seconds"] for part in PARTS), strict=True)))
+        max(map(sum, zip(*(row[f"{phase}_seconds"] for phase in PHASES), strict=True)))
         if row.get("compute_seconds")
         else row.get("seconds") or 0.0
         for row in record.epochs

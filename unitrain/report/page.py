@@ -209,16 +209,16 @@ def _to_sentence(text: str) -> str:
 
 def _time_rows(times: figures.RankTimes) -> dict[str, Any]:
     ranks = shown_ranks(times)
-    parts = [part for part in figures.PARTS if any(times.seconds[part])]
+    phases = [phase for phase in figures.PHASES if any(times.seconds[phase])]
     rows = [
         (
             f"rank {rank}",
-            [format_duration(times.seconds[part][rank]) for part in parts],
+            [format_duration(times.seconds[phase][rank]) for phase in phases],
             format_duration(times.work_seconds()[rank]),
         )
         for rank in ranks
     ]
-    return {"parts": parts, "rows": rows, "hidden_ranks": times.size - len(ranks)}
+    return {"phases": phases, "rows": rows, "hidden_ranks": times.size - len(ranks)}
 
 
 def _epoch_rows(record: RunRecord) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checks of commands that start ranks: the script exists, and no launcher has started the command itself."""
+"""Checks of commands that start ranks: the script exists, and the command itself was not started by a launcher."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from unitrain.bootstrap.authentication import authenticate
 from unitrain.errors import AuthenticationError
-from unitrain.monitoring.peer_connection import PREEMPTED, Disconnect, PeerConnection
+from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, Disconnect, PeerConnection
 from unitrain.monitoring.supervisor_client import EXIT, ROLE, SAVE_AND_EXIT
 
 # TCP keepalive detects an unresponsive host after 5 + 3 x 5 seconds.
@@ -136,7 +136,7 @@ class RankConnections:
         if disconnect is Disconnect.UNREACHABLE:
             self.unreachable.append(rank)
         elif disconnect is Disconnect.ORDERLY:
-            self.is_preempted |= final_message == PREEMPTED
+            self.is_preempted |= final_message == PREEMPTED_MESSAGE
             self._first_exit_was_normal |= not self.crashed_ranks
         else:
             self.crashed_ranks.append(rank)

@@ -1,4 +1,4 @@
-"""Contract of `shard="gradients"` (ZeRO-2): each rank stores a slice of the gradients, with the same results."""
+"""Contract of `shard="gradients"` (ZeRO-2): each rank stores a shard of the gradients, with the same results."""
 
 from __future__ import annotations
 
@@ -388,4 +388,4 @@ def missing_gradients_raise_before_the_step(backend: Backend) -> None:
     optimizer.zero_grad()
     compute_loss(wrapped(batch(backend.rank), "left")).backward()
     if backend.size > 1:
-        raises(ModelError, "2 parameters that were used earlier got no gradient", optimizer.step)
+        raises(ModelError, "2 parameters received no gradient on this rank in the last backward pass", optimizer.step)

@@ -114,5 +114,5 @@ def parameters_that_cannot_be_sharded_raise(backend: Backend) -> None:
         )
         assert_same_on_every_rank(backend, text)
     if backend.name != "local":
-        check(ModelError, "is sharded already", model)
+        check(ModelError, "is already sharded", model)
         raises(ModelError, "cannot be copied", lambda: copy.deepcopy(wrapped))

@@ -16,7 +16,7 @@ from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.modules.sync_batch_norm import sync_batch_norm
 from unitrain.testing.cases import assert_same_on_every_rank, contract
-from unitrain.torch_compat import fsdp_parameters, local_part, unsharded_parameter
+from unitrain.torch_compat import fsdp_parameters, local_shard, unsharded_parameter
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 _WORDS, _WIDTH = 11, 6  # neither number is divisible by all of 2, 3 and 4
@@ -221,7 +221,7 @@ def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) ->
 
     def elements(tensor: Tensor | None) -> int:
         assert tensor is not None
-        return local_part(tensor).numel()
+        return local_shard(tensor).numel()
 
     held = [
         sum(map(elements, parameters)),

@@ -7,6 +7,6 @@ recorder        record the steps of a run (runs in the training processes)
 record          the files of a run: the request, and one record per rank
 digests         digests of samples and tensors
 difference      compare the recorded numbers of two runs
-verdict         decide whether runs have the same numbers, and report known causes of differences
+verdict         decide whether runs have the same results, and report known causes of differences
 report          print the verdict as a table, or write it as JSON
 """

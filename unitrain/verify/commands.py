@@ -82,7 +82,7 @@ def run_command(
 
 
 def last_lines(output: str, max_lines: int = 16) -> list[str]:
-    """Return the last lines of the output before the launcher's report of an exited rank."""
+    """Return the last lines of the output before the launcher reports that a rank has exited."""
     lines = [line for line in output.splitlines() if _RANK_PREFIX.sub("", line).strip()]
     lines = [line for line in lines if not any(text in line for text in _OMITTED)]
     end = next((number for number, line in enumerate(lines) if _LAUNCHER_REPORT.match(line)), None)

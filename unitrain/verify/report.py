@@ -23,7 +23,7 @@ _COUNTED_STATUSES: dict[Status, tuple[str, str]] = {
     "differs": ("differs from its reference", "differ from their reference"),
     "failed": ("failed", "failed"),
 }
-_STYLES = {"same numbers": "green", "differs": "red", "failed": "red", "by design": "yellow"}
+_STYLES = {"same results": "green", "differs": "red", "failed": "red", "by design": "yellow"}
 
 
 def show(verdict: Verdict, title: str) -> None:
@@ -115,10 +115,10 @@ def _format_verdict(verdict: Verdict) -> str:
     rows = [row for group in verdict.groups for row in group.rows]
     count = Counter(row.status for row in rows)
     if verdict.is_same:
-        return f"Verdict: the same numbers{', except for differences by design' if count['by design'] else ''}."
+        return f"Verdict: the same results{', except for differences by design' if count['by design'] else ''}."
     parts = [f"{n} {texts[n > 1]}" for status, texts in _COUNTED_STATUSES.items() if (n := count[status])]
     if parts:
-        return f"Verdict: not the same numbers. Of {len(rows)} runs, {' and '.join(parts)}."
+        return f"Verdict: not the same results. Of {len(rows)} runs, {' and '.join(parts)}."
     return (
         "Verdict: nothing was compared. A comparison takes two backends on the same number of ranks: omit --backends, "
         "or name two."

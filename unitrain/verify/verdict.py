@@ -12,7 +12,7 @@ from unitrain.verify.record import Record
 _UNKNOWN_CAUSE = "the cause is unknown: initial values, samples and learning rates are the same in both runs"
 _HIDDEN_BY_ROUNDING = "training moves a parameter so little that rounding could hide a wrong gradient"
 
-Status = Literal["reference", "same numbers", "differs", "by design", "failed"]
+Status = Literal["reference", "same results", "differs", "by design", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +91,9 @@ class Verdict:
 
     @property
     def is_same(self) -> bool:
-        """Whether at least one run was compared, and every run succeeded with the same numbers."""
+        """Whether at least one run was compared, and every run succeeded with the same results."""
         statuses = [row.status for group in self.groups for row in group.rows]
-        return "same numbers" in statuses and "differs" not in statuses and "failed" not in statuses
+        return "same results" in statuses and "differs" not in statuses and "failed" not in statuses
 
 
 def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, *, float64: bool) -> Group:
@@ -134,10 +134,10 @@ def _resolve_row(row: Row, repeated: Row | None) -> Row:
         reason = "; ".join(repeated.reasons) or "it has no record"
         return replace(row, status="differs", reasons=[*row.reasons, f"the run in float64 failed: {reason}"])
     delta = f"{repeated.difference.parameters.delta:.1e}"
-    if repeated.status == "same numbers":
+    if repeated.status == "same results":
         return replace(
             row,
-            status="same numbers",
+            status="same results",
             reasons=[f"the difference is rounding: in float64 the parameters differ by {delta}"],
         )
     return replace(
@@ -211,7 +211,7 @@ def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: 
     if found is None:
         return Row(outcome=outcome, status="reference")
     if found.is_within_tolerance and found.is_resolved:
-        return Row(outcome=outcome, status="same numbers", difference=found)
+        return Row(outcome=outcome, status="same results", difference=found)
     if (reason := expected_difference(outcome.record, reference[1])) is not None:
         return Row(outcome=outcome, status="by design", difference=found, reasons=[reason])
     if causes := list(_known_causes(found, outcome.record, reference[1])):

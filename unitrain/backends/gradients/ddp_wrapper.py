@@ -370,7 +370,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
 
 
 def read_bucket_settings() -> dict[str, Any]:
-    """Return DDP's bucket settings from the environment. They affect speed, and results only by rounding."""
+    """Return DDP's bucket settings from the environment. They affect speed. Results differ only by rounding errors."""
     settings: dict[str, Any] = {"gradient_as_bucket_view": environment.get_variable(BUCKET_VIEW.variable) != "0"}
     if environment.get_variable(BUCKETS.variable) is None:
         return settings
@@ -399,7 +399,7 @@ def _raise_if_unused(error: RuntimeError) -> None:
     """Raise ModelError if `error` is DDP's error after a backward pass that did not complete all buckets."""
     if "Expected to have finished reduction in the prior iteration" in str(error):
         raise ModelError(
-            "In the last backward pass, some parameters that were used earlier got no gradient on this rank, so its "
-            "gradients differ from those of other ranks. Use all parameters in every loss, or allow unused parameters: "
+            "Some parameters received no gradient on this rank in the last backward pass, so they differ from the "
+            "gradients of the other ranks. Use all parameters in every loss, or allow unused parameters: "
             "backend.distributed_model(model, find_unused_parameters=True)."
         ) from error

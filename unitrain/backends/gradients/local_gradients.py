@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.errors import ModelError
-from unitrain.torch_compat import local_part
+from unitrain.torch_compat import local_shard
 
 _MAX_SHOWN = 5
 
@@ -190,7 +190,7 @@ def _has_values(gradient: Tensor | None) -> bool:
     if isinstance(gradient, ShardedGradient):
         return not gradient.is_zero
     # A shard may be zero on some ranks only, and all ranks must raise the same error.
-    return gradient is not None and (local_part(gradient) is not gradient or bool(gradient.any()))
+    return gradient is not None and (local_shard(gradient) is not gradient or bool(gradient.any()))
 
 
 def _summarize(names: list[str]) -> str:

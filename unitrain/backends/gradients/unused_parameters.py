@@ -89,10 +89,15 @@ def raise_unused(unused_by_rank: list[list[str]], *, can_be_allowed: bool = True
     """Raise ModelError with the unused parameters, their ranks and, if possible, how to allow them."""
     ranks = [str(rank) for rank, names in enumerate(unused_by_rank) if names]
     names = list(dict.fromkeys(name for of_rank in unused_by_rank for name in of_rank))
-    shown = ", ".join(names[:_MAX_SHOWN_NAMES])
-    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
     noun = "rank" if len(ranks) == 1 else "ranks"
     where = "every rank" if len(ranks) == len(unused_by_rank) else f"{noun} {', '.join(ranks)}"
+    raise unused_error(names, where, can_be_allowed=can_be_allowed)
+
+
+def unused_error(names: list[str], where: str, *, can_be_allowed: bool = True) -> ModelError:
+    """Return the error for parameters without a gradient. `where` names the ranks or the stage."""
+    shown = ", ".join(names[:_MAX_SHOWN_NAMES])
+    more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
     count, them = ("1 parameter", "it") if len(names) == 1 else (f"{len(names)} parameters", "them")
     fix = (
         f"Use {them} in the loss, freeze {them} with requires_grad_(False), or allow unused parameters: "
@@ -100,4 +105,4 @@ def raise_unused(unused_by_rank: list[list[str]], *, can_be_allowed: bool = True
         if can_be_allowed
         else f"Use {them} in the loss, for example with a factor of 0, or freeze {them} with requires_grad_(False)."
     )
-    raise ModelError(f"{count} received no gradient on {where}: {shown}{more}. {fix}")
+    return ModelError(f"{count} received no gradient on {where}: {shown}{more}. {fix}")

@@ -31,7 +31,7 @@ from horovod.runner.util.threads import in_thread
 
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.signal_forwarding import (
-    PREEMPTED,
+    PREEMPTED_EXIT_CODE,
     forward_warning_signals,
     ignore_warning_signals,
     install_no_op_warning_handlers,
@@ -104,9 +104,9 @@ def _launch_bound(command: Any, exec_command: Any, settings: Any, nics: Any, var
     try:
         _launch_gloo(command, run_rank, settings, nics, variables, server_ip)
     except RuntimeError:
-        if not failures or min(failures)[1] != PREEMPTED:
+        if not failures or min(failures)[1] != PREEMPTED_EXIT_CODE:
             raise
-        exit(PREEMPTED)
+        exit(PREEMPTED_EXIT_CODE)
 
 
 def _run_middleman(*arguments: Any) -> None:

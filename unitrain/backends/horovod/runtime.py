@@ -91,9 +91,9 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
 def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
     """Initialize Horovod with the rank and size passed to torch's `init_process_group`. All ranks call it.
 
-    The ranks use a Horovod that they have started together with the same ranks. If Horovod is not running, they start
-    it: with the ranks of the launcher if these are the same, or else through `store`. Raises UnsupportedError on every
-    rank if Horovod runs with other ranks.
+    If Horovod already runs with these ranks, it is used. If Horovod is not running, the ranks start it: under the
+    launcher if the launcher has set the same ranks, or else through `store`. Raises UnsupportedError on every rank if
+    Horovod runs with other ranks.
     """
     global _own_address, _horovod
     host = store_host(store) or environment.get_variable("MASTER_ADDR") or LOOPBACK

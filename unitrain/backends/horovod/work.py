@@ -33,7 +33,7 @@ _BUSY_POLL_SECONDS = 0.005
 _POLL_INTERVAL_FRACTION = 0.01
 _MAX_POLL_INTERVAL_SECONDS = 0.002
 _BACKGROUND_POLL_SECONDS = 0.001
-# An operation that has been pending for this time is compared with those of rank 0, then at growing intervals.
+# After this time, a pending operation is compared with the operations of rank 0, and then again at growing intervals.
 _MISMATCH_CHECK_SECONDS = 2.0
 _MAX_IDLE_POLLS = 20  # limit for the background thread, after which it blocks until an operation is added
 

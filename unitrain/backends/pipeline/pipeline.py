@@ -12,6 +12,7 @@ from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsPointToPoint, require
+from unitrain.backends.gradients.unused_parameters import unused_error
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.pipeline.complete_state import (
     gather_model_state,
@@ -270,10 +271,7 @@ class Pipeline:
         trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         unused = [name for name, parameter in trained if parameter.grad is None]
         if unused:
-            raise ModelError(
-                f"{len(unused)} parameters of stage {self._stage} got no gradient: {', '.join(unused[:_MAX_LISTED])}. "
-                "Use all parameters in the forward pass of their block, or freeze them with requires_grad_(False)."
-            )
+            raise unused_error(unused, f"stage {self._stage}", can_be_allowed=False)
         return [parameter.grad for _, parameter in trained if parameter.grad is not None]
 
 

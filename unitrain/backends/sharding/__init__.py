@@ -4,11 +4,11 @@
 partition           partitioning of the parameters among ranks, in storage order
 optimizer_checks    checks of the optimizers that can be sharded
 optimizer_state     optimizer hooks that update this rank's shard and broadcast it
-gradient            a `.grad` that stores one slice on each rank
+gradient            a `.grad` that stores one shard on each rank
 gradient_reducer    reduction of gradients to the ranks that own them, during the backward pass
 distributed_model   the module that reduces and shards gradients
-tensor_parts        rectangular parts of replicated tensors, of ranges of elements, and of DTensors
-state_parts         the optimizer state of one rank as parts of tensors, without communication
+tensor_chunks       rectangular blocks of replicated tensors, of ranges of elements, and of DTensors
+state_chunks        the optimizer state of one rank as chunks of tensors, without communication
 
 Stage 3, with torch's fully_shard (FSDP2):
 

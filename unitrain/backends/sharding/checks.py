@@ -14,22 +14,22 @@ from unitrain.torch_compat import has_gradient_hooks, is_compiled
 from unitrain.validation import describe_value, is_positive_integer
 
 _SETTING = "shard_blocks"
-_ELSE = 'or use shard="state"'
+_ALTERNATIVE = 'or use shard="state"'
 
 
-def check_shard_blocks(shard: str, blocks: Any, name: str) -> None:
-    """Raise ConfigError unless `blocks` is a sequence or a positive integer, and `shard` allows it.
+def check_shard_blocks(shard: str, blocks: Any, argument: str) -> None:
+    """Raise ConfigError unless `blocks` is a sequence or a positive integer, and is supported with `shard`.
 
-    `name` is the name of the argument in messages.
+    `argument` is the argument as the user writes it, for error messages.
     """
     if not isinstance(blocks, list | tuple) and not is_positive_integer(blocks):
         raise ConfigError(
-            f"{name} must be a tuple of classes or class names, or a positive number of parameters, got "
+            f"{argument} must be a tuple of classes or class names, or a positive number of parameters, got "
             f'{describe_value(blocks)}. Use shard_blocks=("TransformerEncoderLayer",) or shard_blocks=1_000_000.'
         )
     if blocks and shard != "parameters":
         raise ConfigError(
-            f'{name} selects the blocks of sharded parameters, but shard is {shard!r}. Use shard="parameters", or '
+            f'{argument} selects the blocks of sharded parameters, but shard is {shard!r}. Use shard="parameters", or '
             "leave shard_blocks out."
         )
 
@@ -45,18 +45,19 @@ def check_sharded_parameters(
     if compression != "none":
         raise ConfigError(
             f'distributed_model(shard="parameters") does not compress gradients, got compression={compression!r}. '
-            f"Leave compression out, {_ELSE}."
+            f"Leave compression out, {_ALTERNATIVE}."
         )
     if find_unused_parameters:
         raise ConfigError(
             'distributed_model(shard="parameters") reduces the gradients of whole blocks and does not support '
-            f"find_unused_parameters=True. Use every parameter in every loss, for example with a factor of 0, {_ELSE}."
+            "find_unused_parameters=True. Use every parameter in every loss, for example with a factor of 0, "
+            f"{_ALTERNATIVE}."
         )
     _check_torch()
     if compiled := [name or type(model).__name__ for name, module in model.named_modules() if is_compiled(module)]:
         raise ModelError(
             f'Module {compiled[0]!r} is compiled, which distributed_model(shard="parameters") does not support. Leave '
-            f"torch.compile out, {_ELSE}."
+            f"torch.compile out, {_ALTERNATIVE}."
         )
     _check_parameters(model)
     chosen = choose_blocks(model, blocks)
@@ -89,7 +90,8 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
             inside = " and ".join(repr(block) if block else "other modules" for block in sorted(sharing))
             raise ModelError(
                 f"Parameter {name!r} is shared by {inside}, but the parameters of each block are gathered separately. "
-                "Let shard_blocks name a class that contains all of them, or leave shard_blocks out."
+                "Pass a class in shard_blocks whose modules contain all uses of the parameter, or leave shard_blocks "
+                "out."
             )
         for block in sharing if len(sharing) > 1 else ():
             found.pop(block, None)
@@ -102,7 +104,7 @@ def _check_torch() -> None:
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise UnsupportedError(
             f'shard="parameters" needs torch 2.14 or newer, but torch is {torch.__version__}. Install a newer torch, '
-            f"{_ELSE}."
+            f"{_ALTERNATIVE}."
         )
 
 
@@ -110,25 +112,26 @@ def _check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):
             raise ModelError(
-                f"Parameter {name!r} is sharded already. Pass a model to distributed_model once; the model that "
-                "returned from it is ready for training."
+                f"Parameter {name!r} is already sharded. Call distributed_model only once for each model, and train "
+                "the "
+                "module that it returns."
             )
         if parameter.dim() == 0:
             raise ModelError(
-                f"Parameter {name!r} has 0 dimensions, so it cannot be sharded. Give it one dimension: "
-                f"nn.Parameter(torch.tensor([1.0])), {_ELSE}."
+                f"Parameter {name!r} has 0 dimensions, so it cannot be sharded. Create it with one dimension: "
+                f"nn.Parameter(torch.tensor([1.0])), {_ALTERNATIVE}."
             )
         if not parameter.is_contiguous():
             raise ModelError(
                 f"Parameter {name!r} of shape {list(parameter.shape)} is not contiguous, so it cannot be sharded. "
                 "Build it from a contiguous tensor, nn.Parameter(tensor.contiguous()), and leave channels_last out, "
-                f"{_ELSE}."
+                f"{_ALTERNATIVE}."
             )
         # Gradients are computed for complete parameters, which exist only during a forward and backward pass.
         if has_gradient_hooks(parameter):
             raise ModelError(
                 f"Parameter {name!r} has a gradient hook, which would not be called, because the parameter is replaced "
-                f"by its shard. Register post-accumulate hooks after distributed_model, {_ELSE}."
+                f"by its shard. Register post-accumulate hooks after distributed_model, {_ALTERNATIVE}."
             )
 
 
@@ -140,6 +143,6 @@ def _check_dtypes(name: str, module: nn.Module) -> None:
     if len(dtypes) > 1:
         found = ", ".join(f"{parameter} has {str(dtype).removeprefix('torch.')}" for dtype, parameter in dtypes.items())
         raise ModelError(
-            f"The trained parameters of block {name!r} have different dtypes, but their gradients are reduced in one "
-            f"tensor: {found}. Convert them to one dtype, {_ELSE}."
+            f"The trained parameters of block {name!r} have different dtypes: {found}. Their gradients are reduced in "
+            f"one tensor, which has one dtype. Convert the parameters to one dtype, {_ALTERNATIVE}."
         )

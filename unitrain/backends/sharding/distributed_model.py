@@ -19,7 +19,7 @@ from unitrain.backends.gradients.end_of_backward import tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
-from unitrain.backends.gradients.unused_parameters import check_first_backward
+from unitrain.backends.gradients.unused_parameters import check_first_backward, unused_error
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.sharding.gradient_reducer import GradientReducer, Transfer
@@ -150,11 +150,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         self._reducer_group.check_other_ranks()
         self._reducer_group.loop_counters.count_step()
         if missing := self.reducer.missing:
-            raise ModelError(
-                f"In the last backward pass, {len(missing)} parameters that were used earlier got no gradient on this "
-                f"rank: {', '.join(missing[:5])}. Use all parameters in every loss, or allow unused parameters: "
-                "backend.distributed_model(model, find_unused_parameters=True)."
-            )
+            raise unused_error(missing, "this rank in the last backward pass")
         self._local.check(optimizer)
 
     @disable_compile

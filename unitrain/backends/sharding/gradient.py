@@ -1,8 +1,8 @@
-"""The `.grad` of a parameter with a sharded gradient (ZeRO-2), a tensor that stores one slice on each rank.
+"""The `.grad` of a parameter with a sharded gradient (ZeRO-2), a tensor that stores one shard on each rank.
 
 A gradient has the shape of its parameter, so that clipping and loss scaling are plain torch code:
 `nn.utils.clip_grad_norm_`, `nn.utils.clip_grad_value_`, `GradScaler` and `zero_grad` produce the same results as with
-complete gradients. All other torch operations raise ModelError, because they would use only this rank's slice.
+complete gradients. All other torch operations raise ModelError, because they would use only this rank's shard.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 class ShardedGradient(Tensor):
     """The mean gradient of a parameter. This rank stores the elements [start, stop) in storage order, in `local`.
 
-    `local` is 1-D, and empty on ranks that own no part. `added` is the gradient accumulated by backward passes on this
+    `local` is 1-D, and empty on ranks that own no shard. `added` is the gradient accumulated by backward passes on this
     rank since the last reduction, or None. Norms are those of the complete gradient, so all ranks must compute them.
     One allreduce computes the norms of all gradients of a model. `full_tensor()` returns the complete gradient.
     """
@@ -150,7 +150,7 @@ def _wide(local: Tensor) -> Tensor:
     return local.float() if local.dtype in _HALF_DTYPES else local
 
 
-# In-place operations whose other arguments are numbers. Each rank applies them to its slice.
+# In-place operations whose other arguments are numbers. Each rank applies them to its shard.
 _ELEMENTWISE = frozenset(
     f"{prefix}{name}"
     for prefix in ("", "_foreach_")
@@ -165,7 +165,7 @@ def _local_of(value: Any) -> Any:
 
 
 def _update_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply an in-place operation to the slices of this rank."""
+    """Apply an in-place operation to the shards of this rank."""
     targets = args[0] if isinstance(args[0], list | tuple) else [args[0]]
     name = function.overloadpacket.__name__
     for value in (*args[1:], *kwargs.values()):

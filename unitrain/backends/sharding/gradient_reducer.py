@@ -2,8 +2,8 @@
 
 A bucket of gradients is sent with one all-to-all: each rank receives the other ranks' values of the elements that it
 owns, and sums them in rank order. This transfers half as many bytes as an allreduce, for any partition of the elements.
-Horovod's all-to-all is slower than its allreduce, so the horovod backend uses an allreduce and keeps a slice of the
-result. The complete gradients of the bucket are then freed.
+Horovod's all-to-all is slower than its allreduce, so the horovod backend uses an allreduce and keeps this rank's
+shard of the result. The complete gradients of the bucket are then freed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_ba
 from unitrain.backends.gradients.local_gradients import register_gradient_hook
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.sharding.gradient import GradientGroup, ShardedGradient
-from unitrain.backends.sharding.partition import Piece, divide_runs, divide_tensors, flatten_like
+from unitrain.backends.sharding.partition import ParameterShard, divide_runs, divide_tensors, flatten_like
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward, is_reached_by_backward
 
@@ -50,26 +50,16 @@ class Transfer:
 
 
 @dataclass
-class _Segment:
-    """Elements [start, stop) of a parameter in a bucket, which rank `owner` stores."""
-
-    parameter: int
-    start: int
-    stop: int
-    owner: int
-
-
-@dataclass
 class _Bucket:
     """Gradients of the same dtype that are reduced together. `parameters` are indices of trained parameters.
 
-    `segments` are ordered by owner. Rank r owns `splits[r]` elements. `total` contains the mean of this rank's
-    elements.
+    `shards` are ordered by owner, and their `index` is the index of the parameter. Rank r owns `splits[r]` elements.
+    `total` contains the mean of this rank's elements.
     """
 
     number: int
     parameters: list[int]
-    segments: list[_Segment]
+    shards: list[ParameterShard]
     splits: list[int]
     total: Tensor
     missing: int = 0
@@ -117,7 +107,7 @@ class GradientReducer:
         self._on_local, self._on_reduced = on_local, on_reduced
         self._gradient_group = GradientGroup(communicator)
         self._gradients: dict[int, ShardedGradient] = {}
-        self._pieces: dict[int, list[Piece]] = {}
+        self._shards: dict[int, list[ParameterShard]] = {}
         self._trained: list[int] = []
         self._order: list[int] | None = None  # of the gradients in a backward pass of rank 0
         self._has_buckets = False
@@ -145,19 +135,19 @@ class GradientReducer:
         self._trained = [number for number, parameter in enumerate(self._parameters) if parameter.requires_grad]
         self._order, self._has_buckets = None, False
 
-    def pieces_of(self, parameter: nn.Parameter) -> list[Piece] | None:
-        """Return the pieces of `parameter`, or None if it has not been assigned."""
+    def shards_of(self, parameter: nn.Parameter) -> list[ParameterShard] | None:
+        """Return the shards of `parameter`, or None if it has not been assigned."""
         number = self._index.get(id(parameter))
-        return None if number is None else self._pieces.get(number)
+        return None if number is None else self._shards.get(number)
 
-    def divide(self, parameters: Sequence[nn.Parameter]) -> list[Piece]:
-        """Return pieces of `parameters` such that each rank owns about the same number of elements in each bucket."""
+    def divide(self, parameters: Sequence[nn.Parameter]) -> list[ParameterShard]:
+        """Return shards of `parameters` such that each rank owns about the same number of elements in each bucket."""
         sizes = [parameter.numel() for parameter in parameters]
         largest = max((parameter.element_size() for parameter in parameters), default=1)
         return divide_runs(sizes, self._communicator.size, self._transfer.other_bytes // largest)
 
-    def assign(self, parameter: nn.Parameter, pieces: list[Piece]) -> None:
-        """Set the owners of the elements of `parameter`. All ranks call it with the same pieces."""
+    def assign(self, parameter: nn.Parameter, shards: list[ParameterShard]) -> None:
+        """Set the owners of the elements of `parameter`. All ranks call it with the same shards."""
         number = self._index.get(id(parameter))
         if number is None:
             raise ModelError(
@@ -170,9 +160,9 @@ class GradientReducer:
                 f"Gradient {self._names[number]!r} is already sharded by elements, which this optimizer does not "
                 "support. Call optimizer.zero_grad() before backend.distributed_optimizer."
             )
-        self._pieces[number] = pieces
+        self._shards[number] = shards
         self._has_buckets = False
-        own = next((piece for piece in pieces if piece.owner == self._communicator.rank), None)
+        own = next((shard for shard in shards if shard.owner == self._communicator.rank), None)
         gradient = self._gradients.get(number)
         if gradient is None:
             with torch.no_grad():
@@ -183,10 +173,10 @@ class GradientReducer:
 
     def _create_buckets(self) -> None:
         """Assign the trained parameters to buckets in the order in which their gradients are computed."""
-        left = [number for number in self._trained if number not in self._pieces]
+        left = [number for number in self._trained if number not in self._shards]
         sizes = [self._parameters[number].numel() for number in left]
-        for piece in divide_tensors(sizes, self._communicator.size):
-            self.assign(self._parameters[left[piece.index]], [piece])
+        for shard in divide_tensors(sizes, self._communicator.size):
+            self.assign(self._parameters[left[shard.index]], [shard])
         known = set(self._trained)
         order = [number for number in self._order or () if number in known]
         ordered = set(order)
@@ -212,32 +202,32 @@ class GradientReducer:
 
     def _create_bucket(self, number: int, parameters: list[int]) -> _Bucket:
         size, rank = self._communicator.size, self._communicator.rank
-        segments = [
-            _Segment(index, piece.start, piece.stop, piece.owner)
+        shards = [
+            replace(shard, index=index)
             for index in parameters
-            for piece in self._pieces[index]
-            if piece.stop > piece.start
+            for shard in self._shards[index]
+            if shard.stop > shard.start
         ]
-        segments.sort(key=lambda segment: segment.owner)
+        shards.sort(key=lambda shard: shard.owner)
         splits = [0] * size
-        for segment in segments:
-            splits[segment.owner] += segment.stop - segment.start
+        for shard in shards:
+            splits[shard.owner] += shard.stop - shard.start
         first = self._parameters[parameters[0]]
-        bucket = _Bucket(number, parameters, segments, splits, first.detach().new_empty(splits[rank]))
-        for index, part in self._own_parts(bucket, bucket.total):
+        bucket = _Bucket(number, parameters, shards, splits, first.detach().new_empty(splits[rank]))
+        for index, own in self._own_shards(bucket, bucket.total):
             gradient = self._gradients[index]
-            if gradient.local.numel() == part.numel() and self._is_attached(index):
-                part.copy_(gradient.local)
-            gradient.local = part
+            if gradient.local.numel() == own.numel() and self._is_attached(index):
+                own.copy_(gradient.local)
+            gradient.local = own
         return bucket
 
-    def _own_parts(self, bucket: _Bucket, total: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the parameter and the elements in `total` of each segment that this rank owns."""
+    def _own_shards(self, bucket: _Bucket, total: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (index of the parameter, elements in `total`) of each shard that this rank owns."""
         place = 0
-        for segment in bucket.segments:
-            if segment.owner == self._communicator.rank:
-                count = segment.stop - segment.start
-                yield segment.parameter, total[place : place + count]
+        for shard in bucket.shards:
+            if shard.owner == self._communicator.rank:
+                count = shard.stop - shard.start
+                yield shard.index, total[place : place + count]
                 place += count
 
     def _is_attached(self, number: int) -> bool:
@@ -303,7 +293,8 @@ class GradientReducer:
 
     def _raise_repeated(self, number: int) -> None:
         raise ModelError(
-            f"Parameter {self._names[number]!r} got two gradients in one backward pass, because it is used in several "
+            f"Parameter {self._names[number]!r} received two gradients in one backward pass, because it is used in "
+            "several "
             "blocks with activation checkpointing, so its gradient cannot be sharded. Use "
             "checkpoint(..., use_reentrant=False)."
         )
@@ -326,11 +317,11 @@ class GradientReducer:
                     self._finish(self._in_flight.popleft())
         values = self._take_values(bucket)
         parts = []
-        for segment in bucket.segments:
-            if segment.parameter in values:
-                parts.append(values[segment.parameter][segment.start : segment.stop])
+        for shard in bucket.shards:
+            if shard.index in values:
+                parts.append(values[shard.index][shard.start : shard.stop])
             else:
-                parts.append(bucket.total.new_zeros(segment.stop - segment.start))
+                parts.append(bucket.total.new_zeros(shard.stop - shard.start))
         sent = torch.cat(parts) if parts else bucket.total.new_empty(0)
         values.clear()
         parts.clear()
@@ -384,7 +375,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _finish(self, sent: _InFlight) -> None:
-        """Wait for a bucket, and add its mean to the slices of this rank."""
+        """Wait for a bucket, and add its mean to the shards of this rank."""
         self._reducer_group.wait_for_ranks(sent.work)
         bucket, size = sent.bucket, self._communicator.size
         width = 2 if bucket.total.is_complex() else 1
@@ -410,12 +401,12 @@ class GradientReducer:
             elements.copy_(total)
         if is_new:
             return
-        for index, part in self._own_parts(bucket, target):
+        for index, own in self._own_shards(bucket, target):
             local = self._gradients[index].local
             if index in sent.attached:
-                local += part
+                local += own
             else:
-                local.copy_(part)
+                local.copy_(own)
 
     def _finish_backward(self) -> None:
         """Reduce the remaining buckets at the end of the backward pass, and set every `.grad`."""

@@ -18,7 +18,7 @@ from unitrain.backends.sharding.optimizer_state import check_shapes, reject_copy
 from unitrain.backends.sharding.parameters import ShardedParameters
 from unitrain.backends.sharding.shards import local_rows
 from unitrain.backends.sharding.state_format import gather_rows, keeps_shards
-from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, local_part
+from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, local_shard
 
 _optimizers: WeakKeyDictionary[Optimizer, OptimizerShards] = WeakKeyDictionary()
 
@@ -72,8 +72,8 @@ class OptimizerShards:
 
     def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}
-        self._held: list[list[nn.Parameter]] | None = None  # while the groups hold parts
+        self._local: dict[nn.Parameter, nn.Parameter] = {}
+        self._held: list[list[nn.Parameter]] | None = None  # while the groups hold local parameters
         begin = step_pre_hook(self._begin_step)
         optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._restore(optimizer))
         add_innermost_step_hooks(optimizer, begin, lambda optimizer, args, kwargs: self._restore(optimizer))
@@ -86,18 +86,18 @@ class OptimizerShards:
         """Replace the parameters, gradients and state of `optimizer` with those of this rank's shards."""
         self._held = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [self._part(optimizer, parameter) for parameter in group["params"]]
+            group["params"] = [self._local_parameter(optimizer, parameter) for parameter in group["params"]]
 
-    def _part(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
+    def _local_parameter(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
         if not isinstance(parameter, DTensor):
             return parameter
-        part, rows = self._parts.get(parameter), local_part(parameter)
-        if part is None or part.data_ptr() != rows.data_ptr():
-            part = self._parts[parameter] = nn.Parameter(rows.detach(), parameter.requires_grad)
-        part.grad = None if parameter.grad is None else local_part(parameter.grad)
+        local, rows = self._local.get(parameter), local_shard(parameter)
+        if local is None or local.data_ptr() != rows.data_ptr():
+            local = self._local[parameter] = nn.Parameter(rows.detach(), parameter.requires_grad)
+        local.grad = None if parameter.grad is None else local_shard(parameter.grad)
         if parameter in optimizer.state:
-            optimizer.state[part] = optimizer.state.pop(parameter)
-        return part
+            optimizer.state[local] = optimizer.state.pop(parameter)
+        return local
 
     @disable_compile
     def _restore(self, optimizer: Optimizer) -> None:
@@ -106,11 +106,11 @@ class OptimizerShards:
         if held is None:
             return
         for group, parameters in zip(optimizer.param_groups, held, strict=True):
-            for parameter, part in zip(parameters, group["params"], strict=True):
-                if part is not parameter:
-                    part.grad = None
-                    if part in optimizer.state:
-                        optimizer.state[parameter] = optimizer.state.pop(part)
+            for parameter, local in zip(parameters, group["params"], strict=True):
+                if local is not parameter:
+                    local.grad = None
+                    if local in optimizer.state:
+                        optimizer.state[parameter] = optimizer.state.pop(local)
             group["params"] = parameters
 
     # --- the state dict ---
@@ -126,7 +126,7 @@ class OptimizerShards:
         return {**state_dict, "state": state}
 
     def _complete(self, parameter: DTensor, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != local_part(parameter).shape:
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != local_shard(parameter).shape:
             return value
         if keeps_shards():
             return DTensor.from_local(
@@ -165,7 +165,7 @@ def _select(parameter: nn.Parameter, entry: dict[str, Any], communicator: Commun
     selected = {}
     for key, value in entry.items():
         if isinstance(value, DTensor):
-            value = local_part(value)
+            value = local_shard(value)
         elif isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
             value = local_rows(value, communicator)
         selected[key] = value

@@ -1,7 +1,7 @@
-"""ZeRO-1: optimizer state sharded across ranks. Each rank updates its part of the parameters and broadcasts it.
+"""ZeRO-1: optimizer state sharded across ranks. Each rank updates its shards of the parameters and broadcasts them.
 
 Source: Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054. The optimizer remains the user's object. Its
-`param_groups` contain all parameters, except during `step`, when they contain only this rank's part.
+`param_groups` contain all parameters, except during `step`, when they contain only this rank's shards.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from typing import Any
@@ -28,7 +28,7 @@ from unitrain.backends.objects import broadcast_with_tensors
 from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.backends.sharding.gradient_reducer import GradientReducer
 from unitrain.backends.sharding.partition import (
-    Piece,
+    ParameterShard,
     batches_of,
     divide_elements,
     divide_tensors,
@@ -83,31 +83,31 @@ def sharded_state(optimizer: Optimizer) -> ShardedState | None:
 
 
 @dataclass
-class _OwnedParameter:
-    """The part of `parameter` that this rank updates. `part` is the parameter itself, or a view of some elements."""
+class _OwnShard:
+    """The shard of `parameter` that this rank updates. `local` is the parameter itself, or a view of some elements."""
 
     parameter: nn.Parameter
-    part: nn.Parameter
-    piece: Piece
+    local: nn.Parameter
+    shard: ParameterShard
 
     @property
     def is_whole(self) -> bool:
-        return self.part is self.parameter
+        return self.local is self.parameter
 
 
 @dataclass
 class _Batch:
-    """Parts of parameters that the ranks update and broadcast together.
+    """Shards of parameters that the ranks update and broadcast together.
 
-    `owned` contains this rank's parts per parameter group, and `pieces` contains the parts of all ranks.
+    `owned` contains this rank's shards per parameter group, and `shards` contains the shards of all ranks.
     """
 
-    owned: defaultdict[int, list[_OwnedParameter]] = field(default_factory=lambda: defaultdict(list))
-    pieces: list[tuple[nn.Parameter, Piece]] = field(default_factory=list)
+    owned: defaultdict[int, list[_OwnShard]] = field(default_factory=lambda: defaultdict(list))
+    shards: list[tuple[nn.Parameter, ParameterShard]] = field(default_factory=list)
 
 
 class ShardedState:
-    """Hooks with which `optimizer` updates this rank's part of the parameters in each step.
+    """Hooks with which `optimizer` updates this rank's shards of the parameters in each step.
 
     Outside `step`, the optimizer has all parameters, and `optimizer.state` has entries for the parameters that this
     rank owns completely or partially. State tensors of a partially owned parameter are 1-D, in storage order.
@@ -118,18 +118,18 @@ class ShardedState:
         self, optimizer: Optimizer, communicator: Communicator, shard: Shard, reducer: GradientReducer | None
     ) -> None:
         self._communicator, self.shard, self._reducer = communicator, shard, reducer
-        self._gradients: list[tuple[nn.Parameter, ShardedGradient]] = []  # replaced by this rank's parts in a step
+        self._gradients: list[tuple[nn.Parameter, ShardedGradient]] = []  # replaced by this rank's shards in a step
         self._is_elementwise = type(optimizer) in ELEMENTWISE
-        self._owned: dict[nn.Parameter, _OwnedParameter] = {}
-        self._pieces: dict[nn.Parameter, list[Piece]] = {}
+        self._owned: dict[nn.Parameter, _OwnShard] = {}
+        self._shards: dict[nn.Parameter, list[ParameterShard]] = {}
         self._batches: list[_Batch] = []
         # Other optimizers may also update parameters without gradients.
         self._may_update_unused = not type(optimizer).__module__.startswith("torch.optim.")
         self._known_ids: list[list[int]] = []
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
         self._is_stepping, self._nested_steps = False, 0
-        self._is_local = False  # while state dicts contain this rank's parts only
-        self._all_parameters: list[list[nn.Parameter]] | None = None  # while the groups hold parts
+        self._is_local = False  # while state dicts contain this rank's shards only
+        self._all_parameters: list[list[nn.Parameter]] | None = None  # while the groups hold shards
         self._views: dict[tuple[nn.Parameter, int], tuple[int, Tensor]] = {}
         self._pending_broadcasts: list[Callable[[], None]] = []
         self._divide_new_parameters(optimizer)
@@ -150,12 +150,12 @@ class ShardedState:
         return self._communicator is communicator and self._reducer is reducer
 
     def local_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict with only the state of this rank's parts. Does not communicate."""
+        """Return the state dict with only the state of this rank's shards. Does not communicate."""
         with self._local_state_dicts():
             return optimizer.state_dict()
 
     def load_local_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load a state dict with the state of this rank's parts, as returned by `local_state_dict`. Does not
+        """Load a state dict with the state of this rank's shards, as returned by `local_state_dict`. Does not
         communicate.
         """
         with self._local_state_dicts():
@@ -167,12 +167,12 @@ class ShardedState:
         if owned is None:
             return None
         self._check_storage_order(parameter)
-        return owned.piece.start, owned.piece.stop
+        return owned.shard.start, owned.shard.stop
 
     def owns_start(self, parameter: nn.Parameter) -> bool:
         """Return whether this rank stores the state of the first element of `parameter`. Exactly one rank does."""
         owned = self._owned.get(parameter)
-        return owned is not None and owned.piece.start == 0
+        return owned is not None and owned.shard.start == 0
 
     def check_state_shape(self, parameter: nn.Parameter, key: Any, shape: Sequence[int]) -> None:
         """Raise ModelError if loaded state `key` of `shape` does not fit `parameter`. The error is the same on every
@@ -191,13 +191,13 @@ class ShardedState:
     # --- partitioning of the parameters ---
 
     def _divide_new_parameters(self, optimizer: Optimizer) -> None:
-        """Partition the parameters that are not yet partitioned, and drop the state of parts that other ranks own."""
+        """Partition the parameters that are not yet partitioned, and drop the state of other ranks' shards."""
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
         if ids == self._known_ids:
             return
         self._known_ids = ids
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        new = [parameter for parameter in held if parameter not in self._pieces]
+        new = [parameter for parameter in held if parameter not in self._shards]
         # Frozen parameters have no state, so they are partitioned separately from the others.
         for requires_grad in (True, False):
             self._divide([parameter for parameter in new if parameter.requires_grad == requires_grad])
@@ -211,25 +211,26 @@ class ShardedState:
     def _divide(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             self._strides[parameter] = parameter.stride()
-            self._pieces[parameter] = self._assigned_pieces(parameter) or []
-        new = [parameter for parameter in parameters if not self._pieces[parameter]]
-        for piece in self._new_pieces(new):
-            self._pieces[new[piece.index]].append(piece)
+            self._shards[parameter] = self._assigned_shards(parameter) or []
+        new = [parameter for parameter in parameters if not self._shards[parameter]]
+        for shard in self._new_shards(new):
+            self._shards[new[shard.index]].append(shard)
         if self._reducer is not None:
             for parameter in new:
-                self._reducer.assign(parameter, self._pieces[parameter])
-        for parameter, piece in [(owned, piece) for owned in parameters for piece in self._pieces[owned]]:
-            if piece.owner == self._communicator.rank:
-                is_whole = piece.stop - piece.start == parameter.numel()
-                part = parameter if is_whole else nn.Parameter(self._view(parameter, piece), parameter.requires_grad)
-                self._owned[parameter] = _OwnedParameter(parameter, part, piece)
+                self._reducer.assign(parameter, self._shards[parameter])
+        for parameter, shard in [(owned, shard) for owned in parameters for shard in self._shards[owned]]:
+            if shard.owner == self._communicator.rank:
+                is_whole = shard.stop - shard.start == parameter.numel()
+                local = parameter if is_whole else nn.Parameter(self._view(parameter, shard), parameter.requires_grad)
+                self._owned[parameter] = _OwnShard(parameter, local, shard)
 
-    def _assigned_pieces(self, parameter: nn.Parameter) -> list[Piece] | None:
-        """Return the pieces into which the gradient of `parameter` is already sharded, unless they are unsuitable."""
-        pieces = None if self._reducer is None else self._reducer.pieces_of(parameter)
-        return pieces if pieces is None or self._is_elementwise or len(pieces) == 1 else None
+    def _assigned_shards(self, parameter: nn.Parameter) -> list[ParameterShard] | None:
+        """Return the shards of the gradient of `parameter` if the optimizer can use them for its state, otherwise
+        None."""
+        shards = None if self._reducer is None else self._reducer.shards_of(parameter)
+        return shards if shards is None or self._is_elementwise or len(shards) == 1 else None
 
-    def _new_pieces(self, parameters: Sequence[nn.Parameter]) -> list[Piece]:
+    def _new_shards(self, parameters: Sequence[nn.Parameter]) -> list[ParameterShard]:
         sizes = [parameter.numel() for parameter in parameters]
         if not self._is_elementwise:
             return divide_tensors(sizes, self._communicator.size)
@@ -239,34 +240,32 @@ class ShardedState:
 
     def _arrange_batches(self, optimizer: Optimizer, held: list[nn.Parameter]) -> None:
         groups = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-        pieces = [
-            Piece(index, piece.start, piece.stop, piece.owner)
-            for index, parameter in enumerate(held)
-            for piece in self._pieces[parameter]
+        shards = [
+            replace(shard, index=index) for index, parameter in enumerate(held) for shard in self._shards[parameter]
         ]
         # Other optimizers may count the calls of `step`, so they run it once.
         limit = _BATCH_BYTES if self._is_elementwise else 2**62
         self._batches = []
-        for batch_pieces in batches_of(pieces, [parameter.element_size() for parameter in held], limit):
-            batch = _Batch(pieces=[(held[piece.index], piece) for piece in batch_pieces])
-            for piece in batch_pieces:
-                if piece.owner == self._communicator.rank:
-                    batch.owned[groups[piece.index]].append(self._owned[held[piece.index]])
+        for batch_shards in batches_of(shards, [parameter.element_size() for parameter in held], limit):
+            batch = _Batch(shards=[(held[shard.index], shard) for shard in batch_shards])
+            for shard in batch_shards:
+                if shard.owner == self._communicator.rank:
+                    batch.owned[groups[shard.index]].append(self._owned[held[shard.index]])
             self._batches.append(batch)
 
-    def _view(self, parameter: nn.Parameter, piece: Piece) -> Tensor:
-        """Return the elements of `piece` as a 1-D view. Views are cached until the memory of the parameter changes."""
-        key, address = (parameter, piece.start), parameter.data_ptr()
+    def _view(self, parameter: nn.Parameter, shard: ParameterShard) -> Tensor:
+        """Return the elements of `shard` as a 1-D view. Views are cached until the memory of the parameter changes."""
+        key, address = (parameter, shard.start), parameter.data_ptr()
         known = self._views.get(key)
         if known is None or known[0] != address:
             self._check_storage_order(parameter)
-            known = self._views[key] = (address, flat_view(parameter.detach())[piece.start : piece.stop])
+            known = self._views[key] = (address, flat_view(parameter.detach())[shard.start : shard.stop])
         return known[1]
 
     def _check_storage_order(self, parameter: nn.Parameter) -> None:
-        """Raise ModelError if the memory format has changed, because the parts would then contain different
+        """Raise ModelError if the memory format has changed, because the shards would then contain different
         elements."""
-        if len(self._pieces[parameter]) > 1 and parameter.stride() != self._strides[parameter]:
+        if len(self._shards[parameter]) > 1 and parameter.stride() != self._strides[parameter]:
             raise ModelError(
                 f"A parameter of shape {list(parameter.shape)} had stride {list(self._strides[parameter])} when its "
                 f"optimizer state was sharded, and has stride {list(parameter.stride())} now. Change the memory format "
@@ -277,7 +276,7 @@ class ShardedState:
 
     @disable_compile
     def _restore_unless_nested(self, optimizer: Optimizer) -> None:
-        """Start a step. A nested step, such as `super().step()`, updates the parts that the optimizer currently
+        """Start a step. A nested step, such as `super().step()`, updates the shards that the optimizer currently
         holds."""
         if self._is_stepping and is_nested_step(optimizer):
             self._nested_steps += 1
@@ -318,29 +317,29 @@ class ShardedState:
             wait()
 
     def _enter_batch(self, optimizer: Optimizer, batch: _Batch) -> None:
-        """Replace the optimizer's parameters with this rank's parts of `batch`."""
+        """Replace the optimizer's parameters with this rank's shards of `batch`."""
         for number, group in enumerate(optimizer.param_groups):
-            group["params"] = [owned.part for owned in batch.owned.get(number, ())]
+            group["params"] = [owned.local for owned in batch.owned.get(number, ())]
         if self._reducer is not None:
             self._set_complete_gradients(batch)
-        for owned in self._partial_parameters(batch):
-            part, parameter, piece = owned.part, owned.parameter, owned.piece
-            part.data = self._view(parameter, piece)
+        for owned in self._partial_shards(batch):
+            local, parameter, shard = owned.local, owned.parameter, owned.shard
+            local.data = self._view(parameter, shard)
             gradient = parameter.grad
             if self._reducer is not None and isinstance(gradient, ShardedGradient):
-                part.grad = gradient.local
+                local.grad = gradient.local
             elif gradient is not None:
-                part.grad = flatten_like(gradient, parameter)[piece.start : piece.stop]
+                local.grad = flatten_like(gradient, parameter)[shard.start : shard.stop]
             if parameter in optimizer.state:
-                optimizer.state[part] = optimizer.state.pop(parameter)
+                optimizer.state[local] = optimizer.state.pop(parameter)
 
     def _set_complete_gradients(self, batch: _Batch) -> None:
         """Replace the sharded gradients of the parameters that this rank owns completely with complete gradients."""
         for owned in chain.from_iterable(batch.owned.values()):
-            parameter, gradient, piece = owned.parameter, owned.parameter.grad, owned.piece
+            parameter, gradient, shard = owned.parameter, owned.parameter.grad, owned.shard
             if not isinstance(gradient, ShardedGradient):
                 continue
-            if (gradient.start, gradient.stop) != (piece.start, piece.stop):
+            if (gradient.start, gradient.stop) != (shard.start, shard.stop):
                 raise ModelError(
                     f"The gradient of a parameter of shape {list(parameter.shape)} is sharded for another optimizer. "
                     "Let one optimizer have it."
@@ -354,10 +353,10 @@ class ShardedState:
             gradient.forget_norms()
             parameter.grad = gradient
         self._gradients.clear()
-        for owned in self._partial_parameters(batch):
-            owned.part.grad = None
-            if owned.part in optimizer.state:
-                optimizer.state[owned.parameter] = optimizer.state.pop(owned.part)
+        for owned in self._partial_shards(batch):
+            owned.local.grad = None
+            if owned.local in optimizer.state:
+                optimizer.state[owned.parameter] = optimizer.state.pop(owned.local)
 
     def _restore(self, optimizer: Optimizer) -> None:
         """Restore all parameters of the optimizer, even after a step that raised an exception."""
@@ -369,16 +368,16 @@ class ShardedState:
         for group, parameters in zip(optimizer.param_groups, held, strict=True):
             group["params"] = parameters
 
-    def _partial_parameters(self, batch: _Batch) -> Iterable[_OwnedParameter]:
-        return (owned for parts in batch.owned.values() for owned in parts if not owned.is_whole)
+    def _partial_shards(self, batch: _Batch) -> Iterable[_OwnShard]:
+        return (owned for shards in batch.owned.values() for owned in shards if not owned.is_whole)
 
     def _broadcast(self, batch: _Batch) -> None:
         # Gradients are reduced over ranks, so a parameter has a gradient on all ranks or on none.
         updates_all = self._may_update_unused
         updated = [
-            (self._view(parameter, piece), piece.owner)
-            for parameter, piece in batch.pieces
-            if (parameter.grad is not None or (updates_all and parameter.requires_grad)) and piece.stop > piece.start
+            (self._view(parameter, shard), shard.owner)
+            for parameter, shard in batch.shards
+            if (parameter.grad is not None or (updates_all and parameter.requires_grad)) and shard.stop > shard.start
         ]
         if updated and self._communicator.size > 1:
             self._pending_broadcasts.append(_start_broadcasts(self._communicator, updated))
@@ -396,16 +395,16 @@ class ShardedState:
         ]
         state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
         for index, parameter in enumerate(held):
-            pieces = self._pieces.get(parameter, [])
-            entries = [by_rank[piece.owner].get(index) for piece in pieces]
+            shards = self._shards.get(parameter, [])
+            entries = [by_rank[shard.owner].get(index) for shard in shards]
             if all(entry is None for entry in entries):
                 continue
             self._check_storage_order(parameter)
-            state[index] = entries[0] if len(entries) == 1 else _join(parameter, entries, pieces)
+            state[index] = entries[0] if len(entries) == 1 else _join(parameter, entries, shards)
         return {**state_dict, "state": state}
 
     def _select_own_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the complete `state_dict`, restricted to the state of this rank's parts."""
+        """Return the complete `state_dict`, restricted to the state of this rank's shards."""
         self._restore(optimizer)
         self._divide_new_parameters(optimizer)
         if self._is_local:
@@ -421,14 +420,14 @@ class ShardedState:
         return {**state_dict, "state": state}
 
     def _own_entry(self, parameter: nn.Parameter, entry: Any) -> Any:
-        """Return this rank's part of the complete `entry`, the state of `parameter`, or None if it owns no part."""
+        """Return this rank's shard of the complete `entry`, the state of `parameter`, or None if it owns no shard."""
         if self._is_elementwise and isinstance(entry, dict):
             check_shapes(parameter, entry)
         owned = self._owned.get(parameter)
         if owned is None or owned.is_whole or not isinstance(entry, dict):
             return None if owned is None else entry
         self._check_storage_order(parameter)
-        start, stop = owned.piece.start, owned.piece.stop
+        start, stop = owned.shard.start, owned.shard.stop
         return {
             key: flatten_like(value, parameter)[start:stop].clone()
             if isinstance(value, Tensor) and value.shape == parameter.shape
@@ -440,8 +439,8 @@ class ShardedState:
 def reject_copy() -> Any:
     """Raise ModelError. Replaces `__getstate__` of optimizers with sharded state."""
     raise ModelError(
-        "This optimizer cannot be copied or pickled, because its state is sharded over ranks: a copy has the part of "
-        "this rank only. Call optimizer.state_dict() on every rank, and copy or save the result."
+        "This optimizer cannot be copied or pickled, because its state is sharded over ranks: a copy contains "
+        "only the shards of this rank. Call optimizer.state_dict() on every rank, and copy or save the result."
     )
 
 
@@ -462,28 +461,28 @@ def _check_shape(parameter: nn.Parameter, key: Any, shape: Sequence[int]) -> Non
         )
 
 
-def _start_broadcasts(communicator: Communicator, pieces: list[tuple[Tensor, int]]) -> Callable[[], None]:
-    """Start to broadcast each tensor in `pieces` in place from its root, and return a function that waits for all."""
+def _start_broadcasts(communicator: Communicator, shards: list[tuple[Tensor, int]]) -> Callable[[], None]:
+    """Start to broadcast each tensor in `shards` in place from its root, and return a function that waits for all."""
     if isinstance(communicator, SupportsAsyncBroadcasts):
-        return communicator.start_broadcasts(pieces)
+        return communicator.start_broadcasts(shards)
     with torch.no_grad():
-        for tensor, root in pieces:
+        for tensor, root in shards:
             tensor.copy_(communicator.broadcast(tensor, root))
     return lambda: None
 
 
-def _join(parameter: nn.Parameter, entries: list[dict[Any, Any]], pieces: list[Piece]) -> dict[Any, Any]:
-    """Return the complete state of `parameter`, joined from the `entries` of the ranks that own its `pieces`."""
+def _join(parameter: nn.Parameter, entries: list[dict[Any, Any]], shards: list[ParameterShard]) -> dict[Any, Any]:
+    """Return the complete state of `parameter`, joined from the `entries` of the ranks that own its `shards`."""
     joined = {}
     keys = [list(entry or ()) for entry in entries]
     if any(other != keys[0] for other in keys):
         raise ModelError(
             f"The optimizer's state of a parameter of shape {list(parameter.shape)} differs between ranks: "
-            f"{keys[0]} on rank {pieces[0].owner}, and {next(other for other in keys if other != keys[0])} on another "
+            f"{keys[0]} on rank {shards[0].owner}, and {next(other for other in keys if other != keys[0])} on another "
             "rank. Load the same complete state on every rank: optimizer.load_state_dict(state)."
         )
     for key, value in entries[0].items():
-        if isinstance(value, Tensor) and value.shape == (pieces[0].stop - pieces[0].start,):
+        if isinstance(value, Tensor) and value.shape == (shards[0].stop - shards[0].start,):
             complete = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
             torch.cat([entry[key] for entry in entries], out=flat_view(complete))
             value = complete

@@ -53,7 +53,7 @@ class ParameterCollectives:
 
     def gather(self, output: Tensor, own: Tensor) -> dist.Work | None:
         """Start to gather every rank's `own`, [elements], into `output`, [ranks * elements]. `own` is a view of this
-        rank's part of `output`.
+        rank's shard in `output`.
         """
         phase, size = self._record(GATHER, own), dist.get_world_size()
         if output.device.type == "cpu" and size <= MAX_BROADCASTING_RANKS and output.nbytes >= MIN_BROADCAST_BYTES:
@@ -64,7 +64,7 @@ class ParameterCollectives:
         return self._started(phase, lambda: [all_gather(output, own, async_op=True)])
 
     def reduce(self, output: Tensor, complete: Tensor) -> None:
-        """Sum `complete`, [ranks * elements], over ranks, and write this rank's part to `output`, [elements].
+        """Sum `complete`, [ranks * elements], over ranks, and write this rank's shard to `output`, [elements].
 
         `complete` may be overwritten. On GPUs, the current stream waits for the result.
         """

@@ -86,9 +86,9 @@ class ShardedParameters:
         self.replaced = {id(before[name]): (ref(before[name]), after[name]) for name in before}
         make_state_dicts_complete(model, communicator)
         compute_norms_of_infinite_order()
-        # This hook runs before fully_shard's hook that gathers the parameters of the root block.
+        # `prepend`: fully_shard's pre-hook, which gathers the parameters of the root block, must run after this one.
         model.register_forward_pre_hook(lambda module, inputs: self.collectives.start_recording(), prepend=True)
-        # This hook runs before fully_shard's hook that gathers the parameters of the root block for the backward pass.
+        # `prepend`: fully_shard's hook, which lets the backward pass gather these parameters, must run after this one.
         model.register_forward_hook(self._copy_views, prepend=True)
         model.register_forward_hook(self._free_after_forward)
         self._order: list[int] | None = None

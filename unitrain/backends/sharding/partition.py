@@ -1,4 +1,4 @@
-"""Partitioning of parameters among ranks. Each rank updates its part, and stores its optimizer state and gradients.
+"""Partitioning of parameters into shards. Each rank updates its shards, and stores their optimizer state and gradients.
 
 Tensors are dense, and are divided in storage order. `flat_view` returns a view in this order.
 """
@@ -6,7 +6,7 @@ Tensors are dense, and are divided in storage order. `flat_view` returns a view 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterShard:
     """Elements [start, stop), in storage order, of the parameter with `index`. Rank `owner` updates them."""
 
     index: int
@@ -27,15 +27,15 @@ class Piece:
     owner: int
 
 
-def divide_elements(sizes: Sequence[int], ranks: int) -> list[Piece]:
-    """Return pieces such that each rank owns a contiguous range with about the same number of elements.
+def divide_elements(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
+    """Return shards such that each rank owns a contiguous range with about the same number of elements.
 
     `sizes` are the element counts of the parameters. Tensors with fewer than MIN_DIVIDED_ELEMENTS elements have a
     single owner.
     """
     total = sum(sizes)
     limits = [total * rank // ranks for rank in range(1, ranks)]
-    pieces, first = [], 0
+    shards, first = [], 0
     for index, size in enumerate(sizes):
         cuts = [0]
         if size >= MIN_DIVIDED_ELEMENTS:
@@ -43,31 +43,31 @@ def divide_elements(sizes: Sequence[int], ranks: int) -> list[Piece]:
             cuts += sorted({cut - cut % _ALIGNMENT for cut in inside} - {0})
         for start, stop in zip(cuts, [*cuts[1:], size], strict=True):
             middle = first + (start + stop) / 2
-            pieces.append(Piece(index, start, stop, owner=sum(limit <= middle for limit in limits)))
+            shards.append(ParameterShard(index, start, stop, owner=sum(limit <= middle for limit in limits)))
         first += size
-    return pieces
+    return shards
 
 
-def divide_runs(sizes: Sequence[int], ranks: int, limit: int) -> list[Piece]:
+def divide_runs(sizes: Sequence[int], ranks: int, limit: int) -> list[ParameterShard]:
     """Divide runs of consecutive tensors with about `limit` elements with `divide_elements`, from the last to the
     first.
 
     Gradients are computed in this order, so each bucket of gradients is divided evenly among ranks.
     """
-    pieces, run = [], list[int]()
+    shards, run = [], list[int]()
     for index in reversed(range(len(sizes))):
         run.append(index)
         if index == 0 or sum(sizes[position] for position in run) >= limit:
-            pieces += [
-                Piece(run[piece.index], piece.start, piece.stop, piece.owner)
-                for piece in divide_elements([sizes[position] for position in run], ranks)
+            shards += [
+                replace(shard, index=run[shard.index])
+                for shard in divide_elements([sizes[position] for position in run], ranks)
             ]
             run = []
-    return pieces
+    return shards
 
 
-def divide_tensors(sizes: Sequence[int], ranks: int) -> list[Piece]:
-    """Return one piece per tensor. Tensors are assigned, in descending order of size, to the rank with the fewest
+def divide_tensors(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
+    """Return one shard per tensor. Tensors are assigned, in descending order of size, to the rank with the fewest
     elements.
     """
     elements = [0] * ranks
@@ -75,22 +75,22 @@ def divide_tensors(sizes: Sequence[int], ranks: int) -> list[Piece]:
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owners[index] = elements.index(min(elements))
         elements[owners[index]] += sizes[index]
-    return [Piece(index, 0, size, owners[index]) for index, size in enumerate(sizes)]
+    return [ParameterShard(index, 0, size, owners[index]) for index, size in enumerate(sizes)]
 
 
-def batches_of(pieces: Sequence[Piece], sizes: Sequence[int], limit: int) -> Iterator[list[Piece]]:
-    """Yield lists of pieces with about `limit` bytes per rank, or fewer at the end; `sizes` are bytes per element.
+def batches_of(shards: Sequence[ParameterShard], sizes: Sequence[int], limit: int) -> Iterator[list[ParameterShard]]:
+    """Yield lists of shards with about `limit` bytes per rank, or fewer at the end; `sizes` are bytes per element.
 
     All ranks compute the same lists, so they can broadcast them in this order.
     """
-    by_owner: dict[int, list[list[Piece]]] = {}
-    for piece in pieces:
-        batches = by_owner.setdefault(piece.owner, [[]])
+    by_owner: dict[int, list[list[ParameterShard]]] = {}
+    for shard in shards:
+        batches = by_owner.setdefault(shard.owner, [[]])
         if sum((batched.stop - batched.start) * sizes[batched.index] for batched in batches[-1]) >= limit:
             batches.append([])
-        batches[-1].append(piece)
+        batches[-1].append(shard)
     for number in range(max(map(len, by_owner.values()), default=0)):
-        yield [piece for owner in sorted(by_owner) for batch in by_owner[owner][number : number + 1] for piece in batch]
+        yield [shard for owner in sorted(by_owner) for batch in by_owner[owner][number : number + 1] for shard in batch]
 
 
 def is_dense(tensor: Tensor) -> bool:

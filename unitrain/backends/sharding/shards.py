@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.sharding.state_format import gather_rows, keeps_shards
-from unitrain.torch_compat import local_part, parameters_by_name
+from unitrain.torch_compat import local_shard, parameters_by_name
 
 
 def rows_of_rank(rows: int, rank: int, size: int) -> slice:
@@ -52,7 +52,7 @@ def make_state_dicts_complete(model: nn.Module, communicator: Communicator) -> N
         for name in parameters_by_name(module):
             value = state.get(prefix + name)
             if isinstance(value, DTensor) and not keeps_shards():
-                state[prefix + name] = gather_rows(local_part(value), value.shape, communicator)
+                state[prefix + name] = gather_rows(local_shard(value), value.shape, communicator)
 
     def select(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in parameters_by_name(module).items():

@@ -14,7 +14,7 @@ from torch import Tensor
 from unitrain.backends.base import Communicator
 from unitrain.backends.checks import DTYPES
 from unitrain.backends.tensors import as_bytes
-from unitrain.torch_compat import local_part
+from unitrain.torch_compat import local_shard
 
 _keeps_shards = False
 _root: int | None = None
@@ -64,7 +64,7 @@ def gather_rows(rows: Tensor, shape: torch.Size, communicator: Communicator) -> 
 def complete_tensor(tensor: Tensor, communicator: Communicator) -> Tensor:
     """Return the complete tensor on every rank: gathered, if `tensor` is a shard, otherwise `tensor`. All ranks call
     it."""
-    rows = local_part(tensor)
+    rows = local_shard(tensor)
     if rows is tensor:
         return tensor
     complete = gather_rows(rows, tensor.shape, communicator)

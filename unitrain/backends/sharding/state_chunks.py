@@ -1,4 +1,4 @@
-"""The optimizer state of one rank as parts of tensors, for checkpoints that all ranks write and read independently.
+"""The optimizer state of one rank as chunks of tensors, for checkpoints that all ranks write and read independently.
 
 The state may be replicated, sharded by `ShardedState` (ZeRO-1), or consist of DTensors (FSDP2). Parameters are
 identified by their index in `param_groups`, as in `Optimizer.state_dict`. Nothing in this module communicates.
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain.backends.sharding.optimizer_state import ShardedState, sharded_state
-from unitrain.backends.sharding.tensor_parts import (
-    TensorPart,
+from unitrain.backends.sharding.tensor_chunks import (
+    TensorChunk,
     empty_like_local,
     is_distributed_tensor,
     is_storable,
-    local_parts,
-    own_parts,
-    range_parts,
+    local_chunks,
+    own_chunks,
+    range_chunks,
     whole,
 )
 
@@ -39,13 +39,13 @@ class StateKey:
 
 @dataclass
 class OwnState:
-    """The part of an optimizer's state that one rank writes.
+    """The portion of an optimizer's state that one rank writes.
 
-    `keys` maps the names of the tensors in `parts` to their locations. `values` contains all other values, by index and
-    key.
+    `keys` maps the names of the tensors in `chunks` to their locations. `values` contains all other values, by
+    index and key.
     """
 
-    parts: list[TensorPart] = field(default_factory=list)
+    chunks: list[TensorChunk] = field(default_factory=list)
     keys: dict[str, StateKey] = field(default_factory=dict)
     values: dict[Any, Any] = field(default_factory=dict)
 
@@ -70,12 +70,12 @@ class StoredState(ABC):
         """Return the values that are not tensors, by index and key."""
 
     @abstractmethod
-    def read(self, parts: Iterable[TensorPart]) -> None:
-        """Copy the stored elements of each part into its data."""
+    def read(self, chunks: Iterable[TensorChunk]) -> None:
+        """Copy the stored elements of each chunk into its data."""
 
 
 def own_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str], rank: int, size: int) -> OwnState:
-    """Return the part of the state of `optimizer` that this rank writes. Exactly one rank writes each element.
+    """Return the portion of the state of `optimizer` that this rank writes. Exactly one rank writes each element.
 
     `names` are the names of the parameters. The tensor `state[parameter][key]` is named `state.NAME.KEY`, as in
     `torch.distributed.checkpoint.state_dict` with `flatten_optimizer_state_dict`.
@@ -98,12 +98,12 @@ def own_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str], rank: int
                 elif rank == 0:
                     own.values.setdefault(index, {})[key] = value
             elif is_tensor:
-                own.parts += _parts_of_sharded(sharded, parameter, name, value)
+                own.chunks += _chunks_of_sharded(sharded, parameter, name, value)
             elif sharded.owns_start(parameter):
                 own.values.setdefault(index, {})[key] = value
             own.keys[name] = StateKey(index, key)
-    own.parts += own_parts(replicated, rank, size)
-    kept = {part.name for part in own.parts}
+    own.chunks += own_chunks(replicated, rank, size)
+    kept = {chunk.name for chunk in own.chunks}
     own.keys = {name: place for name, place in own.keys.items() if name in kept}
     return own
 
@@ -112,12 +112,12 @@ def _is_entry(key: Any, entry: Any) -> bool:
     return isinstance(key, int) and isinstance(entry, dict)
 
 
-def _parts_of_sharded(sharded: ShardedState, parameter: nn.Parameter, name: str, value: Tensor) -> list[TensorPart]:
+def _chunks_of_sharded(sharded: ShardedState, parameter: nn.Parameter, name: str, value: Tensor) -> list[TensorChunk]:
     owned = sharded.owned_range(parameter)
     assert owned is not None
     start, stop = owned
     if stop - start < parameter.numel() and value.shape == (stop - start,):
-        return range_parts(name, parameter, start, stop, value.detach())
+        return range_chunks(name, parameter, start, stop, value.detach())
     return [whole(name, value)] if sharded.owns_start(parameter) else []
 
 
@@ -130,7 +130,7 @@ def parameter_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def load_own_state(optimizer: Optimizer, stored: StoredState) -> None:
-    """Load this rank's part of the state from `stored`. The hyperparameters do not change.
+    """Load this rank's portion of the state from `stored`. The hyperparameters do not change.
 
     Raises ModelError on every rank if a shape does not match its parameter.
     """
@@ -161,12 +161,12 @@ def _load_tensor(sharded: ShardedState | None, parameter: nn.Parameter, name: st
     loaded: Tensor
     if is_distributed_tensor(parameter) and shape == tuple(parameter.shape):
         _, loaded = empty_like_local(parameter, dtype)
-        stored.read(local_parts(name, loaded))
+        stored.read(local_chunks(name, loaded))
         return loaded
     owned = None if sharded is None else sharded.owned_range(parameter)
     if owned is not None and owned[1] - owned[0] < parameter.numel() and shape == tuple(parameter.shape):
         loaded = torch.empty(owned[1] - owned[0], dtype=dtype)
-        stored.read(range_parts(name, parameter, *owned, loaded))
+        stored.read(range_chunks(name, parameter, *owned, loaded))
         return loaded
     same_shape = shape == tuple(parameter.shape)
     loaded = torch.empty_like(parameter, dtype=dtype, device="cpu") if same_shape else torch.empty(shape, dtype=dtype)

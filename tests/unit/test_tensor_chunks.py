@@ -1,4 +1,4 @@
-"""Parts of tensors: every element in one part, on one rank, and in files that other programs read."""
+"""Parts of tensors: every element in one chunk, on one rank, and in files that other programs read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from unitrain.backends.sharding.tensor_parts import TensorPart, own_parts, range_parts, whole
-from unitrain.checkpoint.tensor_files import StoredTensors, write_parts, write_tensors
+from unitrain.backends.sharding.tensor_chunks import TensorChunk, own_chunks, range_chunks, whole
+from unitrain.checkpoint.tensor_files import StoredTensors, write_chunks, write_tensors
 from unitrain.errors import CheckpointError
 
 
@@ -26,40 +26,42 @@ def numbered(shape: list[int], order: list[int]) -> Tensor:
     return elements.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
 
 
-def place(parts: list[TensorPart], tensor: Tensor) -> Tensor:
-    """Copy the parts into a new tensor like `tensor`, and check that none overlap."""
+def place(chunks: list[TensorChunk], tensor: Tensor) -> Tensor:
+    """Copy the chunks into a new tensor like `tensor`, and check that none overlap."""
     result = torch.full(tensor.shape, -1, dtype=tensor.dtype)
-    for part in parts:
-        assert part.shape == tuple(tensor.shape)
-        target = result[tuple(slice(first, first + n) for first, n in zip(part.offsets, part.data.shape, strict=True))]
-        assert target.shape == part.data.shape
+    for chunk in chunks:
+        assert chunk.shape == tuple(tensor.shape)
+        target = result[
+            tuple(slice(first, first + n) for first, n in zip(chunk.offsets, chunk.data.shape, strict=True))
+        ]
+        assert target.shape == chunk.data.shape
         assert (target == -1).all()
-        target.copy_(part.data)
+        target.copy_(chunk.data)
     return result
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_range_parts_contain_the_elements_of_a_range_in_storage_order(data: st.DataObject) -> None:
+def test_range_chunks_contain_the_elements_of_a_range_in_storage_order(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), max_size=4))
     tensor = numbered(shape, data.draw(st.permutations(range(len(shape)))))
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
-    parts = range_parts("t", tensor, start, stop, torch.arange(start, stop))
-    assert len(parts) <= max(1, 2 * tensor.ndim - 1)
+    chunks = range_chunks("t", tensor, start, stop, torch.arange(start, stop))
+    assert len(chunks) <= max(1, 2 * tensor.ndim - 1)
     expected = torch.where((tensor >= start) & (tensor < stop), tensor, -1)
-    assert torch.equal(place(parts, tensor), expected)
+    assert torch.equal(place(chunks, tensor), expected)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 40), max_size=3), max_size=6), st.integers(1, 5))
 def test_replicated_tensors_are_divided_once_among_ranks(shapes: list[list[int]], size: int) -> None:
     tensors = {str(index): numbered(shape, list(range(len(shape)))) for index, shape in enumerate(shapes)}
-    by_rank = [own_parts(tensors, rank, size) for rank in range(size)]
+    by_rank = [own_chunks(tensors, rank, size) for rank in range(size)]
     for name, tensor in tensors.items():
-        parts = [part for parts in by_rank for part in parts if part.name == name]
-        assert torch.equal(place(parts, tensor), tensor)
-        assert len(parts) >= 1  # also of a tensor without elements
-    loads = [sum(part.data.nbytes for part in parts) for parts in by_rank]
+        chunks = [chunk for chunks in by_rank for chunk in chunks if chunk.name == name]
+        assert torch.equal(place(chunks, tensor), tensor)
+        assert len(chunks) >= 1  # also of a tensor without elements
+    loads = [sum(chunk.data.nbytes for chunk in chunks) for chunks in by_rank]
     largest_row = max(
         (tensor.nbytes // max(tensor.shape[0], 1) for tensor in tensors.values() if tensor.ndim), default=8
     )
@@ -86,15 +88,15 @@ def write_in_boxes(folder: Path, tensors: dict[str, Tensor], ranks: int) -> list
     """Write the elements of each tensor as ranges, `ranks` files with several boxes of the same tensor."""
     names: list[str] = []
     for rank in range(ranks):
-        parts = []
+        chunks = []
         for name, tensor in tensors.items():
             limits = [tensor.numel() * index // ranks for index in (rank, rank + 1)]
             flat = tensor.contiguous().view(-1) if tensor.numel() else tensor
             if tensor.ndim and tensor.numel():
-                parts += range_parts(name, tensor.contiguous(), *limits, flat[limits[0] : limits[1]])
+                chunks += range_chunks(name, tensor.contiguous(), *limits, flat[limits[0] : limits[1]])
             elif rank == 1:
-                parts.append(whole(name, tensor))
-        written = write_parts(folder, f"rank-{rank:05d}", parts, {})
+                chunks.append(whole(name, tensor))
+        written = write_chunks(folder, f"rank-{rank:05d}", chunks, {})
         for name, facts in written.items():
             content = (folder / name).read_bytes()
             assert (facts.bytes, facts.sha256) == (len(content), hashlib.sha256(content).hexdigest())
@@ -113,12 +115,12 @@ def test_parts_are_read_bit_for_bit_whole_and_as_other_parts(tmp_path: Path) -> 
         assert stored.tensors[name].original_shape == tuple(tensor.shape)
         assert stored.tensors[name].original_dtype == tensor.dtype
         read = torch.zeros_like(tensor)
-        stored.read(own_parts({name: read}, 0, 1))
+        stored.read(own_chunks({name: read}, 0, 1))
         assert torch.equal(read, tensor)
     first = tensors["torch.float32"]
     for start, stop in ((0, 84), (5, 6), (10, 71)):
         elements = torch.zeros(stop - start)
-        stored.read(range_parts("torch.float32", first, start, stop, elements))
+        stored.read(range_chunks("torch.float32", first, start, stop, elements))
         assert torch.equal(elements, first.reshape(-1)[start:stop])
 
 

@@ -1,7 +1,7 @@
-"""Rectangular parts of tensors, the units that sharded checkpoints write and read.
+"""Chunks of tensors: the rectangular blocks that sharded checkpoints write and read.
 
-A rank's parts come from replicated tensors (each rank writes a balanced part), from ranges of elements (ZeRO-1), or
-from DTensors (FSDP2). Nothing in this module communicates.
+torch.distributed.checkpoint uses the same term. A rank's chunks come from replicated tensors (the ranks write about the
+same number of bytes), from ranges of elements (ZeRO-1), or from DTensors (FSDP2). Nothing in this module communicates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MIN_DIVIDED_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class TensorPart:
+class TensorChunk:
     """The elements of tensor `name`, of global `shape`, from `offsets` to `offsets` + `data.shape`.
 
     `data` may be a view of this rank's tensor: saving reads it, and loading writes to it.
@@ -41,48 +41,48 @@ def is_distributed_tensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def whole(name: str, tensor: Tensor) -> TensorPart:
-    """Return the complete `tensor` as one part."""
-    return TensorPart(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
+def whole(name: str, tensor: Tensor) -> TensorChunk:
+    """Return the complete `tensor` as one chunk."""
+    return TensorChunk(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
 
 
-def own_parts(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorPart]:
-    """Return the parts of `tensors` that this rank writes. Exactly one rank writes each element.
+def own_chunks(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorChunk]:
+    """Return the chunks of `tensors` that this rank writes. Exactly one rank writes each element.
 
     Plain tensors are replicated, and divided such that each rank writes about the same number of bytes. The local
     elements of a DTensor are divided among the ranks that have the same elements.
     """
-    parts, replicated = [], {}
+    chunks, replicated = [], {}
     for name, tensor in tensors.items():
         if is_distributed_tensor(tensor):
-            parts += _own_part_of_distributed(name, tensor)
+            chunks += _own_chunk_of_distributed(name, tensor)
         else:
             replicated[name] = tensor
-    return [*_balanced_parts(replicated, rank, size), *parts]
+    return [*_balanced_chunks(replicated, rank, size), *chunks]
 
 
-def local_parts(name: str, tensor: Tensor) -> list[TensorPart]:
+def local_chunks(name: str, tensor: Tensor) -> list[TensorChunk]:
     """Return this rank's elements of `tensor`: the complete tensor, or the local elements of a DTensor."""
     if not is_distributed_tensor(tensor):
         return [whole(name, tensor)]
-    local = _local_part(name, tensor)
-    return [] if local is None else [local.part]
+    local = _local_chunk(name, tensor)
+    return [] if local is None else [local.chunk]
 
 
-def range_parts(name: str, tensor: Tensor, start: int, stop: int, elements: Tensor) -> list[TensorPart]:
-    """Return the elements [start, stop) of a dense `tensor`, in storage order, as parts.
+def range_chunks(name: str, tensor: Tensor, start: int, stop: int, elements: Tensor) -> list[TensorChunk]:
+    """Return the elements [start, stop) of a dense `tensor`, in storage order, as chunks.
 
-    `elements`, [stop - start], contains these elements. The data of the parts are views of it. Only the shape and the
-    strides of `tensor` are used. The number of parts is at most 2 * dimensions - 1.
+    `elements`, [stop - start], contains these elements. The data of the chunks are views of it. Only the shape and the
+    strides of `tensor` are used. The number of chunks is at most 2 * dimensions - 1.
     """
     order = sorted(range(tensor.ndim), key=lambda dim: tensor.stride(dim), reverse=True)
     inverse = [order.index(dim) for dim in range(tensor.ndim)]
-    parts, position = [], 0
+    chunks, position = [], 0
     for offsets, lengths in _boxes([tensor.shape[dim] for dim in order], start, stop):
         data = elements[position : position + prod(lengths)].view(lengths).permute(inverse)
         position += prod(lengths)
-        parts.append(TensorPart(name, tuple(tensor.shape), tuple(offsets[dim] for dim in inverse), data))
-    return parts
+        chunks.append(TensorChunk(name, tuple(tensor.shape), tuple(offsets[dim] for dim in inverse), data))
+    return chunks
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -113,24 +113,24 @@ def _boxes_of_row(
 # --- replicated tensors ---
 
 
-def _balanced_parts(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorPart]:
-    """Return rank `rank`'s parts of replicated `tensors`. Large tensors are divided along dimension 0."""
+def _balanced_chunks(tensors: Mapping[str, Tensor], rank: int, size: int) -> list[TensorChunk]:
+    """Return rank `rank`'s chunks of replicated `tensors`. Large tensors are divided along dimension 0."""
     total = sum(tensor.nbytes for tensor in tensors.values())
-    parts, first = [], 0
+    chunks, first = [], 0
     for name, tensor in tensors.items():
         begin, end = (_row_at(tensor, total * limit // size - first, limit, size) for limit in (rank, rank + 1))
         if begin is None or end is None:
             middle = first + tensor.nbytes // 2
             if rank == (min(middle * size // total, size - 1) if total else 0):
-                parts.append(whole(name, tensor))
+                chunks.append(whole(name, tensor))
         elif begin < end:
-            parts.append(_rows(whole(name, tensor), begin, end))
+            chunks.append(_rows(whole(name, tensor), begin, end))
         first += tensor.nbytes
-    return parts
+    return chunks
 
 
 def _row_at(tensor: Tensor, position: int, limit: int, size: int) -> int | None:
-    """Return the row of `tensor` at byte `position`, where the part of rank `limit` begins; None if the tensor is not
+    """Return the row of `tensor` at byte `position`, where the rows of rank `limit` begin, or None if the tensor is not
     divided."""
     if not tensor.ndim or tensor.nbytes < _MIN_DIVIDED_BYTES:
         return None
@@ -138,40 +138,40 @@ def _row_at(tensor: Tensor, position: int, limit: int, size: int) -> int | None:
     return rows if limit == size else min(max(position * rows // tensor.nbytes, 0), rows)
 
 
-def _rows(part: TensorPart, begin: int, end: int) -> TensorPart:
-    offsets = (part.offsets[0] + begin, *part.offsets[1:])
-    return replace(part, offsets=offsets, data=part.data[begin:end])
+def _rows(chunk: TensorChunk, begin: int, end: int) -> TensorChunk:
+    offsets = (chunk.offsets[0] + begin, *chunk.offsets[1:])
+    return replace(chunk, offsets=offsets, data=chunk.data[begin:end])
 
 
 # --- DTensors ---
 
 
 @dataclass(frozen=True)
-class _LocalPart:
+class _LocalChunk:
     """The local elements of a DTensor. This rank is number `replica` of `replicas` ranks with the same elements."""
 
-    part: TensorPart
+    chunk: TensorChunk
     replica: int
     replicas: int
 
 
-def _own_part_of_distributed(name: str, tensor: Any) -> list[TensorPart]:
-    local = _local_part(name, tensor)
+def _own_chunk_of_distributed(name: str, tensor: Any) -> list[TensorChunk]:
+    local = _local_chunk(name, tensor)
     if local is None:
         return []
-    part, replica, replicas = local.part, local.replica, local.replicas
-    if not part.data.numel():
+    chunk, replica, replicas = local.chunk, local.replica, local.replicas
+    if not chunk.data.numel():
         # Tensors without elements are written once, so that they exist in the checkpoint.
-        is_first = replica == 0 and not any(part.offsets) and not prod(part.shape)
-        return [part] if is_first else []
-    if replicas == 1 or not part.shape:
-        return [part] if replica == 0 else []
-    rows = part.data.shape[0]
+        is_first = replica == 0 and not any(chunk.offsets) and not prod(chunk.shape)
+        return [chunk] if is_first else []
+    if replicas == 1 or not chunk.shape:
+        return [chunk] if replica == 0 else []
+    rows = chunk.data.shape[0]
     begin, end = (rows * index // replicas for index in (replica, replica + 1))
-    return [_rows(part, begin, end)] if begin < end else []
+    return [_rows(chunk, begin, end)] if begin < end else []
 
 
-def _local_part(name: str, tensor: Any) -> _LocalPart | None:
+def _local_chunk(name: str, tensor: Any) -> _LocalChunk | None:
     """Return the local elements of a DTensor; None on a rank outside its mesh. Raises ModelError for placements other
     than Shard and Replicate."""
     from torch.distributed.tensor import Replicate, Shard
@@ -188,10 +188,10 @@ def _local_part(name: str, tensor: Any) -> _LocalPart | None:
             replica, replicas = replica * ranks + place, replicas * ranks
         elif type(placement) is Shard:
             dim = placement.dim
-            chunk = -(-lengths[dim] // ranks)  # as in torch.chunk
-            begin = min(chunk * place, lengths[dim])
+            length = -(-lengths[dim] // ranks)  # as in torch.chunk
+            begin = min(length * place, lengths[dim])
             offsets[dim] += begin
-            lengths[dim] = min(chunk, lengths[dim] - begin)
+            lengths[dim] = min(length, lengths[dim] - begin)
         else:
             raise ModelError(
                 f"Tensor {name!r} has placement {placement}, which a sharded checkpoint does not support. Shard its "
@@ -199,7 +199,7 @@ def _local_part(name: str, tensor: Any) -> _LocalPart | None:
             )
     data = tensor.detach().to_local()
     assert tuple(data.shape) == tuple(lengths), (name, data.shape, lengths)
-    return _LocalPart(TensorPart(name, tuple(tensor.shape), tuple(offsets), data), replica, replicas)
+    return _LocalChunk(TensorChunk(name, tuple(tensor.shape), tuple(offsets), data), replica, replicas)
 
 
 def empty_like_local(tensor: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -218,7 +218,7 @@ def empty_like_local(tensor: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def is_storable(value: Any) -> bool:
-    """Return whether `value` is a tensor that can be divided into parts: strided and not quantized."""
+    """Return whether `value` is a tensor that can be divided into chunks: strided and not quantized."""
     if is_distributed_tensor(value):
         return True
     plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
