@@ -359,10 +359,10 @@ def test_outputs_that_cannot_be_concatenated_are_named() -> None:
     with pytest.raises(
         ModelError,
         match=r"^predict collects tensors with one row per sample, but output\['loss'\] has shape \[\] for a "
-        r"batch of 2\. Do not return it from forward, or make",
+        r"batch of 2\. Do not return it from forward, or let",
     ):
         predict(mean)
-    with pytest.raises(ModelError, match=r"and output\[1\]\.index has shape \[3, 2\] for a batch of 2\."):
+    with pytest.raises(ModelError, match=r"but output\[1\]\.index has shape \[3, 2\] for a batch of 2\."):
         predict(lambda index: (index, Nested(torch.ones(3, 2), index)))
     with pytest.raises(ModelError, match=r"^predict collects tensors, but output\[0\] is a str\. Do not return it"):
         predict(lambda index: ["text", index])

@@ -144,10 +144,10 @@ def test_read_hostfile(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(LaunchError, match=message):
             launchers.read_hostfile(path)
-    with pytest.raises(LaunchError, match=r"^--hostfile .*absent cannot be read: .* Write one host on a line"):
+    with pytest.raises(LaunchError, match=r"^--hostfile .*absent cannot be read: .* Write one host per line"):
         launchers.read_hostfile(tmp_path / "absent")
     for endless in ("/dev/zero", "/dev/urandom"):
-        with pytest.raises(LaunchError, match=rf"^--hostfile {endless} cannot be read: .* Write one host on a line"):
+        with pytest.raises(LaunchError, match=rf"^--hostfile {endless} cannot be read: .* Write one host per line"):
             launchers.read_hostfile(Path(endless))
 
 

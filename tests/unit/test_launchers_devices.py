@@ -153,7 +153,7 @@ def test_invalid_devices_are_rejected_with_a_fix(gpus: int, options: list[str], 
 def test_message_of_a_missing_gpu_contains_cuda_visible_devices(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpus(script.parent, 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    message = "--devices 2,3 selects GPU 3, but this host has 2 GPUs that CUDA_VISIBLE_DEVICES=2,3 shows, with indices "
+    message = "--devices 2,3 selects GPU 3, but this host has 2 GPUs listed in CUDA_VISIBLE_DEVICES=2,3, with indices "
     assert launch(script, "--devices", "2,3").startswith(message)
     several = "--devices 2 selects GPUs of a, b, but CUDA_VISIBLE_DEVICES=2,3 refers to the GPUs of this host. Clear it"
     assert launch(script, "--devices", "2", "-H", "a:2,b:2").startswith(several)

@@ -239,4 +239,6 @@ def test_torchrun_on_several_hosts_uses_its_own_elasticity(tmp_path: Path) -> No
         assert "UNITRAIN_ELASTIC=3:8" in line
         assert "UNITRAIN_SUPERVISOR" not in line
     assert first.split("UNITRAIN_JOB=")[1].split()[0] == second.split("UNITRAIN_JOB=")[1].split()[0]
-    assert added == "  on a host that is added: the last of these lines, with its own name after --local-addr"
+    assert added == (
+        "  on a host that is added later: the last of these commands, with the name of this host after --local-addr"
+    )

@@ -283,7 +283,7 @@ def test_plateau_scheduler_reads_the_monitored_result() -> None:
     assert falling.optimizer.param_groups[0]["lr"] == 0.1
     with pytest.raises(ConfigError, match=r"monitor 'val_zer' is not .* Did you mean 'val_zero'\? Available: train"):
         trainer("val_zer").fit(samples(), samples(9))
-    with pytest.raises(ConfigError, match=r"monitor 'val_loss' is read by ReduceLROnPlateau, and this run has"):
+    with pytest.raises(ConfigError, match=r"monitor 'val_loss' is used only by ReduceLROnPlateau, which this run does"):
         make(settings(monitor="val_loss"))
 
 

@@ -594,7 +594,7 @@ def test_remarks_name_an_alternative() -> None:
     assert remarks("horovodrun -np 1 -H a:1,b:1 python t.py", "horovodrun") == (
         "b would not get a process, so it is omitted from the host list."
     )
-    assert "assigns ranks to the hosts in turn" in remarks(
+    assert "assigns ranks to hosts round-robin" in remarks(
         "mpirun -np 4 -H a:2,b:2 --map-by node python t.py", "torchrun"
     )
     for target, notes in (
