@@ -17,7 +17,9 @@ import unitrain
 
 
 @click.command()
-@click.option("--backend", "backend_name", help="ddp, or any with --stages 1. [default: implied by the launcher]")
+@click.option(
+    "--backend", "backend_name", help="ddp or horovod; also local with --stages 1. [default: implied by the launcher]"
+)
 @click.option("--stages", default=2, show_default=True, help="Ranks among which the network is divided.")
 @click.option("--micro-batches", default=4, show_default=True, help="Micro-batches per batch.")
 @click.option("--schedule", default="1f1b", show_default=True, help="1f1b or gpipe.")

@@ -38,7 +38,13 @@ _SIZES = "1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB,256MB"
     "-np", "-n", "--num-processes", type=click.IntRange(min=2), metavar="N", help="Number of ranks. [default: 2]"
 )
 @backends_option
-@click.option("--operations", metavar="NAME,...", default=",".join(OPERATIONS), show_default=True)
+@click.option(
+    "--operations",
+    metavar="NAME,...",
+    default=",".join(OPERATIONS),
+    show_default=True,
+    help="Collectives to measure.",
+)
 @click.option(
     "--sizes", metavar="SIZE,...", default=_SIZES, show_default=True, help="Message (tensor) sizes; 1 KB = 1024 B."
 )

@@ -31,7 +31,7 @@ output_option = click.option(
     help="Write charts to this .png or .html file.",
 )
 device_option = click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if a GPU is available]"
+    "--device", type=click.Choice(["cpu", "cuda"]), help="Device of the ranks. [default: cuda if a GPU is available]"
 )
 backends_option = click.option("--backends", metavar="NAME,...", help="Backends to benchmark. [default: all available]")
 

@@ -79,9 +79,8 @@ def predict(
     """Predict step time and scaling efficiency on up to 1,024 ranks.
 
     The prediction uses an alpha-beta model (unitrain/bench/cost_model.py), which is fitted to MEASURED, a result of
-    bench collectives, or defined by --latency and --bandwidth. The allreduce of a bucket overlaps with the backward
-    pass of the next bucket. The model ignores stragglers and data loading, so the prediction is a lower bound on the
-    step time.
+    bench collectives, or defined by --latency and --bandwidth. The allreduce of a bucket overlaps with the rest of the
+    backward pass. The model ignores stragglers and data loading, so the prediction is a lower bound on the step time.
 
     \b
       unitrain bench predict here.json --train trained.json

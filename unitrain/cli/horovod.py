@@ -65,7 +65,7 @@ def build(
             _print_build_steps(build_plan, inherited, is_cached)
             return
         if is_cached and not no_install and builder.is_installed(build_plan):
-            click.echo("This Horovod is installed already. To build it again: unitrain horovod build --force")
+            click.echo("This Horovod is already installed. To build it again: unitrain horovod build --force")
             return
         started = time.monotonic()
         with _Progress(build_plan) as progress:

@@ -34,7 +34,11 @@ _WARMUP_STEPS = 3
     help="Number of ranks for which sharding is predicted. [default: -np, or 8 with -np 1]",
 )
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Measured steps, after three others."
+    "--steps",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Number of measured steps, after three warm-up steps.",
 )
 @click.option(
     "--timeout-seconds",

@@ -61,7 +61,7 @@ class Pipeline:
     Args:
         model: A torch.nn.Sequential. Its direct children are the blocks, and are never divided.
         backend: The backend that `unitrain.init` returned. With several stages, it must support point-to-point
-            communication, as backend ddp does.
+            communication, as the ddp and horovod backends do.
         loss_fn: A function `loss_fn(output, targets)` that returns the mean loss over the samples of a micro-batch.
         stages: The number of stages. It must divide the number of ranks. A single stage runs on any backend.
         micro_batches: Micro-batches per batch. The fraction of time in which a stage waits for others is about
