@@ -3,9 +3,8 @@
 One process runs one rank on a simulated process group, in which all other ranks immediately send the same values as
 this rank. The measurement therefore includes the computation of one rank in unitrain's code, and the number of bytes
 that it receives, but no network time. The exchange over the store is real: every rank is a thread with a separate
-connection to a TCPStore. Each result is compared with the method of unitrain 0.1.0, in which every rank gathered a row
-of 1,160 bytes from every rank before each collective, read every rank's key, and received every rank's table of the
-model.
+connection to a TCPStore. Each result is compared with a baseline, in which every rank gathers a row of 1,160 bytes from
+every rank before each collective, reads every rank's key, and receives every rank's table of the model.
 
     python benchmarks/control_plane.py            # writes benchmarks/results/control_plane.*
 """
@@ -46,7 +45,7 @@ _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 WIDTHS = [64, *(width for base, blocks in _STAGES for _ in range(blocks) for width in (base, base, 4 * base))]
 WIDTHS += [4 * base for base, _ in _STAGES]
 Costs = dict[str, tuple[float, float]]  # (seconds, bytes) by method
-ROW = 145  # number of int64 in a row of 0.1.0; the last 128 contained small tensors
+ROW = 145  # number of int64 in a row of the baseline; the last 128 contained small tensors
 HEADER = 17
 
 
@@ -115,7 +114,7 @@ class SimulatedBackend(ProcessGroupBackend):
 
 @dataclass(frozen=True)
 class RowCall:
-    """The parsed row of one rank, as in 0.1.0."""
+    """The parsed row of one rank in the baseline."""
 
     number: int
     operation: int
@@ -127,7 +126,7 @@ class RowCall:
 
 
 def rows_of_all_ranks(size: int) -> None:
-    """Compare the calls of all ranks as 0.1.0 did."""
+    """Compare the calls of all ranks as in the baseline."""
     row = torch.zeros(ROW, dtype=torch.int64)
     row[:HEADER] = torch.tensor([1, 0, 0, -1, 1, 1, -1, 1000, *[0] * (HEADER - 8)])
     rows = torch.empty(size, ROW, dtype=torch.int64)
@@ -141,7 +140,7 @@ def rows_of_all_ranks(size: int) -> None:
 
 
 def tables_of_all_ranks(backend: SimulatedBackend, model: nn.Module) -> None:
-    """Compare the models of all ranks as 0.1.0 did."""
+    """Compare the models of all ranks as in the baseline."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     own = {name: (str(value.dtype), list(value.shape)) for name, value in tensors}
     payload = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
@@ -153,7 +152,7 @@ def tables_of_all_ranks(backend: SimulatedBackend, model: nn.Module) -> None:
 
 
 def keys_of_all_ranks(rendezvous: Rendezvous, key: str) -> list[Any]:
-    """Exchange values as 0.1.0 did: every rank waits for every rank's key, and reads it."""
+    """Exchange values as in the baseline: every rank waits for every rank's key, and reads it."""
     store, size = rendezvous.store, rendezvous.rank_info.size
     store.set(f"{key}/{rendezvous.rank_info.rank}", "1")
     missing = list(range(size))
@@ -192,11 +191,11 @@ def measure_simulated_rank(size: int, repeats: int) -> Costs:
 
         few = max(1, repeats // 10)
         return {
-            "check, 0.1.0": cost(lambda: rows_of_all_ranks(size), repeats),
+            "check, baseline": cost(lambda: rows_of_all_ranks(size), repeats),
             "check": cost(check, repeats),
-            "SyncBN, 0.1.0": cost(lambda: check_many(lambda: rows_of_all_ranks(size)), few),
+            "SyncBN, baseline": cost(lambda: check_many(lambda: rows_of_all_ranks(size)), few),
             "SyncBN": cost(lambda: check_many(check), few),
-            "model, 0.1.0": cost(lambda: tables_of_all_ranks(backend, model), few),
+            "model, baseline": cost(lambda: tables_of_all_ranks(backend, model), few),
             "model": cost(lambda: check_same_model(backend, model), repeats),
         }
     finally:
@@ -217,7 +216,7 @@ def measure_store_exchange(size: int, repeats: int) -> dict[str, float]:
         for rank in range(size)
     ]
     ways: dict[str, Callable[[Rendezvous, str], list[Any]]] = {
-        "store, 0.1.0": keys_of_all_ranks,
+        "store, baseline": keys_of_all_ranks,
         "store": lambda rendezvous, key: rendezvous.allgather(key, 1),
     }
     seconds = {}
@@ -261,10 +260,10 @@ def table(
         "model": "`check_same_model` of 724 tensors",
     }
     for key, what in described.items():
-        for suffix, version in ((", 0.1.0", "0.1.0"), ("", "now")):
+        for suffix, version in ((", baseline", "baseline"), ("", "unitrain")):
             cells = [f"{_time(costs[size][key + suffix][0])}, {_bytes(costs[size][key + suffix][1])}" for size in sizes]
             lines.append(f"| {what}, {version} | {' | '.join(cells)} |")
-    for suffix, version in ((", 0.1.0", "0.1.0"), ("", "now")):
+    for suffix, version in ((", baseline", "baseline"), ("", "unitrain")):
         found = [stores[size].get("store" + suffix) for size in sizes]
         cells = ["not measured" if seconds is None else _time(seconds) for seconds in found]
         lines.append(f"| an exchange over the store, {version} | {' | '.join(cells)} |")

@@ -85,11 +85,11 @@ def test_control_plane_benchmark_writes_its_table(tmp_path: Path) -> None:
     shown = run("control_plane.py", "--repeats", "2", "--size", "2", "--size", "128", "--output", tmp_path)
     table = (tmp_path / "control_plane.md").read_text()
     assert table.strip() in shown
-    assert table.count(", now | ") == table.count(", 0.1.0 | ") == 4
+    assert table.count(", unitrain | ") == table.count(", baseline | ") == 4
     costs = json.loads((tmp_path / "control_plane.json").read_text())["seconds_and_bytes"]["128"]
-    assert costs["check, 0.1.0"][1] == 128 * 1160
+    assert costs["check, baseline"][1] == 128 * 1160
     assert costs["check"][1] == 7 * 1160
-    assert costs["model"][1] < costs["model, 0.1.0"][1] / 10
+    assert costs["model"][1] < costs["model, baseline"][1] / 10
 
 
 @pytest.mark.nightly
