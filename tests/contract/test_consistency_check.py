@@ -161,7 +161,7 @@ def row_exchanges_of(backend: Backend) -> tuple[list[list[tuple[str, int]]], lis
 def use_gloo_for_rows(backend: Backend) -> None:
     """Exchange rows over Gloo, as more than `row_exchange.MAX_RANKS` ranks do."""
     assert isinstance(backend, ProcessGroupBackend)
-    backend._check_consistency._row_exchange = None
+    backend._check_consistency.row_exchange = None
 
 
 @pytest.mark.parametrize("is_direct", [True, False])

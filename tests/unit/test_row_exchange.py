@@ -71,6 +71,27 @@ def test_allgather_returns_all_rows_in_rank_order_on_every_rank(size: int) -> No
     close(exchanges)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_receives_the_bytes_that_other_ranks_send_to_it(size: int) -> None:
+    exchanges = connected(size)
+    for length in (0, 1, 3_000_000):
+
+        def exchange(rank: int, length: int = length) -> list[bytes]:
+            # Rank 0 sends nothing to rank 1, and every pair of ranks exchanges different numbers of bytes.
+            sent = [bytes([rank, other]) * (length * rank + other) for other in range(size)]
+            received = [bytearray(2 * (length * other + rank) * (other > 0 or rank != 1)) for other in range(size)]
+            if rank == 0:
+                sent[1] = b""
+            exchanges[rank].exchange([*map(memoryview, sent)], [*map(memoryview, received)])
+            return [bytes(part) for part in received]
+
+        for rank, received in enumerate(on_ranks(size, exchange)):
+            for other, part in enumerate(received):
+                count = 0 if other == 0 and rank == 1 else length * other + rank
+                assert part == (bytes([other, rank]) * count if other != rank else bytes(2 * count)), (length, rank)
+    close(exchanges)
+
+
 def test_allgather_waits_for_a_late_rank() -> None:
     exchanges = connected(3)
 

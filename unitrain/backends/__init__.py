@@ -12,7 +12,7 @@ process_group_collectives  their collectives
 composed_collectives reducescatter and allgather of CPU tensors, composed of allreduces and broadcasts
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments
-row_exchange         allgather of short rows over direct TCP connections, for the consistency check
+row_exchange         exchange of short messages over direct TCP connections, for consistency checks and small tensors
 blocks               the modules of a model with given classes
 checks               validation of arguments, the same on every backend
 synchronized_errors  raise an error of one rank on all ranks

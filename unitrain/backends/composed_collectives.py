@@ -1,4 +1,8 @@
-"""reducescatter and allgather of CPU tensors, composed of faster collectives. Measured in benchmarks/collectives.py.
+"""reducescatter and allgather of CPU tensors, composed of faster operations. Measured in benchmarks/collectives.py.
+
+Small tensors are transferred over the direct connections of up to `row_exchange.MAX_RANKS` ranks, because starting an
+operation of the transport takes longer than the transfer. For larger tensors, an allgather consists of broadcasts, and
+a reducescatter of allreduces or, over torch's Gloo, of all-to-alls.
 
 The native collectives of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same tensor. The slowest is
 Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it allocates three buffers,
@@ -10,6 +14,7 @@ segments, and adds one segment while it receives the next.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,8 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unitrain.backends.base import ReduceOp
-from unitrain.backends.tensors import flatten, from_ordered_keys, needs_keys, ordered_keys
+from unitrain.backends.row_exchange import RowExchange
+from unitrain.backends.tensors import as_bytes, flatten, from_ordered_keys, needs_keys, ordered_keys
 
+# Maximum sizes in bytes of the result of an allgather, and of the input of a reducescatter, that are transferred over
+# direct connections. For larger results, broadcasts are about as fast.
+MAX_DIRECT_GATHER_BYTES = 4 * 2**20
+MAX_DIRECT_REDUCE_BYTES = 12 * 2**20
 # With more ranks, the transport's allgather is used, because each broadcast takes Python time on every rank.
 MAX_BROADCASTING_RANKS = 64
 # Smaller results are gathered by the transport's allgather: starting a broadcast takes longer than transferring it.
@@ -31,6 +41,37 @@ PIECE_BYTES = 12 * 2**20
 _NUM_BUFFERS = 2
 
 Wait = Callable[["dist.Work | None"], None]
+_COMBINE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
+
+
+def gather_directly(own: Tensor, rows: Sequence[int], rank: int, exchange: RowExchange) -> Tensor:
+    """Concatenate every rank's `own` along dim 0, over direct connections. `rows` is the number of rows per rank."""
+    gathered = own.new_empty((sum(rows), *own.shape[1:]))
+    parts = gathered.split(list(rows))
+    parts[rank].copy_(own)
+    memory = [_memory(part) for part in parts]
+    exchange.exchange([memory[rank]] * len(rows), memory)
+    return gathered
+
+
+def reduce_scatter_directly(
+    tensor: Tensor, op: ReduceOp, dtype: torch.dtype, rank: int, size: int, exchange: RowExchange
+) -> Tensor:
+    """Return this rank's slice of `tensor`, reduced in `dtype` and in rank order. For the mean, return the sum.
+
+    Each rank sends every other rank its slice, over direct connections.
+    """
+    slices = flatten(tensor).view(size, -1)
+    received = [own if other == rank else torch.empty_like(own) for other, own in enumerate(slices)]
+    exchange.exchange([_memory(part) for part in slices], [_memory(part) for part in received])
+    total = reduce_in_rank_order([part.to(dtype) for part in received], op)
+    return total.view(tensor.shape[0] // size, *tensor.shape[1:])
+
+
+def reduce_in_rank_order(rows: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """Return the reduction of `rows`, a tensor per rank, as a new tensor. For the mean, return the sum."""
+    first, *others = rows
+    return functools.reduce(_COMBINE.get(op, torch.add), others, first) if others else first.clone()
 
 
 def is_broadcast_gather_faster(own: Tensor, rows: Sequence[int]) -> bool:
@@ -65,9 +106,11 @@ def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait
 
 
 class PiecewiseReduceScatter:
-    """A reducescatter that allreduces `tensor` piece by piece. A piece contains the same columns of all `size` slices.
+    """A reducescatter that transfers `tensor` piece by piece. A piece contains the same columns of all `size` slices.
 
-    Each piece is reduced by `torch_op` in `dtype`. Only the result and the buffers of the pieces are allocated.
+    Each piece is allreduced by `torch_op` in `dtype`. With `uses_all_to_all`, each rank instead sends every other rank
+    its slice of the piece, which transfers half as many bytes, and reduces the received slices in `dtype` and in rank
+    order. Only the result and the buffers of the pieces are allocated.
     """
 
     def __init__(
@@ -78,23 +121,33 @@ class PiecewiseReduceScatter:
         dtype: torch.dtype,
         rank: int,
         size: int,
+        *,
+        uses_all_to_all: bool,
     ) -> None:
         self._op, self._torch_op, self._dtype, self._rank, self._size = op, torch_op, dtype, rank, size
+        self._uses_all_to_all = uses_all_to_all
         self._slices = flatten(tensor).view(size, -1)
         self._result = self._slices.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
-        self._uses_ordered_keys = needs_keys(tensor.dtype, op)
+        self._uses_ordered_keys = needs_keys(tensor.dtype, op) and not uses_all_to_all
         self._started = 0  # columns of the slices
-        self._in_flight: deque[tuple[Any, Tensor, slice]] = deque()
-        self._free_buffers: Tensor | None = None
+        # The work, the sent or reduced buffer, the received slices or None, and the columns of each piece.
+        self._in_flight: deque[tuple[Any, Tensor, Tensor | None, slice]] = deque()
+        self._free_buffers: list[Tensor] = []
 
     def start(self) -> None:
         """Start to reduce the first pieces."""
+        bytes_per_column = self._size * (2 * self._slices.itemsize if self._uses_all_to_all else self._dtype.itemsize)
+        max_columns = max(1, PIECE_BYTES // bytes_per_column)
         while self._started < self._slices.shape[1] and len(self._in_flight) < _NUM_BUFFERS:
-            max_columns = max(1, PIECE_BYTES // (self._dtype.itemsize * self._size))
             place = slice(self._started, min(self._started + max_columns, self._slices.shape[1]))
             buffer = self._fill_buffer(self._slices[:, place])
-            work = dist.all_reduce(buffer, self._torch_op, async_op=True)
-            self._in_flight.append((work, buffer, place))
+            received: Tensor | None = None
+            if self._uses_all_to_all:
+                received = self._take_buffer(buffer.shape, buffer.dtype)
+                work = dist.all_to_all_single(as_bytes(received), as_bytes(buffer), async_op=True)
+            else:
+                work = dist.all_reduce(buffer, self._torch_op, async_op=True)
+            self._in_flight.append((work, buffer, received, place))
             self._started = place.stop
 
     def finish(self, wait: Wait) -> Tensor:
@@ -102,21 +155,25 @@ class PiecewiseReduceScatter:
         elements = self._result.view(-1)
         self.start()
         while self._in_flight:
-            work, buffer, place = self._in_flight.popleft()
+            work, buffer, received, place = self._in_flight.popleft()
             wait(work)
-            own = buffer[self._rank]
+            if received is not None:
+                own = reduce_in_rank_order([part.to(self._dtype) for part in received], self._op)
+            else:
+                own = buffer[self._rank]
             if self._uses_ordered_keys:
                 own = from_ordered_keys(own, self._result.dtype)
             elif self._op == "mean":
                 own /= self._size
             elements[place] = own
-            self._free_buffers = None if self._uses_ordered_keys else buffer
+            if not self._uses_ordered_keys:  # which are new tensors
+                self._free_buffers += [buffer] if received is None else [buffer, received]
             self.start()
         return self._result
 
     def discard(self) -> None:
         """Stop waiting for the pieces of a Horovod reducescatter that some ranks did not start."""
-        for work, _, _ in self._in_flight:
+        for work, *_ in self._in_flight:
             work.discard()
         self._in_flight.clear()
 
@@ -124,7 +181,16 @@ class PiecewiseReduceScatter:
         """Return a contiguous copy of `source`, [ranks, columns], which a collective may overwrite."""
         if self._uses_ordered_keys:
             return ordered_keys(source, self._op)  # type: ignore[arg-type]
-        buffer, self._free_buffers = self._free_buffers, None
-        if buffer is None or buffer.shape != source.shape:
-            return source.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
-        return buffer.copy_(source)
+        return self._take_buffer(source.shape, source.dtype if self._uses_all_to_all else self._dtype).copy_(source)
+
+    def _take_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a buffer whose piece is complete, or a new one."""
+        for number, buffer in enumerate(self._free_buffers):
+            if buffer.shape == shape and buffer.dtype == dtype:
+                return self._free_buffers.pop(number)
+        return torch.empty(shape, dtype=dtype)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    return as_bytes(tensor).numpy().data

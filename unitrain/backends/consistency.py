@@ -64,7 +64,7 @@ class ConsistencyCheck:
         group: dist.ProcessGroup | None = None,
         row_exchange: RowExchange | None = None,
     ) -> None:
-        self._backend, self._monitor, self._group, self._row_exchange = backend, monitor, group, row_exchange
+        self._backend, self._monitor, self._group, self.row_exchange = backend, monitor, group, row_exchange
         self._calls = 0
         self._is_point_to_point = _supports_point_to_point(group)
         self.max_content_bytes = content_bytes_per_rank(backend.size)
@@ -74,8 +74,8 @@ class ConsistencyCheck:
     def leave_group(self) -> None:
         """Release the process group, and close the direct connections."""
         self._group = None
-        if self._row_exchange is not None:
-            self._row_exchange.close()
+        if self.row_exchange is not None:
+            self.row_exchange.close()
 
     def __call__(
         self,
@@ -145,9 +145,9 @@ class ConsistencyCheck:
 
     def _gather_rows(self, row: bytearray) -> bytearray:
         """Return the rows of all ranks, in rank order. All ranks call it with rows of the same length."""
-        if self._row_exchange is not None:
+        if self.row_exchange is not None:
             with self._monitor.waiting():
-                return self._row_exchange.allgather(row)
+                return self.row_exchange.allgather(row)
         rows = bytearray(self._backend.size * len(row))
         gathered, own = (torch.frombuffer(content, dtype=torch.int64) for content in (rows, row))
         self._wait(all_gather(gathered, own, group=self._group, async_op=True))

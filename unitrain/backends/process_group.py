@@ -74,7 +74,7 @@ class ProcessGroupBackend(
     """A backend over torch.distributed's default process group, which a subclass has initialized."""
 
     tunables: tuple[Tunable, ...] = (BUCKETS, BUCKET_VIEW)
-    _uses_all_to_all = True  # whether an all-to-all reduces gradients to their owners faster than an allreduce
+    _uses_all_to_all = True  # whether an all-to-all reduces tensors to their owners faster than an allreduce
     _waits_on_stream = False  # whether a GPU stream, rather than the host, waits for gradients
 
     def __init__(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unitrain.backends import checks
+from unitrain.backends import checks, composed_collectives
 from unitrain.backends.base import Communicator, ReduceOp
 from unitrain.backends.composed_collectives import (
     PiecewiseReduceScatter,
     gather_by_broadcasts,
+    gather_directly,
     is_broadcast_gather_faster,
+    reduce_in_rank_order,
+    reduce_scatter_directly,
 )
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.objects import EMPTY_PAYLOAD, pack, unpack
+from unitrain.backends.row_exchange import RowExchange
 from unitrain.backends.tensors import from_ordered_keys, needs_keys, ordered_keys
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import all_gather, reduce_scatter
@@ -29,7 +33,6 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_COMBINE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -38,6 +41,7 @@ class ProcessGroupCollectives(Communicator):
 
     _check_consistency: ConsistencyCheck
     _monitor: FailureMonitor
+    _uses_all_to_all: bool
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         dtype = _reduction_dtype(getattr(tensor, "dtype", torch.float32), op)  # the check rejects other objects
@@ -45,7 +49,7 @@ class ProcessGroupCollectives(Communicator):
             "allreduce", tensor, op=op, check=lambda: checks.check_reduction(tensor, op), dtype=dtype
         )
         if checked.contents is not None:
-            result = _reduce_rows(checked.contents.view(dtype), op).view(tensor.shape)
+            result = reduce_in_rank_order(checked.contents.view(dtype).unbind(), op).view(tensor.shape)
         elif checked.total is not None:
             result = checked.total.to(dtype).view(tensor.shape)
         elif op in ("min", "max") and needs_keys(dtype, op):
@@ -65,6 +69,9 @@ class ProcessGroupCollectives(Communicator):
         max_rows = max(rows)
         if checked.contents is not None:
             gathered = checked.contents.view(tensor.dtype).reshape(self.size * max_rows, *row_shape)
+        elif (exchange := self._direct_connections(own, sum(rows) * math.prod(row_shape), gathers=True)) is not None:
+            with self._monitor.waiting():
+                return gather_directly(own, rows, self.rank, exchange)
         elif is_broadcast_gather_faster(own, rows):
             return gather_by_broadcasts(own, rows, self.rank, self._monitor.wait_for_ranks)
         else:
@@ -86,6 +93,11 @@ class ProcessGroupCollectives(Communicator):
             checks.check_divisible(tensor, self.size)
 
         self._check_consistency("reducescatter", tensor, op=op, check=check)
+        if (exchange := self._direct_connections(tensor, tensor.numel())) is not None:
+            dtype = _reduction_dtype(tensor.dtype, op)
+            with self._monitor.waiting():
+                result = reduce_scatter_directly(tensor, op, dtype, self.rank, self.size, exchange)
+            return self._finish_reduction(result, tensor.dtype, op)
         if tensor.device.type == "cpu" and tensor.numel():
             return self._piecewise_reducescatter(tensor, op).finish(self._monitor.wait_for_ranks)
         source = _contiguous_copy(tensor, _reduction_dtype(tensor.dtype, op))
@@ -143,9 +155,21 @@ class ProcessGroupCollectives(Communicator):
     def barrier(self) -> None:
         self._check_consistency("barrier")
 
+    def _direct_connections(self, tensor: Tensor, elements: int, *, gathers: bool = False) -> RowExchange | None:
+        """Return the direct connections to the other ranks if they reduce, or gather, `elements` elements in the dtype
+        of `tensor` faster than the transport, otherwise None. The result is the same on every rank."""
+        limit = (
+            composed_collectives.MAX_DIRECT_GATHER_BYTES if gathers else composed_collectives.MAX_DIRECT_REDUCE_BYTES
+        )
+        if tensor.device.type != "cpu" or not 0 < elements * tensor.element_size() <= limit:
+            return None
+        return self._check_consistency.row_exchange
+
     def _piecewise_reducescatter(self, tensor: Tensor, op: ReduceOp) -> PiecewiseReduceScatter:
         dtype = _reduction_dtype(tensor.dtype, op)
-        return PiecewiseReduceScatter(tensor, op, _TORCH_OPS[op], dtype, self.rank, self.size)
+        return PiecewiseReduceScatter(
+            tensor, op, _TORCH_OPS[op], dtype, self.rank, self.size, uses_all_to_all=self._uses_all_to_all
+        )
 
     def _finish_reduction(self, result: Tensor, dtype: torch.dtype, op: str) -> Tensor:
         if op == "mean":
@@ -162,13 +186,6 @@ def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
 def _reduction_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     # A sum in half precision may overflow even if the mean does not, and transports add in different precisions.
     return torch.float32 if dtype in _HALF_DTYPES and op not in ("min", "max") else _transport_dtype(dtype)
-
-
-def _reduce_rows(rows: Tensor, op: ReduceOp) -> Tensor:
-    """Return `rows`, [ranks, elements], reduced in rank order. For the mean, return the sum."""
-    combine = _COMBINE.get(op, torch.add)
-    first, *others = rows.unbind()
-    return functools.reduce(combine, others, first) if others else first.clone()
 
 
 def _contiguous_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
-"""Allgather of short rows over direct TCP connections, for consistency checks and small tensors of a few ranks.
+"""Exchange of short messages over direct TCP connections, for consistency checks and small tensors of a few ranks.
 
-Gloo transfers each message in a separate thread. If this thread and the waiting thread share a core, waking them takes
-0.2 to 1 ms. In this module, the waiting thread itself sends its row and polls for the rows of the other ranks, which
-takes less than 0.1 ms.
+Gloo transfers each message in a separate thread, and Horovod negotiates each operation in a background thread. If this
+thread and the waiting thread share a core, waking them takes 0.2 to 1 ms. In this module, the waiting thread itself
+sends its message and polls for the messages of the other ranks, which takes less than 0.1 ms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Self
 from weakref import WeakSet
 
@@ -81,15 +81,26 @@ class RowExchange:
 
         Raises RuntimeError with the same message as Gloo if another rank closes its connection or the timeout expires.
         """
+        rows = bytearray(self._size * len(row))
+        parts = [memoryview(rows)[start : start + len(row)] for start in range(0, len(rows), len(row))]
+        parts[self._rank][:] = row
+        self.exchange([memoryview(row)] * self._size, parts)
+        return rows
+
+    def exchange(self, sent: Sequence[memoryview], received: Sequence[memoryview]) -> None:
+        """Send the bytes `sent[r]` to each other rank r, and write the bytes from it to `received[r]`. All ranks call
+        it.
+
+        `received[r]` must have the length of rank r's `sent` entry for this rank; lengths may be 0. The entries of this
+        rank are not used. Raises the same errors as `allgather`.
+        """
         if not self._is_usable:
             raise RuntimeError("The ranks cannot exchange rows, because an earlier collective failed on this rank.")
-        rows = bytearray(self._size * len(row))
-        # After an exception, also KeyboardInterrupt, the next call would read the rest of this row. The connections
+        # After an exception, also KeyboardInterrupt, the next call would read the rest of this message. The connections
         # stay open, so that ranks whose timeout expires slightly later also report a timeout.
         self._is_usable = False
-        self._communicate(row, memoryview(rows))
+        self._communicate(sent, received)
         self._is_usable = True
-        return rows
 
     def close(self) -> None:
         """Close all connections. A second call has no effect."""
@@ -97,15 +108,14 @@ class RowExchange:
         while self._connections:
             self._connections.popitem()[1].close()
 
-    def _communicate(self, row: bytes | bytearray, rows: memoryview) -> None:
-        length = len(row)
-        rows[self._rank * length : (self._rank + 1) * length] = row
+    def _communicate(self, sent: Sequence[memoryview], received: Sequence[memoryview]) -> None:
         poll, transfers = select.poll(), {}
         for peer, connection in self._connections.items():
-            transfer = _Transfer(peer, connection, memoryview(row), rows[peer * length : (peer + 1) * length])
-            transfer.advance(select.POLLOUT)
-            transfers[connection.fileno()] = transfer
-            poll.register(connection, transfer.events)
+            transfer = _Transfer(peer, connection, sent[peer], received[peer])
+            transfer.advance(transfer.events & select.POLLOUT)
+            if transfer.events:
+                transfers[connection.fileno()] = transfer
+                poll.register(connection, transfer.events)
         started = time.monotonic()
         while transfers:
             waited = time.monotonic() - started
@@ -126,8 +136,8 @@ class RowExchange:
 
 
 class _Transfer:
-    """Exchange with one rank: the part of this rank's row that is not sent, and the part of the other rank's row that
-    is not received."""
+    """Exchange with one rank: the bytes that are not sent yet, and the memory of the bytes that are not received
+    yet."""
 
     __slots__ = ("_connection", "_missing", "_peer", "_unsent")
 

@@ -1,4 +1,5 @@
-"""Contract of reducescatter and allgather for tensors that are divided into pieces or gathered by broadcasts.
+"""Contract of reducescatter and allgather for tensors of any size: they are transferred over direct connections,
+divided into pieces, or gathered by broadcasts.
 
 Cases that cover all dtypes and operations use small pieces, so that they do not communicate gigabytes.
 """
@@ -23,13 +24,19 @@ from unitrain.testing.collectives import is_reduction_supported, make_input, red
 
 @contextmanager
 def _use_small_pieces() -> Iterator[None]:
-    """Set the piece size to 384 bytes, and gather results of any size by broadcasts. All ranks call it."""
-    kept = composed_collectives.PIECE_BYTES, composed_collectives.MIN_BROADCAST_BYTES
-    composed_collectives.PIECE_BYTES, composed_collectives.MIN_BROADCAST_BYTES = 384, 1
+    """Set the piece size to 384 bytes, gather results of any size by broadcasts, and do not use direct connections. All
+    ranks call it."""
+    settings = {"PIECE_BYTES": 384, "MIN_BROADCAST_BYTES": 1} | dict.fromkeys(
+        ("MAX_DIRECT_GATHER_BYTES", "MAX_DIRECT_REDUCE_BYTES"), 0
+    )
+    kept = {name: getattr(composed_collectives, name) for name in settings}
+    for name, value in settings.items():
+        setattr(composed_collectives, name, value)
     try:
         yield
     finally:
-        composed_collectives.PIECE_BYTES, composed_collectives.MIN_BROADCAST_BYTES = kept
+        for name, value in kept.items():
+            setattr(composed_collectives, name, value)
 
 
 @contract

@@ -90,7 +90,11 @@ class HorovodBackend(ProcessGroupBackend):
         return self._finish_reduction(result, tensor.dtype, op)
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
-        if not self._can_overlap_check(tensor, op) or tensor.shape[0] % self.size != 0:
+        if (
+            not self._can_overlap_check(tensor, op)
+            or tensor.shape[0] % self.size != 0
+            or self._direct_connections(tensor, tensor.numel()) is not None
+        ):
             return super().reducescatter(tensor, op)
         started = self._piecewise_reducescatter(tensor, op)
         started.start()  # starts before the consistency check, like an allreduce
