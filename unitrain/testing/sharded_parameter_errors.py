@@ -88,6 +88,8 @@ def parameters_that_cannot_be_sharded_raise(backend: Backend) -> None:
     check(ConfigError, "shard is 'state'", model, shard="state", shard_blocks=("_Layer",))
     check(ConfigError, "must be a tuple of classes", model, shard_blocks="_Layer")
     check(ConfigError, "or a positive number of parameters, got 0", model, shard_blocks=0)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    check(ModelError, f"but {type(model).__name__} has only {total}", model, shard_blocks=total + 1)
     check(ModelError, "has no module of class 'Layer'", model, shard_blocks=("Layer",))
     check(ModelError, "'embedding.weight' is shared by", model, shard_blocks=("Embedding",))
     check(ModelError, "'factor' has 0 dimensions", _Scalar())

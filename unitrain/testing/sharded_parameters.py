@@ -167,7 +167,9 @@ def sharded_parameters_train_as_plain_torch(backend: Backend) -> None:
 def blocks_with_a_minimum_number_of_parameters_train_as_plain_torch(backend: Backend) -> None:
     """A layer has 271 parameters and its attention 168. The modules that share a weight are not blocks."""
     layers = [f"layers.{layer}" for layer in range(2)]
-    for minimum, expected in ((200, layers), (50, [f"{layer}.attention" for layer in layers]), (10**6, [])):
+    total = sum(parameter.numel() for parameter in build_model().parameters())
+    # With `total`, the model is the only block.
+    for minimum, expected in ((200, layers), (50, [f"{layer}.attention" for layer in layers]), (total, [])):
         model, twin = build_model(), build_model()
         assert list(choose_blocks(model, minimum)) == expected, minimum
         wrapped, optimizer = distribute(backend, model, blocks=minimum)

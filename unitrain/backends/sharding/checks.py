@@ -71,11 +71,13 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
     These are the outermost modules of the classes `blocks` or, if `blocks` is a number, the innermost modules with at
     least that many parameters. If `blocks` is empty, they are the outermost modules whose class occurs more than once,
     such as the layers of a transformer. If `blocks` lists classes, raises ModelError for a block that shares parameters
-    with other modules. Otherwise, such modules are not blocks.
+    with other modules. Otherwise, such modules are not blocks. Also raises ModelError if `blocks` exceeds the number of
+    parameters of the model.
     """
     is_by_class = bool(blocks) and not isinstance(blocks, int)
     if isinstance(blocks, int):
         found = find_large_blocks(model, blocks)
+        _check_any_block(model, blocks, found)
     else:
         found = find_blocks(model, blocks, _SETTING) if blocks else find_repeated_blocks(model)
     found.pop("", None)  # the model itself is always a block
@@ -96,6 +98,16 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
         for block in sharing if len(sharing) > 1 else ():
             found.pop(block, None)
     return {name: module for name, module in found.items() if any(True for _ in module.parameters())}
+
+
+def _check_any_block(model: nn.Module, elements: int, found: dict[str, nn.Module]) -> None:
+    if found:
+        return
+    total = sum(parameter.numel() for parameter in model.parameters())
+    raise ModelError(
+        f"{_SETTING}={elements} selects modules with at least {elements:,} parameters, but {type(model).__name__} has "
+        f"only {total:,}. Use a smaller number, such as {_SETTING}={max(1, total // 4)}, or leave {_SETTING} out."
+    )
 
 
 def _check_torch() -> None:
