@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -250,6 +251,8 @@ def test_model_and_average_are_consolidated_to_one_file(run: Path, sharded: Path
             done = ckpt("consolidate", source, file, *options)
             assert done.exit_code == 0, done.output
             assert done.output.startswith(f"{file}  0.0 MB, sha256 ")
+            with safe_open(file, "pt") as opened:
+                assert opened.metadata()["format"] == "pt"  # which `from_pretrained` of transformers requires
             found, loaded = load_file(file), network()
             assert found.keys() == expected.state_dict().keys()
             load_model(loaded, file)

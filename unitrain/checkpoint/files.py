@@ -279,7 +279,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def save_model_file(state: dict[str, Tensor], path: Path) -> None:
     """Write the state dict of a model to safetensors file `path`. Tied parameters are written once."""
     names = [name for name, value in state.items() if value.is_complex()]
-    metadata = {COMPLEX: json.dumps(names)} if names else None
+    metadata = {"format": "pt"}  # which `from_pretrained` of transformers requires
+    if names:
+        metadata[COMPLEX] = json.dumps(names)
     save_model(_Weights(state), str(path), metadata)  # type: ignore[arg-type]
 
 
@@ -314,12 +316,12 @@ def read_regular_file(path: Path, max_bytes: int) -> str:
     """Return the text of a file. Raises OSError for a FIFO or device, which could block, and for a larger file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"'{path}' is larger than {max_bytes} bytes")
-    return content.decode()
+        if found.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"'{path}' is larger than {max_bytes} bytes")
+        return file.read(found.st_size).decode()  # `read` allocates as many bytes as requested
 
 
 def real_path(path: Path) -> Path:

@@ -277,7 +277,10 @@ class CheckpointWriter:
                 writing.error = error
             except Exception as error:  # `wait` raises it on all ranks; otherwise the other ranks would hang
                 where = f" on rank {self._communicator.rank}" if self._communicator.rank else ""
-                writing.error = CheckpointError(f"Cannot write checkpoint '{target}'{where}: {error}. {CHECK_WRITABLE}")
+                problem = str(error) or type(error).__name__  # MemoryError has no text
+                writing.error = CheckpointError(
+                    f"Cannot write checkpoint '{target}'{where}: {problem}. {CHECK_WRITABLE}"
+                )
                 writing.error.__cause__ = error
 
         # Not a daemon thread, so that the interpreter completes the checkpoint before it exits.
