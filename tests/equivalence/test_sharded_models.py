@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import nightly
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -142,9 +143,7 @@ def compare(backend: Backend) -> None:
             assert precision != "fp16" or scale < 65536, "no gradient overflowed"
 
 
-@pytest.mark.parametrize(
-    ("backend", "size"), [("ddp", 2), ("horovod", 2), pytest.param("horovod", 3, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("horovod", 2), *nightly(("ddp", 3), ("horovod", 3))])
 def test_sharded_training_of_common_models_equals_replicated_training(backend: str, size: int) -> None:
     with RankGroup(backend, size) as group:
         group.run(compare, timeout_seconds=300)
