@@ -26,10 +26,10 @@ from unitrain.backends.capabilities import Tunable
 from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
+from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.cli import unitrain as program
 from unitrain.errors import ConfigError, EnvironmentVariableError
 from unitrain.testing import RankGroup
-from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.tune import trial
 from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
 from unitrain.tune.trial import TIMER, TrialRequest

@@ -22,16 +22,17 @@ import unitrain
 from unitrain.backends.base import StartOptions
 from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap.environment import RankInfo
+from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.cli import unitrain as command
 from unitrain.cli.available import find_available
-from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines
 from unitrain.verify.difference import compare
 from unitrain.verify.digests import digest_samples
 from unitrain.verify.record import RECORDER, Record, RecordRequest
 from unitrain.verify.verdict import Group, Outcome, Row, Run, compare_outcomes, resolve_with_float64
 
-DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DIGITS = EXAMPLES / "digits.py"
 # The argument selects the planted mistake.
 SCRIPT = """
 import sys, time
@@ -227,6 +228,20 @@ def test_sigterm_to_verify_terminates_the_current_run(script: str, tmp_path: Pat
         launch.process.send_signal(signal.SIGTERM)
         launch.wait_until_all_exited(15)
         assert launch.process.returncode != 0
+
+
+def test_a_pipeline_is_compared_with_one_process(tmp_path: Path) -> None:
+    """The example trains 3 steps, fewer than requested. One process computes both stages."""
+    example = (str(EXAMPLES / "pipeline.py"), "--epochs", "1", "--batch-size", "500")
+    code, output, report = verify(tmp_path, "--float64", "--backends", "local,ddp", *example)
+    assert code == 0, output
+    found = rows(report)
+    assert found["local", "none"]["status"] == "reference"
+    row = found["ddp", "gloo"]
+    assert (row["status"], row["processes"], row["optimizer"], row["steps"]) == ("same results", 2, "AdamW", 3)
+    assert row["data"] == found["local", "none"]["data"]
+    assert row["global_batch_sizes"][:2] == [500, 500]
+    assert row["difference"]["parameters"]["delta"] < 1e-12  # the micro-batches are the same
 
 
 def test_a_function_is_verified_in_float64_on_three_ranks(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unitrain
 from unitrain.backends.base import Backend
+from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.testing.cases import assert_same_on_every_rank, raises
+from unitrain.verify.record import RECORDER
 
 FEATURES, CLASSES = 6, 3
 loss_fn = nn.CrossEntropyLoss()
@@ -384,3 +387,31 @@ def invalid_values_on_the_last_rank_raise_on_every_rank(backend: Backend, stages
         )
         assert_same_on_every_rank(backend, found)
     pipeline.load_optimizer_state_dict(optimizer, state)
+
+
+def train_as_verified_script(backend: Backend, folder: str, stages: int, replicas: int, wrong: bool) -> None:
+    """Train like a script that `unitrain verify` has started, which ends it after 6 steps. The last batch of an epoch
+    is uneven. With `wrong`, a gradient is 1% too large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, folder))
+        torch.manual_seed(0)
+        layers = (nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES))
+        balance = {1: [4], 2: [2, 2], 3: [1, 1, 2]}[stages]
+        pipeline = unitrain.Pipeline(
+            nn.Sequential(*layers), backend, loss_fn, stages=stages, micro_batches=2, balance=balance
+        )
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.02)
+        dataset = data((10 + 5) * replicas - 1, torch.float32)
+        loader = unitrain.ShardedLoader(dataset, pipeline.replicas, batch_size=10)
+
+        def train() -> None:
+            for _ in range(4):
+                for inputs, targets in loader:
+                    pipeline.forward_backward(inputs, targets, loss_weight=loader.loss_weight)
+                    if wrong and backend.rank == backend.size - 1:
+                        next(pipeline.parameters()).grad.mul_(1.01)  # type: ignore[union-attr]
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        with pytest.raises(SystemExit):
+            train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pipeline_cases as cases
 import pytest
@@ -11,6 +12,8 @@ import torch
 from unitrain.errors import UnsupportedError
 from unitrain.testing import FakeBackend, RankGroup
 from unitrain.testing.ranks import RankError
+from unitrain.verify.record import Record, RecordRequest
+from unitrain.verify.verdict import Outcome, Run, compare_outcomes
 
 # Backend, number of ranks and number of stages.
 SEVERAL_STAGES = {
@@ -93,3 +96,33 @@ def test_a_backend_without_point_to_point_rejects_stages() -> None:
 def test_one_stage_with_replicas_trains_as_one_process(backend: str) -> None:
     with RankGroup(backend, 2) as group:
         group.run(cases.trains_as_one_process, 1, "1f1b", 4, torch.float64)
+
+
+@pytest.mark.parametrize("layout", SEVERAL_STAGES.values(), ids=SEVERAL_STAGES, indirect=True)
+def test_verify_compares_a_pipeline_with_one_process(layout: tuple[RankGroup, int], tmp_path: Path) -> None:
+    group, stages = layout
+
+    def record(name: str, ranks: RankGroup, *, wrong: bool) -> Outcome:
+        folder = tmp_path / name
+        folder.mkdir()
+        RecordRequest(steps=6, emulated_ranks=group.size, float64=True).write(folder)
+        ranks.run(cases.train_as_verified_script, str(folder), stages, group.size // stages, wrong)
+        run = Run(backend=ranks.backend, emulated_ranks=group.size, processes=ranks.size)
+        return Outcome(run=run, seconds=0.0, record=Record.read(folder))
+
+    with RankGroup("local", 1) as alone:
+        reference = record("reference", alone, wrong=False)
+    assert reference.record is not None
+    replicas = group.size // stages
+    assert reference.record.global_batch_sizes() == [10 * replicas, 5 * replicas - 1] * 3
+    for wrong, status in ((False, "same results"), (True, "differs")):
+        found = record(status, group, wrong=wrong)
+        compared = compare_outcomes(group.size, [reference, found], 1e-8, float64=True)
+        row = compared.rows[1]
+        assert row.status == status, row
+        assert row.difference is not None
+        assert row.difference.first_data_step is None
+        assert found.record is not None
+        assert found.record.losses() == pytest.approx(reference.record.losses(), abs=1e-2 if wrong else 1e-12)
+        replica_mismatch = found.record.first_replica_mismatch()
+        assert (replica_mismatch is not None) == (wrong and replicas > 1)

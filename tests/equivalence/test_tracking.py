@@ -23,12 +23,12 @@ from torch.utils.data import TensorDataset
 import unitrain
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
+from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.data.order import epoch_order
 from unitrain.errors import CallbackError, ConfigError, LoggerError, MissingDependencyError, Preempted, TensorError
 from unitrain.loggers import background
 from unitrain.loggers.logger import Logger, RunInfo, import_package
 from unitrain.testing import RankGroup
-from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.record import RECORDER, RecordRequest
 
 LOCAL = LocalBackend(torch.device("cpu"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -19,6 +19,7 @@ class Lifecycle(ABC):
     rank: int
     _rank_zero_depth = 0  # number of nested on_rank_zero blocks that the caller is in
     _is_shut_down = False
+    _exit_functions: tuple[Callable[[], object], ...] = ()
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -62,6 +63,14 @@ class Lifecycle(ABC):
     def report_failure(self, error: BaseException) -> None:  # noqa: B027 (backends of one process have no other rank)
         """Report `error` of this rank to the other ranks, which then terminate within seconds. Any rank may call it."""
 
+    def call_before_exit(self, function: Callable[[], object]) -> None:
+        """Call `function` at the end of the `with` block, before the shutdown, unless the block raises an exception."""
+        self._exit_functions = (*self._exit_functions, function)
+
+    def _call_exit_functions(self) -> None:
+        for function in self._exit_functions:
+            function()
+
     def __enter__(self) -> Self:
         return self
 
@@ -70,6 +79,8 @@ class Lifecycle(ABC):
     ) -> None:
         # A shutdown during an exception would close connections, and the launcher would report the wrong rank as
         # failed.
+        if error is None:
+            self._call_exit_functions()
         is_clean_exit = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is None or is_clean_exit or isinstance(error, Preempted):
             self.shutdown()

@@ -173,7 +173,9 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         checks.check_is_module("unwrap(model)", model)
         return unwrap_compiled(model)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self._call_exit_functions()
         self.shutdown()  # even during an exception, because with one rank the launcher cannot report a wrong one
 
     def shutdown(self) -> None:

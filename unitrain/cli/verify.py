@@ -62,11 +62,11 @@ def verify(
 ) -> None:
     """Train TARGET on every backend and report whether the numerical results are the same.
 
-    TARGET is an unmodified training script that uses unitrain.Trainer, with its ARGS, or a function that returns the
-    arguments of Trainer and fit as a dictionary. Each run stops after --steps steps without executing the code after
-    `fit`. UNITRAIN_BACKEND selects the backend of each run. Runs with unexplained differences are repeated in float64,
-    to distinguish rounding errors from defects. The exit status is 0 if the results are the same, and 1 if they differ
-    or a run failed.
+    TARGET is an unmodified training script that uses unitrain.Trainer or unitrain.Pipeline, with its ARGS, or a
+    function that returns the arguments of Trainer and fit as a dictionary. Each run stops after --steps steps without
+    executing the rest of the script. UNITRAIN_BACKEND selects the backend of each run. Runs with unexplained
+    differences are repeated in float64, to distinguish rounding errors from defects. The exit status is 0 if the
+    results are the same, and 1 if they differ or a run failed.
 
     \b
       unitrain verify train.py --epochs 3

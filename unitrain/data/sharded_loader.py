@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from unitrain import validation
 from unitrain.backends.base import Communicator
 from unitrain.backends.lifecycle import Lifecycle
+from unitrain.backends.pipeline.replicas import Replicas
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.config import StreamKind, Uneven
 from unitrain.data.loading import Data, check_is_dataset
@@ -106,6 +107,8 @@ class ShardedLoader:
                 data, backend, batch_size=batch_size, num_workers=num_workers, stream=stream, owner=_OWNER
             )
             return
+        if batch_size is not None and isinstance(backend, Replicas):
+            batch_size *= backend.per_rank
         shard_settings = ShardSettings(
             batch_size=batch_size,
             gradient_accumulation_steps=gradient_accumulation_steps,

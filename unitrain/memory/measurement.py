@@ -9,9 +9,9 @@ from pathlib import Path
 
 import unitrain
 from unitrain.bootstrap import environment
+from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.errors import ConfigError
 from unitrain.memory.record import RECORDER, MemoryRequest, RankMemory, read_records
-from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines, run_command
 
 _PROGRAM = Path(__file__).with_name("run_script.py")

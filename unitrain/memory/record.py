@@ -10,7 +10,7 @@ from typing import Any
 
 from unitrain.rank_records import read_rank_records, write_rank_record
 
-# Called by the Trainer in the ranks of a recorded run, see `trainer_overrides`.
+# Called by the Trainer in the ranks of a recorded run, see `bootstrap.overrides`.
 RECORDER = "unitrain.memory.recorder:active_recorder"
 _REQUEST = "request.json"
 

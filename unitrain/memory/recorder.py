@@ -66,7 +66,7 @@ def start_recorder(folder: Path) -> MemoryRecorder:
 
 
 def active_recorder(folder: str) -> MemoryRecorder:
-    """Return the recorder of this process, which `run_script` has started. See `trainer_overrides`."""
+    """Return the recorder of this process, which `run_script` has started. See `bootstrap.overrides`."""
     assert _active is not None, f"run_script has not started the recorder for {folder}"
     return _active
 

@@ -26,7 +26,7 @@ _MIN_STEPS = 5
 
 
 def create_timer(request: str) -> StepTimer:
-    """Create the timer of a run started by `unitrain tune` with `request`. See `trainer_overrides`."""
+    """Create the timer of a run started by `unitrain tune` with `request`. See `bootstrap.overrides`."""
     return StepTimer(TrialRequest.parse(request))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-# Called by the ranks of a timed run, see `trainer_overrides`.
+# Called by the ranks of a timed run, see `bootstrap.overrides`.
 TIMER = "unitrain.tune.timer:create_timer"
 # Prefix of the result line. A launcher may prepend its own prefix.
 _MARKER = "unitrain tune: "

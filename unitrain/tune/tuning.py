@@ -14,8 +14,8 @@ from pathlib import Path
 import unitrain
 from unitrain.backends import registry
 from unitrain.bootstrap import environment
+from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.errors import ConfigError
-from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
 from unitrain.tune.trial import TIMER, Result, TrialRequest
 from unitrain.tune.tuned_settings import TUNED_FILE, TunedEntry, TunedRun, format_settings, remove_tuned

@@ -4,6 +4,8 @@ runs            execute the runs of a verification sequentially
 commands        run a command with a time limit and terminate all processes it started (also used by `tune`)
 train_function  the program of each rank if the target is a function instead of a script
 recorder        record the steps of a run (runs in the training processes)
+pipeline_recorder  record the steps of a Pipeline instead of a Trainer
+snapshots       copies and digests of the state of a run
 record          the files of a run: the request, and one record per rank
 digests         digests of samples and tensors
 difference      compare the recorded numbers of two runs

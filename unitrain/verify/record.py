@@ -11,7 +11,7 @@ from typing import Any
 
 from unitrain.rank_records import read_rank_records, write_rank_record
 
-# Called by the ranks of a verified run, see `trainer_overrides`.
+# Called by the ranks of a verified run, see `bootstrap.overrides`.
 RECORDER = "unitrain.verify.recorder:create_recorder"
 TENSORS_FILE = "end.safetensors"
 _REQUEST = "request.json"

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from unitrain import randomness
 from unitrain.backends.sharding.state_format import complete_tensor
 from unitrain.callbacks.callback import Callback
 from unitrain.data.batch import map_tensors
-from unitrain.modules.sync_batch_norm import SyncedForward
 from unitrain.optim.step import optimizer_parameters
-from unitrain.torch_compat import BatchNormBase
 from unitrain.trainer_overrides import TrainerArguments
 from unitrain.verify.digests import digest_samples, digest_tensor
+from unitrain.verify.pipeline_recorder import PipelineRecorder
 from unitrain.verify.record import TENSORS_FILE, RankRecord, RecordRequest, StepRecord
+from unitrain.verify.snapshots import (
+    batch_statistics,
+    copy_state,
+    copy_to_cpu,
+    largest_difference,
+    rng_digests,
+    to_double,
+)
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def create_recorder(folder: str) -> Recorder:
-    """Create the recorder of a run started by `unitrain verify` with `folder`. See `trainer_overrides`."""
+    """Create the recorder of a run started by `unitrain verify` with `folder`. See `bootstrap.overrides`."""
     return Recorder(Path(folder))
 
 
@@ -63,7 +67,7 @@ class Recorder(Callback):
         if not self._has_fixed_global_batch_size and backend.size < self._request.emulated_ranks:
             # SyncBatchNorm normalizes over the samples of all ranks, so a single process needs them in one micro-batch.
             in_one_batch = config.batch_size is not None and (
-                config.sync_batch_norm or _batch_statistics(model) == "all"
+                config.sync_batch_norm or batch_statistics(model) == "all"
             )
             name = "batch_size" if in_one_batch else "gradient_accumulation_steps"
             changes[name] = (getattr(config, name) or 1) * self._request.emulated_ranks // backend.size
@@ -78,10 +82,14 @@ class Recorder(Callback):
             forward=forward,
         )
 
+    def pipeline_overrides(self) -> PipelineRecorder:
+        """Return the recorder of a Pipeline, which a script may use instead of a Trainer."""
+        return PipelineRecorder(self._folder, self._request)
+
     def on_fit_start(self, trainer: Trainer) -> None:
         self._start = _parameter_digests(trainer)
-        self._start_values = {name: _copy_to_cpu(parameter) for name, parameter in _parameters(trainer).items()}
-        self._initial_rng_digests = _rng_digests(trainer.backend.device)
+        self._start_values = {name: copy_to_cpu(parameter) for name, parameter in _parameters(trainer).items()}
+        self._initial_rng_digests = rng_digests(trainer.backend.device)
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, micro_batch: MicroBatch, loss: Loss) -> None:
         self._samples.append(micro_batch.samples)
@@ -123,7 +131,7 @@ class Recorder(Callback):
     def _finish(self, trainer: Trainer) -> NoReturn:
         self._is_written = True
         backend = trainer.backend
-        before, after = self._initial_rng_digests, _rng_digests(backend.device)
+        before, after = self._initial_rng_digests, rng_digests(backend.device)
         record = RankRecord(
             rank=backend.rank,
             size=backend.size,
@@ -135,12 +143,12 @@ class Recorder(Callback):
             start=self._start,
             end=_parameter_digests(trainer),
             max_change={
-                name: _largest_difference(_copy_to_cpu(parameter), self._start_values[name])
+                name: largest_difference(copy_to_cpu(parameter), self._start_values[name])
                 for name, parameter in _parameters(trainer).items()
             },
             used_rngs=[name for name in before if before[name] != after[name]],
             has_fixed_global_batch_size=self._has_fixed_global_batch_size,
-            batch_statistics=_batch_statistics(backend.unwrap(trainer.model)),
+            batch_statistics=batch_statistics(backend.unwrap(trainer.model)),
             compression_dtype=compression
             if (compression := trainer.config.compression) in ("fp16", "bf16")
             else "none",
@@ -160,51 +168,19 @@ def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: complete_tensor(parameter, trainer.backend) for name, parameter in named}
 
 
-def _batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
-    """Return the samples of a micro-batch that BatchNorm normalizes over: "none", "rank" or "all"."""
-    layers = [module for module in model.modules() if isinstance(module, BatchNormBase)]
-    if not layers:
-        return "none"
-    return "all" if all(isinstance(layer, SyncedForward | nn.SyncBatchNorm) for layer in layers) else "rank"
-
-
 def _parameter_digests(trainer: Trainer) -> dict[str, str]:
     return {name: digest_tensor(parameter) for name, parameter in _parameters(trainer).items()}
-
-
-def _rng_digests(device: torch.device) -> dict[str, str]:
-    """Return a digest of the RNG state per random generator of this process."""
-    states = randomness.capture_generators(device)
-    return {
-        name: digest_tensor(state) if isinstance(state, Tensor) else hashlib.sha256(repr(state).encode()).hexdigest()
-        for name, state in states.items()
-    }
 
 
 def _copy_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return copies of the parameters ("parameter NAME") and of the optimizer state ("state NAME KEY")."""
     parameters = _parameters(trainer)
-    found = {f"parameter {name}": _copy_to_cpu(parameter) for name, parameter in parameters.items()}
+    found = {f"parameter {name}": copy_to_cpu(parameter) for name, parameter in parameters.items()}
     state = trainer.optimizer.state_dict()["state"]  # complete, even if the optimizer state is sharded
     names = {parameter: name for name, parameter in trainer.backend.unwrap(trainer.model).named_parameters()}
     for index, parameter in enumerate(optimizer_parameters(trainer.optimizer)):
-        name = names[parameter]
-        for key, value in state.get(index, {}).items():
-            if isinstance(value, Tensor):
-                found[f"state {name} {key}"] = _copy_to_cpu(value)
-            elif isinstance(value, int | float):
-                found[f"state {name} {key}"] = torch.tensor(value, dtype=torch.float64)
+        found |= copy_state(names[parameter], state.get(index, {}))
     return found
-
-
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _largest_difference(left: Tensor, right: Tensor) -> float:
-    """Return the largest |left - right| in double precision: 0 for empty tensors, NaN if a value is NaN."""
-    return float((left.double() - right.double()).abs().max()) if left.numel() else 0.0
 
 
 def _convert_to_double(
@@ -213,15 +189,11 @@ def _convert_to_double(
     """Convert `model` to double precision. Return wrapped loss and forward functions that convert their inputs."""
     model.double()
     model.register_forward_pre_hook(
-        lambda _, args, kwargs: (map_tensors(_to_double, args), map_tensors(_to_double, kwargs)), with_kwargs=True
+        lambda _, args, kwargs: (map_tensors(to_double, args), map_tensors(to_double, kwargs)), with_kwargs=True
     )
     if isinstance(loss_fn, nn.Module):
         loss_fn.double()
     return (
-        lambda output, target: loss_fn(output, map_tensors(_to_double, target)),
-        None if forward is None else lambda model, batch: forward(model, map_tensors(_to_double, batch)),
+        lambda output, target: loss_fn(output, map_tensors(to_double, target)),
+        None if forward is None else lambda model, batch: forward(model, map_tensors(to_double, batch)),
     )
-
-
-def _to_double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor

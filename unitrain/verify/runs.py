@@ -10,8 +10,8 @@ from typing import Protocol
 
 from unitrain.backends import registry
 from unitrain.bootstrap import environment
+from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.errors import ConfigError
-from unitrain.trainer_overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.verify.commands import last_lines, run_command
 from unitrain.verify.record import RECORDER, Record, RecordRequest
 from unitrain.verify.verdict import Group, Outcome, Run, compare_outcomes, resolve_with_float64
@@ -149,7 +149,10 @@ class Verification:
         if code != 0:
             return f"it ended with exit code {code}" if code > 0 else f"it was terminated by signal {-code}"
         if record is None:
-            return "it ended without training. Train with unitrain.Trainer: verify compares the numbers of its `fit`"
+            return (
+                "it ended without training. Train with unitrain.Trainer or unitrain.Pipeline: verify compares the "
+                "numbers of its steps"
+            )
         if record.first.backend != run.backend:
             return (
                 f"the script used backend {record.first.backend!r} instead. Call unitrain.init() without a backend name"

@@ -9,4 +9,5 @@ partition         division of blocks into stages that minimizes the maximum time
 measurement       time and memory of each block
 replicas          the replicas of a pipeline as a communicator, for data and metrics
 complete_state    state dicts of the complete model and optimizer
+overrides         changes of a pipeline by `unitrain verify`
 """

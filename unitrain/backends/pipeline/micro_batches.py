@@ -35,15 +35,27 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> list[int]:
     return [samples // count + (number < samples % count) for number in range(count)]
 
 
-def split_batch(inputs: Any, micro_batches: int) -> list[Tensor]:
-    """Return the micro-batches of `inputs`, a dense tensor [samples, ...]. Raises TensorError for anything else."""
+def order_by_replica(batch: Any, replicas: int) -> Any:
+    """Return `batch`, the batch of one process, with the samples of each of `replicas` after each other.
+
+    A ShardedLoader deals the samples of a step to the replicas in turns.
+    """
+    return tree_map_only(
+        Tensor, lambda tensor: torch.cat([tensor[number::replicas] for number in range(replicas)]), batch
+    )
+
+
+def split_batch(inputs: Any, micro_batches: int, replicas: int = 1) -> list[Tensor]:
+    """Return the micro-batches of `inputs`, a dense tensor [samples, ...], which contains the samples of `replicas`
+    after each other. Raises TensorError for anything else."""
     if not isinstance(inputs, Tensor) or inputs.dim() == 0 or len(inputs) == 0:
         found = f"shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
         raise TensorError(f"The inputs of a Pipeline must be one tensor [samples, ...], got {found}. Pass a batch.")
     if inputs.is_meta or inputs.layout is not torch.strided:
         found = "has no data, because it is on the device 'meta'" if inputs.is_meta else f"is {inputs.layout}"
         raise TensorError(f"The inputs of a Pipeline must be one dense tensor, but the tensor {found}. Pass a batch.")
-    return list(inputs.split(micro_batch_sizes(len(inputs), micro_batches)))
+    counts = [len(range(number, len(inputs), replicas)) for number in range(replicas)]
+    return list(inputs.split([size for count in counts if count for size in micro_batch_sizes(count, micro_batches)]))
 
 
 def split_targets(targets: Any, sizes: list[int], loss_weight: float) -> list[Target]:

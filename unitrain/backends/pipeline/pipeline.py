@@ -21,7 +21,8 @@ from unitrain.backends.pipeline.complete_state import (
     load_optimizer_state,
 )
 from unitrain.backends.pipeline.measurement import measure_blocks, memory_of_stage, time_of_stage
-from unitrain.backends.pipeline.micro_batches import LossFunction, split_batch, split_targets
+from unitrain.backends.pipeline.micro_batches import LossFunction, order_by_replica, split_batch, split_targets
+from unitrain.backends.pipeline.overrides import PipelineArguments, load_pipeline_overrides
 from unitrain.backends.pipeline.partition import partition
 from unitrain.backends.pipeline.replicas import Replicas
 from unitrain.backends.pipeline.stage_runs import SingleStageRuns, StageModule, StageRuns
@@ -93,6 +94,14 @@ class Pipeline:
         fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
         validation.check_instance("Pipeline(backend)", backend, Backend, "a backend", fix)
         backend.check_running("Pipeline")
+        replicas_per_rank = 1
+        self._overrides = load_pipeline_overrides()  # of `unitrain verify`
+        if self._overrides is not None:
+            arguments = self._overrides.override(
+                PipelineArguments(model=model, loss_fn=loss_fn, stages=stages), backend
+            )
+            model, loss_fn, stages = arguments.model, arguments.loss_fn, arguments.stages
+            replicas_per_rank = arguments.replicas_per_rank
         settings = {"stages": stages, "micro_batches": micro_batches, "schedule": schedule, "balance": balance}
         call_on_all_ranks(backend, lambda: _check_arguments(model, backend, loss_fn, example_inputs, **settings))
         checks.check_same_settings(backend, "Pipeline", **settings)
@@ -101,7 +110,7 @@ class Pipeline:
         self._names = list(model.state_dict())
         self._blocks_per_stage = _divide(model, backend, stages, micro_batches, schedule, balance, example_inputs)
         self._stages, self._stage = stages, backend.rank % stages
-        self._replicas = Replicas(backend, stages)
+        self._replicas = Replicas(backend, stages, replicas_per_rank)
         blocks = _blocks(model)
         _check_shared_parameters(blocks, self._blocks_per_stage)
         start = sum(self._blocks_per_stage[: self._stage])
@@ -109,6 +118,8 @@ class Pipeline:
         self._module.train(model.training)
         self._replica_group, self._stage_group = self._create_groups()
         self._runs = _create_runs(self._module, self._replica_group, schedule, loss_fn, backend.device)
+        if self._overrides is not None:
+            self._overrides.on_pipeline_start(self._module, stages, backend)
 
     @property
     def stage(self) -> int:
@@ -156,12 +167,19 @@ class Pipeline:
         self._backend.check_collective_allowed("Pipeline.forward_backward")
         fix = "Use loss_weight=loader.loss_weight"
         validation.check_non_negative("Pipeline.forward_backward(loss_weight=...)", loss_weight, fix)
-        micro_batches = split_batch(inputs, self._micro_batches)
-        parts = split_targets(targets, [len(values) for values in micro_batches], loss_weight)
-        loss = self._runs.forward_backward(micro_batches, parts)
+        if self._overrides is not None:
+            self._overrides.on_batch_start()
+        if self._replicas.per_rank > 1:
+            inputs, targets = order_by_replica((inputs, targets), self._replicas.per_rank)
+        micro_batches = split_batch(inputs, self._micro_batches, self._replicas.per_rank)
+        sizes = [len(values) for values in micro_batches]
+        loss = self._runs.forward_backward(micro_batches, split_targets(targets, sizes, loss_weight))
         self._reduce_gradients()
         total = torch.zeros((), dtype=torch.float64, device=self._backend.device) if loss is None else loss
-        return self._backend.allreduce(total, "sum") / self._replicas.size
+        mean = self._backend.allreduce(total, "sum") / self._replicas.size
+        if self._overrides is not None:
+            self._overrides.on_batch_end((inputs, targets), sizes, loss_weight, mean)
+        return mean
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:

@@ -20,8 +20,10 @@ class Replicas(Lifecycle, Communicator):
     all ranks.
     """
 
-    def __init__(self, backend: Backend, stages: int) -> None:
-        self._backend, self._stages = backend, stages
+    def __init__(self, backend: Backend, stages: int, per_rank: int = 1) -> None:
+        """With `per_rank` > 1, the batch of a rank contains the samples of so many replicas, as one process does in
+        `unitrain verify`."""
+        self._backend, self._stages, self.per_rank = backend, stages, per_rank
         self.rank, self.size = backend.rank // stages, backend.size // stages
         self.device = backend.device
 

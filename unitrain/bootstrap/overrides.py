@@ -1,0 +1,30 @@
+"""Loading of a tool's overrides in the ranks of a script that the tool has started.
+
+`unitrain verify`, `unitrain tune` and `unitrain memory` run a script with the environment variable UNITRAIN_OVERRIDES,
+which names a function of the tool and its argument. The Trainer and the Pipeline call this function, and use the object
+that it returns. They therefore do not depend on the tools.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from unitrain.bootstrap import environment
+
+OVERRIDES_VARIABLE = "UNITRAIN_OVERRIDES"
+
+
+def overrides_setting(factory: str, argument: str) -> str:
+    """Return a value of UNITRAIN_OVERRIDES: `load_tool` calls `factory`, "module:function", with `argument`."""
+    return f"{factory} {argument}"
+
+
+def load_tool() -> Any:
+    """Return a new object with the overrides of the tool that started this process, or None."""
+    setting = environment.get_variable(OVERRIDES_VARIABLE)
+    if setting is None:
+        return None
+    factory, _, argument = setting.partition(" ")
+    module, _, function = factory.partition(":")
+    return getattr(importlib.import_module(module), function)(argument)

@@ -1,0 +1,59 @@
+"""Copies and digests of the state of a recorded run, and conversion of a run to double precision."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unitrain import randomness
+from unitrain.modules.sync_batch_norm import SyncedForward
+from unitrain.torch_compat import BatchNormBase
+from unitrain.verify.digests import digest_tensor
+
+
+def batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
+    """Return the samples of a micro-batch that BatchNorm normalizes over: "none", "rank" or "all"."""
+    layers = [module for module in model.modules() if isinstance(module, BatchNormBase)]
+    if not layers:
+        return "none"
+    return "all" if all(isinstance(layer, SyncedForward | nn.SyncBatchNorm) for layer in layers) else "rank"
+
+
+def rng_digests(device: torch.device) -> dict[str, str]:
+    """Return a digest of the RNG state per random generator of this process."""
+    states = randomness.capture_generators(device)
+    return {
+        name: digest_tensor(state) if isinstance(state, Tensor) else hashlib.sha256(repr(state).encode()).hexdigest()
+        for name, state in states.items()
+    }
+
+
+def copy_state(name: str, entry: dict[Any, Any]) -> dict[str, Tensor]:
+    """Return copies of the numbers and tensors in `entry`, the optimizer state of the parameter `name`, as "state NAME
+    KEY"."""
+    copies = {}
+    for key, value in entry.items():
+        if isinstance(value, Tensor):
+            copies[f"state {name} {key}"] = copy_to_cpu(value)
+        elif isinstance(value, int | float):
+            copies[f"state {name} {key}"] = torch.tensor(value, dtype=torch.float64)
+    return copies
+
+
+def copy_to_cpu(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy on the CPU. Complex numbers become pairs of real numbers."""
+    tensor = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def largest_difference(left: Tensor, right: Tensor) -> float:
+    """Return the largest |left - right| in double precision: 0 for empty tensors, NaN if a value is NaN."""
+    return float((left.double() - right.double()).abs().max()) if left.numel() else 0.0
+
+
+def to_double(tensor: Tensor) -> Tensor:
+    """Return a floating-point `tensor` in double precision, and other tensors unchanged."""
+    return tensor.double() if tensor.is_floating_point() else tensor
