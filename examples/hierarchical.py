@@ -4,6 +4,7 @@ A DistributedDataParallel communication hook replaces the allreduce over all ran
 network between the hosts is slow. NCCL selects such algorithms itself.
 
 unitrain launch -H node1:4,node2:4 examples/hierarchical.py
+unitrain launch -H node1:4,node2:4 --backend horovod examples/hierarchical.py
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ class HierarchicalReduction:
 
 
 @click.command()
+@click.option("--backend", "backend_name", help="ddp or horovod. [default: implied by the launcher]")
 @click.option("--epochs", default=15, show_default=True)
 @click.option("--batch-size", default=32, show_default=True, help="Samples per rank.")
 @click.option("--seed", default=0, show_default=True)
-def main(epochs: int, batch_size: int, seed: int) -> None:
+def main(backend_name: str | None, epochs: int, batch_size: int, seed: int) -> None:
     """Train on scikit-learn's digits."""
-    with unitrain.init("ddp", device="cpu") as backend:
+    with unitrain.init(backend_name, device="cpu") as backend:
         torch.manual_seed(seed)
         model = digits_network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -132,6 +132,16 @@ def default_process_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
+def backend_options(name: str, timeout: timedelta) -> Any:
+    """Return the options of a process group's backend. Checked with torch 2.14."""
+    return torch._C._distributed_c10d.Backend.Options(name, timeout)
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group. Checked with torch 2.14."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def set_transport_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
     """Set the timeout of the transport of `group` for tensors on `device`. Checked with torch 2.11 and 2.14."""
     transport = group._get_backend(device)

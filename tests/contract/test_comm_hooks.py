@@ -79,9 +79,8 @@ def compare_hooks(backend: Backend) -> dict[str, Any]:
         "mean": train(backend, lambda model, _: model.register_comm_hook(state, mean_hook)),
         "buckets": state["buckets"],
     }
-    if backend.name == "ddp":
-        hook = hierarchical_hook(backend)
-        results["hierarchical"] = train(backend, lambda model, _: model.register_comm_hook(None, hook))
+    hook = hierarchical_hook(backend)
+    results["hierarchical"] = train(backend, lambda model, _: model.register_comm_hook(None, hook))
     return results
 
 
@@ -128,8 +127,7 @@ def test_hook_of_a_user_reduces_the_gradients(results: list[dict[str, Any]]) -> 
 
 def test_hierarchical_reduction_computes_the_mean_over_all_ranks(results: list[dict[str, Any]]) -> None:
     for result in results:
-        if "hierarchical" in result:
-            torch.testing.assert_close(result["hierarchical"], results[0]["without"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(result["hierarchical"], results[0]["without"], rtol=0, atol=1e-12)
 
 
 def test_invalid_hooks_are_reported(results: list[dict[str, Any]]) -> None:

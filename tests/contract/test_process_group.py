@@ -19,8 +19,10 @@ from groups import nightly
 from preload import preloaded
 from requirements import needs_mpi
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Backend
@@ -78,6 +80,25 @@ def comm_hooks(backend: Backend) -> list[Tensor]:
         model.zero_grad()
         compute_loss(model(batch(backend.rank, step).float()).double()).backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def post_local_sgd(backend: Backend) -> list[Tensor]:
+    """Global gradients first, then gradients within groups of two ranks, and the mean of the models every 2 steps."""
+    ranks = [[rank for rank in (first, first + 1) if rank < backend.size] for first in range(0, backend.size, 2)]
+    groups = [dist.new_group(one) for one in ranks]
+    model = DistributedDataParallel(build(seed=backend.rank))
+    state = PostLocalSGDState(None, groups[backend.rank // 2], start_localSGD_iter=2)
+    model.register_comm_hook(state, post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), PeriodicModelAverager(period=2, warmup_steps=2)
+    )
+    results = []
+    for step in range(7):  # the last step is local
+        optimizer.zero_grad()
+        compute_loss(model(batch(backend.rank, step))).backward()
+        optimizer.step()
+        results += _result(model)
+    return results
 
 
 def object_collectives(backend: Backend) -> list[Any]:
@@ -170,6 +191,7 @@ CASES: list[Callable[[Backend], list[Any]]] = [
     zero_redundancy_optimizer,
     join_with_uneven_inputs,
     comm_hooks,
+    post_local_sgd,
     object_collectives,
     tensor_collectives,
     uneven_exchange,

@@ -91,6 +91,35 @@ def several_tensors_of_each_rank(backend: Backend) -> list[Any]:
     return [*results, values(group.broadcast(tensors, options)), [one.tolist() for one in tensors]]
 
 
+def several_inputs_gathered(backend: Backend) -> list[Any]:
+    own = [torch.tensor([10.0 * backend.rank + number]) for number in range(3)]
+    parts = [[torch.zeros(1) for _ in range(3 * backend.size)] for _ in range(3)]
+    future = world().allgather(parts, own).get_future()
+    future.wait()
+    return [[one.tolist() for one in some] for some in (*future.value(), *parts)]
+
+
+def one_tensor_twice(backend: Backend) -> list[Any]:
+    tensor = torch.tensor([1.0 + backend.rank])
+    world().allreduce_coalesced([tensor, tensor]).wait()
+    return tensor.tolist()
+
+
+def inference_mode(backend: Backend) -> list[Any]:
+    results = []
+    with torch.inference_mode():
+        own = torch.arange(2.0 * backend.size) + backend.rank
+        parts = [torch.zeros_like(own) for _ in range(backend.size)]
+        dist.all_gather(parts, own)
+        part, whole = torch.zeros(2), own.clone()
+        dist.reduce_scatter(part, list(own.view(backend.size, 2)))
+        dist.all_reduce(whole)
+        exchanged = torch.zeros_like(own)
+        dist.all_to_all_single(exchanged, own)
+        results += [one.tolist() for one in (*parts, part, whole, exchanged)]
+    return results
+
+
 def parts_of_different_sizes(backend: Backend) -> list[Any]:
     """Reduce-scatter of tensors whose size depends on the receiving rank, with none for rank 0."""
     inputs = [torch.arange(float(count)) + backend.rank for count in range(backend.size)]
@@ -145,8 +174,8 @@ def sequence_numbers(backend: Backend) -> list[Any]:
 
 
 CASES: list[Callable[[Backend], list[Any]]] = [
-    overloads, several_tensors_of_each_rank, parts_of_different_sizes, sparse_tensors, sparse_gradients,
-    built_in_hooks, sequence_numbers,
+    overloads, several_tensors_of_each_rank, several_inputs_gathered, one_tensor_twice, inference_mode,
+    parts_of_different_sizes, sparse_tensors, sparse_gradients, built_in_hooks, sequence_numbers,
 ]  # fmt: skip
 
 
@@ -187,6 +216,8 @@ def invalid_arguments(backend: Backend) -> list[list[str]]:
         ("requires a single-element input tensor list", lambda: group.gather([], [one, one], dist.GatherOptions())),
         ("Incorrect input list size", lambda: group.scatter(one, [one] * (size + 1), root=rank)),
         ("Incorrect output list size", lambda: group.gather([one] * (size + 1), one, root=rank)),
+        ("invalid output tensor list", lambda: group.allgather([[one] * (size + 1)], [one])),
+        ("invalid tensor size", lambda: group.allgather([[two] * size], [one])),
         ("requires empty input on non-root", lambda: group.scatter([one], [[one] * size], other_root)),
     ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -128,6 +130,30 @@ def one_group_per_thread(backend: Backend) -> list[Tensor]:
     return totals
 
 
+def groups_with_idle_ranks(backend: Backend) -> list[Tensor]:
+    """Use overlapping groups and the default group in turn, each rank with other pauses, so that ranks wait for the
+    operations of others at any time."""
+    rank, size = backend.rank, backend.size
+    members = [sorted({one, (one + 1) % size}) for one in range(size)] + [list(range(size))]
+    groups = [dist.new_group(ranks) for ranks in members]
+    order, pauses, results = random.Random(0), random.Random(rank), []
+    for turn in range(150):
+        number = order.randrange(len(groups))
+        if rank in members[number]:
+            time.sleep(pauses.choice((0, 0, 0, 0.001, 0.007)))
+            results.append(torch.full((turn % 5 + 1,), float(rank + turn)))
+            works = [dist.all_reduce(results[-1], group=groups[number], async_op=True)]
+            if turn % 3 == 0:  # a second operation that is pending at the same time
+                results.append(torch.full((2,), float(rank)))
+                works.append(dist.all_reduce(results[-1], group=groups[number], async_op=True))
+            for work in works:
+                work.wait()
+    for group, ranks in zip(groups, members, strict=True):
+        if rank in ranks:
+            dist.destroy_process_group(group)
+    return results
+
+
 def one_dimensional_mesh(backend: Backend) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (backend.size,), mesh_dim_names=("data",))
     return _collectives(mesh.get_group("data"), list(range(backend.size)))
@@ -195,6 +221,7 @@ CASES: list[Callable[[Backend], list[Any]]] = [
     overlapping_groups,
     two_groups_of_the_same_ranks,
     one_group_per_thread,
+    groups_with_idle_ranks,
     one_dimensional_mesh,
     sharded_model,
     state_from_rank_zero,
@@ -254,15 +281,19 @@ def test_a_mesh_of_two_dimensions_equals_the_one_on_gloo(size: int) -> None:
 @pytest.mark.parametrize("size", [2, *nightly(3, 4)])
 def test_subgroups_over_mpi_equal_those_on_gloo(size: int) -> None:
     command = ["mpirun", "-np", str(size), "--oversubscribe", "--allow-run-as-root"]
-    cases = [overlapping_groups, two_groups_of_the_same_ranks, one_group_per_thread, groups_created_by_their_members]
+    cases = [
+        overlapping_groups,
+        two_groups_of_the_same_ranks,
+        one_group_per_thread,
+        groups_with_idle_ranks,
+        groups_created_by_their_members,
+    ]
     with RankGroup("ddp", size) as gloo, RankGroup("horovod", size, command=command) as horovod:
         for case in cases:
             assert_equal(horovod.run(case), gloo.run(case))
 
 
 def counts_of_process_sets(backend: Backend) -> list[int]:
-    import time
-
     from horovod.torch.mpi_ops import _basics
 
     counts = [_basics.MPI_LIB_CTYPES.horovod_number_of_process_sets()]
@@ -303,10 +334,29 @@ def incomplete_group(backend: Backend) -> str:
     return ""
 
 
+def groups_with_messages(backend: Backend) -> list[float]:
+    """Use groups of two and of all ranks, although torch's names of these groups differ between the ranks."""
+    results = []
+    for ranks in (None, [0, 2]):
+        group = dist.new_group(ranks)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            value = torch.tensor(float(backend.rank))
+            dist.all_reduce(value, group=group)
+            results.append(value.item())
+    if backend.rank != 1:
+        other = 2 - backend.rank
+        value = torch.zeros(1)
+        works = [dist.isend(torch.tensor([10.0 + backend.rank]), other, group), dist.irecv(value, other, group)]
+        for work in works:
+            work.wait()
+        results.append(value.item())
+    return results
+
+
 def test_a_member_that_does_not_create_its_group_is_named() -> None:
     with RankGroup("horovod", 3) as group:
         first, *_ = group.run(incomplete_group)
         assert first.startswith("GroupTimeoutError: The creation of a group of the ranks [0, 2] timed out after 1 s")
         assert "Missing: rank 2." in first
-        # torch's group names differ between the ranks from now on, so the default group is used.
         assert group.run(sum_of_ranks) == [3.0] * 3
+        assert group.run(groups_with_messages) == [[3.0, 2.0, 12.0], [3.0], [3.0, 2.0, 10.0]]

@@ -1,7 +1,7 @@
 """The fixes of Horovod's Gloo, tested on the installed Horovod with real processes.
 
-Without them the first test hangs until its limit kills it, the second is hundreds of times too slow, the third waits
-for cycles, and the fourth ends in `connect [127.0.1.1]: Connection refused`. None leaves a process behind: every rank
+Without them the first test hangs until its limit kills it, the second is hundreds of times too slow, the next two wait
+for cycles, and the last ends in `connect [127.0.1.1]: Connection refused`. None leaves a process behind: every rank
 is a session of its own that is killed at the end.
 """
 
@@ -95,6 +95,29 @@ def at_once():
         hvd.synchronize(handle)
 
 print("one by one:", seconds(one_by_one), "at once:", seconds(at_once), flush=True)
+hvd.shutdown()
+"""
+
+# Prints the seconds of ten operations of a process set that contains only rank 0, each after a pause. Rank 1 has no
+# pending operation until then.
+PROCESS_SET = """
+import os, pathlib, time, torch, horovod.torch as hvd
+from datetime import timedelta
+from unitrain.backends.horovod.process_sets import add_process_set
+hvd.init()
+if hvd.rank() == 0:
+    alone = add_process_set([0], timedelta(seconds=30), list)
+    seconds = 0
+    for number in range(10):
+        time.sleep(0.1)
+        started = time.perf_counter()
+        hvd.allreduce(torch.ones(4), name=f"alone {number}", process_set=alone)
+        seconds += time.perf_counter() - started
+    print("one by one:", seconds, flush=True)
+    pathlib.Path(os.environ["DONE"]).touch()
+while not pathlib.Path(os.environ["DONE"]).exists():
+    time.sleep(0.05)
+hvd.allreduce(torch.ones(4), name="together")
 hvd.shutdown()
 """
 
@@ -228,6 +251,19 @@ def test_operations_of_an_idle_thread_start_immediately(processes: Processes) ->
     one_by_one, at_once = map(float, found.groups())
     assert one_by_one < 3
     assert at_once < 3  # twenty separate cycles would take 8 s
+
+
+def test_operations_of_a_process_set_wake_the_other_ranks(processes: Processes, tmp_path: Path) -> None:
+    """Without the change, each of ten operations waits 0.3 s for the next cycle of rank 1."""
+    cycles = {"HOROVOD_CYCLE_TIME": "400", "HOROVOD_IDLE_CYCLE_TIME": "2000", "DONE": str(tmp_path / "done")}
+    ranks = start_ranks(
+        processes, PROCESS_SET, ("localhost", "localhost"), "127.0.0.1", HOROVOD_GLOO_IFACE="lo", **cycles
+    )
+    processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of both ranks")
+    assert [rank.returncode for rank in ranks] == [0, 0], processes.message_text("rank0")
+    found = re.search(r"one by one: ([0-9.]+)", processes.message_text("rank0"))
+    assert found is not None, processes.message_text("rank0")
+    assert float(found.group(1)) < 1.5
 
 
 @pytest.fixture

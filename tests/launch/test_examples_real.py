@@ -58,10 +58,12 @@ def test_digits_prints_the_same_results_under_each_launcher() -> None:
 
 @needs_hosts
 @pytest.mark.nightly
-def test_hierarchical_prints_the_results_of_digits_on_two_hosts(two_hosts: list[Host]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hierarchical_prints_the_results_of_digits_on_two_hosts(two_hosts: list[Host], backend: str) -> None:
     launch = [sys.executable, "-m", "unitrain", "launch"]
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    done = two_hosts[0].run([*launch, "-H", "h1:2,h2:1", str(EXAMPLES / "hierarchical.py"), "--epochs", "3"], variables)
+    hosts = ["-H", "h1:2,h2:1", "--backend", backend]
+    done = two_hosts[0].run([*launch, *hosts, str(EXAMPLES / "hierarchical.py"), "--epochs", "3"], variables)
     assert done.returncode == 0, done.stdout
     command = [*launch, "-np", "3", str(EXAMPLES / "digits.py"), "--epochs", "3", "--device", "cpu"]
     # The reductions add in different orders.

@@ -76,16 +76,21 @@ def compare(suite: Suite, outcomes: Outcomes) -> Comparison:
     return result
 
 
-def write_table(path: Path, backends: list[str], comparisons: list[Comparison], lines: list[str]) -> None:
+def write_table(
+    path: Path, backends: list[str], comparisons: list[Comparison], folder: Path | None, lines: list[str]
+) -> None:
     import torch
+
+    version = "" if folder is None else (folder / "version.txt").read_text().strip()
+    source = f", and the tests that the wheel does not contain with the files of PyTorch {version}" if version else ""
 
     missing = [suite.title for suite in SUITES if suite.name not in {one.suite.name for one in comparisons}]
     titles = [TITLES[backend] for backend in backends[1:]]
     text = [
         "# PyTorch's tests of process groups, with Gloo and with Horovod",
         "",
-        f"Written by `make test-torch-suites` with torch {torch.__version__} on CPUs. Numbers count the tests that "
-        "pass. A test that passes with Gloo and fails with Horovod is listed with its reason.",
+        f"Written by `make test-torch-suites` with torch {torch.__version__} on CPUs{source}. Numbers count the tests "
+        "that pass. A test that passes with Gloo and fails with Horovod is listed with its reason.",
         "",
         "| suite | Gloo | " + " | ".join(titles) + " | listed |",
         "|---|---|" + "---|" * len(titles) + "---|",
@@ -141,7 +146,7 @@ def main() -> int:
     else:
         is_passed = True
     if arguments.write is not None:
-        write_table(arguments.write, backends, comparisons, lines)
+        write_table(arguments.write, backends, comparisons, arguments.folder, lines)
     failed = sum(len(one.failed) for one in comparisons)
     passed = sum(sum(one.passed.values()) for one in comparisons)
     print(f"{passed} passed, {failed} failed")

@@ -214,6 +214,9 @@ def run(
                             if outcome[0] == rank.FAILED:  # a second time, because many tests have short timeouts
                                 outcome = job.run(module, classes, (class_name, name))
                             found[backend][test] = outcome
+                            print(f"{backend} {test}: {outcome[0]}, {outcome[2]:.1f} s", file=sys.stderr, flush=True)
+                            if outcome[0] == rank.FAILED and backend != backends[0]:
+                                print(outcome[1], file=sys.stderr, flush=True)
         if logs is not None:
             for log in folder.glob("*.log"):
                 shutil.copy(log, logs / f"{suite.name}.{log.name}")
@@ -221,7 +224,7 @@ def run(
 
 
 def _size_of(test_class: Any, name: str) -> int:
-    size = test_class.world_size
+    size = getattr(test_class, "world_size", 1)  # a class without it runs on one rank
     return int(size if isinstance(size, int) else test_class(name).world_size)
 
 

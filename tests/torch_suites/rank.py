@@ -104,7 +104,14 @@ class Rank:
             getattr(instance, test)()
             instance._barrier()
             return
-        getattr(instance, test)()
+        if issubclass(test_class, common_distributed.MultiProcessTestCase):
+            getattr(instance, test)()  # setUp would start the ranks
+            return
+        instance.setUp()
+        try:
+            getattr(instance, test)()
+        finally:
+            instance.tearDown()
 
     def _destroy_groups(self) -> None:
         if dist.is_initialized():

@@ -21,7 +21,8 @@ class Suite:
     """Tests of one module at one number of ranks.
 
     `module` is the name of a module of the wheel, or the path of a file relative to the folder of PyTorch's checkout.
-    `size` is None if each test class defines its number of ranks.
+    `size` is None if each test class defines its number of ranks. `single_rank` contains the names of classes whose
+    tests run on one rank.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Suite:
     module: str
     size: int | None
     selects: Callable[[str], bool] = lambda test: True
+    single_rank: tuple[str, ...] = ()
 
     @property
     def is_in_wheel(self) -> bool:
@@ -43,30 +45,42 @@ def _is_group_test(test: str) -> bool:
     return "group" in test
 
 
+_FOLDER = "test/distributed"
+_CHECKPOINT_FILES = (
+    "checkpoint", "dtensor_checkpoint", "dtensor_resharding", "file_system_checkpoint_cpu", "format_utils",
+    "fsdp_model_state", "fsdp_optim_state", "hsdp_checkpoint", "save_load_api", "state_dict", "state_dict_utils",
+    "tp_checkpoint",
+)  # fmt: skip
 SUITES = (
     Suite("wheel", "DistributedTest", WHEEL_MODULE, 2),
     Suite("groups", "DistributedTest, groups, 3 ranks", WHEEL_MODULE, 3, _is_group_test),
     Suite(
         "direct",
         "ProcessGroupGlooTest (direct method calls)",
-        "test/distributed/test_c10d_gloo.py",
+        f"{_FOLDER}/test_c10d_gloo.py",
         None,
         _prefix("ProcessGroupGlooTest."),
     ),
     Suite(
         "reducer",
         "DDP, comm hooks, reducer",
-        "test/distributed/test_c10d_gloo.py",
+        f"{_FOLDER}/test_c10d_gloo.py",
         None,
         _prefix("DistributedDataParallelTest.", "ReducerTest.", "CommTest."),
+        ("ReducerTest",),
     ),
-    Suite("hooks", "DDP comm hooks", "test/distributed/algorithms/ddp_comm_hooks/test_ddp_hooks.py", None),
-    Suite("checkpoint", "distributed checkpoint", "test/distributed/checkpoint/test_checkpoint.py", None),
-    Suite("state_dict", "distributed checkpoint, state dicts", "test/distributed/checkpoint/test_state_dict.py", None),
-    Suite("join", "Join", "test/distributed/algorithms/test_join.py", None),
-    Suite("objects", "object collectives", "test/distributed/test_c10d_object_collectives.py", None),
-    Suite("zero", "ZeroRedundancyOptimizer", "test/distributed/optim/test_zero_redundancy_optimizer.py", None),
-    Suite("functional", "functional collectives", "test/distributed/test_c10d_functional_native.py", None),
+    Suite("common", "DDP and process groups of Python", f"{_FOLDER}/test_c10d_common.py", None),
+    Suite("wrapper", "checks of arguments (TORCH_DISTRIBUTED_DEBUG)", f"{_FOLDER}/test_pg_wrapper.py", None),
+    Suite("hooks", "DDP comm hooks", f"{_FOLDER}/algorithms/ddp_comm_hooks/test_ddp_hooks.py", None),
+    Suite("join", "Join", f"{_FOLDER}/algorithms/test_join.py", None),
+    Suite("objects", "object collectives", f"{_FOLDER}/test_c10d_object_collectives.py", None),
+    Suite("zero", "ZeroRedundancyOptimizer", f"{_FOLDER}/optim/test_zero_redundancy_optimizer.py", None),
+    Suite("functional", "functional collectives", f"{_FOLDER}/test_functional_api.py", None),
+    Suite("mesh", "DeviceMesh", f"{_FOLDER}/test_device_mesh.py", None),
+    *(
+        Suite(f"checkpoint.{name}", f"distributed checkpoint, {name}", f"{_FOLDER}/checkpoint/test_{name}.py", None)
+        for name in _CHECKPOINT_FILES
+    ),
 )
 BY_NAME = {suite.name: suite for suite in SUITES}
 
@@ -88,7 +102,7 @@ def load_module(suite: Suite, folder: Path | None) -> ModuleType:
 
 
 def test_classes(suite: Suite, module: ModuleType) -> list[type[unittest.TestCase]]:
-    """Return the classes with multi-rank tests."""
+    """Return the classes with multi-rank tests, and those of `suite.single_rank`."""
     from torch.testing._internal import common_distributed
 
     if suite.is_in_wheel:
@@ -98,7 +112,9 @@ def test_classes(suite: Suite, module: ModuleType) -> list[type[unittest.TestCas
     return [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, bases) and value.__module__ == module.__name__
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and (issubclass(value, bases) or value.__name__ in suite.single_rank)
     ]
 
 

@@ -18,28 +18,37 @@ namespace {
 struct Wake {
   std::mutex mutex;
   std::condition_variable condition;
-  bool was_operation_added = false;
+  bool is_requested = false;
+  std::function<void()> wake_other_ranks;
 };
 
 // Never destroyed, because the background thread outlives static objects.
 Wake& wake = *new Wake;
 
-void WakeBackgroundThread() {
+} // namespace
+
+void TensorQueue::WakeBackgroundThread(bool wakes_other_ranks) {
   {
     std::lock_guard<std::mutex> guard(wake.mutex);
-    wake.was_operation_added = true;
+    wake.is_requested = true;
+    if (wakes_other_ranks && wake.wake_other_ranks) {
+      wake.wake_other_ranks();
+    }
   }
   wake.condition.notify_one();
 }
 
-} // namespace
+void TensorQueue::SetWakeOtherRanks(std::function<void()> function) {
+  std::lock_guard<std::mutex> guard(wake.mutex);
+  wake.wake_other_ranks = std::move(function);
+}
 
 void TensorQueue::SleepUntil(std::chrono::steady_clock::time_point deadline,
                              bool wakes) {
   std::unique_lock<std::mutex> lock(wake.mutex);
   wake.condition.wait_until(
-      lock, deadline, [wakes] { return wakes && wake.was_operation_added; });
-  wake.was_operation_added = false;
+      lock, deadline, [wakes] { return wakes && wake.is_requested; });
+  wake.is_requested = false;
 }
 
 bool TensorQueue::HasPendingOperations() const {
@@ -61,8 +70,11 @@ _SLEEP_OF_A_CYCLE = """\
 _SLEEP_UNTIL_AN_OPERATION = """\
   bool is_idle = state.idle_cycle_ms > 0 &&
                  !state.process_set_table.HasPendingOperations(0);
-  // With several process sets, ranks wait for others that enqueue nothing.
-  double cycle_ms = is_idle && state.process_set_table.Ids().size() == 1
+  // With several process sets, ranks wait for others that enqueue nothing,
+  // and wake them.
+  bool is_woken =
+      state.process_set_table.Ids().size() == 1 || CanWakeOtherRanks();
+  double cycle_ms = is_idle && is_woken
                         ? state.idle_cycle_ms
                         : state.parameter_manager.CycleTimeMs();
   TensorQueue::SleepUntil(state.last_cycle_start + std::chrono::microseconds(
@@ -200,7 +212,7 @@ PATCHES: tuple[Patch, ...] = (
             Edit(
                 file="horovod/common/tensor_queue.h",
                 before="#include <iostream>\n",
-                after="#include <chrono>\n#include <iostream>\n",
+                after="#include <chrono>\n#include <functional>\n#include <iostream>\n",
             ),
             Edit(
                 file="horovod/common/tensor_queue.h",
@@ -208,10 +220,15 @@ PATCHES: tuple[Patch, ...] = (
                 after="  void RemoveJoinTensor();\n\n"
                 "  // Return whether operations have been enqueued that have not started.\n"
                 "  bool HasPendingOperations() const;\n\n"
-                "  // Sleep until `deadline`. With `wakes`, return early if an operation has\n"
-                "  // been added to any queue since the previous call.\n"
+                "  // Sleep until `deadline`. With `wakes`, return early if\n"
+                "  // WakeBackgroundThread has been called since the previous call, for example\n"
+                "  // because an operation has been added to any queue.\n"
                 "  static void SleepUntil(std::chrono::steady_clock::time_point deadline,\n"
-                "                         bool wakes);\n",
+                "                         bool wakes);\n\n"
+                "  // Wake this rank's background thread, and with `wakes_other_ranks` also\n"
+                "  // those of other ranks, with the function of SetWakeOtherRanks.\n"
+                "  static void WakeBackgroundThread(bool wakes_other_ranks);\n\n"
+                "  static void SetWakeOtherRanks(std::function<void()> function);\n",
             ),
             Edit(
                 file="horovod/common/tensor_queue.cc",
@@ -225,24 +242,27 @@ PATCHES: tuple[Patch, ...] = (
                 "  std::lock_guard<std::mutex> guard(mutex_);\n",
                 after=_WAKE + "// Add a TensorTableEntry as well as its message to the queue.\n"
                 "Status TensorQueue::AddToTensorQueue(TensorTableEntry& e, Request& message) {\n"
+                "  bool wakes_other_ranks = e.process_set_id != 0;\n"
                 "  std::unique_lock<std::mutex> guard(mutex_);\n",
             ),
             Edit(
                 file="horovod/common/tensor_queue.cc",
                 before="  message_queue_.push(std::move(message));\n  return Status::OK();\n",
                 after="  message_queue_.push(std::move(message));\n"
-                "  guard.unlock();\n  WakeBackgroundThread();\n  return Status::OK();\n",
+                "  guard.unlock();\n  WakeBackgroundThread(wakes_other_ranks);\n  return Status::OK();\n",
             ),
             Edit(
                 file="horovod/common/tensor_queue.cc",
                 before="std::vector<Request>& messages) {\n  std::lock_guard<std::mutex> guard(mutex_);\n",
-                after="std::vector<Request>& messages) {\n  std::unique_lock<std::mutex> guard(mutex_);\n",
+                after="std::vector<Request>& messages) {\n"
+                "  bool wakes_other_ranks = !entries.empty() && entries[0].process_set_id != 0;\n"
+                "  std::unique_lock<std::mutex> guard(mutex_);\n",
             ),
             Edit(
                 file="horovod/common/tensor_queue.cc",
                 before="    message_queue_.push(std::move(messages[i]));\n  }\n  return Status::OK();\n",
                 after="    message_queue_.push(std::move(messages[i]));\n  }\n"
-                "  guard.unlock();\n  WakeBackgroundThread();\n  return Status::OK();\n",
+                "  guard.unlock();\n  WakeBackgroundThread(wakes_other_ranks);\n  return Status::OK();\n",
             ),
             Edit(
                 file="horovod/common/global_state.h",

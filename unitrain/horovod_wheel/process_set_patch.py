@@ -4,8 +4,164 @@ from __future__ import annotations
 
 from unitrain.horovod_wheel.patching import Edit, Patch
 
+_GLOO_WAKER = """\
+// Wakes the sleeping background threads of all ranks, over the connections of
+// the global context. A rank sends a message to the ranks at distances 1, 2, 4
+// and so on; a receiver forwards it to the distances below that of its sender,
+// so each rank sends O(log(size)) messages.
+class GlooWaker {
+public:
+  // All ranks create it. `wake` is called for each received message.
+  GlooWaker(std::shared_ptr<gloo::Context> context, std::function<void()> wake);
+
+  ~GlooWaker();
+
+  // Wake all other ranks, without waiting.
+  void WakeOtherRanks();
+
+  // Return false if a connection has been lost.
+  bool IsConnected() const { return is_connected_; }
+
+private:
+  void Receive(int level);
+
+  void Send();
+
+  void RequestLevels(int levels);
+
+  std::shared_ptr<gloo::Context> context_;
+  std::function<void()> wake_;
+  char sent_ = 0;
+  std::vector<char> received_;
+  std::unique_ptr<gloo::transport::UnboundBuffer> sender_buffer_;
+  std::vector<std::unique_ptr<gloo::transport::UnboundBuffer>>
+      receiver_buffers_;
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;
+  std::condition_variable condition_;
+  int requested_levels_ = 0;
+  bool is_stopping_ = false;
+  std::atomic_bool is_connected_{true};
+};
+
+"""
+_GLOO_WAKER_METHODS = """\
+namespace {
+
+// Different from the slots of Gloo's collectives.
+constexpr uint64_t kWakeSlot = 0xffull << 56;
+// Without a limit. The largest possible duration would overflow.
+constexpr auto kNoTimeout =
+    std::chrono::milliseconds(std::chrono::hours(24 * 365 * 10));
+
+} // namespace
+
+GlooWaker::GlooWaker(std::shared_ptr<gloo::Context> context,
+                     std::function<void()> wake)
+    : context_(std::move(context)), wake_(std::move(wake)) {
+  int levels = 0;
+  while ((1 << levels) < context_->size) {
+    ++levels;
+  }
+  received_.resize(levels);
+  sender_buffer_ = context_->createUnboundBuffer(&sent_, 1);
+  for (int level = 0; level < levels; ++level) {
+    receiver_buffers_.push_back(
+        context_->createUnboundBuffer(&received_[level], 1));
+  }
+  threads_.emplace_back(&GlooWaker::Send, this);
+  for (int level = 0; level < levels; ++level) {
+    threads_.emplace_back(&GlooWaker::Receive, this, level);
+  }
+}
+
+GlooWaker::~GlooWaker() {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    is_stopping_ = true;
+  }
+  condition_.notify_one();
+  sender_buffer_->abortWaitSend();
+  for (auto& buffer : receiver_buffers_) {
+    buffer->abortWaitRecv();
+  }
+  for (auto& thread : threads_) {
+    thread.join();
+  }
+}
+
+void GlooWaker::WakeOtherRanks() { RequestLevels((int)received_.size()); }
+
+void GlooWaker::RequestLevels(int levels) {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    requested_levels_ = std::max(requested_levels_, levels);
+  }
+  condition_.notify_one();
+}
+
+void GlooWaker::Receive(int level) {
+  auto& buffer = receiver_buffers_[level];
+  int source = (context_->rank - (1 << level) + context_->size) % context_->size;
+  try {
+    buffer->recv(source, kWakeSlot);
+    while (buffer->waitRecv(kNoTimeout)) {
+      buffer->recv(source, kWakeSlot);
+      wake_();
+      RequestLevels(level);
+    }
+  } catch (const std::exception& error) {
+    is_connected_ = false;
+  }
+}
+
+void GlooWaker::Send() {
+  try {
+    while (true) {
+      int levels;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        condition_.wait(lock,
+                        [this] { return is_stopping_ || requested_levels_; });
+        if (is_stopping_) {
+          return;
+        }
+        levels = requested_levels_;
+        requested_levels_ = 0;
+      }
+      for (int level = levels - 1; level >= 0; --level) {
+        int destination = (context_->rank + (1 << level)) % context_->size;
+        sender_buffer_->send(destination, kWakeSlot);
+      }
+      for (int level = 0; level < levels; ++level) {
+        if (!sender_buffer_->waitSend(kNoTimeout)) {
+          return;
+        }
+      }
+    }
+  } catch (const std::exception& error) {
+    is_connected_ = false;
+  }
+}
+
+"""
 _EXCHANGE_REQUESTS = """\
 namespace {
+
+// Wakes ranks that are not members of a process set when its members enqueue
+// operations. It exists from the creation of the first process set until
+// shutdown.
+#if HAVE_GLOO
+GlooWaker* gloo_waker = nullptr;
+#endif // HAVE_GLOO
+
+bool CanWakeOtherRanks() {
+#if HAVE_GLOO
+  return gloo_waker != nullptr && gloo_waker->IsConnected();
+#else
+  return false;
+#endif // HAVE_GLOO
+}
 
 // Process sets, as sorted global ranks, that this rank has requested to add or
 // to remove.
@@ -77,6 +233,12 @@ void ExchangeProcessSetRequests(HorovodGlobalState& state) {
 #if HAVE_GLOO
       if (state.control_operation == LibType::GLOO) {
         process_set.Initialize(global_gloo_context);
+        if (gloo_waker == nullptr && state.idle_cycle_ms > 0) {
+          gloo_waker = new GlooWaker(global_gloo_context.ctx, [] {
+            TensorQueue::WakeBackgroundThread(false);
+          });
+          TensorQueue::SetWakeOtherRanks([] { gloo_waker->WakeOtherRanks(); });
+        }
       }
 #endif // HAVE_GLOO
     } else if (!adds && id > 0) {
@@ -145,7 +307,8 @@ PROCESS_SETS = Patch(
     kind="fix",
     reason="All ranks must add a process set at the same time, and with HOROVOD_DYNAMIC_PROCESS_SETS, every cycle "
     "contains one more allgather. With horovod_request_process_set, only the members of a process set take part, "
-    "and a cycle in which no process set is requested or used costs nothing.",
+    "a cycle in which no process set is requested or used costs nothing, and over Gloo, ranks that are not members "
+    "sleep until the members wake them.",
     edits=(
         Edit(
             file="horovod/common/response_cache.h",
@@ -212,6 +375,29 @@ PROCESS_SETS = Patch(
             "    if (is_global) {\n"
             "      state.any_rank_requests_process_sets =\n          cache_coordinator.process_sets_requested;\n"
             "      state.any_rank_uses_process_sets =\n          cache_coordinator.process_sets_used;\n    }\n",
+        ),
+        Edit(
+            file="horovod/common/gloo/gloo_context.h",
+            before='#include "gloo/context.h"\n',
+            after="#include <atomic>\n#include <condition_variable>\n#include <functional>\n"
+            "#include <memory>\n#include <mutex>\n#include <thread>\n#include <vector>\n\n"
+            '#include "gloo/context.h"\n#include "gloo/transport/unbound_buffer.h"\n',
+        ),
+        Edit(
+            file="horovod/common/gloo/gloo_context.h",
+            before="} // namespace common\n} // namespace horovod\n\n#endif // HOROVOD_GLOO_CONTEXT_H\n",
+            after=_GLOO_WAKER + "} // namespace common\n} // namespace horovod\n\n#endif // HOROVOD_GLOO_CONTEXT_H\n",
+        ),
+        Edit(
+            file="horovod/common/gloo/gloo_context.cc",
+            before="void GlooContext::Finalize() {\n",
+            after=_GLOO_WAKER_METHODS + "void GlooContext::Finalize() {\n",
+        ),
+        Edit(
+            file="horovod/common/operations.cc",
+            before="#if HAVE_GLOO\n  global_gloo_context.Finalize();\n",
+            after="#if HAVE_GLOO\n  TensorQueue::SetWakeOtherRanks(nullptr);\n  delete gloo_waker;\n"
+            "  gloo_waker = nullptr;\n  global_gloo_context.Finalize();\n",
         ),
         Edit(
             file="horovod/common/process_set.h",

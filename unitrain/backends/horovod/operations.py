@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
 from unitrain.backends.horovod.process_sets import join_process_set
-from unitrain.backends.horovod.runtime import next_group_number
+from unitrain.backends.horovod.runtime import count_group, next_group_number
 from unitrain.backends.horovod.tensors import (
     ALLTOALL_BYTES,
     Destination,
@@ -48,6 +48,7 @@ class OperationStarter(dist.ProcessGroup):
         self._process_set = join_process_set(store, rank, ranks, timeout)
         self._is_shut_down = False
         self._number, self._generation = next_group_number(ranks), 0
+        count_group(ranks)
         self._prefix = f"unitrain.{self._number}.0"
         self._timeout = timeout
         self._completions = CompletionQueue()
@@ -168,7 +169,13 @@ class OperationStarter(dist.ProcessGroup):
             )
         return works
 
-    def _gather(self, local_tensor: Tensor, outputs: list[Tensor] | Tensor, result: Any) -> list[HorovodWork]:
+    def _gather(
+        self,
+        local_tensor: Tensor,
+        outputs: list[Tensor] | Tensor,
+        result: Any,
+        on_complete: Callable[[], object] | None = None,
+    ) -> list[HorovodWork]:
         """Start to gather `local_tensor` of every rank into `outputs`: a list of tensors, one tensor, or an empty
         list."""
         count = local_tensor.numel() * local_tensor.element_size()
@@ -188,6 +195,8 @@ class OperationStarter(dist.ProcessGroup):
             if place.stop == count:
                 for target in targets:
                     target.finish()
+                if on_complete is not None:
+                    on_complete()
 
         return self._gather_pieces(local_tensor, result, finish)
 
@@ -273,7 +282,8 @@ class OperationStarter(dist.ProcessGroup):
         if (previous := self._latest.get(name)) is not None:
             previous.wait()
         started = Operation(self._position, signature)
-        handle = start(name=name, process_set=self._process_set)
+        with torch.inference_mode(False):  # Horovod's thread cannot resize a tensor that is created in this mode
+            handle = start(name=name, process_set=self._process_set)
         work = HorovodWork(
             operation, handle, result, device, finish, self._timeout, self._completions, started,
             self._mismatches.find,

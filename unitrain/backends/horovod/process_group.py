@@ -32,7 +32,7 @@ from unitrain.backends.horovod.monitored_barrier import MonitoredBarrier
 from unitrain.backends.horovod.operations import OperationStarter
 from unitrain.backends.horovod.point_to_point import MessageWork, PointToPoint
 from unitrain.backends.horovod.process_sets import remove_process_set
-from unitrain.backends.horovod.runtime import export_torch_variables, start_for_group
+from unitrain.backends.horovod.runtime import export_torch_variables, next_group_number, start_for_group
 from unitrain.backends.horovod.tensors import (
     Destination,
     combine_two,
@@ -43,7 +43,7 @@ from unitrain.backends.horovod.tensors import (
 from unitrain.backends.horovod.work import HorovodWork, join_works
 from unitrain.bootstrap import environment
 from unitrain.errors import CollectiveArgumentError, UnsupportedError
-from unitrain.torch_compat import disable_compile
+from unitrain.torch_compat import backend_options, default_store, disable_compile
 
 NAME = "horovod"
 GroupT = TypeVar("GroupT", bound=dist.ProcessGroup)
@@ -75,17 +75,19 @@ def _create(
     store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()
 ) -> HorovodProcessGroup:
     """Return a group of the global `ranks`, or the default group if `ranks` is empty. All its members call it."""
-    # A store can be used for several groups with the same name, one after the other.
-    store = dist.PrefixStore(str(store.add(f"groups/{rank}", 1)), store)
     if not ranks:
+        # A store can be used for several default groups, one after the other.
+        store = dist.PrefixStore(str(store.add(f"groups/{rank}", 1)), store)
         start_for_group(store, rank, size, timeout)
-        ranks = range(size)
-    elif list(ranks) != sorted(ranks):
+        return HorovodProcessGroup(store, rank, range(size), timeout)
+    if list(ranks) != sorted(ranks):
         raise UnsupportedError(
             f"A group of the ranks {list(ranks)} was requested, but Horovod orders the ranks of a group. "
             f"Use torch.distributed.new_group({sorted(ranks)})."
         )
-    return HorovodProcessGroup(store, rank, ranks, timeout)
+    # The prefix of `store` contains torch's name of the group, which may differ between ranks.
+    prefix = f"horovod/{'_'.join(map(str, ranks))}/{next_group_number(ranks)}"
+    return HorovodProcessGroup(dist.PrefixStore(prefix, default_store()), rank, ranks, timeout)
 
 
 def _disable_compile_of_collectives(group: type[GroupT]) -> type[GroupT]:
@@ -159,7 +161,16 @@ class HorovodProcessGroup(OperationStarter):
 
     @signatures.accepts(signatures.allreduce_coalesced)
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        works = [self._reduce("allreduce", tensor, tensor, opts.reduceOp, tensors) for tensor in tensors]
+        # A tensor may occur several times. Each operation reduces the original values.
+        places = [tensor.data_ptr() for tensor in tensors]
+        sources = [
+            tensor.clone() if place in places[:index] else tensor
+            for index, (tensor, place) in enumerate(zip(tensors, places, strict=True))
+        ]
+        works = [
+            self._reduce("allreduce", source, tensor, opts.reduceOp, tensors)
+            for source, tensor in zip(sources, tensors, strict=True)
+        ]
         return _join_all(works, tensors)
 
     @signatures.accepts(signatures.reduce)
@@ -191,8 +202,20 @@ class HorovodProcessGroup(OperationStarter):
 
     @signatures.accepts(signatures.allgather)
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        (local_tensor,), (parts,) = inputs, outputs
-        return join_works(self._gather(local_tensor, parts, parts), parts, local_tensor.device)
+        count, parts = len(inputs), outputs[0]
+        if count == 1:
+            return join_works(self._gather(inputs[0], parts, parts), parts, inputs[0].device)
+
+        def copy_to_all() -> None:
+            for other in outputs[1:]:
+                for target, part in zip(other, parts, strict=True):
+                    target.detach().copy_(part)
+
+        works = []
+        for index, tensor in enumerate(inputs):
+            is_last = index == count - 1
+            works += self._gather(tensor, parts[index::count], outputs, copy_to_all if is_last else None)
+        return join_works(works, outputs, inputs[0].device)
 
     @signatures.accepts(signatures.all_gather_single)
     def _allgather_base(self, output: Tensor, local_tensor: Tensor, opts: Any) -> dist.Work:
@@ -345,6 +368,11 @@ class HorovodProcessGroup(OperationStarter):
         return join_works(works, list({id(tensor): tensor for tensor in results}.values()), device)
 
     # --- attributes that torch expects of every group ---
+
+    @property
+    def options(self) -> Any:
+        """A copy of the options of this group, with its timeout."""
+        return backend_options(NAME, self._timeout)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return NAME

@@ -40,7 +40,11 @@ def join_process_set(store: dist.Store, rank: int, ranks: Sequence[int], timeout
     def missing_ranks() -> list[int]:
         return [one for number, one in enumerate(ranks) if not store.check([f"joined/{number}"])]
 
-    return add_process_set(ranks, timeout, missing_ranks)
+    try:
+        return add_process_set(ranks, timeout, missing_ranks)
+    except BaseException:
+        store.delete_key(f"joined/{rank}")  # the next group of these ranks uses the same store
+        raise
 
 
 def add_process_set(

@@ -143,12 +143,17 @@ def own_address() -> str:
 
 
 def next_group_number(ranks: Sequence[int]) -> int:
-    """Return a number for a new group of `ranks`, which is the same on all its members.
+    """Return the number of the next group of `ranks`, which is the same on all its members.
 
-    torch's group names differ between ranks after some ranks have created a group with `use_local_synchronization`.
+    torch's group names differ between ranks after some ranks have created a group with `use_local_synchronization`, or
+    after its creation has failed.
     """
-    _group_numbers[tuple(ranks)] += 1
     return _group_numbers[tuple(ranks)]
+
+
+def count_group(ranks: Sequence[int]) -> None:
+    """Count a group of `ranks` that all its members have joined."""
+    _group_numbers[tuple(ranks)] += 1
 
 
 def _find_own_address(rendezvous: Rendezvous) -> str:

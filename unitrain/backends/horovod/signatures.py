@@ -80,15 +80,15 @@ def allreduce_coalesced(group: Any, tensors: Any, opts: Any = None) -> Arguments
     _check_not_empty("allreduce_coalesced", tensors)
     first = tensors[0]
     for index, tensor in enumerate(tensors):
-        if tensor.dtype != first.dtype or tensor.device != first.device:
-            raise CollectiveArgumentError(
-                "Horovod's allreduce_coalesced: tensors must all have the same type, got "
-                f"{first.dtype} and {tensor.dtype}. Call it once for each dtype and device."
-            )
         if tensor.layout != first.layout:
             raise CollectiveArgumentError(
                 f"Horovod's allreduce_coalesced got an invalid tensor layout at index {index}: {tensor.layout}. "
                 "Call it with dense tensors: tensor.to_dense()"
+            )
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise CollectiveArgumentError(
+                "Horovod's allreduce_coalesced: tensors must all have the same type, got "
+                f"{first.dtype} and {tensor.dtype}. Call it once for each dtype and device."
             )
     if first.layout != torch.strided:
         raise CollectiveArgumentError(
@@ -138,8 +138,15 @@ def allgather(
             f"{len(inputs)} and {len(outputs)}. Pass one list of outputs for each input."
         )
     _check_same("allgather", inputs)
-    for parts in outputs:
-        _check_parts("allgather", "output", group, parts, inputs[0], len(inputs), check_sizes=False)
+    for index, parts in enumerate(outputs):
+        count = group.size() * len(inputs)
+        if len(parts) != count:
+            raise CollectiveArgumentError(
+                f"Horovod's allgather got an invalid output tensor list at index {index}: length {len(parts)}, "
+                f"expected {count}. Pass one output per input and rank."
+            )
+        for part in parts:
+            _check_equals("allgather", part, inputs[0], check_size=part.numel() != inputs[0].numel())
     return outputs, inputs, _options(_AllgatherOptions, opts, timeout)
 
 
@@ -316,11 +323,10 @@ def _check_parts(
     group: Any,
     parts: Sequence[Tensor],
     expected: Tensor,
-    lists: int = 1,
     check_sizes: bool = True,
 ) -> None:
-    """Raise CollectiveArgumentError unless `parts` has one tensor per rank and input, like `expected`."""
-    size = group.size() * lists
+    """Raise CollectiveArgumentError unless `parts` has one tensor per rank, like `expected`."""
+    size = group.size()
     if len(parts) != size:
         raise CollectiveArgumentError(
             f"Horovod's {operation}: Incorrect {kind} list size {len(parts)}. {kind.capitalize()} list size should be "

@@ -73,6 +73,7 @@ class HorovodWork(Work):
         self._error: Exception | None = None
         self._device = device
         self._ready: torch.cuda.Event | None = None
+        self._is_inference = torch.is_inference_mode_enabled()
         self._future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[device] if device.type == "cuda" else None
         )
@@ -113,7 +114,7 @@ class HorovodWork(Work):
             )
             return True
         try:
-            with torch.no_grad():
+            with torch.inference_mode() if self._is_inference else torch.no_grad():
                 output = hvd.synchronize(self._handle)
                 if self._finish is not None:
                     self._finish(output)
@@ -230,7 +231,8 @@ def _as_tensor_list(future: torch.futures.Future[Any], result: Any) -> torch.fut
 
     DDP's built-in hook FP16_COMPRESS rejects futures of Python objects. The returned future completes 0.1 ms later.
     """
-    if not isinstance(result, list) or not result or result[0].dtype != torch.float16 or result[0].is_cuda:
+    first = result[0] if isinstance(result, list) and result else None
+    if not isinstance(first, torch.Tensor) or first.dtype != torch.float16 or first.is_cuda:
         return future
     typed: torch.futures.Future[Any] = _script().after(future, result)
     return typed
