@@ -186,10 +186,10 @@ def test_torchrun_on_two_hosts_has_one_command_per_host() -> None:
     assert "--master-port 4711" in build("torchrun", replace(launch_spec, port=4711)).shell()
 
 
-def test_plan_of_1000_hosts_fits_into_the_arguments_of_a_process() -> None:
+def test_plan_of_2000_hosts_fits_into_the_arguments_of_a_process() -> None:
     """Linux limits one argument to 128 KiB, and all arguments to a quarter of the stack."""
-    hosts = tuple(Host(f"198.18.{number // 100}.{number % 100}", 8) for number in range(1000))
-    launch_spec = spec(num_processes=8000, hosts=hosts, args=("--data", "x" * 3000))
+    hosts = tuple(Host(f"198.18.{number // 100}.{number % 100}", 8) for number in range(2000))
+    launch_spec = spec(num_processes=16000, hosts=hosts, args=("--data", "x" * 3000))
     command = build("torchrun", launch_spec)
     assert [tuple(host["argv"]) for host in read_plan(command.argv[4:])["hosts"]] == [
         item.argv for item in commands_per_host(launch_spec)
