@@ -8,6 +8,7 @@ torch._C._cuda_getArchFlags, because that package works without the rest of unit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import socket
@@ -318,6 +319,36 @@ def parameters_by_name(module: nn.Module) -> dict[str, Any]:
     """Return the dictionary of `module`'s parameters, without the parameters of its submodules. Checked with torch
     2.14."""
     return module._parameters
+
+
+# --- torch.nn.functional ---
+
+
+def call_before_embedding_renorm(check: Callable[[Tensor, float, float], object]) -> None:
+    """Call `check(weight, max_norm, norm_type)` in this process whenever `torch.nn.functional.embedding` or
+    `embedding_bag` is about to limit the norms of rows of `weight` in place. Checked with torch 2.14.
+
+    Other calls of these functions are as fast as before.
+    """
+    functional: Any = nn.functional
+    original = functional._no_grad_embedding_renorm_
+
+    @functools.wraps(original)
+    def checked(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Any:
+        check(weight, max_norm, norm_type)
+        return original(weight, indices, max_norm, norm_type)
+
+    functional._no_grad_embedding_renorm_ = checked
+    torch.jit._builtins._register_builtin(checked, "aten::_no_grad_embedding_renorm_")  # for torch.jit.script
+
+
+def memory_address(tensor: Tensor) -> int | None:
+    """Return the address of the memory of `tensor`, or None for a tensor without memory, as in torch.compile. Checked
+    with torch 2.14."""
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except RuntimeError:
+        return None
 
 
 # --- torch.utils.data ---

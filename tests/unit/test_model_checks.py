@@ -9,6 +9,7 @@ from torch import nn
 from unitrain.backends.checks import check_trainable_model
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import ModelError
+from unitrain.testing.parameters import Lookup
 
 CPU = torch.device("cpu")
 
@@ -44,3 +45,20 @@ def test_model_on_another_device_is_rejected() -> None:
         ModelError, match=r"^Sequential has tensors on device meta, which have no values: 1\.weight, 1\.b"
     ):
         LocalBackend(CPU).distributed_model(partly)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_embedding_function_with_max_norm_is_rejected() -> None:
+    model = Lookup(nn.functional.embedding, detaches=False)
+    model.max_norm = 0.5
+    compiled = torch.compile(LocalBackend(CPU).distributed_model(model), backend="eager")
+    # torch.compile raises another class of error with the same text.
+    with pytest.raises(RuntimeError, match=r"max_norm=0\.5 for parameter 'weight' of Lookup"):
+        compiled(torch.arange(3))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_embedding_can_be_scripted_after_a_model_was_distributed() -> None:
+    LocalBackend(CPU).distributed_model(nn.Linear(2, 2))
+    for layer in (nn.Embedding(5, 4, max_norm=0.5), nn.Embedding(5, 4)):
+        assert torch.jit.script(layer)(torch.arange(5)).shape == (5, 4)

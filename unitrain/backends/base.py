@@ -172,7 +172,8 @@ class Backend(Lifecycle, Communicator):
         backward pass outside `no_sync`, the gradient of an unused parameter is zero.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
-        because its forward pass changes the weights differently on each rank.
+        because its forward pass changes the weights differently on each rank. For the same reason,
+        `torch.nn.functional.embedding` with `max_norm` raises ModelError for a parameter of `model` from now on.
         """
 
     @abstractmethod

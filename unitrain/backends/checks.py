@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, get_args
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,11 +18,15 @@ from unitrain.backends.pipeline.stage_runs import StageModule
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, ModelError, TensorError, UnsupportedError, did_you_mean
 from unitrain.monitoring.flight_recorder import dtype_name
+from unitrain.torch_compat import call_before_embedding_renorm, memory_address, unwrap_compiled
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
 )  # fmt: skip
+
+# Models whose weights must be equal on all ranks after each step.
+_distributed_models: WeakSet[nn.Module] = WeakSet()
 
 
 def check_no_default_group() -> None:
@@ -209,7 +215,6 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
         )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            # F.embedding(..., max_norm=...) has the same effect, but cannot be detected in the model.
             raise ModelError(
                 f"Module {name or type(model).__name__!r} has max_norm={module.max_norm:g}: its forward changes the "
                 "weights of the items in this rank's batch only, so the ranks' weights would differ. Build it without "
@@ -221,6 +226,41 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
                 f"Module {name or type(model).__name__!r} produces sparse gradients, which unitrain does not reduce. "
                 f"Build it with sparse=False: {type(module).__name__}(..., sparse=False)."
             )
+
+
+def refuse_embedding_renorm(model: nn.Module) -> None:
+    """Let `torch.nn.functional.embedding` and `embedding_bag` raise ModelError if they are called with `max_norm` and a
+    parameter of `model`.
+
+    `check_trainable_model` detects embedding layers with `max_norm`, but the arguments of these functions are known
+    only when they are called.
+    """
+    _distributed_models.add(unwrap_compiled(model))
+    _observe_embedding_renorm()
+
+
+@functools.cache
+def _observe_embedding_renorm() -> None:
+    call_before_embedding_renorm(_check_renormalized_weight)
+
+
+def _check_renormalized_weight(weight: Tensor, max_norm: float, norm_type: float) -> None:
+    """Raise ModelError if `weight` is a parameter of a distributed model, or shares its memory."""
+    address = memory_address(weight)
+    for model in list(_distributed_models):
+        # Sharded parameters are replaced by complete ones during the forward pass, so they are looked up here.
+        for name, parameter in model.named_parameters():
+            if address is None:  # torch.compile calls the function with a tensor that has only a shape
+                is_same = (parameter.shape, parameter.dtype) == (weight.shape, weight.dtype)
+            else:
+                is_same = memory_address(parameter) == address
+            if is_same:
+                raise ModelError(
+                    f"torch.nn.functional.embedding was called with max_norm={max_norm:g} for parameter {name!r} of "
+                    f"{type(model).__name__}: it changes the weights of the items in this rank's batch only, so the "
+                    "ranks' weights would differ. Call it without max_norm, and limit the weights after each optimizer "
+                    f"step: with torch.no_grad(): parameter.renorm_({norm_type:g}, 0, {max_norm:g})"
+                )
 
 
 def check_single_optimizer(optimizer: Any) -> None:

@@ -122,6 +122,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
             check_sharded_parameters(
                 model, shard_blocks, find_unused_parameters=find_unused_parameters, compression=compression
             )
+        checks.refuse_embedding_renorm(model)
         if not find_unused_parameters:
             check_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
         compressor = self._compression_states.create(compression, self.unwrap(model), self)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from unitrain import broadcast_buffers
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Backend, Shard
 from unitrain.backends.checks import check_trainable_model
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
@@ -328,6 +330,52 @@ def embedding_with_max_norm_raises(backend: Backend) -> None:
         lambda: backend.distributed_model(nn.Sequential(nn.Embedding(10, 3, max_norm=2.0 if last else None))),
     )
     assert_same_on_every_rank(backend, text)
+
+
+class Lookup(nn.Module):
+    """Layer that passes its weight, or a detached weight, to an embedding function."""
+
+    def __init__(self, function: Callable[..., Tensor], *, detaches: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(10, 4))
+        self.function, self.detaches = function, detaches
+        self.max_norm: float | None = None
+
+    def forward(self, indices: Tensor) -> Tensor:
+        weight = self.weight.detach() if self.detaches else self.weight
+        return self.function(indices, weight, max_norm=self.max_norm, norm_type=1.0) + 0 * self.weight.sum()
+
+
+@contract
+def embedding_function_with_max_norm_raises(backend: Backend) -> None:
+    indices = torch.arange(8).reshape(4, 2)
+    settings: list[tuple[Callable[..., Tensor], bool, Shard]] = [
+        (nn.functional.embedding, False, "none"),
+        (nn.functional.embedding_bag, True, "none"),
+        (nn.functional.embedding, True, "gradients"),
+        (nn.functional.embedding, False, "parameters"),
+    ]
+    for function, detaches, shard in settings:
+        lookup = Lookup(function, detaches=detaches)
+        model = nn.Sequential(lookup, nn.Linear(4, 2))
+        wrapped = backend.distributed_model(model, shard=shard, shard_blocks=(Lookup,) if shard == "parameters" else ())
+        wrapped(indices).sum().backward()
+        before = lookup.weight.detach().clone()
+        lookup.max_norm = 0.5
+        for has_gradients in (True, False):
+            with torch.set_grad_enabled(has_gradients):
+                text = raises(
+                    ModelError, "max_norm=0.5 for parameter '0.weight'", lambda wrapped=wrapped: wrapped(indices)
+                )
+            assert "parameter.renorm_(1, 0, 0.5)" in text
+            assert_same_on_every_rank(backend, text)
+        if shard != "parameters":  # otherwise, only a temporary copy could have changed
+            assert torch.equal(lookup.weight, before)
+        lookup.max_norm = None
+        wrapped(indices).sum().backward()
+    other = nn.Embedding(10, 4, max_norm=0.5, norm_type=1.0)  # not distributed
+    assert other(indices).abs().sum(-1).max() < 0.51
 
 
 @contract

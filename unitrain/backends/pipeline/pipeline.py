@@ -116,6 +116,7 @@ class Pipeline:
         start = sum(self._blocks_per_stage[: self._stage])
         self._module = _take_stage(blocks, start, start + self._blocks_per_stage[self._stage], backend)
         self._module.train(model.training)
+        checks.refuse_embedding_renorm(self._module)
         self._replica_group, self._stage_group = self._create_groups()
         self._runs = _create_runs(self._module, self._replica_group, schedule, loss_fn, backend.device)
         if self._overrides is not None:
