@@ -13,12 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import unitrain
 from unitrain.backends.horovod import work as horovod_work
 from unitrain.backends.local import LocalBackend
 from unitrain.data.batch import CountedBatch
 from unitrain.data.dummy_batches import StepAligner
+from unitrain.data.order import MicroBatch
+from unitrain.optim.loss_weighting import Loss, LossWeighting
 
 DEVICE = torch.device("meta")
 
@@ -72,6 +75,35 @@ def test_ranks_with_aligned_steps_do_not_wait_for_the_device() -> None:
     )
     assert [batch for batch, _ in steps] == [0, 1, 2]
     assert [part.step_samples for _, part in steps] == [8, 8, 8]
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, each of which is one kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.count += 1
+        return function(*arguments, **(options or {}))
+
+
+def test_number_of_operations_that_divide_by_tokens_does_not_depend_on_the_number_of_parameters() -> None:
+    counts, micro_batch = [], MicroBatch(slice(0, 4), 4, step_samples=8, step_end=8, ends_step=True)
+    for layers in (1, 40):
+        model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weighting = LossWeighting(Ranks())
+        weighting.weight_loss(Loss(torch.ones((), device=DEVICE), tokens=7), micro_batch)
+        for overlapped in weighting.overlapped_work():
+            overlapped()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with Operations() as operations:
+            weighting.finish_step(optimizer, micro_batch)
+        counts.append(operations.count)
+    assert counts[0] == counts[1] > 0
 
 
 class Stream:

@@ -103,6 +103,21 @@ def test_gradients_may_be_reduced_at_the_end_of_the_backward(backend: str) -> No
         group.run(run_cases_with_deferred_allreduces)
 
 
+def timeout_of_second_group(backend: Backend) -> float:
+    """Return the transport timeout in seconds of the group for models with unused parameters."""
+    backend._waits_on_stream = True  # type: ignore[attr-defined]  # as with NCCL
+    backend.distributed_model(torch.nn.Linear(2, 2), find_unused_parameters=True)
+    group: Any = backend._unused_parameters_group  # type: ignore[attr-defined]
+    timeout: float = group._get_backend(backend.device).options._timeout.total_seconds()
+    return timeout
+
+
+def test_the_second_group_times_out_after_the_watchdog() -> None:
+    """NCCL's own timeout terminates the process without a report, so the watchdog must come first."""
+    with RankGroup("ddp", 2, backend_timeout_seconds=7) as group:
+        assert group.run(timeout_of_second_group) == [7 + 30] * 2
+
+
 CHECKED = """\
 import torch, torch.distributed as dist
 from datetime import timedelta
