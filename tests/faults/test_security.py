@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,13 +193,29 @@ def test_job_listens_only_on_the_addresses_of_its_ranks(
         assert found
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(fails: bool, script: str, tmp_path: Path) -> None:
+def connect_to_store(variables: dict[str, str]) -> torch.distributed.TCPStore:
+    """Connect to the store of a job like another program of the host: without the job's key."""
+    if server := variables.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
+        url = f"http://{server}:{variables['HOROVOD_GLOO_RENDEZVOUS_PORT']}/unitrain/unitrain.0.0"
+        with urllib.request.urlopen(url, timeout=20) as reply:
+            address, port = json.loads(reply.read())
+    else:
+        address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    return torch.distributed.TCPStore(address, port, is_master=False)
+
+
+@pytest.mark.parametrize(
+    ("backend", "fails"),
+    [("ddp", False), ("ddp", True), ("horovod", True), pytest.param("horovod", False, marks=pytest.mark.nightly)],
+)
+def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(
+    backend: str, fails: bool, script: str, tmp_path: Path
+) -> None:
     Path(script).write_text(TRAINING)
-    with running_launcher([*LAUNCH, "-np", "2", script, str(tmp_path)]) as launch:
+    with running_launcher([*LAUNCH, "--backend", backend, "-np", "2", script, str(tmp_path)]) as launch:
         (rank_reports, _) = wait_for_ranks(tmp_path, 2)
-        variables = rank_reports["variables"]
-        store = torch.distributed.TCPStore(variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), is_master=False)
+        store = connect_to_store(rank_reports["variables"])
+        assert store.check(["unitrain/0/0/failures/process/0"])  # the prefix is that of the job's own messages
         store.set("unitrain/0/0/failures/failure", json.dumps([0, "a forged failure", "0/1"]))
         time.sleep(8)  # a rank exits five seconds after it receives a failure report
         (tmp_path / "end").write_text("fail" if fails else "")
