@@ -1,4 +1,4 @@
-"""Sharded checkpoints with damaged files, killed ranks, full disks and little memory."""
+"""Sharded checkpoints with damaged files, killed ranks and little memory, and both formats on full disks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from unitrain import Callback, TrainConfig, Trainer
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Backend, Shard
 from unitrain.checkpoint import files, sharded_files
 from unitrain.checkpoint.checkpointer import Checkpointer
 from unitrain.errors import CheckpointError
@@ -59,7 +59,9 @@ def limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
 
 
-def train(backend: Backend, folder: str, max_steps: int, fault: Callable[[], None] | None = None) -> Any:
+def train(
+    backend: Backend, folder: str, max_steps: int, fault: Callable[[], None] | None = None, shard: Shard = "state"
+) -> Any:
     """Train with a checkpoint every two steps. Return the first step, the parameters, and the error if there is one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, WIDTH // 4), nn.ReLU(), nn.Linear(WIDTH // 4, 3)).double()
@@ -68,7 +70,7 @@ def train(backend: Backend, folder: str, max_steps: int, fault: Callable[[], Non
     inputs = torch.randn(64, 4, generator=generator).double()
     data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
     config = TrainConfig(
-        max_steps=max_steps, global_batch_size=6, shard="state", output_dir=folder, resume=True, progress="off",
+        max_steps=max_steps, global_batch_size=6, shard=shard, output_dir=folder, resume=True, progress="off",
         checkpoint_every_steps=2, keep_last=None,
     )  # fmt: skip
     callbacks = [] if fault is None else [Fault(fault)]
@@ -173,30 +175,36 @@ def remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
-def start_error(backend: Backend, folder: str) -> str:
+def start_error(backend: Backend, folder: str, shard: Shard) -> str:
     try:
-        train(backend, folder, 6)
+        train(backend, folder, 6, None, shard)
     except CheckpointError as error:
         return str(error)
     return "not raised"
 
 
 @needs_mounts
+@pytest.mark.parametrize("shard", ["none", "state"], ids=["full format", "sharded format"])
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_full_or_read_only_file_system_raises_on_all_ranks(small_disk: Path, backend: str) -> None:
+def test_full_or_read_only_file_system_raises_on_all_ranks(small_disk: Path, backend: str, shard: Shard) -> None:
+    """The disk becomes full while training continues. The run resumes when there is room, with the same result."""
     with RankGroup(backend, 2) as group:
-        (_, _, error), (_, _, other) = group.run(train, str(small_disk), 6)
+        expected = group.run(train, str(small_disk.parent / "undisturbed"), 6, None, shard)[0][1]
+        (_, _, error), (_, _, other) = group.run(train, str(small_disk), 6, None, shard)
         assert error == other
         assert error.startswith(f"Cannot write checkpoint '{small_disk}/step-000000004'")
         assert "No space left on device" in error
         assert error.endswith("Check that the folder is writable and has room, or choose another output_dir.")
         assert steps(small_disk) == [2]
+        assert files.find_corruption(small_disk / "step-000000002") is None
         remount(small_disk, "ro")
-        error, other = group.run(start_error, str(small_disk))
+        error, other = group.run(start_error, str(small_disk), shard)
         assert error == other
         assert error.startswith(f"Cannot write to output folder '{small_disk}': OSError: [Errno 30] Read-only file")
         remount(small_disk, "rw,size=8m")
-        assert [first for first, _, _ in group.run(train, str(small_disk), 6)] == [2, 2]
+        for first, parameters, error in group.run(train, str(small_disk), 6, None, shard):
+            assert (first, error) == (2, None)
+            assert torch.equal(parameters, expected)
     assert steps(small_disk) == [2, 4, 6]
     assert not list(small_disk.glob(".*.unfinished"))
 

@@ -46,6 +46,7 @@ _FILE_NAME_PATTERN = re.compile(
     r"model\.safetensors|training\.pt|(model|optimizer|average)/rank-\d{5,}(-\d+)?\.(safetensors|pt)"
 )
 _MAX_MANIFEST_BYTES = 64 << 20
+_MORE_THAN_LEFT_BYTES = 1 << 20  # more than a full file system accepts after a failed write
 _STEP_FOLDER_PATTERN = re.compile(r"step-(\d{9,})")
 # Temporary names of folders that are being written or removed.
 _UNFINISHED_NAME_PATTERN = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
@@ -171,7 +172,7 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], mani
     remove(staging_folder)
     staging_folder.mkdir()
     save_model_file(model, staging_folder / MODEL)
-    torch.save(training, staging_folder / TRAINING)
+    save_object(training, staging_folder / TRAINING)
     files = {
         name: {"bytes": (staging_folder / name).stat().st_size, "sha256": sha256(staging_folder / name)}
         for name in (MODEL, TRAINING)
@@ -180,6 +181,23 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], mani
     for name in (MODEL, TRAINING, "."):
         flush(staging_folder / name)
     publish(staging_folder, target)
+
+
+def save_object(value: Any, path: Path) -> None:
+    """Write `value` with torch.save. Raises OSError if the file system does not accept it, for example because it is
+    full.
+
+    torch's error does not contain the reason, so this function writes to the file itself, which raises the same error.
+    """
+    try:
+        torch.save(value, path)
+        return
+    except RuntimeError as error:
+        text = str(error)
+    # The error, whose traceback keeps the file open, is released here, so that the space can be freed.
+    with path.open("ab") as file:
+        file.write(bytes(_MORE_THAN_LEFT_BYTES))
+    raise RuntimeError(text)
 
 
 def write_manifest(

@@ -48,6 +48,7 @@ from unitrain.checkpoint.files import (
     list_digest,
     publish,
     read_manifest,
+    save_object,
     sha256,
     write_manifest,
 )
@@ -174,7 +175,7 @@ def _write_files(staging_folder: Path, shard: StateShard, rank: int) -> dict[str
         written |= {f"{name}/{file}": found for file, found in files.items()}
     if shard.values:
         name = f"{OPTIMIZER_FOLDER}/{_stem(rank)}.pt"
-        torch.save(plain_state({"values": shard.values}), staging_folder / name)
+        save_object(plain_state({"values": shard.values}), staging_folder / name)
         flush(staging_folder / name)
         written[name] = WrittenFile((staging_folder / name).stat().st_size, sha256(staging_folder / name))
     return written
@@ -196,7 +197,7 @@ def commit(
     rank has stopped writing after the main thread of this process ended.
     """
     staging_folder = staging_path(target)
-    torch.save(plain_state(training), staging_folder / TRAINING)
+    save_object(plain_state(training), staging_folder / TRAINING)
     flush(staging_folder / TRAINING)
     files = {
         TRAINING: asdict(WrittenFile((staging_folder / TRAINING).stat().st_size, sha256(staging_folder / TRAINING)))
