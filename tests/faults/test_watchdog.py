@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from groups import nightly
 from launches import running_launcher, running_ranks
 
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
@@ -200,7 +201,66 @@ def test_the_launcher_shows_the_first_error(tmp_path: Path) -> None:
     summary = output.split("Root Cause (first observed failure):")[1]
     assert "rank      : 1 " in summary
     assert "traceback : rank 1 of 3 ended with ValueError: item 31 is broken, at " in summary
-    assert output.count("Traceback (most recent call last)") == 2, output  # of rank 1, and of torchrun itself
+    assert output.count("Traceback (most recent call last)") == 1, output
+
+
+LAUNCHED = """\
+import os, sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import unitrain
+
+FAULT = sys.argv[1]
+
+class Fault(unitrain.Callback):
+    def on_step_end(self, trainer):
+        if trainer.backend.rank == 1 and trainer.progress.step == 3:
+            if FAULT == "exits with 3":
+                sys.exit(3)
+            if FAULT == "is killed":
+                os.kill(os.getpid(), 9)
+
+def train(backend):
+    if FAULT == "returns" and backend.rank == 1:
+        return
+    model = nn.Linear(3, 1)
+    factor = float("nan") if FAULT == "has a loss of NaN" and backend.rank == 1 else 1.0
+    config = unitrain.TrainConfig(max_epochs=1000, batch_size=2, progress="off")
+    trainer = unitrain.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda output, target: output.mean() * factor,
+        backend=backend, config=config, callbacks=[Fault()],
+    )
+    trainer.fit(TensorDataset(torch.ones(64, 3), torch.ones(64, 1)))
+
+with unitrain.init(device="cpu", timeout_seconds=60) as backend:
+    train(backend)
+"""
+# The expected text, and the largest number of lines of the ranks, before torchrun's summary.
+LAUNCHED_FAULTS = {
+    "exits with 3": ("unitrain: rank 1 failed first: SystemExit: 3", 15),
+    "is killed": ("Signal 9 (SIGKILL) received", 15),
+    "returns": (f"{SHUT_DOWN}it called shutdown() or left its `with unitrain.init()` block", 15),
+    "has a loss of NaN": ("The mean loss became nan on rank 1", 30),
+}
+
+
+@pytest.mark.parametrize("fault", ["is killed", "returns", *nightly("exits with 3", "has a loss of NaN")])
+def test_a_launch_with_a_failed_rank_prints_few_lines(fault: str, tmp_path: Path) -> None:
+    text, max_lines = LAUNCHED_FAULTS[fault]
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    command = [sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "-np", "4", str(script), fault]
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+        launch.wait_until_all_exited(10)
+    assert launch.process.returncode == 1, output
+    assert text in output, output
+    of_ranks, summary = output.split("=" * 60, 1)
+    num_tracebacks = 1 if fault == "has a loss of NaN" else 0
+    assert output.count("Traceback (most recent call last)") == num_tracebacks, output
+    assert len(of_ranks.splitlines()) <= max_lines, output
+    assert len(summary.splitlines()) <= 12 + 6 * 4, output  # six lines per rank
 
 
 def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ remain unchanged.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks. If the first failed rank exits with 75 because it was preempted, this
 process also exits with 75. After a signal such as SIGTERM, it exits with 128 plus the signal number (143), whereas
-torchrun prints a traceback and exits with 1.
+torchrun prints a traceback and exits with 1. The summary of failed ranks is printed without torchrun's traceback.
 """
 
 from __future__ import annotations
@@ -106,9 +106,17 @@ def _create(parameters: RendezvousParameters) -> BoundRendezvous:
     return BoundRendezvous(host, port, node_rank, parameters.max_nodes, parameters.run_id, timedelta(seconds=seconds))
 
 
-@record
 def main() -> None:
-    """Run torchrun with this process's arguments."""
+    """Run torchrun with this process's arguments. If a rank fails, print torchrun's summary and exit with 1."""
+    try:
+        _main()
+    except ChildFailedError as error:  # its traceback only shows functions of torchrun
+        sys.stderr.write(f"{error}\n")
+        sys.exit(1)
+
+
+@record
+def _main() -> None:
     rendezvous_handler_registry.register(_BACKEND, _create)
     options = run.parse_args(None)
     if options.max_restarts:
