@@ -76,7 +76,7 @@ def run(
     config = TrainConfig(
         **{"max_epochs": EPOCHS, **settings}, batch_size=GLOBAL_BATCH // backend.size, shuffle=False, output_dir=folder,
         resume=resume, progress="off", scheduler_interval="epoch", monitor="train_loss", checkpoint_every_steps=2,
-        checkpoint_every_epochs=2, keep_last=1, keep_best="train_loss",
+        checkpoint_every_epochs=2, keep_last=1, keep_best="train_loss", keep_best_mode="max",
     )  # fmt: skip
     killing = KillAt(kill_at)
     trainer = Trainer(
@@ -93,6 +93,10 @@ def run(
 def rows(folder: Path) -> list[tuple[int, int, float]]:
     found = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     return [(row["epoch"], row["step"], row["train_loss"]) for row in found]
+
+
+def kept_checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step-*"))
 
 
 INTERRUPTIONS = {
@@ -146,6 +150,8 @@ def test_results_after_an_interruption_cover_complete_epochs(
     assert found[2] == EPOCHS - (case["kill_at"] > STEPS + 1)
     for one, other_one in zip(rows(part), rows(uninterrupted), strict=True):
         assert one == pytest.approx(other_one, rel=tolerance, abs=0)
+    # The last checkpoint, and that of the epoch with the largest loss, which a partial loss would exceed.
+    assert kept_checkpoints(part) == kept_checkpoints(uninterrupted), kept_checkpoints(uninterrupted)
     steps = case.get("limit_train_steps", STEPS)
     assert [row[:2] for row in rows(uninterrupted)] == [(epoch, epoch * steps) for epoch in range(1, EPOCHS + 1)]
     assert expected[1] < 0.3 or steps < STEPS  # the plateau has had something to judge
