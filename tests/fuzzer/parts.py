@@ -182,14 +182,15 @@ class MapBatchDataset(MapDataset):
 
 
 class ItemStream(IterableDataset[Any]):
-    """Samples in order; with `rank` and `size`, only the samples of one rank, like a dataset that shards itself."""
+    """Samples in order; with `rank` and `size`, the dataset shards itself over ranks and workers."""
 
-    def __init__(self, inputs: Tensor, targets: Tensor, rank: int = 0, size: int = 1) -> None:
-        self.inputs, self.targets, self.rank, self.size = inputs, targets, rank, size
+    def __init__(self, inputs: Tensor, targets: Tensor, rank: int = 0, size: int | None = None) -> None:
+        self.inputs, self.targets, self.rank, self.size = inputs, targets, rank, size or 1
+        self.shards_itself = size is not None
 
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
-        worker, workers = (info.id, info.num_workers) if self.size > 1 and info is not None else (0, 1)
+        worker, workers = (info.id, info.num_workers) if self.shards_itself and info is not None else (0, 1)
         # The last rank has the most samples, so rank 0 exhausts its samples first.
         first = self.size - 1 - self.rank
         for index in range(first + self.size * worker, len(self.inputs), self.size * workers):
