@@ -105,6 +105,21 @@ def one_tensor_twice(backend: Backend) -> list[Any]:
     return tensor.tolist()
 
 
+def means_of_integers(backend: Backend) -> list[Any]:
+    """Compute what Gloo, which has no AVG, computes by SUM and a division."""
+    results = []
+    for dtype in (torch.int8, torch.int64):
+        largest = torch.iinfo(dtype).max - 4 * backend.size
+        values = torch.tensor([4 * backend.rank, -7, largest + 4 * backend.rank]).to(dtype)
+        if backend.name == "horovod":
+            dist.all_reduce(values, dist.ReduceOp.AVG)
+            results.append(values.tolist())
+        else:
+            mean = 2 * (backend.size - 1)
+            results.append([mean, -7, largest + mean])
+    return results
+
+
 def inference_mode(backend: Backend) -> list[Any]:
     results = []
     with torch.inference_mode():
@@ -174,8 +189,8 @@ def sequence_numbers(backend: Backend) -> list[Any]:
 
 
 CASES: list[Callable[[Backend], list[Any]]] = [
-    overloads, several_tensors_of_each_rank, several_inputs_gathered, one_tensor_twice, inference_mode,
-    parts_of_different_sizes, sparse_tensors, sparse_gradients, built_in_hooks, sequence_numbers,
+    overloads, several_tensors_of_each_rank, several_inputs_gathered, one_tensor_twice, means_of_integers,
+    inference_mode, parts_of_different_sizes, sparse_tensors, sparse_gradients, built_in_hooks, sequence_numbers,
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from unitrain.backends.horovod.tensors import (
     dense_bytes,
     find_reduction,
     flatten_dense,
+    is_mean_of_integers,
     piece_slices,
 )
 from unitrain.backends.horovod.work import CompletionQueue, HorovodWork
@@ -85,7 +86,8 @@ class OperationStarter(dist.ProcessGroup):
         in_place = reduction_plan.encode is None and target is source and values.data_ptr() == source.data_ptr()
         destination = None if in_place or target is None else Destination(target)
         works = []
-        for place in piece_slices(len(values), _encoded_bytes(source.dtype)):
+        bytes_each = 16 if is_mean_of_integers(source.dtype, op) else _encoded_bytes(source.dtype)
+        for place in piece_slices(len(values), bytes_each):
             wide = reduction_plan.to_horovod(values[place])
 
             def finish(reduced: Tensor, place: slice = place) -> None:
@@ -135,13 +137,17 @@ class OperationStarter(dist.ProcessGroup):
         reduction_plan, size, destination = find_reduction(source.dtype, op), self.size(), Destination(output)
         _check_ratio("reduce_scatter", "input", source, "output", output, size)
         parts = flatten_dense(source).view(size, -1) if source.numel() else source.new_empty(size, 0)
-        if reduction_plan.combine is not None:
+        # These reductions compute all parts on every rank. If the mean of integers is not exact, all ranks raise.
+        if (is_mean := is_mean_of_integers(source.dtype, op)) or reduction_plan.combine is not None:
             complete = torch.empty_like(parts)
 
             def take_local_part() -> None:
                 destination.elements.copy_(complete[self.rank()])
                 destination.finish()
 
+            if is_mean:
+                return self._reduce("allreduce", parts, complete, op, result, take_local_part)
+            assert reduction_plan.combine is not None
             return self._reduce_gathered(source, complete, reduction_plan.combine, result, take_local_part)
         scatters = reduction_plan.op in (
             hvd.Sum,

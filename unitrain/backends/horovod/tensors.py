@@ -86,6 +86,8 @@ def find_reduction(dtype: torch.dtype, op: Any) -> Reduction:
             found = _complex_reduction(dtype, op, name)
         elif dtype.is_floating_point:
             found = _float_reduction(dtype, op, name)
+        elif is_mean_of_integers(dtype, op):
+            found = Reduction(hvd.Sum, _split_integers, lambda total: _divide_exactly(total, dtype))
         elif name not in ("AVG", "PREMUL_SUM"):
             found = _integer_reduction(dtype, name)
     if found is None:
@@ -98,6 +100,33 @@ def find_reduction(dtype: torch.dtype, op: Any) -> Reduction:
             )
         )
     return found
+
+
+def is_mean_of_integers(dtype: torch.dtype, op: Any) -> bool:
+    """Return whether `op` is AVG and `dtype` an integer dtype other than uint64."""
+    return dtype in _INTEGERS and dtype != torch.uint64 and op == dist.ReduceOp.AVG
+
+
+def _split_integers(values: Tensor) -> Tensor:
+    """Return the upper and the lower 32 bits of `values`, [n], and a one, as int64 [2 n + 1], whose sums are exact."""
+    wide = values.to(torch.int64)
+    return torch.cat([wide >> 32, wide & 0xFFFFFFFF, wide.new_ones(1)])
+
+
+def _divide_exactly(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mean of integers, given the sum of `_split_integers` over the ranks. Raises UnsupportedError if it is
+    not an integer."""
+    size = int(total[-1])
+    upper, lower = total[:-1].view(2, -1)
+    quotient = upper.div(size, rounding_mode="floor")
+    rest = ((upper - quotient * size) << 32) + lower
+    mean = (quotient << 32) + rest.div(size, rounding_mode="floor")
+    if bool((rest % size).any()):
+        raise UnsupportedError(
+            f"Horovod's process group cannot reduce {dtype_name(dtype)} by AVG. Use SUM and divide, or convert to a "
+            "floating-point dtype first: tensor.double(). The mean is not an integer."
+        )
+    return mean.to(dtype)
 
 
 def _float_reduction(dtype: torch.dtype, op: Any, name: str) -> Reduction | None:

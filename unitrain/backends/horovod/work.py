@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
 from unitrain.backends.horovod.mismatches import Operation
-from unitrain.errors import CollectiveTimeoutError
+from unitrain.errors import CollectiveTimeoutError, UnsupportedError
 from unitrain.torch_compat import Work, current_backward
 
 # A wait polls without sleeping for this number of seconds. With 0.001, a small model's step time increases by a third
@@ -326,7 +326,9 @@ class CompletionQueue:
             while self._works:
                 if not self._works[0].poll():
                     return False
-                self._error = self._error or self._works.popleft().exception()
+                error = self._works.popleft().exception()
+                if not isinstance(error, UnsupportedError):  # the result of one operation
+                    self._error = self._error or error
             return True
         finally:
             self._completer = None

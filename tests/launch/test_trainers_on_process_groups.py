@@ -1,0 +1,38 @@
+"""Lightning, Accelerate and ignite train on Horovod's process group, with the results of Gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import running_launcher
+
+TORCHRUN = str(Path(sys.executable).parent / "torchrun")
+SCRIPT = Path(__file__).parents[1] / "support" / "trainers_on_process_groups.py"
+
+
+def train(trainer: str, backend: str) -> dict[str, Any]:
+    """Return the results of rank 0 after training on two ranks."""
+    command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", str(SCRIPT), trainer, backend]
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+    assert launch.process.returncode == 0, output
+    (result,) = re.findall(r"RESULT (.*)", output)
+    found: dict[str, Any] = json.loads(result)
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("trainer", ["lightning", "accelerate", "ignite"])
+def test_another_trainer_computes_the_same_on_horovod(trainer: str) -> None:
+    if importlib.util.find_spec(trainer) is None:
+        pytest.skip(f"needs {trainer}: pip install '.[peers]'")
+    expected, found = train(trainer, "gloo"), train(trainer, "horovod")
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert found["parameters"] == pytest.approx(expected["parameters"], abs=1e-6)
+    assert max(map(abs, found["parameters"])) > 0.1
