@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -286,7 +287,8 @@ class OperationStarter(dist.ProcessGroup):
         name = f"{kind}.{self._issued[kind] % _NAMES_PER_SHAPE}"
         self._issued[kind] += 1
         if (previous := self._latest.get(name)) is not None:
-            previous.wait()
+            with contextlib.suppress(UnsupportedError):  # an error in its result, which its caller receives
+                previous.wait()
         started = Operation(self._position, signature)
         with torch.inference_mode(False):  # Horovod's thread cannot resize a tensor that is created in this mode
             handle = start(name=name, process_set=self._process_set)

@@ -120,7 +120,7 @@ def _divide_exactly(total: Tensor, dtype: torch.dtype) -> Tensor:
     upper, lower = total[:-1].view(2, -1)
     quotient = upper.div(size, rounding_mode="floor")
     rest = ((upper - quotient * size) << 32) + lower
-    mean = (quotient << 32) + rest.div(size, rounding_mode="floor")
+    mean: Tensor = (quotient << 32) + rest.div(size, rounding_mode="floor")
     if bool((rest % size).any()):
         raise UnsupportedError(
             f"Horovod's process group cannot reduce {dtype_name(dtype)} by AVG. Use SUM and divide, or convert to a "
