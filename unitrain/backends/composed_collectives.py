@@ -166,7 +166,7 @@ class PiecewiseReduceScatter:
             elif self._op == "mean":
                 own /= self._size
             elements[place] = own
-            if not self._uses_ordered_keys:  # which are new tensors
+            if not self._uses_ordered_keys:  # `ordered_keys` returns a new tensor for each piece
                 self._free_buffers += [buffer] if received is None else [buffer, received]
             self.start()
         return self._result

@@ -1,4 +1,4 @@
-"""Sets of ranks that run one at a time, in turns, so that system noise affects all of them equally."""
+"""Sets of ranks that run alternately, one at a time, so that system noise affects all of them equally."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ class ShardedLoader:
 
 
 def _describe_invalid_state(state: Any) -> str | None:
-    """Return a description of what is wrong with a loader's state, or None if it is valid."""
+    """Return a description of the error in a loader's state, or None if it is valid."""
     if not isinstance(state, Mapping):
         return validation.describe_value(state)
     for name in ("epoch", "position"):

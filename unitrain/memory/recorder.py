@@ -176,7 +176,8 @@ class MemoryRecorder(Callback):
         self._memory = memory
 
     def _compare_with_peak(self) -> None:
-        """Store the sizes of the saved tensors and the gradients if the former, or their sum, is the largest so far."""
+        """Store the sizes of the saved tensors and of the gradients if the saved tensors, or both together, are the
+        largest so far."""
         if self._memory is None:
             return
         gradients = sum(storage.nbytes() for storage in self._live_gradient_storages())

@@ -150,8 +150,8 @@ class Verification:
             return f"it ended with exit code {code}" if code > 0 else f"it was terminated by signal {-code}"
         if record is None:
             return (
-                "it ended without training. Train with unitrain.Trainer or unitrain.Pipeline: verify compares the "
-                "numbers of its steps"
+                "it ended without training. Train with unitrain.Trainer or unitrain.Pipeline: verify compares "
+                "their training steps"
             )
         if record.first.backend != run.backend:
             return (

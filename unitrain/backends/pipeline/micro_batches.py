@@ -36,9 +36,9 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> list[int]:
 
 
 def order_by_replica(batch: Any, replicas: int) -> Any:
-    """Return `batch`, the batch of one process, with the samples of each of `replicas` after each other.
+    """Return `batch`, the batch of one process, sorted by replica: first the samples of replica 0, then of replica 1.
 
-    A ShardedLoader deals the samples of a step to the replicas in turns.
+    A ShardedLoader assigns consecutive samples to consecutive replicas.
     """
     return tree_map_only(
         Tensor, lambda tensor: torch.cat([tensor[number::replicas] for number in range(replicas)]), batch
@@ -46,8 +46,8 @@ def order_by_replica(batch: Any, replicas: int) -> Any:
 
 
 def split_batch(inputs: Any, micro_batches: int, replicas: int = 1) -> list[Tensor]:
-    """Return the micro-batches of `inputs`, a dense tensor [samples, ...], which contains the samples of `replicas`
-    after each other. Raises TensorError for anything else."""
+    """Return the micro-batches of `inputs`, a dense tensor [samples, ...], sorted by replica. Raises TensorError
+    for anything else."""
     if not isinstance(inputs, Tensor) or inputs.dim() == 0 or len(inputs) == 0:
         found = f"shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
         raise TensorError(f"The inputs of a Pipeline must be one tensor [samples, ...], got {found}. Pass a batch.")

@@ -17,7 +17,7 @@ from unitrain.bootstrap.overrides import load_tool
 class PipelineArguments:
     """The arguments of a Pipeline that a tool may replace. A tool may also change `model` in place.
 
-    With `replicas_per_rank` > 1, this rank computes the batches of so many replicas.
+    This rank computes the batches of `replicas_per_rank` replicas.
     """
 
     model: nn.Sequential
@@ -27,7 +27,7 @@ class PipelineArguments:
 
 
 class PipelineOverrides(Protocol):
-    """The overrides of a tool, which are also notified of each batch. All ranks call the methods."""
+    """The overrides of a tool. The Pipeline calls the methods on all ranks, some of them for each batch."""
 
     def override(self, arguments: PipelineArguments, backend: Backend) -> PipelineArguments:
         """Return the arguments of the pipeline. The user's arguments are not validated yet."""

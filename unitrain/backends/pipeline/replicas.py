@@ -21,8 +21,8 @@ class Replicas(Lifecycle, Communicator):
     """
 
     def __init__(self, backend: Backend, stages: int, per_rank: int = 1) -> None:
-        """With `per_rank` > 1, the batch of a rank contains the samples of so many replicas, as one process does in
-        `unitrain verify`."""
+        """The batch of a rank contains the samples of `per_rank` replicas. This number exceeds 1 only in the reference
+        run of `unitrain verify`."""
         self._backend, self._stages, self.per_rank = backend, stages, per_rank
         self.rank, self.size = backend.rank // stages, backend.size // stages
         self.device = backend.device
