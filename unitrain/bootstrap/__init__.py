@@ -1,6 +1,7 @@
 """Start-up of a rank: environment variables, rendezvous, network addresses, devices and authentication.
 
 environment         launcher and rank of this process; the only module that reads environment variables
+overrides           loading of the object with which a tool such as `unitrain verify` changes a run
 rendezvous          connection of the ranks of any launcher through a torch Store
 messages            signed messages between ranks in that store
 authentication      signatures, and authentication of connections, with the key of the job
