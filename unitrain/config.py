@@ -66,6 +66,12 @@ class TrainConfig:
     eval_batch_size: int | None = None
     """Samples per rank and batch in evaluation. The default is the batch size of the DataLoader, or of training."""
 
+    # --- Logical ranks ------------------------------------------------------------------------------------------------
+    logical_ranks: int | None = None
+    """Train as if on this number of ranks, on any number of processes up to it, with bit-identical results. Settings
+    per rank, such as `batch_size`, then apply to a logical rank.
+    """
+
     # --- Data ---------------------------------------------------------------------------------------------------------
     seed: int = 0
     """Seed of the data order and of each rank's random number generators (dropout, augmentation). DataLoader workers
@@ -200,6 +206,7 @@ class TrainConfig:
         if not validation.is_positive_integer(self.shard_blocks):
             self._check_class_names("shard_blocks")
         self._check_sharded_parameters()
+        self._check_logical_ranks()
         if not isinstance(self.compile, bool):
             validation.check_choice(_full_name("compile"), self.compile, get_args(CompileMode))
         read_compression(self.compression, "TrainConfig.compression")
@@ -302,6 +309,15 @@ class TrainConfig:
                     'shard="state".'
                 )
 
+    def _check_logical_ranks(self) -> None:
+        for name in ("shard", "compression", "sync_batch_norm") if self.logical_ranks is not None else ():
+            value = getattr(self, name)
+            if value not in (False, "none"):
+                raise ConfigError(
+                    f"TrainConfig.{name}={value!r} is not supported with logical_ranks. Leave {name} out, or leave "
+                    "logical_ranks out."
+                )
+
     def _check_length(self) -> None:
         if (self.max_epochs is None) == (self.max_steps is None):
             found = (
@@ -344,6 +360,7 @@ _OPTIONAL_INTEGER_SETTINGS = (
     ("eval_batch_size", 1, "Leave it out to evaluate with batch_size"),
     ("gradient_accumulation_steps", 1, "Use 1 to step after every batch"),
     ("global_batch_size", 1, "Use 256 to start with"),
+    ("logical_ranks", 1, "Leave it out to train on the ranks that were started"),
     ("reference_batch_size", 1, "Use the batch size for which the learning rate was chosen"),
     ("checkpoint_every_steps", 1, "Leave it out to write a checkpoint after epochs only"),
     ("keep_last", 1, "Use None to keep every checkpoint"),

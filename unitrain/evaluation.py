@@ -13,8 +13,9 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.sharding.forward_passes import align_forward_passes
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.data.prefetch import Prefetcher
+from unitrain.data.seeded_batches import seed_batches
 from unitrain.data.sharding import EvaluationShard
-from unitrain.metrics.means import Means
+from unitrain.metrics.means import create_means
 from unitrain.metrics.user_metrics import Metric, UserMetrics
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.loss_weighting import LossOutput, read_loss
@@ -29,7 +30,8 @@ LossFunction = Callable[[Any, Any], LossOutput]
 class Evaluation:
     """Evaluates the user's `model` in eval mode, with the buffers of rank 0. All ranks must make the same calls.
 
-    Shards differ between ranks and may be empty. An error on one rank is raised on all ranks.
+    Shards differ between ranks and may be empty. An error on one rank is raised on all ranks. With `exact`, sums are
+    exact, as with logical ranks.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class Evaluation:
         precision: Precision,
         prefetch: Prefetcher,
         communicator: Communicator,
+        *,
+        exact: bool = False,
     ) -> None:
         self._model, self._forward, self._loss_fn = model, forward, loss_fn
         self._precision, self._prefetch, self._communicator = precision, prefetch, communicator
-        self._metrics = UserMetrics(metrics, communicator)
+        self._metrics, self._exact = UserMetrics(metrics, communicator, exact=exact), exact
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,7 +58,7 @@ class Evaluation:
     def evaluate(self, shard: EvaluationShard) -> dict[str, float]:
         """Return the mean of the loss and of every metric over all samples, the same on every rank."""
         device = self._communicator.device
-        losses = Means(("loss",), device)
+        losses = create_means(("loss",), device, exact=self._exact)
 
         def evaluate_shard() -> None:
             self._metrics.reset()
@@ -89,7 +93,8 @@ class Evaluation:
 
     def _batches(self, shard: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
         prefetched = self._prefetch(batches, ahead=shard.can_prefetch)
-        return align_forward_passes(self._model, prefetched, self._communicator)
+        aligned = align_forward_passes(self._model, prefetched, self._communicator)
+        return aligned if shard.seeded_position is None else seed_batches(aligned, shard.seeded_position)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

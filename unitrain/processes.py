@@ -12,6 +12,8 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +32,16 @@ _PR_SET_PDEATHSIG = 1
 _last_fork: tuple[int, bool] | None = None
 # The process in which `terminate_with_parent` was called last.
 _terminates_with_parent_pid: int | None = None
+
+
+def cpu_model_name() -> str:
+    """Return the name of this host's CPU model, or its architecture if the name is unknown."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        text = ""
+    model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    return model[1].strip() if model else platform.machine()
 
 
 def usable_cores() -> tuple[int, ...]:

@@ -20,6 +20,10 @@ class SeedPurpose(IntEnum):
     RANK = 3
     SHARED = 4
     SAMPLER = 5
+    MICRO_BATCH = 6
+    BATCH = 7
+    STEP = 8
+    EVALUATION = 9
 
 
 def derive_seed(seed: int, stream: SeedPurpose, *path: int) -> int:
@@ -32,6 +36,25 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def seed_micro_batch(seed: int, epoch: int, step_end: int, logical_rank: int, number: int) -> None:
+    """Seed the generators of this process for micro-batch `number` of a logical rank, in the step before position
+    `step_end` of an epoch.
+
+    The random numbers of a micro-batch then depend neither on the process nor on earlier steps.
+    """
+    seed_generators(derive_seed(seed, SeedPurpose.MICRO_BATCH, epoch, step_end, logical_rank, number))
+
+
+def seed_evaluation_batch(position: int) -> None:
+    """Seed the generators of this process for the evaluation batch that starts at `position` of the data."""
+    seed_generators(derive_seed(0, SeedPurpose.EVALUATION, position))
+
+
+def seed_after_step(seed: int, step: int) -> None:
+    """Seed the generators of this process equally in all processes, after `step` steps with logical ranks."""
+    seed_generators(derive_seed(seed, SeedPurpose.STEP, step))
 
 
 def capture_generators(device: torch.device) -> dict[str, Any]:

@@ -15,13 +15,14 @@ from torch.utils.data import DataLoader
 from unitrain import trainer_arguments
 from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsShardedParameters, require
+from unitrain.backends.logical_ranks import check_logical_ranks, set_current_logical_rank
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
 from unitrain.config import TrainConfig, check_same_config, dry_run_config
 from unitrain.data.batch_size import evaluation_batch_sizes
 from unitrain.data.loading import Data, check_is_dataset
-from unitrain.data.order import MicroBatch
+from unitrain.data.order import MicroBatch, begin_micro_batch
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.sharding import EvaluationShard, open_training_data
 from unitrain.data.training_data import ShardSettings, TrainingData
@@ -42,6 +43,7 @@ from unitrain.optim.step import Forward, ForwardFunction, ParameterUpdate, backw
 from unitrain.progress.reporter import RunReporter
 from unitrain.progress.stopping import StopCoordinator, SyncPoint
 from unitrain.progress.timing import LoopTimer
+from unitrain.randomness import seed_after_step
 from unitrain.trainer_overrides import TrainerArguments, load_overrides
 from unitrain.training_run import Stateful, TrainingRun
 from unitrain.validation import check_result_name, check_text
@@ -89,6 +91,7 @@ class Trainer:
             lambda: trainer_arguments.check_trainer(model, optimizer, loss_fn, config, scheduler, metrics, callbacks),
         )
         check_same_config(config, backend)
+        check_logical_ranks("TrainConfig.logical_ranks", config.logical_ranks, backend)
         if config.dry_run:
             config, loggers = dry_run_config(config), ()
         if (overrides := load_overrides()) is not None:  # started by `unitrain verify` or another tool
@@ -113,8 +116,9 @@ class Trainer:
         self._prefetch = Prefetcher(backend.device, self._timer.measure_fetching)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
-        self._loss = RunningLoss(backend)
-        self._loss_weighting = LossWeighting(backend)
+        has_logical_ranks = config.logical_ranks is not None
+        self._loss = RunningLoss(backend, exact=has_logical_ranks)
+        self._loss_weighting = LossWeighting(backend, config.logical_ranks)
 
         allow_tf32(config.tf32)
         model.to(backend.device)
@@ -136,7 +140,14 @@ class Trainer:
         self._evaluation = call_on_all_ranks(
             backend,
             lambda: Evaluation(
-                evaluated, self._forward, loss_fn, metrics or {}, self._precision, self._prefetch, backend
+                evaluated,
+                self._forward,
+                loss_fn,
+                metrics or {},
+                self._precision,
+                self._prefetch,
+                backend,
+                exact=has_logical_ranks,
             ),
         )
 
@@ -161,6 +172,7 @@ class Trainer:
             find_unused_parameters=config.find_unused_parameters,
             broadcast_buffers=config.broadcast_buffers,
             compression=config.compression,
+            **({"logical_ranks": config.logical_ranks} if has_logical_ranks else {}),
         )
         if self._weight_average is not None:
             if config.shard == "parameters":
@@ -244,6 +256,7 @@ class Trainer:
                     results = self._train_epoch(shard, validation)
                 self.checkpointer.wait()
             finally:
+                set_current_logical_rank(None)
                 self._callbacks.call("on_fit_end", self)
             if stopping.preempted:
                 raise Preempted(stopping.reason)
@@ -414,8 +427,11 @@ class Trainer:
     def _forward_backward(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Run the forward and backward pass of a micro-batch, and accumulate its weighted gradients."""
         is_dummy, ends_step = not micro_batch.samples, micro_batch.ends_step
+        # With logical ranks, only the buffers of logical rank 0 are kept, which never has a dummy batch.
+        is_excluded = is_dummy and self.config.logical_ranks is None
+        begin_micro_batch(self.config.seed, self.progress.epoch, micro_batch, self.config.logical_ranks)
         with (
-            exclude_from_statistics(self.model) if is_dummy else nullcontext(),
+            exclude_from_statistics(self.model) if is_excluded else nullcontext(),
             nullcontext() if ends_step else self.backend.no_sync(self.model),
         ):
             with self._precision.autocast():
@@ -428,6 +444,8 @@ class Trainer:
                 scaled,
                 *(self._loss_weighting.overlapped_work() + self._prefetch.overlapped_work() if ends_step else ()),
             )
+        if ends_step and self.config.logical_ranks is not None:
+            seed_after_step(self.config.seed, self.progress.step + 1)
         self.last_loss = loss.value
         self._loss.add(loss.value, micro_batch.samples, loss.tokens)
         self._callbacks.call("on_micro_batch_end", self, batch, micro_batch, loss)
@@ -448,7 +466,7 @@ class Trainer:
                 config.global_batch_size,
                 config.gradient_accumulation_steps,
                 self._train_batch_size,
-                self.backend.size,
+                config.logical_ranks or self.backend.size,
             )
         return EvaluationShard(
             data,
@@ -458,6 +476,7 @@ class Trainer:
             stream=config.stream,
             limit_batches=limit_batches,
             limit_batch_size=limit_batch_size,
+            logical_ranks=config.logical_ranks,
         )
 
     def _build_planned_scheduler(self, shard: TrainingData) -> None:

@@ -30,6 +30,7 @@ from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.ema import WeightAverage
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
+from unitrain.progress.preconditions import preconditions, report_differences, report_different_processes
 from unitrain.progress.training_progress import TrainingProgress
 
 _LEARNING_RATE_SETTINGS = ("lr_scaling", "reference_batch_size", "warmup_steps")
@@ -80,6 +81,8 @@ class TrainingRun:
         restarted after a failure, the checkpoints of its earlier attempts take precedence over `TrainConfig.resume`.
         """
         resume, parts = self._config.resume, (model, optimizer, scheduler)
+        if self._config.logical_ranks is not None:
+            report_different_processes(self._backend)
         own_folder = self._checkpointer.prepare()
         restored = own_folder is not None and self._restore(own_folder, *parts, required=False)
         if not restored and not isinstance(resume, bool):
@@ -194,7 +197,8 @@ class TrainingRun:
             "learning_rate": {name: getattr(self._config, name) for name in _LEARNING_RATE_SETTINGS},
             "order": self._data_order,
             "row": None if row is None else self._with_epoch_count(row),
-            "generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device)),
+            "logical_ranks": self._config.logical_ranks,
+            **self._random_state(),
         }
         manifest = {
             **self.progress.state_dict(),
@@ -204,6 +208,13 @@ class TrainingRun:
             },
         }
         self._checkpointer.save(self.progress.step, model, optimizer, average, training, manifest)
+
+    def _random_state(self) -> dict[str, Any]:
+        """Return the RNG states of all ranks or, with logical ranks, the properties of the processes that affect the
+        bits of the results. All ranks call it."""
+        if self._config.logical_ranks is not None:
+            return {"preconditions": preconditions(self._backend.device)}
+        return {"generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device))}
 
     def record_epoch(self, row: dict[str, Any]) -> None:
         """Append the `row` of an epoch to the history."""
@@ -228,7 +239,9 @@ class TrainingRun:
             self._change_history("", self._rewind)
             self._is_history_rewound = True
         self._data_order = data.order_settings
-        if self._rng_states is not None:
+        if self._config.logical_ranks is not None:
+            randomness.seed_after_step(self._config.seed, self.progress.step)
+        elif self._rng_states is not None:
             randomness.restore_generators(self._rng_states, self._backend.device)
         elif not self._is_seeded:
             path = (self.progress.step, self._backend.rank)
@@ -262,6 +275,13 @@ class TrainingRun:
                 f"The run in '{path}' has seed {training['seed']}, but TrainConfig.seed is {config.seed}: the data "
                 f"order would change. Use TrainConfig(seed={training['seed']})."
             )
+        if training.get("logical_ranks") != config.logical_ranks:
+            raise CheckpointError(
+                f"The run in '{path}' has logical_ranks={training.get('logical_ranks')}, but TrainConfig.logical_ranks "
+                f"is {config.logical_ranks}: its results would change. Use "
+                f"TrainConfig(logical_ranks={training.get('logical_ranks')}), or start a new run from its weights: "
+                f"trainer.load_weights('{path}')."
+            )
         for name, value in training.get("learning_rate", {}).items():
             if value != getattr(config, name):
                 raise CheckpointError(
@@ -275,6 +295,8 @@ class TrainingRun:
         sharded, average = training.get(loading.SHARDED), self._parts.get(AVERAGE)
         if sharded is not None and isinstance(average, WeightAverage) and AVERAGE in training:
             self._checkpointer.load_average(Path(sharded), average.model)
+        if config.logical_ranks is not None:
+            report_differences(training.get("preconditions", {}), self._backend, str(path))
         self._restored = training
         states = training.get("generators", [])
         self._rng_states = states[self._backend.rank] if len(states) == self._backend.size else None

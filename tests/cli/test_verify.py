@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.cli import unitrain as command
 from unitrain.cli.available import find_available
+from unitrain.errors import ConfigError
+from unitrain.verify.bits import find_first_difference
 from unitrain.verify.commands import last_lines
 from unitrain.verify.difference import compare
 from unitrain.verify.digests import digest_samples
@@ -63,13 +66,15 @@ with unitrain.init("ddp" if planted == "crash" else None, device="cpu") as backe
         order = backend.broadcast_object(torch.randperm(64, generator=generator))
         inputs, targets = inputs[order], targets[order]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5 * (planted == "dropout")), nn.Tanh(), nn.Linear(8, 3))
+    dropout = nn.Dropout(0.5 * (planted in ("dropout", "bits")))
+    model = nn.Sequential(nn.Linear(6, 8), dropout, nn.Tanh(), nn.Linear(8, 3))
     if planted == "rounding" and backend.name == "ddp":
         weight, bias = model[0].weight, model[0].bias
         model[0].forward = lambda x: (x[:, :3] @ weight[:, :3].T + bias) + x[:, 3:] @ weight[:, 3:].T
     lr = 0.1 * (backend.size if planted == "rate" and backend.name == "horovod" else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    config = unitrain.TrainConfig(max_epochs=2, batch_size=8, progress="off")
+    logical_ranks = 4 if "bits" in planted else None
+    config = unitrain.TrainConfig(max_epochs=2, batch_size=8, progress="off", logical_ranks=logical_ranks)
     trainer = unitrain.Trainer(
         model, optimizer, nn.CrossEntropyLoss(), backend=backend, config=config, callbacks=[Nudge()]
     )
@@ -204,6 +209,25 @@ def test_with_dropout_only_the_single_process_differs_by_design(script: str, tmp
     assert output.endswith("Verdict: the same results, except for differences by design.\n")
 
 
+def test_bits_are_equal_on_one_and_three_processes(script: str, tmp_path: Path) -> None:
+    options = ("--bits", "-np", "3", "--steps", "4", "--backends", "local,ddp")
+    code, output, report = verify(tmp_path, *options, script, "bits")
+    assert code == 0, output
+    assert [(row["processes"], row["status"]) for row in report["rows"]] == [
+        (1, "reference"), (3, "bit-equal"),
+    ]  # fmt: skip
+    assert output.endswith("Verdict: the same bits in 2 runs.\n")
+
+
+def test_bits_name_the_first_step_and_tensor_that_differ(script: str, tmp_path: Path) -> None:
+    options = ("--bits", "--steps", "4", "--backends", "local,ddp")
+    code, output, report = verify(tmp_path, *options, script, "bits nudge")
+    assert code == 1
+    assert report["rows"][1]["status"] == "differs"
+    assert "after step 3, parameter 0.weight on rank 1 differs from rank 0" in output
+    assert output.endswith("Verdict: not the same bits. Of 2 runs, 1 differ or failed.\n")
+
+
 def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path: Path) -> None:
     """verify leaves no process behind. On one process the script does not train."""
     options = ("--timeout-seconds", "15", "--backends", "local,ddp")
@@ -272,8 +296,9 @@ def test_a_function_is_verified_in_float64_on_three_ranks(tmp_path: Path) -> Non
         (["{script}:"], "has no function name after the colon. Name a function as in "),
         ([":function"], "':function' has no module or file before the colon. Name a function as in train.py:function"),
         (["--steps", "0", "{script}"], "0 is not in the range x>=1"),
+        (["--bits", "--float64", "{script}"], "--bits allows no difference. Leave out --tolerance and --float64."),
     ],
-    ids=["ranks", "backend", "script", "arguments", "no function name", "no file name", "steps"],
+    ids=["ranks", "backend", "script", "arguments", "no function name", "no file name", "steps", "bits"],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str, script: str) -> None:
     result = CliRunner().invoke(command, ["verify", *(one.format(script=script) for one in arguments)])
@@ -314,17 +339,21 @@ def record(
     upto: int = 5,
     emulated_ranks: int = 1,
     float64: bool = False,
+    bits: bool = False,
+    callbacks: Sequence[unitrain.Callback] = (),
     **settings: Any,
 ) -> Record:
     """Train on one rank like a verified script, and return the record."""
     folder.mkdir()
-    RecordRequest(steps=upto, emulated_ranks=emulated_ranks, float64=float64).write(folder)
+    RecordRequest(steps=upto, emulated_ranks=emulated_ranks, float64=float64, bits=bits).write(folder)
     model, optimizer = made or make()
     config = unitrain.TrainConfig(**{"max_epochs": 9, "batch_size": 4, "progress": "off", **settings})
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(RECORDER, str(folder)))
     try:
-        trainer = unitrain.Trainer(model, optimizer, loss_fn or nn.MSELoss(), backend=backend, config=config)
+        trainer = unitrain.Trainer(
+            model, optimizer, loss_fn or nn.MSELoss(), backend=backend, config=config, callbacks=callbacks
+        )
         with pytest.raises(SystemExit) as ended:
             trainer.fit(data or samples())
         assert ended.value.code == 0
@@ -632,3 +661,45 @@ def test_last_lines_exclude_the_report_of_the_launcher() -> None:
     assert last_lines(f"ValueError: x\n{'-' * 74}\nPrimary job  terminated") == ["ValueError: x"]
     assert last_lines("Process 0 exit with status code 1.\n") == ["Process 0 exit with status code 1."]
     assert last_lines("\n".join(map(str, range(40))), max_lines=2) == ["38", "39"]
+
+
+class _Change(unitrain.Callback):
+    """Changes a tensor in place after two steps."""
+
+    def __init__(self, choose: Callable[[Any], Tensor]) -> None:
+        self._choose = choose
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 2:
+            self._choose(trainer).data.add_(1e-7)
+
+
+@pytest.mark.parametrize(
+    ("choose", "difference"),
+    [
+        (lambda trainer: trainer.model.module[2].bias, "step 2 is the first with a difference: parameter 2.bias"),
+        (
+            lambda trainer: trainer.optimizer.state[trainer.model.module[0].weight]["momentum_buffer"],
+            "step 2 is the first with a difference: state 0.weight momentum_buffer",
+        ),
+    ],
+    ids=["parameter", "state"],
+)
+def test_the_first_different_bits_are_named(
+    choose: Any, difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"bits": True, "logical_ranks": 2}
+    reference = record(tmp_path / "reference", monkeypatch, **settings)
+    same = record(tmp_path / "same", monkeypatch, **settings)
+    changed = record(tmp_path / "changed", monkeypatch, callbacks=[_Change(choose)], **settings)
+    other_start = record(tmp_path / "start", monkeypatch, made=make(seed=1), **settings)
+    shorter = record(tmp_path / "shorter", monkeypatch, upto=4, **settings)
+    assert find_first_difference(same, reference) == ""
+    assert find_first_difference(changed, reference) == difference
+    assert find_first_difference(other_start, reference).startswith("the initial values of parameter 0.weight differ.")
+    assert find_first_difference(shorter, reference) == "the run ended after 4 steps, the reference after 5"
+
+
+def test_bits_require_logical_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="unitrain verify --bits compares runs on different numbers of ranks"):
+        record(tmp_path / "run", monkeypatch, bits=True)

@@ -13,6 +13,7 @@ composed_collectives reducescatter and allgather of CPU tensors, composed of all
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments
 row_exchange         exchange of short messages over direct TCP connections, for consistency checks and small tensors
+logical_ranks        assignment of logical ranks to processes, and the current logical rank
 blocks               the modules of a model with given classes
 checks               validation of arguments, the same on every backend
 synchronized_errors  raise an error of one rank on all ranks

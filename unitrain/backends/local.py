@@ -16,7 +16,13 @@ from unitrain.backends.base import Backend, ReduceOp, Shard, StartOptions
 from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, SupportsShardedParameters
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.compression import CompressionStates, compress_each_backward
+from unitrain.backends.gradients.ddp_wrapper import read_bucket_megabytes
 from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
+from unitrain.backends.gradients.logical_ranks_model import (
+    LogicalRanksModel,
+    check_logical_ranks_arguments,
+    check_logical_ranks_optimizer,
+)
 from unitrain.backends.gradients.unused_parameters import check_first_backward
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.optimizer_checks import check_sharded_optimizer
@@ -41,6 +47,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         self._compression_states = CompressionStates()
         self._gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
         self._shards: WeakKeyDictionary[nn.Module, Shard] = WeakKeyDictionary()
+        self._logical_rank_models: WeakSet[LogicalRanksModel] = WeakSet()
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
@@ -110,6 +117,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         compression: Compression = "none",
+        logical_ranks: int | None = None,
     ) -> nn.Module:
         self.check_running("distributed_model")
         checks.check_trainable_model(model, compression, self.device)
@@ -118,6 +126,19 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
         validation.check_boolean("distributed_model(broadcast_buffers=...)", broadcast_buffers)
         check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
+        if logical_ranks is not None:
+            check_logical_ranks_arguments(model, logical_ranks, self, shard=shard, compression=compression)
+            distributed = LogicalRanksModel(
+                model,
+                self,
+                logical_ranks,
+                find_unused_parameters=find_unused_parameters,
+                bucket_bytes=read_bucket_megabytes()[1] * 2**20,
+                buffers=None,
+                reducer_group=None,
+            )
+            self._logical_rank_models.add(distributed)
+            return distributed
         if shard == "parameters":
             check_sharded_parameters(
                 model, shard_blocks, find_unused_parameters=find_unused_parameters, compression=compression
@@ -147,14 +168,22 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: Shard = "none"
     ) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
-        check_sharded_optimizer(optimizer, model, shard)
+        check_sharded_optimizer(optimizer, self.unwrap(model) if isinstance(model, nn.Module) else model, shard)
+        distributed = unwrap_compiled(model)
+        if isinstance(distributed, LogicalRanksModel):
+            check_logical_ranks_optimizer(distributed, shard)
+            check_before_step(optimizer, distributed.check_reduced)
+            return optimizer
         checks.check_matching_shard(self._shards.get(self.unwrap(model)), shard)
         if (gradients := self._gradients.get(self.unwrap(model))) is not None:
             check_before_step(optimizer, gradients.check)
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        is_distributed = isinstance(model, nn.Module) and unwrap_compiled(model) in self._gradients
+        distributed = unwrap_compiled(model) if isinstance(model, nn.Module) else model
+        if isinstance(distributed, LogicalRanksModel):
+            return distributed.no_sync()
+        is_distributed = isinstance(model, nn.Module) and distributed in self._gradients
         checks.check_no_sync_model(model, is_distributed)
         return self._accumulate()
 
@@ -172,7 +201,8 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         checks.check_is_module("unwrap(model)", model)
-        return unwrap_compiled(model)
+        model = unwrap_compiled(model)
+        return unwrap_compiled(model.module if isinstance(model, LogicalRanksModel) else model)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is None:
@@ -184,3 +214,5 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         self._is_shut_down = True
         for gradients in self._gradients.values():
             gradients.stop()
+        for model in self._logical_rank_models:
+            model.leave_group()

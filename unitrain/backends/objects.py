@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ EMPTY_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 CHUNK_BYTES = 2**26
 _PICKLE_FORMAT, _TORCH_FORMAT = b"p", b"t"
 _SIGNATURE_PURPOSE = "object"
+_PART_BYTES = 2**25
 
 
 def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
@@ -92,6 +93,18 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> 
     for tensor, piece in zip(tensors, torch.split(shared, [piece.numel() for piece in pieces]), strict=True):
         # The clone is aligned, so that it can be viewed as any dtype.
         copy_into(tensor.detach(), piece.clone().view(tensor.dtype).reshape(tensor.shape))
+
+
+def broadcast_in_parts(communicator: Communicator, tensors: Iterable[Tensor]) -> None:
+    """Broadcast `tensors` in place from rank 0, in collectives of about 32 MiB. All ranks call it."""
+    part, size = list[Tensor](), 0
+    for tensor in tensors:
+        part.append(tensor.detach())
+        size += tensor.numel() * tensor.element_size()
+        if size >= _PART_BYTES:
+            broadcast_tensors(communicator, part)
+            part, size = [], 0
+    broadcast_tensors(communicator, part)
 
 
 def broadcast_with_tensors(communicator: Communicator, obj: Any, root: int = 0) -> Any:

@@ -36,6 +36,11 @@ from unitrain.backends.gradients.compression import HALF_DTYPES, CompressionStat
 from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel, read_bucket_megabytes
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import check_before_step
+from unitrain.backends.gradients.logical_ranks_model import (
+    LogicalRanksModel,
+    check_logical_ranks_arguments,
+    check_logical_ranks_optimizer,
+)
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import broadcast_tensors, broadcast_with_tensors
@@ -129,6 +134,7 @@ class ProcessGroupBackend(
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         compression: Compression = "none",
+        logical_ranks: int | None = None,
     ) -> nn.Module:
         def check() -> None:
             checks.check_trainable_model(model, compression, self.device)
@@ -139,6 +145,8 @@ class ProcessGroupBackend(
             validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
             validation.check_boolean("distributed_model(broadcast_buffers=...)", broadcast_buffers)
             check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
+            if logical_ranks is not None:
+                check_logical_ranks_arguments(model, logical_ranks, self, shard=shard, compression=compression)
             if shard == "parameters":
                 check_sharded_parameters(
                     model, shard_blocks, find_unused_parameters=find_unused_parameters, compression=compression
@@ -155,6 +163,7 @@ class ProcessGroupBackend(
             find_unused_parameters=find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
             compression=compression,
+            logical_ranks=logical_ranks,
             **{environment.DEBUG: is_debugging},
         )
         checks.check_same_model(self, model)
@@ -165,6 +174,21 @@ class ProcessGroupBackend(
         if shard == "parameters":
             return self._shard_model(model, shard_blocks, buffers, check_bucket)
         broadcast_tensors(self, [buffer for buffer in model.buffers() if is_expanded(buffer)])
+        if logical_ranks is not None:
+            reducer_group = ReducerGroup(
+                default_process_group(), self._monitor, check_bucket, waits_on_stream=self._waits_on_stream
+            )
+            with_logical_ranks = LogicalRanksModel(
+                model,
+                self,
+                logical_ranks,
+                find_unused_parameters=find_unused_parameters,
+                bucket_bytes=read_bucket_megabytes()[1] * 2**20,
+                buffers=buffers,
+                reducer_group=reducer_group,
+            )
+            self._models.add(with_logical_ranks)
+            return with_logical_ranks
         if find_unused_parameters and self._unused_parameters_group is None:
             # Ranks that use different parameters start to reduce their buckets at different times relative to
             # collectives inside the backward pass. In a single group, a bucket could be matched with such a collective.
@@ -262,6 +286,7 @@ class ProcessGroupBackend(
         distributed = unwrap_compiled(model) if isinstance(model, nn.Module) else model
 
         def check() -> None:
+            check_logical_ranks_optimizer(distributed, shard)
             wrapped_shard = distributed.shard if isinstance(distributed, WrappedModel) else None
             if "parameters" in (wrapped_shard, shard):
                 checks.check_single_optimizer(optimizer)

@@ -35,6 +35,9 @@ _TRAIN_FUNCTION = Path(__file__).parent.parent / "verify" / "train_function.py"
     "change little during training. [default: 1e-6, with --float64 1e-8]",
 )
 @click.option("--float64", is_flag=True, help="Train in double precision, where rounding errors are negligible.")
+@click.option(
+    "--bits", is_flag=True, help="Compare all runs bit by bit. The script must set TrainConfig.logical_ranks."
+)
 @click.option("--cpu", is_flag=True, help="Hide the GPUs.")
 @click.option(
     "--timeout-seconds",
@@ -54,6 +57,7 @@ def verify(
     backends: str | None,
     tolerance: float | None,
     float64: bool,
+    bits: bool,
     cpu: bool,
     timeout_seconds: float,
     json_file: Path | None,
@@ -68,14 +72,20 @@ def verify(
     differences are repeated in float64, to distinguish rounding errors from defects. The exit status is 0 if the
     results are the same, and 1 if they differ or a run failed.
 
+    With --bits, every run must have the same bits as the first one: the parameters, optimizer state, buffers and loss
+    of every step, on every backend and number of ranks. The report names the first step and tensor that differ.
+
     \b
       unitrain verify train.py --epochs 3
       unitrain verify -np 2,3 --float64 train.py
+      unitrain verify -np 1,2,3 --bits train.py
       unitrain verify package.module:function
       unitrain verify file.py:function
     """
     try:
         sizes = _parse_sizes(num_processes)
+        if bits and (tolerance is not None or float64):
+            raise ConfigError("--bits allows no difference. Leave out --tolerance and --float64.")
         names = parse_backends(backends)
         check_not_launched("Run unitrain verify without a launcher: it starts the ranks itself.")
         check_started_once()
@@ -89,6 +99,7 @@ def verify(
 
     _warn_of_misplaced_options(target, args)
     from unitrain.verify import report
+    from unitrain.verify.bits import compare_bits, is_bit_equal, show_bits, write_bits
     from unitrain.verify.runs import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, Verification
     from unitrain.verify.verdict import Verdict
 
@@ -110,16 +121,26 @@ def verify(
                 _build_command, script=script, args=(target,) if is_function else args, cpu=cpu, max_ranks=max(sizes)
             ),
             report_progress=partial(click.echo, nl=False, err=True),
+            bits=bits,
         )
+        if bits:
+            rows = compare_bits(verification.run_all(sizes, controllers, with_local="local" in names))
+            show_bits(rows, f"{target}: {steps} steps, bit by bit", skipped)
+            if json_file is not None:
+                write_bits(rows, {"target": target, "args": args, "steps": steps}, json_file)
+            sys.exit(0 if is_bit_equal(rows) and not _is_missing(backends, names, controllers) else 1)
         groups = verification.run_groups(sizes, controllers, with_local="local" in names)
         verdict = Verdict(groups=groups, skipped=skipped)
         report.show(verdict, f"{target}: {steps} steps, tolerance {tolerance:g}{', float64' if float64 else ''}")
         if json_file is not None:
             settings = {"target": target, "args": args, "steps": steps, "tolerance": tolerance, "float64": float64}
             report.write_json(verdict, settings, json_file)
-    # An unavailable backend is a failure if --backends names it. Otherwise, it is skipped.
-    is_missing = backends is not None and not all(controllers.get(name) for name in names)
-    sys.exit(0 if verdict.is_same and not is_missing else 1)
+    sys.exit(0 if verdict.is_same and not _is_missing(backends, names, controllers) else 1)
+
+
+def _is_missing(backends: str | None, names: Sequence[str], controllers: Mapping[str, Sequence[str | None]]) -> bool:
+    """Return whether a backend that --backends names is not available. Other unavailable backends are skipped."""
+    return backends is not None and not all(controllers.get(name) for name in names)
 
 
 def _check_function(target: str, args: Sequence[str]) -> None:

@@ -41,14 +41,19 @@ def resolve_batch_sizes(
     elastic: bool = False,
     elastic_batch_size: ElasticBatchSize | None = None,
     full_batches_only: bool = False,
+    logical_ranks: int | None = None,
 ) -> BatchSizes:
     """Return the batch sizes of training on `data`. All ranks call it.
+
+    With `logical_ranks`, the batch size per rank is that of a logical rank.
 
     The returned `batch_size` is the argument for opening the data. For a DataLoader, the returned value is the user's
     setting, which must equal the DataLoader's batch size. If an elastic job was restarted, `elastic_batch_size` is the
     batch size of its first attempt. Raises ConfigError, on all ranks, if the sizes contradict each other, or if
     `global_batch_size` is set although the data determines the size of its batches.
     """
+
+    size = logical_ranks or communicator.size
 
     def derive() -> BatchSizes:
         own = data.batch_size if isinstance(data, DataLoader) else batch_size
@@ -64,11 +69,9 @@ def resolve_batch_sizes(
             "global_batch_size": global_batch_size,
         }
         if elastic and (own or global_batch_size):
-            batch_sizes = elastic_batch_sizes(
-                communicator.size, elastic_batch_size, **settings, full_batches_only=full_batches_only
-            )
+            batch_sizes = elastic_batch_sizes(size, elastic_batch_size, **settings, full_batches_only=full_batches_only)
         else:
-            batch_sizes = derive_batch_sizes(communicator.size, **settings)
+            batch_sizes = derive_batch_sizes(size, **settings)
         return batch_sizes._replace(batch_size=batch_size) if isinstance(data, DataLoader) else batch_sizes
 
     return call_on_all_ranks(communicator, derive)

@@ -25,6 +25,7 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.data.batch import CountedBatch, CountingCollate
 from unitrain.data.samplers import custom_sampler
+from unitrain.data.seeded_batches import SeededDataset, SeededIndices, isolate_generators
 from unitrain.data.workers import WorkerInit
 from unitrain.errors import ConfigError, DataError
 from unitrain.torch_compat import stop_workers
@@ -38,7 +39,7 @@ class IndexedSource:
     `batch_size` is per rank; `shuffle` and `drop_last` are the user's settings for the training order. `sampler` is the
     custom sampler of a DataLoader or, if the batch size is None, its batch_sampler. If `may_drop_samples` is True,
     batches can have fewer samples than indices: use `counted_batches` instead of `batches`. Error messages name `owner`
-    and its batch size parameter `setting`.
+    and its batch size parameter `setting`. With `seeds_batches`, pass `seeds` to `counted_batches`.
 
     Raises DataError for data without `__getitem__` and `__len__`, and ConfigError for a batch size that is missing or
     differs from that of the DataLoader.
@@ -55,6 +56,7 @@ class IndexedSource:
         pin_memory: bool,
         setting: str,
         owner: str,
+        seeds_batches: bool = False,
     ) -> None:
         self.batch_size = per_rank_batch_size(data, batch_size, setting, owner)
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
@@ -70,8 +72,12 @@ class IndexedSource:
         self._indices = _Indices()
         # A custom collate_fn may drop samples.
         self.may_drop_samples = isinstance(data, DataLoader) and data.collate_fn is not default_collate
-        self._loader = _create_loader(data, self._indices, num_workers, pin_memory, self._generator)
-        self._tensors = _find_tensors(dataset) if self._uses_default_collate() else None
+        self._dataset = dataset
+        self._tensors = _find_tensors(dataset) if self._may_index_tensors(data, num_workers) else None
+        self._seeds_batches = seeds_batches and self._tensors is None
+        self._loader = _create_loader(
+            data, self._indices, num_workers, pin_memory, self._generator, seeds_batches=self._seeds_batches
+        )
 
     @property
     def prefetched_batches(self) -> int:
@@ -90,8 +96,8 @@ class IndexedSource:
     def set_epoch(self, epoch: int) -> None:
         """Call the dataset's `set_epoch` method, if it has one. The call does not affect copies in persistent
         workers."""
-        if hasattr(self._loader.dataset, "set_epoch"):
-            self._loader.dataset.set_epoch(epoch)
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
 
     def batches(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> Iterator[Any]:
         """Yield the batch of the samples order[slice] for each non-empty slice in `positions`.
@@ -107,10 +113,25 @@ class IndexedSource:
         return iter(self._loader)
 
     def counted_batches(
-        self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int
+        self,
+        order: Tensor | list[Any],
+        positions: Iterator[slice],
+        worker_seed: int,
+        seeds: Iterator[int] | None = None,
     ) -> Generator[CountedBatch]:
-        """Yield the same batches as `batches`, as `CountedBatch`. Closing the generator terminates the workers."""
-        if self.may_drop_samples:
+        """Yield the same batches as `batches`, as `CountedBatch`. Closing the generator terminates the workers.
+
+        With `seeds`, each batch is loaded with the random generators seeded with one of them, in this process or in a
+        worker, and the generators of this process do not change.
+        """
+        if seeds is not None and self._seeds_batches:
+            positions, ahead = tee(positions)
+            self._set_order(order, ahead, worker_seed, seeds)
+            with closing(iterate_loader(self._loader)) as made:
+                for part, batch in zip(positions, isolate_generators(made), strict=True):
+                    items = len(order[part])
+                    yield batch if self.may_drop_samples else CountedBatch(items, items, batch)
+        elif self.may_drop_samples:
             self._set_order(order, positions, worker_seed)
             with closing(iterate_loader(self._loader)) as made:
                 yield from made
@@ -120,14 +141,24 @@ class IndexedSource:
                 items = len(order[part])
                 yield CountedBatch(items, items, batch)
 
-    def _set_order(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> None:
+    def _set_order(
+        self,
+        order: Tensor | list[Any],
+        positions: Iterator[slice],
+        worker_seed: int,
+        seeds: Iterator[int] | None = None,
+    ) -> None:
         self._generator.manual_seed(worker_seed)
         taken = (order[part] for part in positions)
-        self._indices.batches = (part.tolist() if isinstance(part, Tensor) else part for part in taken)
+        batches = (part.tolist() if isinstance(part, Tensor) else part for part in taken)
+        if seeds is not None:
+            batches = (SeededIndices(batch, seed) for batch, seed in zip(batches, seeds, strict=False))
+        self._indices.batches = batches
 
-    def _uses_default_collate(self) -> bool:
-        """Return whether batches are collated with torch's default `collate_fn` and without user code."""
-        return self._loader.num_workers == 0 and not self.may_drop_samples
+    def _may_index_tensors(self, data: Data, num_workers: int) -> bool:
+        """Return whether batches are collated with torch's default `collate_fn` in this process."""
+        workers = data.num_workers if isinstance(data, DataLoader) else num_workers
+        return workers == 0 and not self.may_drop_samples
 
     def _index_tensors(
         self, tensors: tuple[Tensor, ...], subset: Tensor | None, order: Tensor, positions: Iterator[slice]
@@ -157,11 +188,20 @@ class _Indices(Sampler[list[int]]):
 
 
 def _create_loader(
-    data: Data, indices: _Indices, num_workers: int, pin_memory: bool, generator: torch.Generator
+    data: Data,
+    indices: _Indices,
+    num_workers: int,
+    pin_memory: bool,
+    generator: torch.Generator,
+    *,
+    seeds_batches: bool,
 ) -> DataLoader[Any]:
+    dataset: Any = data.dataset if isinstance(data, DataLoader) else data
+    if seeds_batches:
+        dataset = SeededDataset(dataset)
     if not isinstance(data, DataLoader):
         return DataLoader(
-            data,
+            dataset,
             batch_sampler=indices,
             num_workers=num_workers,
             pin_memory=pin_memory,
@@ -170,7 +210,7 @@ def _create_loader(
         )
     collate = data.collate_fn
     return DataLoader(
-        data.dataset,
+        dataset,
         batch_sampler=indices,
         collate_fn=collate if collate is default_collate else CountingCollate(collate),
         generator=generator,

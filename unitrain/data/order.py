@@ -9,7 +9,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from unitrain.backends.logical_ranks import LogicalRank, set_current_logical_rank
 from unitrain.config import Uneven
+from unitrain.randomness import seed_micro_batch
 
 StrideUnit = Literal["samples", "batches"]
 
@@ -20,6 +22,9 @@ class MicroBatch(NamedTuple):
     `positions` are indices into the order of the epoch. `samples` is the number of samples, 0 for a dummy batch.
     `step_samples` is the number of samples of all ranks in the optimizer step of this micro-batch; the step ends before
     position `step_end`.
+
+    With logical ranks, `logical_rank` computes the micro-batch, and `number` is its index among the micro-batches of
+    this logical rank in the step. `ends_step` is True for the last micro-batch of the process.
     """
 
     positions: slice
@@ -27,6 +32,8 @@ class MicroBatch(NamedTuple):
     step_samples: int
     step_end: int
     ends_step: bool
+    logical_rank: int | None = None
+    number: int = 0
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
@@ -102,6 +109,30 @@ def micro_batches_of_sampler(
             else:
                 positions, samples = slice(bounds[first], bounds[first] + 1), 0
             yield MicroBatch(positions, samples, total, bounds[after], micro_step == micro_steps - 1)
+
+
+def begin_micro_batch(seed: int, epoch: int, micro_batch: MicroBatch, logical_ranks: int | None) -> None:
+    """With logical ranks, set the logical rank of the next forward pass, and seed its random numbers. `seed` is that of
+    the run. Without logical ranks, do nothing."""
+    if logical_ranks is not None and micro_batch.logical_rank is not None:
+        set_current_logical_rank(LogicalRank(micro_batch.logical_rank, logical_ranks))
+        seed_micro_batch(seed, epoch, micro_batch.step_end, micro_batch.logical_rank, micro_batch.number)
+
+
+def merge_logical_ranks(
+    logical_ranks: Sequence[int], micro_batches: Sequence[Iterator[MicroBatch]]
+) -> Iterator[MicroBatch]:
+    """Yield the `micro_batches` of several logical ranks: in each step, those of the first logical rank, then those of
+    the next one, and so on."""
+    while True:
+        for logical_rank, own in zip(logical_ranks, micro_batches, strict=True):
+            for number, micro_batch in enumerate(own):
+                ends_step = micro_batch.ends_step and logical_rank == logical_ranks[-1]
+                yield micro_batch._replace(ends_step=ends_step, logical_rank=logical_rank, number=number)
+                if micro_batch.ends_step:
+                    break
+            else:
+                return  # the epoch has ended
 
 
 def _batch_length(bounds: Sequence[int], batch: int) -> int:

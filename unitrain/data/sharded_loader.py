@@ -9,13 +9,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from unitrain import validation
-from unitrain.backends.base import Communicator
+from unitrain.backends.base import Backend, Communicator
 from unitrain.backends.lifecycle import Lifecycle
+from unitrain.backends.logical_ranks import set_current_logical_rank
 from unitrain.backends.pipeline.replicas import Replicas
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.config import StreamKind, Uneven
 from unitrain.data.loading import Data, check_is_dataset
+from unitrain.data.order import begin_micro_batch
 from unitrain.data.prefetch import Prefetcher
+from unitrain.data.seeded_batches import seed_batches
 from unitrain.data.sharding import EvaluationShard, open_training_data
 from unitrain.data.training_data import ShardSettings, TrainingData
 from unitrain.errors import CheckpointError, ConfigError
@@ -61,6 +64,12 @@ class ShardedLoader:
             then shards, or different items ("own").
         uneven: How to handle different numbers of batches per rank from an IterableDataset or a batch_sampler: "weight"
             (dummy batches), "drop" (end the epoch), or "pad" (repeat batches).
+        logical_ranks: Divide the data among this number of logical ranks, for a model that was distributed with the
+            same `logical_ranks`. `batch_size` is that of a logical rank. In each step, the loader yields the batches of
+            the logical ranks of this process, and `ends_step` is True for the last one.
+
+    With `logical_ranks`, the loader seeds the global random generators of torch, numpy and Python for each batch. Their
+    random numbers, such as those of dropout, then depend on the seed, the step and the logical rank only.
 
     Raises, on every rank: ConfigError for arguments that are invalid, contradict each other or differ between ranks;
     DataError for data that is empty, cannot be sharded or differs between ranks.
@@ -79,9 +88,15 @@ class ShardedLoader:
         gradient_accumulation_steps: int = 1,
         stream: StreamKind = "shared",
         uneven: Uneven = "weight",
+        logical_ranks: int | None = None,
     ) -> None:
         fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
         validation.check_instance(f"{_OWNER}(backend)", backend, Communicator, "a backend", fix)
+        if logical_ranks is not None and not isinstance(backend, Backend):
+            raise ConfigError(
+                f"ShardedLoader(logical_ranks={logical_ranks}) needs the backend that unitrain.init() returned, got a "
+                f"{type(backend).__name__}. Pipelines do not support logical ranks: leave logical_ranks out."
+            )
         if isinstance(backend, Lifecycle):
             backend.check_running(_OWNER)
         settings: dict[str, Any] = {
@@ -91,12 +106,13 @@ class ShardedLoader:
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "stream": stream,
             "uneven": uneven,
+            "logical_ranks": logical_ranks,
         }
         call_on_all_ranks(backend, lambda: _check_arguments(data, batch_size, num_workers, settings))
         _check_same_on_all_ranks(backend, settings)
         self._backend = backend
         self._prefetcher = Prefetcher(backend.device)
-        self._seed = seed
+        self._seed, self._logical_ranks = seed, logical_ranks
         self._epoch, self._position = 0, 0
         self._is_within_epoch = False
         # Properties of the last yielded batch: number of samples, loss weight, and whether it ends a step.
@@ -104,7 +120,13 @@ class ShardedLoader:
         self._shard: TrainingData | EvaluationShard
         if not shuffle:
             self._shard = EvaluationShard(
-                data, backend, batch_size=batch_size, num_workers=num_workers, stream=stream, owner=_OWNER
+                data,
+                backend,
+                batch_size=batch_size,
+                num_workers=num_workers,
+                stream=stream,
+                logical_ranks=logical_ranks,
+                owner=_OWNER,
             )
             return
         if batch_size is not None and isinstance(backend, Replicas):
@@ -117,6 +139,7 @@ class ShardedLoader:
             num_workers=num_workers,
             stream=stream,
             uneven=uneven,
+            logical_ranks=logical_ranks,
             allow_empty_ranks=True,
             owner=_OWNER,
         )
@@ -148,7 +171,7 @@ class ShardedLoader:
     def loss_weight(self) -> float:
         """The factor for the mean loss of the last yielded batch: its samples * number of ranks / samples of the step.
 
-        A step consists of `gradient_accumulation_steps` batches (1 by default) on every rank.
+        A step consists of `gradient_accumulation_steps` batches (1 by default) on every rank or logical rank.
         """
         self._check_is_for_training("loss_weight")
         return self._loss_weight
@@ -174,7 +197,10 @@ class ShardedLoader:
         restored.
         """
         if isinstance(self._shard, EvaluationShard):
-            for batch, samples in self._prefetcher(self._shard, ahead=self._shard.can_prefetch):
+            batches = self._prefetcher(self._shard, ahead=self._shard.can_prefetch)
+            if self._shard.seeded_position is not None:
+                batches = seed_batches(batches, self._shard.seeded_position)
+            for batch, samples in batches:
                 self._num_samples = samples
                 yield batch
             return
@@ -194,14 +220,16 @@ class ShardedLoader:
             ):
                 self._is_within_epoch = True
                 self._num_samples = micro_batch.samples
-                self._loss_weight = micro_batch.samples * self._backend.size / micro_batch.step_samples
+                self._loss_weight = micro_batch.samples * self._ranks / micro_batch.step_samples
                 self._ends_step = micro_batch.ends_step
                 if micro_batch.ends_step:
                     self._position = micro_batch.step_end
                 set_current_batch(is_dummy=not micro_batch.samples)
+                begin_micro_batch(self._seed, self._epoch, micro_batch, self._logical_ranks)
                 yield batch
         finally:
             set_current_batch(is_dummy=False)
+            set_current_logical_rank(None)
             self._shard.end_epoch()
         self._epoch, self._position, self._is_within_epoch = self._epoch + 1, 0, False
 
@@ -250,7 +278,13 @@ class ShardedLoader:
 
     def _order_settings(self) -> dict[str, Any]:
         assert isinstance(self._shard, TrainingData)
-        return {"seed": self._seed, **self._shard.order_settings}
+        order = {"seed": self._seed, **self._shard.order_settings}
+        return order if self._logical_ranks is None else {**order, "logical_ranks": self._logical_ranks}
+
+    @property
+    def _ranks(self) -> int:
+        """The number of ranks, or of logical ranks."""
+        return self._logical_ranks or self._backend.size
 
     def _check_is_for_training(self, name: str) -> None:
         if isinstance(self._shard, EvaluationShard):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import Communicator
+from unitrain.backends.logical_ranks import check_logical_ranks, local_logical_ranks
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import StreamKind
 from unitrain.data.batch import CountedBatch
@@ -20,12 +21,23 @@ from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.iterable_training import TrainingStream
 from unitrain.data.loading import Data, IndexedSource, check_same_data, format_call, is_stream
-from unitrain.data.order import MicroBatch, StrideUnit, epoch_order, micro_batches_of_sampler, micro_batches_of_samples
+from unitrain.data.order import (
+    MicroBatch,
+    StrideUnit,
+    epoch_order,
+    merge_logical_ranks,
+    micro_batches_of_sampler,
+    micro_batches_of_samples,
+)
 from unitrain.data.samplers import DrawnOrder, draw_order
 from unitrain.data.training_data import DEFAULT_SHARD_SETTINGS, ShardSettings, TrainingData
 from unitrain.errors import DataError
 from unitrain.randomness import SeedPurpose, derive_seed
 
+_STREAM_WITH_LOGICAL_RANKS = (
+    "An iterable dataset is not supported with logical_ranks. Use a dataset with __getitem__ and __len__, or leave "
+    "logical_ranks out."
+)
 # Number of micro-batches planned at a time.
 _MICRO_BATCHES_PER_CHUNK = 256
 
@@ -45,7 +57,9 @@ class TrainingShard(TrainingData):
     ) -> None:
         self._owner, self._seed, self._uneven = settings.owner, settings.seed, settings.uneven
         self._communicator = communicator
-        self._rank, self._size = communicator.rank, communicator.size
+        # With logical ranks, the data is divided among them.
+        self._logical_ranks = _local_logical_ranks(settings.logical_ranks, communicator)
+        self._size = settings.logical_ranks or communicator.size
         batch_sizes = settings.resolve_batch_sizes(data, communicator)
         self._gradient_accumulation_steps = batch_sizes.gradient_accumulation_steps
         self._source = source = _open_source(
@@ -57,6 +71,7 @@ class TrainingShard(TrainingData):
             num_workers=settings.num_workers,
             setting="batch_size",
             owner=settings.owner,
+            seeds_batches=settings.logical_ranks is not None,
         )
         self.batch_size = source.batch_size
         self._sampler_name = None if source.sampler is None else type(source.sampler).__name__
@@ -87,7 +102,7 @@ class TrainingShard(TrainingData):
         self._end = 0
         self._aligner: StepAligner | None = None
         # Ranks may have different collate_fns.
-        if any(communicator.allgather_object(source.may_drop_samples)):
+        if any(communicator.allgather_object(source.may_drop_samples)) and self._logical_ranks is None:
             self._aligner = StepAligner(
                 communicator,
                 gradient_accumulation_steps=self._gradient_accumulation_steps,
@@ -114,7 +129,7 @@ class TrainingShard(TrainingData):
         """Whether a batch may be loaded while gradients are reduced: the job has several ranks, and loading calls no
         collective.
         """
-        return self._size > 1 and self._source.can_prefetch and self._aligner is None
+        return self._communicator.size > 1 and self._source.can_prefetch and self._aligner is None
 
     def steps_in_epoch(self, start: int = 0) -> int | None:
         """Return the number of optimizer steps from position `start` to the end of an epoch, 0 after the end."""
@@ -142,15 +157,18 @@ class TrainingShard(TrainingData):
         length = source.length if source.sampler is None else _sampler_length(source.sampler)
         if length is None:
             return None
+        local = 1 if self._logical_ranks is None else len(self._logical_ranks)
         if source.batch_size is not None:
-            return -(-self._find_epoch_end(length) // (size * source.batch_size))
+            return -(-self._find_epoch_end(length) // (size * source.batch_size)) * local
         per_step = size * self._gradient_accumulation_steps
-        return length // per_step * self._gradient_accumulation_steps if self._uneven == "drop" else -(-length // size)
+        if self._uneven == "drop":
+            return length // per_step * self._gradient_accumulation_steps * local
+        return -(-length // size) * local
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`."""
         order, micro_batches_of_epoch = self._plan_epoch(epoch, start)
-        worker_seed = derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank)
+        worker_seed = derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._communicator.rank)
         self._source.set_epoch(epoch)
         # Plan in chunks: planning single micro-batches takes several times as long, because the training steps evict
         # the caches. The workers prefetch, so `tee` lets them read the positions before the loop reads the
@@ -158,6 +176,8 @@ class TrainingShard(TrainingData):
         micro_batches, unread = tee(
             chain.from_iterable(iter(lambda: list(islice(micro_batches_of_epoch, _MICRO_BATCHES_PER_CHUNK)), []))
         )
+        if self._logical_ranks is not None:
+            return self._seeded_micro_batches(order, micro_batches, unread, epoch)
         positions = map(itemgetter(0), unread)
         if self._aligner is not None:
             source = self._source
@@ -165,6 +185,33 @@ class TrainingShard(TrainingData):
                 lambda: source.counted_batches(order, positions, worker_seed), micro_batches, has_started=start > 0
             )
         return zip(self._source.batches(order, positions, worker_seed), micro_batches, strict=True)
+
+    def _seeded_micro_batches(
+        self,
+        order: Tensor | list[Any],
+        micro_batches: Iterator[MicroBatch],
+        unread: Iterator[MicroBatch],
+        epoch: int,
+    ) -> Iterator[tuple[Any, MicroBatch]]:
+        """Yield (batch, micro-batch) with logical ranks. Each batch is loaded with its own random seed."""
+        to_load, to_seed = tee(unread)
+        seeds = (
+            derive_seed(
+                self._seed, SeedPurpose.BATCH, epoch, planned.step_end, planned.logical_rank or 0, planned.number
+            )
+            for planned in to_seed
+        )
+        with closing(
+            self._source.counted_batches(order, map(itemgetter(0), to_load), worker_seed=0, seeds=seeds)
+        ) as batches:
+            for (items, samples, batch), micro_batch in zip(batches, micro_batches, strict=True):
+                if samples != items:
+                    raise DataError(
+                        f"With logical_ranks, a collate_fn must keep all samples, but it made a batch of {samples} "
+                        f"from {items} samples. Leave such samples out of the dataset, for example with "
+                        "torch.utils.data.Subset(dataset, indices)."
+                    )
+                yield batch, micro_batch
 
     def is_epoch_finished(self, position: int) -> bool:
         """Return whether `position` is the end of the epoch."""
@@ -187,18 +234,28 @@ class TrainingShard(TrainingData):
                 seed=self._seed,
                 epoch=epoch,
             )
+        self._end = self._find_epoch_end(len(order)) if bounds is None else self._find_sampler_epoch_end(bounds, start)
+        if self._logical_ranks is None:
+            return order, self._plan_rank(self._communicator.rank, bounds, start)
+        plans = [self._plan_rank(rank, bounds, start) for rank in self._logical_ranks]
+        return order, merge_logical_ranks(self._logical_ranks, plans)
+
+    def _plan_rank(self, rank: int, bounds: list[int] | None, start: int) -> Iterator[MicroBatch]:
+        """Return the micro-batches of a rank or logical rank from position `start` to the end of the epoch."""
         place = {
             "gradient_accumulation_steps": self._gradient_accumulation_steps,
-            "rank": self._rank,
+            "rank": rank,
             "size": self._size,
         }
         if bounds is not None:
-            self._end = self._find_sampler_epoch_end(bounds, start)
-            return order, micro_batches_of_sampler(bounds, start, uneven=self._uneven, **place)
-        self._end = self._find_epoch_end(len(order))
-        assert source.batch_size is not None
-        return order, micro_batches_of_samples(
-            start, self._end, batch_size=source.batch_size, global_batch_size=self._requested_global_batch_size, **place
+            return micro_batches_of_sampler(bounds, start, uneven=self._uneven, **place)
+        assert self._source.batch_size is not None
+        return micro_batches_of_samples(
+            start,
+            self._end,
+            batch_size=self._source.batch_size,
+            global_batch_size=self._requested_global_batch_size,
+            **place,
         )
 
     def _find_epoch_end(self, length: int) -> int:
@@ -242,6 +299,9 @@ class EvaluationShard:
     the same samples. An iterable dataset is restarted for every evaluation, with the same random seed. With `stream`
     "shared", its items are assigned to ranks round-robin; with "own", the items differ between ranks.
 
+    With `logical_ranks`, each logical rank has a contiguous part, and each process evaluates the parts of its logical
+    ranks.
+
     With `limit_batches`, only the first `limit_batches` * `limit_batch_size` (default: `batch_size`) samples are
     evaluated: the same samples for any number of ranks. With `stream` "own", `limit_batches` is the number of batches
     per rank.
@@ -260,13 +320,18 @@ class EvaluationShard:
         stream: StreamKind = "shared",
         limit_batches: int | None = None,
         limit_batch_size: int | None = None,
+        logical_ranks: int | None = None,
         owner: str = "TrainConfig",
     ) -> None:
         subject, rank, size = "The evaluation data", communicator.rank, communicator.size
         setting = "eval_batch_size" if owner == "TrainConfig" else "batch_size"
-        self._rank = rank
+        self._rank, self._has_logical_ranks = rank, logical_ranks is not None
+        check_logical_ranks(f"{owner}(logical_ranks=...)", logical_ranks, communicator)
+        local_ranks, size = _local_logical_ranks(logical_ranks, communicator) or [rank], logical_ranks or size
         self._source: IndexedSource | StreamSource
         if is_stream(data):
+            if logical_ranks is not None:
+                raise DataError(_STREAM_WITH_LOGICAL_RANKS)
             self._source = open_stream(
                 data,
                 communicator,
@@ -291,6 +356,7 @@ class EvaluationShard:
             num_workers=num_workers,
             setting=setting,
             owner=owner,
+            seeds_batches=logical_ranks is not None,
         )
         sampler = None if source.sampler is None else type(source.sampler).__name__
         check_same_data(subject, communicator, source.length, {"sampler": sampler})
@@ -301,18 +367,29 @@ class EvaluationShard:
             )
         if bounds is not None:
             batches = [slice(*ends) for ends in pairwise(bounds)][:limit_batches]
-            self._slices = batches[rank * len(batches) // size : (rank + 1) * len(batches) // size]
+            first, last = local_ranks[0] * len(batches) // size, (local_ranks[-1] + 1) * len(batches) // size
+            self._slices = batches[first:last]
         else:
             length, step = len(self._order), source.batch_size or 1
             if limit_batches is not None:
                 length = min(length, limit_batches * (limit_batch_size or step))
-            first, last = (place * length // size for place in (rank, rank + 1))
-            self._slices = [slice(at, min(at + step, last)) for at in range(first, last, step)]
+            bounds_of_ranks = ([place * length // size for place in (one, one + 1)] for one in local_ranks)
+            self._slices = [
+                slice(at, min(at + step, last)) for first, last in bounds_of_ranks for at in range(first, last, step)
+            ]
 
     @property
     def batch_size(self) -> int | None:
         """Samples per batch; None if the data or a batch_sampler determines it."""
         return self._source.batch_size
+
+    @property
+    def seeded_position(self) -> int | None:
+        """The position of this rank's first sample in the data; None without logical ranks.
+
+        With logical ranks, the caller seeds the random generators for each batch with its position.
+        """
+        return (self._slices[0].start if self._slices else 0) if self._has_logical_ranks else None
 
     def count_batches(self) -> int | None:
         """Return the number of this rank's batches; None for an iterable dataset."""
@@ -352,7 +429,10 @@ class EvaluationShard:
             with closing(self._source.batches(epoch=0)) as batches:
                 yield from batches
         else:
-            yield from self._source.counted_batches(self._order, iter(self._slices), worker_seed=0)
+            seeds = None
+            if self._has_logical_ranks:
+                seeds = (derive_seed(0, SeedPurpose.EVALUATION, part.start) for part in self._slices)
+            yield from self._source.counted_batches(self._order, iter(self._slices), worker_seed=0, seeds=seeds)
 
 
 def open_training_data(data: Data, communicator: Communicator, settings: ShardSettings) -> TrainingData:
@@ -360,8 +440,21 @@ def open_training_data(data: Data, communicator: Communicator, settings: ShardSe
 
     All ranks call it. Raises the errors of both classes.
     """
+    check_logical_ranks(f"{settings.owner}(logical_ranks=...)", settings.logical_ranks, communicator)
+    if settings.logical_ranks is not None:
+        call_on_all_ranks(communicator, lambda: _check_is_indexed(data))
     # If the class differs between ranks, both constructors raise an error, because they compare the same values first.
     return (TrainingStream if is_stream(data) else TrainingShard)(data, communicator, settings)
+
+
+def _check_is_indexed(data: Data) -> None:
+    if is_stream(data):
+        raise DataError(_STREAM_WITH_LOGICAL_RANKS)
+
+
+def _local_logical_ranks(logical_ranks: int | None, communicator: Communicator) -> range | None:
+    """Return the logical ranks of this process, or None without logical ranks."""
+    return None if logical_ranks is None else local_logical_ranks(logical_ranks, communicator.rank, communicator.size)
 
 
 def _open_source(data: Data, communicator: Communicator, **settings: Any) -> IndexedSource:

@@ -24,6 +24,7 @@ class ShardSettings:
         elastic: The job keeps its global batch size for any number of ranks.
         elastic_batch_size: In later attempts of an elastic job, the batch sizes of the first attempt.
         allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to iterable datasets.
+        logical_ranks: Number of logical ranks, or None. Each process gets the shards of its logical ranks.
         owner: The public class that error messages name.
     """
 
@@ -39,6 +40,7 @@ class ShardSettings:
     elastic: bool = False
     elastic_batch_size: ElasticBatchSize | None = None
     allow_empty_ranks: bool = False
+    logical_ranks: int | None = None
     owner: str = "TrainConfig"
 
     @classmethod
@@ -55,6 +57,7 @@ class ShardSettings:
             num_workers=config.num_workers,
             stream=config.stream,
             uneven=config.uneven,
+            logical_ranks=config.logical_ranks,
             elastic=elastic,
             elastic_batch_size=elastic_batch_size,
         )
@@ -72,6 +75,7 @@ class ShardSettings:
             elastic=self.elastic,
             elastic_batch_size=self.elastic_batch_size,
             full_batches_only=full_batches_only,
+            logical_ranks=self.logical_ranks,
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import TensorError
-from unitrain.validation import check_instance, describe_value
+from unitrain.validation import check_boolean, check_instance, describe_value
 
 # Maximum number of batches that are stored before they are summed. Larger values are faster; smaller values save
 # memory.
@@ -139,6 +139,13 @@ class Means:
         return sums, counted
 
 
+def create_means(names: Sequence[str], device: torch.device, *, exact: bool) -> Means:
+    """Return an object that computes means, with exact sums if `exact` is True."""
+    from unitrain.metrics.exact_sums import ExactMeans  # which depends on this module
+
+    return (ExactMeans if exact else Means)(names, device)
+
+
 class MeanMetric:
     """Weighted mean of values over all batches of all ranks, such as an accuracy or a loss.
 
@@ -148,12 +155,16 @@ class MeanMetric:
         print(accuracy.compute())
 
     Sums are accumulated in float64. The number of batches may differ between ranks and may be 0.
+
+    With `exact`, sums are exact, so for the same batches the result has the same bits for any number of ranks. Use it
+    with logical ranks. It synchronizes with the device once per 100 batches.
     """
 
-    def __init__(self, backend: Communicator) -> None:
+    def __init__(self, backend: Communicator, *, exact: bool = False) -> None:
         check_instance("MeanMetric(backend)", backend, Communicator, "a backend", "Use MeanMetric(backend)")
+        check_boolean("MeanMetric(exact=...)", exact)
         self._backend = backend
-        self._means = Means(("The value",), backend.device)
+        self._means = create_means(("The value",), backend.device, exact=exact)
 
     def update(self, value: Tensor | float, count: Tensor | float = 1) -> None:
         """Add the mean `value` of `count` samples, tokens or pixels of this rank; or a tensor of `count` values.
@@ -235,6 +246,11 @@ def _layout(batch: tuple[int, list[Tensor]]) -> tuple[Any, ...]:
     """Return the properties that batches summed together must share. A stack of several dtypes would round."""
     samples, values = batch
     return samples, *((value.shape, value.dtype, value.device) for value in values)
+
+
+def sum_of_batch(name: str, value: Tensor, samples: int) -> Tensor:
+    """Return the sum of `value` over the `samples` of one batch, float64. Raises TensorError for an invalid shape."""
+    return _sum(name, (value,), samples)
 
 
 def _sum(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:

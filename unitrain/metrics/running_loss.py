@@ -10,7 +10,8 @@ from torch import Tensor
 
 from unitrain.backends.base import Communicator
 from unitrain.errors import ModelError, NonFiniteLossError
-from unitrain.metrics.means import Means, detached_copy
+from unitrain.metrics.exact_sums import total as exact_total
+from unitrain.metrics.means import create_means, detached_copy
 
 
 class RunningLoss:
@@ -18,11 +19,13 @@ class RunningLoss:
 
     The mean over an epoch depends neither on calls of `mean_since_sync` nor on interruptions, because checkpoints
     contain the sums. `steps` is the number of steps since `start_epoch`, including those before an interruption.
+
+    With `exact`, sums are exact, so that means have the same bits for any number of processes with logical ranks.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, *, exact: bool = False) -> None:
         self._communicator = communicator
-        self._means = Means(("loss",), communicator.device)
+        self._means = create_means(("loss",), communicator.device, exact=exact)
         # Losses of the current step; discarded if an exception interrupts the step.
         self._step_losses: list[tuple[Tensor, int, Tensor | float | None]] = []
         self._synced_totals: tuple[float, float] = (0.0, 0.0)
@@ -48,7 +51,8 @@ class RunningLoss:
         self._step_losses.clear()
 
     def local_sums(self) -> list[float]:
-        """Return this rank's sum and count, as input of `mean_since_sync`. Synchronizes with the device."""
+        """Return this rank's sum, in one or several parts, and count, as input of `mean_since_sync`. Synchronizes with
+        the device."""
         return self._means.local_sums().tolist()
 
     def mean_since_sync(self, ranks: Sequence[Sequence[float]], epoch: int, step: int) -> float:
@@ -56,7 +60,7 @@ class RunningLoss:
 
         Raises NonFiniteLossError, on every rank, if the mean is not finite.
         """
-        total, count = map(sum, zip(*ranks, strict=True))
+        total, count = _total(ranks)
         mean = _mean_or_nan(total - self._synced_totals[0], count - self._synced_totals[1])
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, ranks)
@@ -100,6 +104,11 @@ class RunningLoss:
             self._means.load_sum(ranks)
 
 
+def _total(ranks: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the sum and the count over `ranks`, given the parts of the sum and the count of each rank."""
+    return exact_total(part for row in ranks for part in row[:-1]), sum(row[-1] for row in ranks)
+
+
 def _mean_or_nan(total: float, count: float) -> float:
     if count < 0 or (count == 0 and total != 0):
         # Counts on a GPU are not checked per batch, which would synchronize with the device.
@@ -111,8 +120,8 @@ def _mean_or_nan(total: float, count: float) -> float:
 
 
 def _non_finite_error(mean: float, epoch: int, step: int, ranks: Sequence[Sequence[float]]) -> NonFiniteLossError:
-    """Return the error, which names the ranks with a non-finite sum. `ranks` starts with the sum of each rank."""
-    failed_ranks = [rank for rank, (total, _) in enumerate(ranks) if not math.isfinite(total)]
+    """Return the error, which names the ranks with a non-finite sum. `ranks` are the `local_sums` of each rank."""
+    failed_ranks = [rank for rank, row in enumerate(ranks) if not all(map(math.isfinite, row[:-1]))]
     where = ""
     if failed_ranks and len(ranks) > 1:  # the sum of finite values can be infinite
         named = f"rank{'s' if len(failed_ranks) > 1 else ''} {', '.join(map(str, failed_ranks))}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import Communicator
 from unitrain.errors import ConfigError
-from unitrain.metrics.means import Means
+from unitrain.metrics.means import Means, create_means
 from unitrain.metrics.torchmetrics import TorchMetrics, is_torchmetric
 
 # A function (output, target) -> mean over the batch or one value per sample, or a torchmetrics Metric or
@@ -23,13 +23,23 @@ class UserMetrics:
 
     The result of a function is its mean over all samples. A torchmetrics object can have several results: for a metric
     "f1" they are named "f1_" followed by the key or index. A MetricCollection passed instead of a dictionary determines
-    the names. Raises ConfigError if two results have the same name.
+    the names. With `exact`, sums are exact, and torchmetrics objects are not supported. Raises ConfigError for these,
+    and if two results have the same name.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric] | nn.Module, communicator: Communicator) -> None:
+    def __init__(
+        self, metrics: Mapping[str, Metric] | nn.Module, communicator: Communicator, *, exact: bool = False
+    ) -> None:
         metrics_by_name: dict[str, Any] = dict(metrics) if isinstance(metrics, Mapping) else {"": metrics}
         self._functions = {name: metric for name, metric in metrics_by_name.items() if not is_torchmetric(metric)}
         torchmetrics = {name: metric for name, metric in metrics_by_name.items() if is_torchmetric(metric)}
+        if exact and torchmetrics:
+            raise ConfigError(
+                f"Metric {next(iter(torchmetrics))!r} is a torchmetrics object, whose states are summed with rounding "
+                "errors that depend on the number of processes. With TrainConfig.logical_ranks, use functions: "
+                'metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float()}.'
+            )
+        self._exact = exact
         self._torchmetrics = TorchMetrics(torchmetrics, communicator) if torchmetrics else None
         self._communicator, self._order = communicator, tuple(metrics_by_name)
         self._means: Means
@@ -38,7 +48,7 @@ class UserMetrics:
 
     def reset(self) -> None:
         """Discard all batches."""
-        self._means = Means(tuple(self._functions), self._communicator.device)
+        self._means = create_means(tuple(self._functions), self._communicator.device, exact=self._exact)
         if self._torchmetrics is not None:
             self._torchmetrics.reset()
 

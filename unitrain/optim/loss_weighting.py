@@ -75,17 +75,20 @@ class LossWeighting:
     ranks have computed their losses: an allreduce sums it while the gradients are reduced, and the gradients are then
     divided by the total. Until then, losses are divided by the approximate number of tokens per sample in the preceding
     step, because sums over many tokens may overflow in half precision.
+
+    `ranks` is the number of ranks over which gradients are averaged, such as the number of logical ranks; the default
+    is the number of ranks of the communicator.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, ranks: int | None = None) -> None:
+        self._communicator, self._ranks = communicator, ranks or communicator.size
         self._local_tokens: Tensor | None = None  # number of tokens on this rank in the current step
         self._total_tokens: Tensor | None = None  # number of tokens on all ranks in a complete step
         self._tokens_per_sample: Tensor | None = None
 
     def weight_loss(self, loss: Loss, micro_batch: MicroBatch) -> Tensor:
         """Return the weighted loss, to call backward on. The weight of a dummy batch is 0."""
-        weight = self._communicator.size / micro_batch.step_samples
+        weight = self._ranks / micro_batch.step_samples
         if loss.tokens is None:
             weight *= micro_batch.samples
             return loss.value if weight == 1.0 else loss.value * weight
@@ -93,9 +96,11 @@ class LossWeighting:
         tokens = local_tokens if micro_batch.samples else torch.zeros_like(local_tokens)
         self._local_tokens = tokens if self._local_tokens is None else self._local_tokens + tokens
         if self._tokens_per_sample is None:
-            self._tokens_per_sample = _power_of_two(
-                self._communicator.allreduce(tokens, "sum") / micro_batch.step_samples
-            )
+            if micro_batch.logical_rank is None:
+                approximate = self._communicator.allreduce(tokens, "sum")
+            else:  # the tokens of logical rank 0, for any number of processes
+                approximate = self._communicator.broadcast(tokens) * self._ranks
+            self._tokens_per_sample = _power_of_two(approximate / micro_batch.step_samples)
         return loss.value * (weight if micro_batch.samples else 0.0) / self._tokens_per_sample.to(loss.value.dtype)
 
     def loss_scale(self) -> Tensor | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import platform
 import re
 import shlex
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.errors import ConfigError
-from unitrain.processes import usable_cores
+from unitrain.processes import cpu_model_name, usable_cores
 
 TUNED_FILE = Path("unitrain-tuned.json")
 # Variables that `unitrain tune` may set for the built-in backends.
@@ -162,8 +161,7 @@ def describe_machine() -> str:
 
     The host name is excluded, so that identical hosts of a cluster share settings.
     """
-    model = re.search(r"^model name\s*:\s*(.*)$", _read_text("/proc/cpuinfo"), re.MULTILINE)
-    parts = [model[1].strip() if model else platform.machine(), f"{len(usable_cores())} cores"]
+    parts = [cpu_model_name(), f"{len(usable_cores())} cores"]
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     gpus = [found[1].strip() for file in files if (found := re.search(r"^Model:(.*)$", _read_text(file), re.MULTILINE))]
     parts += [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]

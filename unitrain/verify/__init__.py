@@ -9,6 +9,7 @@ snapshots          copies and digests of the state of a run
 record             the files of a run: the request, and one record per rank
 digests            digests of samples and tensors
 difference         compare the recorded numbers of two runs
+bits               compare runs bit by bit, for runs with logical ranks
 verdict            decide whether runs have the same results, and report known causes of differences
 report             print the verdict as a table, or write it as JSON
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ class RecordRequest:
     """Request to train `steps` steps and exit.
 
     A run on fewer than `emulated_ranks` ranks accumulates gradients to match the global batch size of `emulated_ranks`
-    ranks. With `float64`, model and data are converted to double precision.
+    ranks. With `float64`, model and data are converted to double precision. With `bits`, the bits of all tensors are
+    recorded after each step.
     """
 
     steps: int
     emulated_ranks: int
     float64: bool = False
+    bits: bool = False
 
     def write(self, folder: Path) -> None:
         """Write the request to `folder` for the ranks."""
@@ -47,6 +49,8 @@ class StepRecord:
 
     `loss` is the sum of the losses over `weight` samples or tokens. `samples` contains the number of samples per
     micro-batch, and `digest` is the sum of the sample digests. `learning_rates` has one entry per parameter group.
+    With RecordRequest.bits, `losses` contains the loss of each micro-batch, and `tensors` the digest of each parameter,
+    optimizer state, averaged weight and, on rank 0, buffer after the step.
     """
 
     loss: float
@@ -54,6 +58,8 @@ class StepRecord:
     samples: Sequence[int]
     digest: int
     learning_rates: Sequence[float]
+    losses: Sequence[float] = ()
+    tensors: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +68,9 @@ class RankRecord:
 
     `start` and `end` are digests of the parameters before the first and after the last step, and `max_change` is the
     largest |end - start| per parameter. `used_rngs` names the random generators that were used during training.
-    `has_fixed_global_batch_size` is True if the script sets the global batch size itself. `batch_statistics` is the set
-    of samples of a micro-batch that BatchNorm normalizes over: "rank", "all" or "none". `compression_dtype` is the
-    format of compressed gradients: "fp16", "bf16" or "none".
+    `has_fixed_global_batch_size` is True if the script sets the global batch size or logical ranks. `batch_statistics`
+    is the set of samples of a micro-batch that BatchNorm normalizes over: "rank", "all" or "none". `compression_dtype`
+    is the format of compressed gradients: "fp16", "bf16" or "none".
     """
 
     rank: int

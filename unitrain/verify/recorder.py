@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from unitrain.backends.sharding.state_format import complete_tensor
 from unitrain.callbacks.callback import Callback
 from unitrain.data.batch import map_tensors
+from unitrain.errors import ConfigError
 from unitrain.optim.step import optimizer_parameters
 from unitrain.trainer_overrides import TrainerArguments
 from unitrain.verify.digests import digest_samples, digest_tensor
@@ -60,10 +61,16 @@ class Recorder(Callback):
         """
         config, model = arguments.config, arguments.model
         loss_fn, forward = arguments.loss_fn, arguments.forward
+        if self._request.bits and config.logical_ranks is None:
+            raise ConfigError(
+                "unitrain verify --bits compares runs on different numbers of ranks, which have the same bits only "
+                "with logical ranks. Use TrainConfig(logical_ranks=8, ...) in the script, or leave --bits out."
+            )
         changes: dict[str, Any] = {"max_seconds": None}
         if config.output_dir is not None:
             changes["output_dir"] = self._folder / "output"
-        self._has_fixed_global_batch_size = config.global_batch_size is not None
+        # With logical ranks, the global batch size does not depend on the number of ranks.
+        self._has_fixed_global_batch_size = config.global_batch_size is not None or config.logical_ranks is not None
         if not self._has_fixed_global_batch_size and backend.size < self._request.emulated_ranks:
             # SyncBatchNorm normalizes over the samples of all ranks, so a single process needs them in one micro-batch.
             in_one_batch = config.batch_size is not None and (
@@ -84,6 +91,10 @@ class Recorder(Callback):
 
     def pipeline_overrides(self) -> PipelineRecorder:
         """Return the recorder of a Pipeline, which a script may use instead of a Trainer."""
+        if self._request.bits:
+            raise ConfigError(
+                "unitrain verify --bits requires logical ranks, which a Pipeline does not support. Leave --bits out."
+            )
         return PipelineRecorder(self._folder, self._request)
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -111,6 +122,8 @@ class Recorder(Callback):
                 samples=self._samples,
                 digest=self._digest,
                 learning_rates=self._learning_rates,
+                losses=self._losses if self._request.bits else (),
+                tensors=_digests(trainer) if self._request.bits else {},
             )
         )
         self._reset_step()
@@ -170,6 +183,20 @@ def _parameters(trainer: Trainer) -> dict[str, Tensor]:
 
 def _parameter_digests(trainer: Trainer) -> dict[str, str]:
     return {name: digest_tensor(parameter) for name, parameter in _parameters(trainer).items()}
+
+
+def _digests(trainer: Trainer) -> dict[str, str]:
+    """Return the digests of the tensors that must be equal for any number of processes."""
+    model, average = trainer.backend.unwrap(trainer.model), trainer.averaged_model
+    named: dict[str, Tensor] = {f"parameter {name}": tensor for name, tensor in model.named_parameters()}
+    if trainer.backend.rank == 0:  # other processes have statistics of other logical ranks
+        named |= {f"buffer {name}": tensor for name, tensor in model.named_buffers()}
+    named |= {} if average is None else {f"average {name}": tensor for name, tensor in average.named_parameters()}
+    digests = {name: digest_tensor(tensor) for name, tensor in named.items()}
+    for name, parameter in model.named_parameters():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            digests[f"state {name} {key}"] = digest_tensor(value) if isinstance(value, Tensor) else repr(value)
+    return digests
 
 
 def _copy_tensors(trainer: Trainer) -> dict[str, Tensor]:

@@ -33,6 +33,8 @@ class EnvironmentCommand(Protocol):
 class Verification:
     """The settings shared by all runs.
 
+    With `bits`, the runs record the bits of all tensors after each step, for `run_all`.
+
     `build_command(run, variables)` returns the launch command of a run with `variables` set on its ranks, and raises
     ConfigError if the run cannot be launched. `report_progress(text)` prints text without a line end. The ranks execute
     `script`.
@@ -46,6 +48,17 @@ class Verification:
     folder: Path
     build_command: Callable[[Run, Mapping[str, str]], EnvironmentCommand]
     report_progress: Callable[[str], None]
+    bits: bool = False
+
+    def run_all(
+        self, sizes: Sequence[int], controllers: Mapping[str, Sequence[str | None]], *, with_local: bool
+    ) -> list[Outcome]:
+        """Run every backend on each number of ranks in `sizes` with unmodified batch sizes, and return the outcomes.
+
+        The arguments are those of `run_groups`.
+        """
+        outcomes = [self._run(Run(backend="local", emulated_ranks=1, processes=1))] if with_local else []
+        return [*outcomes, *(outcome for size in sizes for outcome in self._run_backends(controllers, size))]
 
     def run_groups(
         self, sizes: Sequence[int], controllers: Mapping[str, Sequence[str | None]], *, with_local: bool
@@ -114,7 +127,10 @@ class Verification:
 
     def _run(self, run: Run) -> Outcome:
         folder = Path(tempfile.mkdtemp(prefix=f"{run.backend}-", dir=self.folder))
-        RecordRequest(steps=self.steps, emulated_ranks=run.emulated_ranks, float64=self.float64).write(folder)
+        request = RecordRequest(
+            steps=self.steps, emulated_ranks=run.emulated_ranks, float64=self.float64, bits=self.bits
+        )
+        request.write(folder)
         variables = {OVERRIDES_VARIABLE: overrides_setting(RECORDER, str(folder))}
         if run.transport is not None:
             variables["UNITRAIN_TRANSPORT"] = run.transport

@@ -9,6 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from unitrain.backends.logical_ranks import check_no_logical_rank
 from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.errors import ModelError
 from unitrain.torch_compat import local_shard
@@ -30,7 +31,10 @@ class LocalGradients:
 
     _instances: ClassVar[WeakSet[LocalGradients]] = WeakSet()
 
-    def __init__(self, model: nn.Module, accumulates: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, accumulates: Callable[[], bool] | None = None, *, has_logical_ranks: bool = False
+    ) -> None:
+        self._has_logical_ranks = has_logical_ranks
         self._parameters = list(model.parameters())
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameter_ids = frozenset(self._names)
@@ -95,7 +99,10 @@ class LocalGradients:
         LocalGradients._instances.discard(self)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError if `optimizer` has a parameter whose gradient is local or is never reduced."""
+        """Raise ModelError if `optimizer` has a parameter whose gradient is local or is never reduced, or if the last
+        batch belongs to a logical rank and the model has none."""
+        if not self._has_logical_ranks:
+            check_no_logical_rank()
         for group in optimizer.param_groups:
             if not self._parameter_ids.issuperset(map(id, group["params"])):
                 self._check_unknown_parameters(optimizer)

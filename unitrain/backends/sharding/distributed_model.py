@@ -21,7 +21,7 @@ from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.unused_parameters import check_first_backward, unused_error
 from unitrain.backends.gradients.wrapped_model import WrappedModel
-from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.objects import broadcast_in_parts
 from unitrain.backends.sharding.gradient_reducer import GradientReducer, Transfer
 from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap.rendezvous import Rendezvous
@@ -29,7 +29,6 @@ from unitrain.errors import ModelError
 from unitrain.monitoring.loop_counters import CountedForward
 from unitrain.torch_compat import current_backward, disable_compile, unwrap_compiled
 
-_BROADCAST_BYTES = 2**25
 _model_numbers = count()
 
 
@@ -66,7 +65,9 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     ) -> None:
         super().__init__()
         self.module = model
-        _broadcast_state(communicator, model)
+        # Expanded buffers have been broadcast before.
+        buffers_to_send = [buffer for buffer in model.buffers() if not is_expanded(buffer)]
+        broadcast_in_parts(communicator, [*model.parameters(), *buffers_to_send])
         self._device = communicator.device
         self._reducer_group, self._forward_buffers = reducer_group, buffers
         self._requires_sync, self._has_left = True, False
@@ -205,18 +206,6 @@ class ShardedGradientModel(nn.Module, WrappedModel):
 
     def _trained_parameters(self) -> list[Tensor]:
         return [parameter for parameter in self._all_parameters if parameter.requires_grad]
-
-
-def _broadcast_state(communicator: Communicator, model: nn.Module) -> None:
-    """Broadcast parameters and buffers from rank 0. Expanded buffers have been broadcast before."""
-    tensors, size = list[Tensor](), 0
-    for tensor in [*model.parameters(), *(buffer for buffer in model.buffers() if not is_expanded(buffer))]:
-        tensors.append(tensor.detach())
-        size += tensor.numel() * tensor.element_size()
-        if size >= _BROADCAST_BYTES:
-            broadcast_tensors(communicator, tensors)
-            tensors, size = [], 0
-    broadcast_tensors(communicator, tensors)
 
 
 def _to_device(inputs: Any, device: torch.device) -> Any:

@@ -1,0 +1,36 @@
+"""Step time with logical ranks, compared with the ordinary reduction at the same micro-batches.
+
+The Trainers take turns on the same ranks, in a new order in every round. With as many logical ranks as processes, the
+micro-batches are the same as without logical ranks. With twice as many, a step has as many micro-batches as with two
+accumulated ones.
+
+    python benchmarks/logical_ranks.py            # starts its own ranks; writes benchmarks/results/logical_ranks.*
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from logical_rank_turns import AGAINST, take_turn
+from tables import columns, header_lines, options, rows, save_results
+from turns import measure
+
+
+@click.command()
+@options(rounds=20)
+def main(backends: list[str], models: list[str], rounds: int, ranks: int, output: Path) -> None:
+    """Measure, print the table and save it."""
+    results = {backend: measure(backend, models, list(AGAINST), take_turn, rounds, ranks) for backend in backends}
+    quoted = (
+        "Time of a step with logical ranks, divided by that of the ordinary reduction with the same micro-batches, in "
+        "the same round."
+    )
+    header = ["reduction", *columns(results)]
+    lines = header_lines("Logical ranks", quoted, "python benchmarks/logical_ranks.py", ranks, header)
+    lines += rows(results, AGAINST)
+    save_results(lines, "logical_ranks", output, ranks=ranks, seconds_per_step=results)
+
+
+if __name__ == "__main__":
+    main()

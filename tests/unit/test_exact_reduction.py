@@ -1,0 +1,188 @@
+"""The exact reduction computes the mean of gradients, with the same bits for any division among processes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Lock
+
+import pytest
+import torch
+from torch import Tensor
+
+from unitrain.backends.gradients.exact_reduction import ExactReduction
+from unitrain.backends.logical_ranks import local_logical_ranks
+from unitrain.errors import ModelError
+from unitrain.metrics.exact_sums import ExactSum, total
+
+Term = list[Tensor | None]
+SHAPES = [(5, 3), (), (40_000,), (0, 2), (2, 3, 4, 4)]
+
+
+class Processes:
+    """Allreduces between threads, each of which is a process. Sums are in an arbitrary order."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._lock = Barrier(size), Lock()
+        self._totals: dict[int, Tensor] = {}
+        self._counts = [0] * size
+
+    def start(self, process: int) -> Callable[[Tensor, str], Callable[[], None]]:
+        def start(tensor: Tensor, op: str) -> Callable[[], None]:
+            number = self._counts[process]
+            self._counts[process] += 1
+            with self._lock:
+                before = self._totals.get(number)
+                combine = torch.maximum if op == "max" else torch.add
+                self._totals[number] = tensor.clone() if before is None else combine(tensor, before)
+
+            def wait() -> None:
+                self._barrier.wait(10)
+                tensor.copy_(self._totals[number])
+
+            return wait
+
+        return start
+
+
+def reduce(
+    terms: Sequence[Term], size: int = 1, *, parameters: Sequence[Tensor] | None = None, allows_unused: bool = False
+) -> list[list[Tensor | None]]:
+    """Return the means that each of `size` processes computes for the terms of all logical ranks."""
+    likes = parameters or [next(one for one in same if one is not None) for same in zip(*terms, strict=True)]
+    count, processes = len(terms), Processes(size)
+
+    def run(process: int) -> list[Tensor | None]:
+        reduction = ExactReduction(
+            [f"p{number}" for number in range(len(likes))],
+            [like.detach().clone().requires_grad_() for like in likes],
+            logical_ranks=count,
+            is_first=process == 0,
+            bucket_bytes=100_000,
+            start_allreduce=processes.start(process) if size > 1 else None,
+            allows_unused=allows_unused,
+        )
+        own = [
+            [None if one is None else one.clone() for one in terms[rank]]
+            for rank in local_logical_ranks(count, process, size)
+        ]
+        return reduction.mean(own, is_complete=True)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def random_terms(count: int, dtype: torch.dtype = torch.float32) -> list[Term]:
+    generator = torch.Generator().manual_seed(count)
+    return [
+        [
+            torch.randn(shape, generator=generator, dtype=torch.float64).pow(5).mul(10.0**-number).to(dtype)
+            for number, shape in enumerate(SHAPES)
+        ]
+        for _ in range(count)
+    ]
+
+
+def exact_mean(values: Sequence[Tensor]) -> Tensor:
+    rows = zip(*(value.double().reshape(-1).tolist() for value in values), strict=True)
+    return torch.tensor([math.fsum(row) / len(values) for row in rows], dtype=torch.float64).view(values[0].shape)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 24])
+def test_mean_is_within_one_rounding_of_the_exact_mean(count: int) -> None:
+    terms = random_terms(count)
+    (means,) = reduce(terms)
+    for number, mean in enumerate(means):
+        expected = exact_mean([term[number] for term in terms])
+        assert mean is not None
+        assert mean.dtype == torch.float32
+        largest = max((float(term[number].abs().max()) for term in terms if term[number].numel()), default=0.0)
+        assert ((mean.double() - expected).abs() <= expected.abs() * 2**-24 + largest * 2**-40).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_bits_do_not_depend_on_the_number_of_processes_or_the_order(size: int, dtype: torch.dtype) -> None:
+    terms = random_terms(5, dtype)
+    (alone,) = reduce(terms)
+    for means in [*reduce(terms, size), *reduce(terms[::-1], size)]:
+        for mean, expected in zip(means, alone, strict=True):
+            assert torch.equal(mean, expected)
+
+
+def test_ordinary_sums_depend_on_the_order() -> None:
+    """Guards the test above against values whose sums are exact anyway."""
+    terms = random_terms(5)
+    sums = {tuple(sum(term[0] for term in order).flatten().tolist()) for order in itertools.permutations(terms)}
+    assert len(sums) > 1
+
+
+@pytest.mark.parametrize("factor", [1e30, 1e-38])
+def test_a_spike_on_one_rank_fits(factor: float) -> None:
+    terms = random_terms(4)
+    terms[2] = [value * factor for value in terms[2]]
+    (alone,) = reduce(terms)
+    for means in reduce(terms, 3):
+        assert all(torch.equal(mean, other) for mean, other in zip(means, alone, strict=True))
+    for number in (0, 2):
+        expected = exact_mean([term[number] for term in terms])
+        torch.testing.assert_close(alone[number].double(), expected, rtol=1e-7, atol=1e-7 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_makes_the_gradient_nan(value: float) -> None:
+    terms = random_terms(3)
+    terms[1][0][0, 0] = value
+    for means in reduce(terms, 2):
+        assert means[0].isnan().all()
+        assert means[2].isfinite().all()
+
+
+def test_zero_gradients_stay_zero() -> None:
+    for means in reduce([[torch.zeros(3)], [-torch.zeros(3)]], 2):
+        assert torch.equal(means[0], torch.zeros(3))
+
+
+def test_unused_parameters() -> None:
+    first: list[Term] = [[torch.ones(2), None, None], [None, torch.ones(3), None], [torch.ones(2), None, None]]
+    parameters = [torch.ones(2), torch.ones(3), torch.ones(4)]
+    for means in reduce(first, 3, parameters=parameters, allows_unused=True):
+        torch.testing.assert_close(means[0], torch.full((2,), 2 / 3))
+        torch.testing.assert_close(means[1], torch.full((3,), 1 / 3))
+        assert means[2] is None
+    with pytest.raises(ModelError, match="3 parameters got no gradient on some logical rank: p0, p1, p2"):
+        reduce(first, 1, parameters=parameters)
+
+
+def test_complex_and_channels_last_gradients() -> None:
+    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    numbers = torch.randn(5, dtype=torch.complex64)
+    ((mean_images, mean_numbers),) = reduce([[images, numbers], [images * 3, numbers.conj()]])
+    assert mean_images.stride() == images.stride()
+    torch.testing.assert_close(mean_images, images * 2)
+    torch.testing.assert_close(mean_numbers, numbers.real.to(torch.complex64))
+
+
+def test_sparse_gradients_raise_an_error() -> None:
+    sparse = torch.ones(3, 2).to_sparse()
+    with pytest.raises(ModelError, match=r"layout torch\.sparse_coo"):
+        reduce([[sparse]], parameters=[torch.ones(3, 2)])
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_processes_compute_all_logical_ranks_in_order(processes: int) -> None:
+    parts = [local_logical_ranks(8, rank, processes) for rank in range(processes)]
+    assert [rank for part in parts for rank in part] == list(range(8))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_exact_sums() -> None:
+    values = [1e16, 1.0, -1e16, 1e-30, 3.0, -1e-30]
+    for order in itertools.permutations(values):
+        assert total(ExactSum(order).parts) == 4.0
+    assert total([1e308, 1e308]) == math.inf
+    assert total([math.inf, 1.0]) == math.inf
+    assert math.isnan(total([math.inf, -math.inf]))
+    assert math.isnan(total([math.nan, 1.0]))

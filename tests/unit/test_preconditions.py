@@ -1,0 +1,40 @@
+"""Differences in properties that affect the bits of results are reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from unitrain.progress.preconditions import preconditions, report_differences, report_different_processes
+from unitrain.testing.fake_backend import FakeBackend
+
+CPU = torch.device("cpu")
+
+
+def test_a_resumed_run_reports_each_difference(caplog: pytest.LogCaptureFixture) -> None:
+    saved = {**preconditions(CPU), "threads": 97, "torch": "1.0"}
+    report_differences(saved, FakeBackend(), "runs/first")
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith(
+        f"The run in 'runs/first' was computed with torch=1.0, but this process has torch={torch.__version__}: "
+    )
+    assert second.endswith("Set OMP_NUM_THREADS, or call torch.set_num_threads.")
+
+
+def test_equal_properties_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    report_differences(preconditions(CPU), FakeBackend(), "runs/first")
+    report_different_processes(FakeBackend(0, 3))
+    report_differences({"threads": 97}, FakeBackend(1, 2), "runs/first")  # only rank 0 reports
+    assert not caplog.records
+
+
+def test_different_processes_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def peers(operation: str, value: Any, rank: int) -> Any:
+        return {**value, "threads": value["threads"] + rank}
+
+    report_different_processes(FakeBackend(0, 2, peers=peers))
+    (record,) = caplog.records
+    threads = torch.get_num_threads()
+    assert f"because threads differs between processes: [{threads}, {threads + 1}]" in record.getMessage()

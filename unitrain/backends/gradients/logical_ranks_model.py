@@ -1,0 +1,266 @@
+"""The module that `distributed_model(model, logical_ranks=V)` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unitrain.backends.base import Communicator, Shard
+from unitrain.backends.compression_setting import Compression
+from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
+from unitrain.backends.gradients.exact_reduction import ExactReduction, StartAllreduce
+from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
+from unitrain.backends.gradients.local_gradients import LocalGradients
+from unitrain.backends.gradients.reducer_group import ReducerGroup
+from unitrain.backends.gradients.wrapped_model import WrappedModel
+from unitrain.backends.logical_ranks import check_logical_ranks, current_logical_rank, local_logical_ranks
+from unitrain.backends.objects import broadcast_in_parts
+from unitrain.backends.tensors import copy_into
+from unitrain.errors import ConfigError, ModelError
+from unitrain.monitoring.loop_counters import CountedForward
+from unitrain.torch_compat import current_backward, disable_compile, is_reached_by_backward, unwrap_compiled
+
+_OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+
+
+class LogicalRanksModel(nn.Module, WrappedModel):
+    """A module that accumulates the gradients of each logical rank separately, and reduces them exactly.
+
+    In each step, the process runs the micro-batches of its logical ranks one logical rank after the other. All backward
+    passes but the last run inside `no_sync`. The last one leaves the mean over all logical ranks in every `.grad`.
+
+    Every logical rank starts the step with the buffers of logical rank 0. At the end of a step, process 0 has the
+    buffers that logical rank 0 has written; `broadcast_buffers` and evaluation distribute them.
+    """
+
+    shard: Shard = "none"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        communicator: Communicator,
+        logical_ranks: int,
+        *,
+        find_unused_parameters: bool,
+        bucket_bytes: int,
+        buffers: ForwardBufferBroadcaster | None,
+        reducer_group: ReducerGroup | None,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        broadcast_in_parts(communicator, [*model.parameters(), *model.buffers()])
+        self._logical_ranks = logical_ranks
+        self._local_ranks = local_logical_ranks(logical_ranks, communicator.rank, communicator.size)
+        self._forward_buffers, self._reducer_group = buffers, reducer_group
+        self._requires_sync, self._has_left = True, False
+        self._all_parameters = list(model.parameters())
+        self._local_gradients = LocalGradients(unwrap_compiled(model), has_logical_ranks=True)
+        self._reduction = ExactReduction(
+            [name for name, _ in model.named_parameters()],
+            self._all_parameters,
+            logical_ranks=logical_ranks,
+            is_first=communicator.rank == 0,
+            bucket_bytes=bucket_bytes,
+            start_allreduce=None if reducer_group is None else _start_allreduce(reducer_group),
+            allows_unused=find_unused_parameters,
+        )
+        self._last_backward = -1
+        self._reducing_forwards = 0  # forward passes outside no_sync since the last backward pass
+        self._discard_step()
+
+    def _discard_step(self) -> None:
+        self._active: int | None = None  # the logical rank whose gradients are in `.grad`
+        self._has_backward = False  # whether a backward pass of the step has started
+        self._gradients: dict[int, list[Tensor | None]] = {}  # of logical ranks that are complete
+        self._earlier: list[Tensor | None] = []  # reduced gradients of an earlier backward pass
+        self._buffers_at_start: list[Tensor] = []
+        self._buffers_of_rank_0: list[Tensor] = []
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager in which backward passes accumulate the gradients of the current logical rank."""
+        previous, self._requires_sync = self._requires_sync, False
+        try:
+            yield
+        finally:
+            self._requires_sync = previous
+
+    def leave_group(self) -> None:
+        """Release the process group. Afterwards, this module only calls the user's model."""
+        if not self._has_left:
+            self._has_left = True
+            self._local_gradients.stop()
+            del self._reduction, self._reducer_group, self._forward_buffers
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._has_left or not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        self._before_forward()
+        output = self.module(*inputs, **kwargs)
+        self._after_forward(output)
+        return output
+
+    def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced. Does not communicate."""
+        if self._has_left:
+            return
+        if self._reducer_group is not None:
+            self._reducer_group.check_other_ranks()
+            self._reducer_group.loop_counters.count_step()
+        if self._gradients:
+            raise ModelError(
+                "optimizer.step() was called before the gradients of all logical ranks were reduced. Step only if "
+                "loader.ends_step, and run the other backward passes inside backend.no_sync(model)."
+            )
+        self._local_gradients.check(optimizer)
+
+    @disable_compile
+    def _before_forward(self) -> None:
+        current = current_logical_rank()
+        if current is None or current.count != self._logical_ranks:
+            found = "no logical rank" if current is None else f"one of {current.count} logical ranks"
+            raise ModelError(
+                f"The model was distributed with logical_ranks={self._logical_ranks}, but the batch belongs to {found}."
+                f" Use unitrain.ShardedLoader(data, backend, logical_ranks={self._logical_ranks}, ...), or call the "
+                "model under torch.no_grad()."
+            )
+        logical_rank = current.index
+        self._reducing_forwards += self._requires_sync
+        if logical_rank == self._active:
+            return
+        if self._active is not None and logical_rank == self._local_ranks[0]:  # an exception interrupted the last step
+            self._discard_step()
+        if self._active is None:
+            if self._forward_buffers is not None:
+                self._forward_buffers.broadcast()
+            if len(self._local_ranks) > 1:
+                self._buffers_at_start = self._copy_buffers()
+        else:
+            self._complete_active()
+            self._restore_buffers(self._buffers_at_start)
+        self._active = logical_rank
+
+    def _complete_active(self) -> None:
+        """Set the gradients and buffers of the active logical rank aside."""
+        assert self._active is not None
+        self._gradients[self._active] = self._take_gradients()
+        if self._active == 0 and len(self._local_ranks) > 1:
+            self._buffers_of_rank_0 = self._copy_buffers()
+
+    @disable_compile
+    def _after_forward(self, output: Any) -> None:
+        forward = None if self._reducer_group is None else self._reducer_group.loop_counters.count_forward()
+        prepare = partial(self._prepare_backward, forward)
+        for tensor in tensors_requiring_grad(output):
+            tensor.register_hook(prepare)
+
+    @disable_compile
+    def _prepare_backward(self, forward: CountedForward | None, gradient: Tensor) -> None:
+        """Prepare for the end of the current backward pass. Called for each output that the pass reaches."""
+        if forward is not None:
+            forward.mark_used()
+        backward = current_backward()
+        if backward == self._last_backward or self._has_left or not self._is_any_parameter_reached():
+            return
+        reduces = self._reducing_forwards > 0 or self._requires_sync
+        self._last_backward, self._reducing_forwards = backward, 0
+        if self._active is None:  # a retained graph
+            self._active = self._local_ranks[0]
+        if not self._has_backward:
+            self._has_backward, self._earlier = True, self._take_gradients()
+        if reduces:
+            if self._reducer_group is not None:
+                self._reducer_group.expect_backward()
+            end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._reduce)
+
+    def _is_any_parameter_reached(self) -> bool:
+        """Return whether the current backward pass accumulates gradients, unlike torch.autograd.grad."""
+        try:
+            with torch.enable_grad():
+                return any(
+                    parameter.requires_grad and is_reached_by_backward(parameter) for parameter in self._all_parameters
+                )
+        except RuntimeError:  # torch.autograd.grad with respect to parameters
+            return False
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        try:
+            self._complete_active()
+            ranks = [rank for rank in self._local_ranks if rank in self._gradients]
+            terms = [self._gradients[rank] for rank in ranks]
+            means = self._reduction.mean(terms, is_complete=len(ranks) == len(self._local_ranks))
+            for parameter, mean, earlier in zip(self._all_parameters, means, self._earlier, strict=True):
+                if mean is not None and earlier is not None:
+                    mean += earlier
+                parameter.grad = earlier if mean is None else mean
+            if self._buffers_of_rank_0:
+                self._restore_buffers(self._buffers_of_rank_0)
+            self._local_gradients.mark_reduced()
+        finally:
+            self._discard_step()
+
+    def _take_gradients(self) -> list[Tensor | None]:
+        """Return the gradients of this process, and set them to None."""
+        gradients = [parameter.grad for parameter in self._all_parameters]
+        for parameter in self._all_parameters:
+            parameter.grad = None
+        return gradients
+
+    def _copy_buffers(self) -> list[Tensor]:
+        return [buffer.detach().clone() for buffer in self.module.buffers()]
+
+    def _restore_buffers(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self.module.buffers(), values, strict=True):
+            copy_into(buffer.data, value)
+
+
+def check_logical_ranks_arguments(
+    model: nn.Module, logical_ranks: Any, communicator: Communicator, *, shard: Shard, compression: Compression
+) -> None:
+    """Raise ConfigError for settings that `distributed_model` does not support with `logical_ranks`, and ModelError for
+    layers that normalize over ranks."""
+    check_logical_ranks("distributed_model(logical_ranks=...)", logical_ranks, communicator)
+    for name, value in (("shard", shard), ("compression", compression)):
+        if value != "none":
+            raise ConfigError(
+                f"distributed_model({name}={value!r}) is not supported with logical_ranks. Leave {name} out, or leave "
+                "logical_ranks out."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) or hasattr(module, "shared_statistics"):
+            raise ModelError(
+                f"{name or 'The model'} normalizes over the samples of all ranks, which is not supported with "
+                "logical_ranks, because a process runs its logical ranks one after the other. Leave sync_batch_norm "
+                "out: BatchNorm then normalizes over the samples of one logical rank."
+            )
+
+
+def check_logical_ranks_optimizer(model: Any, shard: Shard) -> None:
+    """Raise ConfigError if the optimizer of a LogicalRanksModel is to be sharded."""
+    if isinstance(model, LogicalRanksModel) and shard != "none":
+        raise ConfigError(
+            f"distributed_optimizer(shard={shard!r}) is not supported for a model with logical_ranks. Leave shard out."
+        )
+
+
+def _start_allreduce(group: ReducerGroup) -> StartAllreduce:
+    def start(tensor: Tensor, op: str) -> Callable[[], None]:
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        work = group.allreduce([tensor], options)
+        if group.waits_on_stream:
+            return lambda: _wait_on_stream(work)
+        return lambda: group.wait_for_ranks(work)
+
+    return start
+
+
+def _wait_on_stream(work: dist.Work) -> None:
+    work.wait()

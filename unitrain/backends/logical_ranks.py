@@ -1,0 +1,62 @@
+"""Assignment of logical ranks to processes, and the logical rank whose micro-batch this process computes.
+
+A run with `logical_ranks=V` is computed as if on V ranks, by 1 to V processes. Each process computes the micro-batches
+of a contiguous range of logical ranks, one logical rank after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from unitrain import validation
+from unitrain.backends.base import Communicator
+from unitrain.errors import ConfigError, ModelError
+
+
+def local_logical_ranks(logical_ranks: int, rank: int, size: int) -> range:
+    """Return the logical ranks of process `rank` of `size`. The numbers per process differ by at most 1."""
+    return range(rank * logical_ranks // size, (rank + 1) * logical_ranks // size)
+
+
+def check_logical_ranks(argument: str, logical_ranks: Any, communicator: Communicator) -> None:
+    """Raise ConfigError unless `logical_ranks` is None or an integer of at least the number of processes."""
+    validation.check_integer(argument, logical_ranks, 1, "Use logical_ranks=8, or leave it out", optional=True)
+    if logical_ranks is not None and logical_ranks < communicator.size:
+        raise ConfigError(
+            f"{argument} is {logical_ranks}, but {communicator.size} processes were started, and each needs a logical "
+            f"rank. Start at most {logical_ranks} processes, or use logical_ranks={communicator.size}."
+        )
+
+
+class LogicalRank(NamedTuple):
+    """Logical rank `index` of `count`."""
+
+    index: int
+    count: int
+
+
+class _Current:
+    logical_rank: LogicalRank | None = None
+
+
+def set_current_logical_rank(logical_rank: LogicalRank | None) -> None:
+    """Set the logical rank of the next forward and backward passes in this process; None outside of a step.
+
+    The Trainer and ShardedLoader call it for each batch.
+    """
+    _Current.logical_rank = logical_rank
+
+
+def current_logical_rank() -> LogicalRank | None:
+    """Return the logical rank of the last batch in this process, or None."""
+    return _Current.logical_rank
+
+
+def check_no_logical_rank() -> None:
+    """Raise ModelError if the last batch belongs to a logical rank, before a step of a model without logical ranks."""
+    if (current := _Current.logical_rank) is not None:
+        raise ModelError(
+            f"The batches come from a ShardedLoader with logical_ranks={current.count}, but the model was distributed "
+            "without them, so its gradients are not the mean over logical ranks. Use "
+            f"backend.distributed_model(model, logical_ranks={current.count})."
+        )

@@ -1,0 +1,139 @@
+"""Exact sums of floats, which depend neither on their order nor on their division among ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unitrain.backends.base import Communicator
+from unitrain.metrics.means import Means, detached_copy, sum_of_batch
+
+# Number of values that represent a sum in `local_sums`. The sum of float32 values whose exponents differ by up to 135
+# needs at most this many.
+_MAX_PARTS = 4
+
+
+class ExactSum:
+    """The exact sum of floats, stored as floats of different magnitudes that do not overlap.
+
+    Jonathan Shewchuk, Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric Predicates (1997).
+    """
+
+    def __init__(self, parts: Iterable[float] = ()) -> None:
+        self._parts: list[float] = []
+        self._non_finite = 0.0  # the sum of the values that are infinite or NaN
+        for part in parts:
+            self.add(part)
+
+    def add(self, value: float) -> None:
+        """Add `value`, without rounding."""
+        if not math.isfinite(value):
+            self._non_finite += value
+            return
+        parts = []
+        for part in self._parts:
+            if abs(value) < abs(part):
+                value, part = part, value
+            high = value + part
+            low = part - (high - value)
+            if low:
+                parts.append(low)
+            value = high
+        if math.isinf(value):
+            self._non_finite += value
+            return
+        parts.append(value)
+        self._parts = parts
+
+    @property
+    def parts(self) -> list[float]:
+        """The floats whose exact sum this is, in order of increasing magnitude."""
+        return self._parts if self._non_finite == 0.0 else [*self._parts, self._non_finite]
+
+
+def total(parts: Iterable[float]) -> float:
+    """Return the exact sum of `parts`, rounded once. It is inf or NaN if a part is."""
+    sums = ExactSum(parts).parts
+    return math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
+
+
+class ExactMeans(Means):
+    """Means whose sums are exact, so that they do not depend on the number of processes.
+
+    The contribution of each batch is rounded to float64. Reading pending batches synchronizes with the device.
+    """
+
+    def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None, *, is_owned: bool = False) -> None:
+        if count is None:
+            self.add((loss,), samples, is_owned=is_owned)
+        elif samples:
+            self._pending_tokens.append((loss if is_owned else detached_copy(loss), torch.as_tensor(count).detach()))
+
+    def flush(self) -> None:
+        """Sum the pending batches. Raises a deferred TensorError of `add`, on this rank only."""
+        rows = [
+            torch.stack(
+                [sum_of_batch(name, value, n).to(self._device) for name, value in zip(self.names, row, strict=True)]
+            )
+            for n, row in self._pending
+        ]
+        for row in torch.stack(rows).tolist() if rows and self.names else ():
+            for exact, value in zip(self._exact, row, strict=True):
+                exact.add(value)
+        self._samples += sum(n for n, _ in self._pending)
+        self._pending.clear()
+        for loss, count in self._pending_tokens:
+            self._exact[0].add(loss.double().item())
+            self._exact_tokens.add(count.double().item())
+        self._pending_tokens.clear()
+
+    def local_sums(self) -> Tensor:
+        """Return four floats per name whose exact sum is this rank's sum, followed by its number of samples or tokens,
+        float64 [4 * names + 1]."""
+        self.flush()
+        rows: list[float] = []
+        for exact in self._exact:
+            largest = exact.parts[-_MAX_PARTS:]
+            rows += [*largest, *[0.0] * (_MAX_PARTS - len(largest))]
+        return torch.tensor([*rows, self._samples + total(self._exact_tokens.parts)], dtype=torch.float64)
+
+    def totals(self, communicator: Communicator) -> tuple[list[float], float]:
+        """Return the sum for each name and the number of samples or tokens over all ranks. All ranks call it."""
+        self.flush()
+        own = ([exact.parts for exact in self._exact], self._samples, self._exact_tokens.parts)
+        ranks: list[tuple[list[list[float]], int, list[float]]] = communicator.allgather_object(own)
+        sums = [total(part for sums, _, _ in ranks for part in sums[number]) for number in range(len(self.names))]
+        return sums, sum(samples for _, samples, _ in ranks) + total(part for *_, tokens in ranks for part in tokens)
+
+    def clear(self) -> None:
+        """Discard all batches."""
+        super().clear()
+        self._exact = [ExactSum() for _ in self.names]
+        self._exact_tokens = ExactSum()
+        self._pending_tokens: list[tuple[Tensor, Tensor]] = []
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's sums, for `load_state`."""
+        self.flush()
+        return {
+            "exact": [exact.parts for exact in self._exact],
+            "samples": self._samples,
+            "tokens": self._exact_tokens.parts,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a result of `state`, from any rank."""
+        self.load_sum([state])
+
+    def load_sum(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Restore the sum of several ranks' results of `state`."""
+        self.clear()
+        given: Sequence[Mapping[str, Any]] = list(states)
+        for number in range(len(self.names)):
+            self._exact[number] = ExactSum(part for state in given for part in state["exact"][number])
+        self._exact_tokens = ExactSum(part for state in given for part in state["tokens"])
+        self._samples = sum(state["samples"] for state in given)

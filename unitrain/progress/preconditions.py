@@ -1,0 +1,63 @@
+"""Properties of a process that affect the bits of its results, for runs with logical ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from unitrain.backends.base import Communicator
+from unitrain.processes import cpu_model_name
+
+_LOGGER = logging.getLogger(__name__)
+_FIXES = {
+    "torch": "Install the same version",
+    "threads": "Set OMP_NUM_THREADS, or call torch.set_num_threads",
+    "deterministic_algorithms": "Call torch.use_deterministic_algorithms(True), or not, as in that run",
+    "tf32": "Use the same TrainConfig.tf32",
+}
+_FIX = "Use the same type of hardware"
+
+
+def preconditions(device: torch.device) -> dict[str, Any]:
+    """Return the properties of this process that must be equal in all processes, and in a resumed run, for results with
+    the same bits."""
+    on_gpu = device.type == "cuda"
+    return {
+        "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name(device) if on_gpu else cpu_model_name(),
+        "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "tf32": on_gpu and torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_benchmark": on_gpu and torch.backends.cudnn.benchmark,
+    }
+
+
+def report_differences(saved: Mapping[str, Any], communicator: Communicator, source: str) -> None:
+    """Log a warning on rank 0 for each difference between the preconditions `saved` in checkpoint `source` and those of
+    this process."""
+    if communicator.rank == 0:
+        for name, value in preconditions(communicator.device).items():
+            if name in saved and saved[name] != value:
+                _LOGGER.warning(
+                    "The run in '%s' was computed with %s=%s, but this process has %s=%s: its results may differ in "
+                    "the last bits from those of an uninterrupted run. %s.",
+                    source, name, saved[name], name, value, _FIXES.get(name, _FIX),
+                )  # fmt: skip
+
+
+def report_different_processes(communicator: Communicator) -> None:
+    """Log a warning on rank 0 if the preconditions differ between processes. All ranks call it."""
+    processes: list[dict[str, Any]] = communicator.allgather_object(preconditions(communicator.device))
+    if communicator.rank == 0:
+        for name, value in processes[0].items():
+            values = [process[name] for process in processes]
+            if any(other != value for other in values):
+                _LOGGER.warning(
+                    "With logical_ranks, results depend on the assignment of logical ranks to processes, because %s "
+                    "differs between processes: %s. %s.",
+                    name, values, _FIXES.get(name, _FIX),
+                )  # fmt: skip

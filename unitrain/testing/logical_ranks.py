@@ -1,0 +1,147 @@
+"""Contract of `distributed_model(logical_ranks=V)`: the same bits for any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.base import Backend
+from unitrain.backends.gradients.exact_reduction import ExactReduction
+from unitrain.backends.logical_ranks import LogicalRank, local_logical_ranks, set_current_logical_rank
+from unitrain.errors import ConfigError, ModelError
+from unitrain.modules.buffers import broadcast_buffers
+from unitrain.testing.cases import contract, raises
+from unitrain.testing.models import batch, build, compute_loss
+
+_LOGICAL_RANKS = 5
+
+
+@contextmanager
+def _logical_rank(index: int) -> Iterator[None]:
+    set_current_logical_rank(LogicalRank(index, _LOGICAL_RANKS))
+    try:
+        yield
+    finally:
+        set_current_logical_rank(None)
+
+
+class _Centered(nn.Module):
+    """A layer with a buffer that each forward pass reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centered: Tensor = x - self.center
+        self.center = 0.5 * self.center + x.detach().mean(0)
+        return centered.tanh()
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(build().float(), _Centered(), nn.BatchNorm1d(3))
+
+
+def _copy_buffers(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def _set_buffers(model: nn.Module, values: list[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.copy_(value)
+
+
+def _backward(model: nn.Module, rank: int, step: int, factor: float = 1.0) -> None:
+    (factor * compute_loss(model(batch(rank, step).float()).double())).backward()
+
+
+def _run_step(backend: Backend, model: nn.Module, steps: range, factors: dict[int, float]) -> None:
+    """Run the micro-batches of this process: those of `steps`, for each of its logical ranks."""
+    ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
+    for rank in ranks:
+        for step in steps:
+            is_last = (rank, step) == (ranks[-1], steps[-1])
+            with _logical_rank(rank), nullcontext() if is_last else backend.no_sync(model):
+                _backward(model, rank, step, factors.get(rank, 1.0))
+
+
+def _expected_gradients(model: nn.Module, steps: range, factors: dict[int, float]) -> list[Tensor | None]:
+    """Return the gradients that a single process computes with `model`, and update its buffers."""
+    terms, start = [], _copy_buffers(model)
+    of_rank_0 = start
+    for rank in range(_LOGICAL_RANKS):
+        model.zero_grad()
+        _set_buffers(model, start)
+        for step in steps:
+            _backward(model, rank, step, factors.get(rank, 1.0))
+        terms.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
+        of_rank_0 = of_rank_0 if rank else _copy_buffers(model)
+    _set_buffers(model, of_rank_0)
+    reduction = ExactReduction(
+        [name for name, _ in model.named_parameters()],
+        list(model.parameters()),
+        logical_ranks=_LOGICAL_RANKS,
+        is_first=True,
+        bucket_bytes=2**20,
+        start_allreduce=None,
+        allows_unused=False,
+    )
+    return reduction.mean(terms, is_complete=True)
+
+
+@contract
+def logical_ranks_have_the_same_gradients_on_any_number_of_processes(backend: Backend) -> None:
+    model, twin = _network(), _network()
+    wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
+    # The second step accumulates two micro-batches, and the third has a gradient that is 1e20 times as large.
+    for steps, factors in ((range(1), {}), (range(1, 3), {}), (range(3, 4), {2: 1e20}), (range(4, 5), {})):
+        model.zero_grad()
+        _run_step(backend, wrapped, steps, factors)
+        for parameter, expected in zip(model.parameters(), _expected_gradients(twin, steps, factors), strict=True):
+            assert parameter.grad is not None
+            assert expected is not None
+            assert torch.equal(parameter.grad, expected)
+
+
+@contract
+def buffers_are_those_of_logical_rank_0(backend: Backend) -> None:
+    model, twin = _network(), _network()
+    wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
+    for step in range(3):
+        _run_step(backend, wrapped, range(step, step + 1), {})
+        _backward(twin, 0, step)
+    broadcast_buffers(wrapped, backend)
+    for buffer, expected in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(buffer, expected)
+
+
+@contract
+def reduced_gradients_of_logical_ranks_accumulate(backend: Backend) -> None:
+    model, twin = _network(), _network()
+    wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
+    _run_step(backend, wrapped, range(1), {})
+    _run_step(backend, wrapped, range(1, 2), {})
+    first, second = (_expected_gradients(twin, range(step, step + 1), {}) for step in (0, 1))
+    for parameter, one, other in zip(model.parameters(), first, second, strict=True):
+        assert one is not None
+        assert other is not None
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, other + one)
+
+
+@contract
+def logical_ranks_reject_unsupported_arguments(backend: Backend) -> None:
+    model = _network()
+    for settings, message in (
+        ({"logical_ranks": 0}, "logical_ranks=...) must be at least 1, got 0"),
+        ({"logical_ranks": 8, "shard": "state"}, "(shard='state') is not supported with logical_ranks"),
+        ({"logical_ranks": 8, "compression": "bf16"}, "(compression='bf16') is not supported with logical_ranks"),
+    ):
+        raises(ConfigError, message, lambda settings=settings: backend.distributed_model(model, **settings))
+    wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
+    raises(ModelError, "the batch belongs to no logical rank", lambda: wrapped(batch(0).float()))
+    with torch.no_grad():
+        wrapped(batch(0).float())

@@ -1,0 +1,138 @@
+"""`unitrain verify --bits`: compare runs on different numbers of ranks bit by bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from unitrain.verify.record import Record
+from unitrain.verify.verdict import Outcome
+
+_WIDTH_WITHOUT_TERMINAL = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitRow:
+    """An outcome, and the first difference from the reference or the reason of the failure."""
+
+    outcome: Outcome
+    status: Literal["reference", "bit-equal", "differs", "failed"]
+    reason: str = ""
+
+
+def compare_bits(outcomes: Sequence[Outcome]) -> list[BitRow]:
+    """Compare all outcomes with the first successful one."""
+    reference: Record | None = None
+    rows = []
+    for outcome in outcomes:
+        if outcome.record is None:
+            rows.append(BitRow(outcome=outcome, status="failed", reason=outcome.failure or ""))
+            continue
+        difference = find_replica_difference(outcome.record)
+        if reference is None:
+            reference = outcome.record
+            rows.append(BitRow(outcome=outcome, status="differs" if difference else "reference", reason=difference))
+            continue
+        difference = difference or find_first_difference(outcome.record, reference)
+        rows.append(BitRow(outcome=outcome, status="differs" if difference else "bit-equal", reason=difference))
+    return rows
+
+
+def is_bit_equal(rows: Sequence[BitRow]) -> bool:
+    """Return whether at least two runs were compared, and all runs are bit-equal."""
+    statuses = [row.status for row in rows]
+    return "bit-equal" in statuses and set(statuses) <= {"reference", "bit-equal"}
+
+
+def find_first_difference(record: Record, reference: Record) -> str:
+    """Return a description of the first step and value that differ from `reference`; empty if all bits are equal."""
+    for name, digest in reference.first.start.items():
+        if record.first.start.get(name) != digest:
+            return f"the initial values of parameter {name} differ. Call torch.manual_seed(0) before the model is built"
+    steps = zip(_steps(record), _steps(reference), strict=False)
+    for number, (own, other) in enumerate(steps, 1):
+        for name in own:
+            if own[name] != other.get(name):
+                return f"step {number} is the first with a difference: {name}"
+        if missing := other.keys() - own.keys():
+            return f"step {number} is the first with a difference: {min(missing)} is missing"
+    if record.steps != reference.steps:
+        return f"the run ended after {record.steps} steps, the reference after {reference.steps}"
+    return ""
+
+
+def find_replica_difference(record: Record) -> str:
+    """Return a description of the first tensor that differs from rank 0 on another rank; empty if all are equal."""
+    for number in range(record.steps):
+        first = record.first.steps[number].tensors
+        for rank in record.ranks:
+            for name, digest in rank.steps[number].tensors.items():
+                if first.get(name) != digest:
+                    return f"after step {number + 1}, {name} on rank {rank.rank} differs from rank 0"
+    return ""
+
+
+def show_bits(rows: Sequence[BitRow], title: str, skipped: Sequence[tuple[str, str]]) -> None:
+    """Print the status of each run, the first differences, and the verdict."""
+    terminal = Console(highlight=False, soft_wrap=True)
+    console = terminal if terminal.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
+    console.print(title, markup=False)
+    for row in rows:
+        reason = f": {row.reason}" if row.reason else ""
+        console.print(f"  {_name(row.outcome)}: {row.status}{reason}", markup=False)
+        for line in row.outcome.last_lines:
+            console.print(f"    | {line}", markup=False)
+    for name, reason in skipped:
+        console.print(f"  skipped {name}: {reason}", markup=False)
+    failed = sum(row.status in ("differs", "failed") for row in rows)
+    if is_bit_equal(rows):
+        verdict = f"Verdict: the same bits in {len(rows)} runs."
+    elif failed:
+        verdict = f"Verdict: not the same bits. Of {len(rows)} runs, {failed} differ or failed."
+    else:
+        verdict = "Verdict: nothing was compared. Name several numbers of ranks, as in -np 1,2,3."
+    console.print(verdict, markup=False)
+
+
+def write_bits(rows: Sequence[BitRow], settings: Mapping[str, Any], path: Path) -> None:
+    """Write the settings, all rows and the verdict to `path` as JSON."""
+    found = [
+        {
+            "backend": row.outcome.run.backend,
+            "transport": row.outcome.transport,
+            "processes": row.outcome.run.processes,
+            "status": row.status,
+            "reason": row.reason,
+            "seconds": round(row.outcome.seconds, 1),
+            "output": list(row.outcome.last_lines),
+        }
+        for row in rows
+    ]
+    path.write_text(json.dumps({**settings, "same": is_bit_equal(rows), "rows": found}, indent=2) + "\n")
+
+
+def _steps(record: Record) -> list[dict[str, Any]]:
+    """Return the values to compare in each step, in the order in which they are computed."""
+    steps: list[dict[str, Any]] = []
+    for number, samples in enumerate(record.sample_digests()):
+        parts = [rank.steps[number] for rank in record.ranks]
+        steps.append(
+            {
+                "the samples": samples,
+                "the loss": math.fsum(loss for part in parts for loss in part.losses),
+                "the learning rate": list(parts[0].learning_rates),
+                **parts[0].tensors,
+            }
+        )
+    return steps
+
+
+def _name(outcome: Outcome) -> str:
+    count = outcome.run.processes
+    return f"{outcome.name}, {'1 process' if count == 1 else f'{count} ranks'}"
