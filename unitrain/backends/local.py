@@ -128,6 +128,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
         if logical_ranks is not None:
             check_logical_ranks_arguments(model, logical_ranks, self, shard=shard, compression=compression)
+            checks.refuse_embedding_renorm(model)
             distributed = LogicalRanksModel(
                 model,
                 self,
