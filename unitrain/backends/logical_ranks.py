@@ -6,7 +6,8 @@ of a contiguous range of logical ranks, one logical rank after the other.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from unitrain import validation
 from unitrain.backends.base import Communicator
@@ -28,7 +29,8 @@ def check_logical_ranks(argument: str, logical_ranks: Any, communicator: Communi
         )
 
 
-class LogicalRank(NamedTuple):
+@dataclass(frozen=True)
+class LogicalRank:
     """Logical rank `index` of `count`."""
 
     index: int

@@ -31,6 +31,8 @@ def _logical_rank(index: int) -> Iterator[None]:
 class _Centered(nn.Module):
     """A layer with a buffer that each forward pass reads and writes."""
 
+    center: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("center", torch.zeros(3))
