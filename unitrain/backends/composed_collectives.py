@@ -28,10 +28,10 @@ from unitrain.backends.base import ReduceOp
 from unitrain.backends.row_exchange import RowExchange
 from unitrain.backends.tensors import as_bytes, flatten, from_ordered_keys, needs_keys, ordered_keys
 
-# Maximum sizes in bytes of the result of an allgather, and of the input of a reducescatter, that are transferred over
-# direct connections. For larger results, broadcasts are about as fast.
-MAX_DIRECT_GATHER_BYTES = 4 * 2**20
-MAX_DIRECT_REDUCE_BYTES = 12 * 2**20
+# Maximum size in bytes of the result of an allgather, and of the input of a reducescatter, that are transferred over
+# direct connections. MPI broadcasts between the ranks of a host through shared memory.
+MAX_DIRECT_BYTES = 12 * 2**20
+MAX_DIRECT_GATHER_BYTES_WITH_MPI = 4 * 2**20
 # With more ranks, the transport's allgather is used, because each broadcast takes Python time on every rank.
 MAX_BROADCASTING_RANKS = 64
 # Smaller results are gathered by the transport's allgather: starting a broadcast takes longer than transferring it.

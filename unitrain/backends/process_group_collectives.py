@@ -41,6 +41,7 @@ class ProcessGroupCollectives(Communicator):
 
     _check_consistency: ConsistencyCheck
     _monitor: FailureMonitor
+    transport: str
     _uses_all_to_all: bool
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
@@ -158,9 +159,9 @@ class ProcessGroupCollectives(Communicator):
     def _direct_connections(self, tensor: Tensor, elements: int, *, gathers: bool = False) -> RowExchange | None:
         """Return the direct connections to the other ranks if they reduce, or gather, `elements` elements in the dtype
         of `tensor` faster than the transport, otherwise None. The result is the same on every rank."""
-        limit = (
-            composed_collectives.MAX_DIRECT_GATHER_BYTES if gathers else composed_collectives.MAX_DIRECT_REDUCE_BYTES
-        )
+        limit = composed_collectives.MAX_DIRECT_BYTES
+        if gathers and self.transport == "mpi":
+            limit = min(limit, composed_collectives.MAX_DIRECT_GATHER_BYTES_WITH_MPI)
         if tensor.device.type != "cpu" or not 0 < elements * tensor.element_size() <= limit:
             return None
         return self._check_consistency.row_exchange

@@ -26,9 +26,7 @@ from unitrain.testing.collectives import is_reduction_supported, make_input, red
 def _use_small_pieces() -> Iterator[None]:
     """Set the piece size to 384 bytes, gather results of any size by broadcasts, and do not use direct connections. All
     ranks call it."""
-    settings = {"PIECE_BYTES": 384, "MIN_BROADCAST_BYTES": 1} | dict.fromkeys(
-        ("MAX_DIRECT_GATHER_BYTES", "MAX_DIRECT_REDUCE_BYTES"), 0
-    )
+    settings = {"PIECE_BYTES": 384, "MIN_BROADCAST_BYTES": 1, "MAX_DIRECT_BYTES": 0}
     kept = {name: getattr(composed_collectives, name) for name in settings}
     for name, value in settings.items():
         setattr(composed_collectives, name, value)
