@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from groups import nightly
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomS
 import unitrain
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
+from unitrain.backends.pipeline.replicas import Replicas
 from unitrain.errors import CheckpointError, ConfigError, DataError, ModelError
 from unitrain.testing import RankGroup
 from unitrain.testing.cases import raises
@@ -261,6 +263,18 @@ def check_errors(backend: Backend, folder: str) -> None:
         wrapped(torch.zeros(2, 1, 6, 6))
     with pytest.raises(ModelError, match="which is not supported with logical_ranks"):
         backend.distributed_model(unitrain.sync_batch_norm(Network(), backend), logical_ranks=LOGICAL_RANKS)
+    with pytest.raises(ConfigError, match="Pipelines do not support logical ranks"):
+        unitrain.ShardedLoader(data, Replicas(backend, 1), batch_size=2, logical_ranks=LOGICAL_RANKS)
+    metrics = {"accuracy": torchmetrics.classification.MulticlassAccuracy(4)}
+    with pytest.raises(ConfigError, match="Metric 'accuracy' is a torchmetrics object"):
+        Trainer(
+            model, optimizer, cross_entropy, backend=backend, metrics=metrics,
+            config=TrainConfig(max_steps=1, batch_size=BATCH, logical_ranks=LOGICAL_RANKS),
+        )  # fmt: skip
+    with pytest.raises(ConfigError, match="sync_batch_norm=True is not supported with logical_ranks"):
+        TrainConfig(max_steps=1, logical_ranks=LOGICAL_RANKS, sync_batch_norm=True)
+    with pytest.raises(DataError, match="a collate_fn must keep all samples"):
+        fit(DataLoader(data, BATCH, collate_fn=lambda items: default_collate(items[:1])))
     with pytest.raises(DataError, match="An iterable dataset is not supported with logical_ranks"):
         unitrain.ShardedLoader(Items(), backend, batch_size=2, logical_ranks=LOGICAL_RANKS)
     fit(Noisy(), batch_size=BATCH, output_dir=folder)
