@@ -56,7 +56,7 @@ OPTIONS = {
     "unitrain translate": {"--to", "-H", "--hosts", "--backend", "LINE"},
     "unitrain verify": {
         "-np", "-n", "--num-processes", "--steps", "--backends", "--tolerance", "--float64", "--cpu",
-        "--timeout-seconds", "--json", "TARGET", "ARGS",
+        "--bits", "--timeout-seconds", "--json", "TARGET", "ARGS",
     },
     "unitrain horovod": set(),
     "unitrain horovod build": {

@@ -223,7 +223,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "2 parameters received no gradient on every rank: spare.weight, spare.bias",
         "find_unused_parameters=True",
     ),
-    (parameters_unused_later, "In the last backward pass, some parameters", "find_unused_parameters=True"),
+    (parameters_unused_later, "Some parameters received no gradient on this rank", "find_unused_parameters=True"),
 ]
 
 

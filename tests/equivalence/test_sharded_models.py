@@ -143,7 +143,8 @@ def compare(backend: Backend) -> None:
             assert precision != "fp16" or scale < 65536, "no gradient overflowed"
 
 
-@pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("horovod", 2), *nightly(("ddp", 3), ("horovod", 3))])
-def test_sharded_training_of_common_models_equals_replicated_training(backend: str, size: int) -> None:
+@pytest.mark.parametrize("ranks", [("ddp", 2), ("horovod", 2), *nightly(("ddp", 3), ("horovod", 3))])
+def test_sharded_training_of_common_models_equals_replicated_training(ranks: tuple[str, int]) -> None:
+    backend, size = ranks
     with RankGroup(backend, size) as group:
         group.run(compare, timeout_seconds=300)

@@ -285,7 +285,7 @@ def test_unusable_metrics_raise_the_same_error_on_every_rank(group: RankGroup) -
     )
     assert compute[1].startswith("MetricError: Metric 'compute' returns a tensor of shape [2, 2], but a result is ")
     assert confusion[1].startswith("MetricError: Metric 'confusion' returns a tensor of shape [3, 3], ")
-    assert running[1].startswith("ConfigError: Metric 'running' is torchmetrics' Running, ")
+    assert running[1].startswith("ConfigError: Metric 'running' is a Running metric of torchmetrics. ")
     assert several[1].startswith("ConfigError: Two metrics have a result named 'several_squared'. ")
     assert fine == ("fine", "")
 

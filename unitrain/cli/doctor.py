@@ -26,7 +26,7 @@ from unitrain.errors import UnitrainError
     help="Time limit for the ranks to connect.",
 )
 @click.option("--marked-json", is_flag=True, hidden=True)
-def doctor(launch: str | None, as_json: bool, timeout_seconds: float, as_marked_json: bool) -> None:
+def doctor(launch: str | None, as_json: bool, timeout_seconds: float, marked_json: bool) -> None:
     """Diagnose problems on this host, or in all ranks of a job, and suggest fixes.
 
     Under a launcher, the command checks every rank, and rank 0 prints the result. The exit status is 1 if an error is
@@ -50,7 +50,7 @@ def doctor(launch: str | None, as_json: bool, timeout_seconds: float, as_marked_
             report = examined
     except UnitrainError as error:
         raise click.ClickException(str(error)) from error
-    if as_marked_json:
+    if marked_json:
         click.echo(MARKER + json.dumps(report))
     elif as_json:
         click.echo(json.dumps(report, indent=2))
@@ -58,5 +58,5 @@ def doctor(launch: str | None, as_json: bool, timeout_seconds: float, as_marked_
         from unitrain.doctor.display import show
 
         show(report)
-    if not (report["ok"] or as_marked_json):
+    if not (report["ok"] or marked_json):
         sys.exit(1)
