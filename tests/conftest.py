@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -30,6 +31,18 @@ WAITING_FILES = (
     "test_chaos", "test_mismatches",
 )  # fmt: skip
 ORDER = [name for pair in zip_longest(COMPUTING_FILES, WAITING_FILES) for name in pair if name]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Create temporary files of all tests in one folder, which is removed at the end of the session.
+
+    Terminated processes leave temporary files behind. pytest keeps its own folders in the usual place.
+    """
+    if not hasattr(config, "workerinput"):  # the process that starts the workers of pytest-xdist
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        folder = tempfile.TemporaryDirectory(prefix="unitrain-tests-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

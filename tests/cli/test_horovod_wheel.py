@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -14,6 +17,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from horovod_machines import GPU_TORCH, create_plan, replace_fields
+from requirements import nightly
 
 from unitrain.cli.horovod import horovod
 from unitrain.errors import HorovodBuildError
@@ -110,6 +114,23 @@ def test_a_cached_wheel_is_only_rebuilt_with_force(tmp_path: Path) -> None:
     assert hit.steps == []
     build.run(decided, {"PATH": "/usr/bin:/bin"}, forced := Recorded(), force=True)
     assert forced.steps == ["wheel"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *nightly(signal.SIGHUP)])
+def test_a_signal_also_terminates_the_processes_of_the_build(number: signal.Signals, tmp_path: Path) -> None:
+    """The download waits for a server that does not respond."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        variables = {"PIP_INDEX_URL": f"http://127.0.0.1:{server.getsockname()[1]}/", "PIP_NO_INDEX": "0"}
+        command = [sys.executable, "-m", "unitrain", "horovod", "build", "--cache-dir", str(tmp_path / "cache")]
+        with subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL) as process:
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(20)
+                process.send_signal(number)
+                assert process.wait(timeout=20) == 128 + number
+                while connection.recv(4096):
+                    pass  # pip's request; the end of pip closes the connection
 
 
 def toolkit_step(folder: Path, script: str) -> plan.BuildStep:

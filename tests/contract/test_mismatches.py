@@ -102,7 +102,10 @@ def test_a_timeout_shows_the_differing_operations() -> None:
     assert "Missing ranks: " in first + second
     if "Missing ranks: " in first:
         assert "backward #2 timed out after 6 s on rank 0. Missing ranks: 1. " in first
-        assert "\n  rank 1: waiting for other ranks in allreduce(float32 [2], mean) (collective #" in first
+        # Rank 1 may time out at the same time, and then no longer waits.
+        assert "\n  rank 1: " in first
+        if "\n  rank 1: waiting for other ranks" in first:
+            assert "\n  rank 1: waiting for other ranks in allreduce(float32 [2], mean) (collective #" in first
     else:
         assert "\n  rank 0: waiting for other ranks in backward #2, at test_mismatches.py:" in second
     for text in (first, second):

@@ -31,7 +31,7 @@ hosts = sys.argv[1:]
 local = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
 slots = [
     SlotInfo(hostname=host, rank=rank, size=len(hosts), local_rank=local[rank], local_size=hosts.count(host),
-             cross_rank=sorted(set(hosts)).index(host), cross_size=len(set(hosts)))
+             cross_rank=local[:rank].count(local[rank]), cross_size=local.count(local[rank]))
     for rank, host in enumerate(hosts)
 ]
 server = RendezvousServer()
@@ -121,6 +121,18 @@ hvd.allreduce(torch.ones(4), name="together")
 hvd.shutdown()
 """
 
+# The last rank receives its result before all of its data is sent to rank 0, over a slow connection.
+REDUCESCATTERS = """
+import torch, horovod.torch as hvd
+hvd.init()
+for number in range(3):
+    values = torch.full((12_000_000,), float(number + hvd.rank()))
+    part = hvd.reducescatter(values, op=hvd.Sum, name="large")
+    assert torch.equal(part, torch.full_like(part, 3 * number + 3)), f"wrong values in reducescatter {number}"
+print("all values are correct", flush=True)
+hvd.shutdown()
+"""
+
 SUM_OF_RANKS = """
 import torch, horovod.torch as hvd
 hvd.init()
@@ -190,26 +202,28 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 def start_ranks(
     processes: Processes,
     script: str,
-    hosts: tuple[str, str],
+    hosts: tuple[str, ...],
     address: str,
     on: Callable[[int], tuple[str, ...]] = lambda rank: (),
     **variables: str,
 ) -> list[subprocess.Popen[str]]:
-    """Start two ranks of `script` under the Gloo controller, each with the command prefix that `on` returns."""
+    """Start one rank of `script` per name in `hosts` under the Gloo controller. `on(rank)` returns its command prefix.
+
+    A name that occurs several times stands for one host with several ranks.
+    """
     processes.start("server", *on(0), sys.executable, "-c", SERVER, *hosts)
     processes.wait_until(lambda: "port " in processes.message_text("server"), "the rendezvous server")
     found = re.search(r"port (\d+)", processes.message_text("server"))
     assert found is not None
-    together = hosts[0] == hosts[1]
-    ranks = []
+    ranks, local = [], [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     for rank, host in enumerate(hosts):
         own = {
             "HOROVOD_RANK": str(rank),
-            "HOROVOD_SIZE": "2",
-            "HOROVOD_LOCAL_RANK": str(rank if together else 0),
-            "HOROVOD_LOCAL_SIZE": "2" if together else "1",
-            "HOROVOD_CROSS_RANK": str(0 if together else rank),
-            "HOROVOD_CROSS_SIZE": "1" if together else "2",
+            "HOROVOD_SIZE": str(len(hosts)),
+            "HOROVOD_LOCAL_RANK": str(local[rank]),
+            "HOROVOD_LOCAL_SIZE": str(hosts.count(host)),
+            "HOROVOD_CROSS_RANK": str(local[:rank].count(local[rank])),
+            "HOROVOD_CROSS_SIZE": str(local.count(local[rank])),
             "HOROVOD_HOSTNAME": host,
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -268,7 +282,8 @@ def test_operations_of_a_process_set_wake_the_other_ranks(processes: Processes, 
 
 @pytest.fixture
 def two_hosts(processes: Processes, tmp_path: Path) -> Callable[[int], tuple[str, ...]]:
-    """Two hosts on this machine, each with its own network, name and /etc/hosts as Debian's installer writes it.
+    """Two hosts on this machine, each with its own network, name and /etc/hosts as Debian's installer writes it. Rank 0
+    is on the first host, and all other ranks are on the second one.
 
     A host is a shell in new namespaces; with its process the namespaces and their cable are gone.
     """
@@ -288,7 +303,7 @@ def two_hosts(processes: Processes, tmp_path: Path) -> Callable[[int], tuple[str
     for host, pid in enumerate((first, second)):
         for command in (f"ip addr add 10.99.0.{host + 1}/24 dev cable", "ip link set cable up"):
             subprocess.run(["nsenter", "-t", pid, "--net", *command.split()], check=True, timeout=10)
-    return lambda rank: ("nsenter", "-t", (first, second)[rank], "--net", "--uts", "--mount")
+    return lambda rank: ("nsenter", "-t", (first, second)[min(rank, 1)], "--net", "--uts", "--mount")
 
 
 @needs_network_namespaces
@@ -302,3 +317,18 @@ def test_gloo_uses_the_named_interface_if_the_host_name_is_loopback(
     for rank in (0, 1):
         assert "sum of ranks 3" in processes.message_text(f"rank{rank}"), processes.message_text(f"rank{rank}")
     assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+@needs_network_namespaces
+def test_a_reducescatter_ends_after_all_data_is_sent(
+    processes: Processes, two_hosts: Callable[[int], tuple[str, ...]]
+) -> None:
+    """Without the change, rank 2 frees the memory that it sends to rank 0, and ends with `writev: Bad address`."""
+    shape = "tc qdisc add dev cable root tbf rate 400mbit burst 200kb latency 50ms"
+    subprocess.run([*two_hosts(1), *shape.split()], check=True, timeout=10)
+    ranks = start_ranks(
+        processes, REDUCESCATTERS, ("host0", "host1", "host1"), "10.99.0.1", on=two_hosts, HOROVOD_GLOO_IFACE="cable"
+    )
+    processes.wait_until(lambda: all(rank.poll() is not None for rank in ranks), "the end of all ranks")
+    for rank in range(3):
+        assert "all values are correct" in processes.message_text(f"rank{rank}"), processes.message_text(f"rank{rank}")

@@ -89,7 +89,10 @@ def _hand_over() -> None:
     header = len(request).to_bytes(4, "big")
 
     def forward(number: int, _: object) -> None:
-        connection.send(bytes([number]))
+        try:  # noqa: SIM105 (contextlib is not a built-in module)
+            connection.send(bytes([number]))
+        except OSError:
+            pass  # the forked process has ended, and its exit code can be received
 
     ignored = (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGCHLD, _signal.SIGTSTP, _signal.SIGTTIN, _signal.SIGTTOU)
     for number in _signal.valid_signals():
@@ -97,7 +100,10 @@ def _hand_over() -> None:
             _signal.signal(number, forward)
     connection.sendmsg([header], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
     connection.sendall(request)
-    answer = connection.recv(4)
+    try:
+        answer = connection.recv(4)
+    except OSError:
+        answer = b""
     code = int.from_bytes(answer, "big", signed=True) if len(answer) == 4 else 1
     if code < 0:
         import resource

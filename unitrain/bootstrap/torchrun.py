@@ -12,9 +12,11 @@ torchrun prints a traceback and exits with 1. The summary of failed ranks is pri
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import tempfile
 from argparse import Namespace
 from datetime import timedelta
 
@@ -126,7 +128,11 @@ def _main() -> None:
     else:
         forward_warning_signals("LOCAL_RANK")
     try:
-        _run(options)
+        with contextlib.ExitStack() as stack:
+            if not options.log_dir and options.redirects == options.tee == "0":
+                # torchrun does not remove the folder of the ranks' error files, which it creates itself.
+                options.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="unitrain-torchrun-"))
+            _run(options)
     except ChildFailedError as error:
         if error.get_first_failure()[1].exitcode != PREEMPTED_EXIT_CODE:
             raise

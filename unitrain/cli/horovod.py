@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,6 +70,8 @@ def build(
             click.echo("This Horovod is already installed. To build it again: unitrain horovod build --force")
             return
         started = time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGHUP):  # terminate the compilers before this process exits
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
         with _Progress(build_plan) as progress:
             wheel = builder.run(build_plan, inherited, progress, force=force)
     except UnitrainError as error:

@@ -81,6 +81,37 @@ _SLEEP_UNTIL_AN_OPERATION = """\
                                                        long(cycle_ms * 1000.)),
                           is_idle);
 """
+_RESULTS_OF_REDUCE_SCATTER = """\
+    index = 0;
+    bufferOffset = 0;
+    for (const auto& distMap : distMapForRecv_) {
+"""
+_WAIT_BEFORE_RESULTS = """\
+    // The results overwrite the data of these sends.
+    for (int i = 0; i < stepsWithinBlock_; i++) {
+      if (sendOffsets_[i] < count_) {
+        sendDataBufs_[i]->waitSend();
+      }
+    }
+    for (size_t i = 0; i < largerBlockSendDataBufs_.size(); i++) {
+      if (sendCountToLargerBlock_ * i < totalItemsToSend) {
+        largerBlockSendDataBufs_[i]->waitSend();
+      }
+    }
+    for (auto& sendDataBuf : distSendDataBufs_) {
+      sendDataBuf->waitSend();
+    }
+"""
+_END_OF_REDUCE_SCATTER = """\
+    for (auto& recvNotificationBuf : recvNotificationBufs_) {
+      recvNotificationBuf->waitRecv();
+    }
+"""
+_WAIT_FOR_NOTIFICATIONS = """\
+    for (auto& sendNotificationBuf : sendNotificationBufs_) {
+      sendNotificationBuf->waitSend();
+    }
+"""
 _PENDING_OPERATIONS_OF_PROCESS_SETS = """\
 bool ProcessSetTable::HasPendingOperations(int32_t min_id) {
   std::lock_guard<std::recursive_mutex> guard(mutex);
@@ -199,6 +230,24 @@ PATCHES: tuple[Patch, ...] = (
                 file="third_party/gloo/gloo/transport/tcp/pair.cc",
                 before="      sendBufferSize_(0),",
                 after="      sendBufferSize_(kMaxSendBufferSize),",
+            ),
+        ),
+    ),
+    Patch(
+        name="gloo-pending-sends",
+        kind="fix",
+        reason="A reducescatter writes its result over data that is not sent yet, and then frees it. With three ranks "
+        "and a slow connection, other ranks receive wrong values, or the job ends with 'writev: Bad address'.",
+        edits=(
+            Edit(
+                file="third_party/gloo/gloo/reduce_scatter.h",
+                before=_RESULTS_OF_REDUCE_SCATTER,
+                after=_WAIT_BEFORE_RESULTS + _RESULTS_OF_REDUCE_SCATTER,
+            ),
+            Edit(
+                file="third_party/gloo/gloo/reduce_scatter.h",
+                before=_END_OF_REDUCE_SCATTER,
+                after=_END_OF_REDUCE_SCATTER + _WAIT_FOR_NOTIFICATIONS,
             ),
         ),
     ),
