@@ -176,6 +176,11 @@ class TrainConfig:
     """Also save a checkpoint every N optimizer steps."""
     checkpoint_every_minutes: float | None = None
     """Also save a checkpoint when this much time has elapsed on rank 0 since the last one."""
+    memory_checkpoint_every_steps: int | None = None
+    """Also keep the state of every N-th step in the memory of this host, under /dev/shm, until `unitrain launch` exits.
+    A job that `unitrain launch --max-restarts` or `--elastic` restarts on one host then resumes from that step. The
+    setting has no effect in other jobs.
+    """
     async_checkpoints: bool = True
     """Write checkpoints in a background thread; training waits only until the state is copied to host memory."""
     checkpoint_format: CheckpointFormat = "auto"
@@ -363,6 +368,7 @@ _OPTIONAL_INTEGER_SETTINGS = (
     ("logical_ranks", 1, "Leave it out to train on the ranks that were started"),
     ("reference_batch_size", 1, "Use the batch size for which the learning rate was chosen"),
     ("checkpoint_every_steps", 1, "Leave it out to write a checkpoint after epochs only"),
+    ("memory_checkpoint_every_steps", 1, "Leave it out to keep no checkpoints in memory"),
     ("keep_last", 1, "Use None to keep every checkpoint"),
     ("keep_every", 1, "Use 10 to keep also the checkpoint of every tenth epoch"),
     ("validate_every_steps", 1, "Leave it out to validate after epochs only"),
@@ -395,6 +401,7 @@ CHECKPOINT_SETTINGS = (
     "checkpoint_every_epochs",
     "checkpoint_every_steps",
     "checkpoint_every_minutes",
+    "memory_checkpoint_every_steps",
     "checkpoint_format",
     "keep_last",
     "keep_every",

@@ -367,6 +367,8 @@ class Trainer:
             self._callbacks.call("on_step_end", self)
             if _is_multiple(progress.step, config.checkpoint_every_steps):
                 self._save({}, None)
+            if _is_multiple(progress.step, config.memory_checkpoint_every_steps):
+                self._save({}, None, in_memory=True)
             if self._is_loss_due():
                 self._report_loss(epoch)
             elif self._stopping.is_due(progress.step):
@@ -420,9 +422,10 @@ class Trainer:
             self.progress.end_epoch()
             self._loss.start_epoch()
 
-    def _save(self, results: dict[str, float], row: dict[str, Any] | None) -> None:
+    def _save(self, results: dict[str, float], row: dict[str, Any] | None, *, in_memory: bool = False) -> None:
         with self._timer.measure("checkpoint"):
-            self._run.save(self.backend.unwrap(self.model), self.optimizer, self._scheduler, results, row)
+            model = self.backend.unwrap(self.model)
+            self._run.save(model, self.optimizer, self._scheduler, results, row, in_memory=in_memory)
 
     def _forward_backward(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Run the forward and backward pass of a micro-batch, and accumulate its weighted gradients."""

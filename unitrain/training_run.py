@@ -176,13 +176,17 @@ class TrainingRun:
         scheduler: Any,
         results: Mapping[str, float],
         row: dict[str, Any] | None,
+        *,
+        in_memory: bool = False,
     ) -> None:
         """Save a checkpoint of the run. `model` is the user's module. `results` are the results of the epoch so far.
+
+        With `in_memory`, it is kept in the memory of this host if the job is restarted there, and not written to disk.
 
         At the end of an epoch, `row` is the row for the history, which is written after the checkpoint. If the run is
         killed in between, the resumed run takes the row from the checkpoint.
         """
-        if not self._checkpointer.is_enabled:
+        if not (self._checkpointer.is_memory_enabled if in_memory else self._checkpointer.is_enabled):
             return
         broadcast_buffers(model, self._backend)
         with self._checkpointer.state_format():
@@ -207,7 +211,7 @@ class TrainingRun:
                 name: str(value) if isinstance(value, Path) else value for name, value in asdict(self._config).items()
             },
         }
-        self._checkpointer.save(self.progress.step, model, optimizer, average, training, manifest)
+        self._checkpointer.save(self.progress.step, model, optimizer, average, training, manifest, in_memory=in_memory)
 
     def _random_state(self) -> dict[str, Any]:
         """Return the RNG states of all ranks or, with logical ranks, the properties of the processes that affect the

@@ -19,7 +19,7 @@ LAUNCHER = "unitrain launch"
 SYNTAX = Syntax(
     LAUNCHER,
     arity_table(
-        "--gloo --mpi --dry-run --help --module --untuned",
+        "--gloo --mpi --dry-run --help --module --untuned --standby",
         "--backend --launcher --num-processes --hosts --hostfile --interface -x --max-restarts --launcher-args "
         "--elastic --host-discovery-script --elastic-timeout --log-dir --devices",
     ),

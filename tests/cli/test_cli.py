@@ -37,6 +37,7 @@ OPTIONS = {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "--devices", "-H", "--hosts", "--gloo", "--mpi",
         "-x", "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout",
         "--untuned", "--log-dir", "--dry-run", "--hostfile", "--interface", "-m", "--module", "SCRIPT", "ARGS",
+        "--standby",
     },
     "unitrain memory": {
         "-np", "-n", "--num-processes", "--backend", "--ranks", "--steps", "--timeout-seconds", "--json", "SCRIPT",
@@ -373,6 +374,16 @@ def test_invalid_environment_variable_is_reported(value: str, script: str) -> No
         (
             "launch --elastic 1:2 --elastic-timeout nan {script}",
             "--elastic-timeout takes a number of seconds, got nan. Use --elastic-timeout 600",
+        ),
+        ("launch -np 2 --standby {script}", "Add the number of restarts: --max-restarts 3"),
+        ("launch --elastic 1:2 --max-restarts 0 --standby {script}", "Add the number of restarts: --max-restarts 3"),
+        (
+            "launch --backend local --max-restarts 1 --standby {script}",
+            "Leave --standby out, or use one of: torchrun, horovodrun, mpirun",
+        ),
+        (
+            "launch -H localhost:1,h2.invalid:1 --max-restarts 1 --standby {script}",
+            "--standby supports jobs on one host, but this job also runs on h2.invalid. Leave --standby out",
         ),
         (
             "ckpt verify {folder}",

@@ -82,7 +82,12 @@ from unitrain.errors import ConfigError
         ({"max_epochs": 1, "tf32": "yes"}, r"tf32 must be True, False or None, got 'yes'\. Use tf32=True"),
         *(
             ({"max_epochs": 1, name: 2}, rf"{name}=2 configures checkpoints, but without output_dir none are written\.")
-            for name in ("keep_last", "checkpoint_every_steps", "checkpoint_every_minutes")
+            for name in (
+                "keep_last",
+                "checkpoint_every_steps",
+                "checkpoint_every_minutes",
+                "memory_checkpoint_every_steps",
+            )
         ),
         ({"max_epochs": 1, "resume": True}, r"resume=True looks for checkpoints in output_dir, which is not set\."),
     ],

@@ -27,15 +27,21 @@ rank, ending = int(sys.argv[1]), sys.argv[2]
 received = []
 if ending != "has no handler":
     signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-supervisor_client.connect(rank)
+supervisor_client.connect(rank, standby=ending == "is standby")
 print("here", flush=True)
+if ending == "is standby":
+    supervisor_client.wait_for_start()
+    supervisor_client.connect(rank)
+    print("started", flush=True)
 if ending == "handles SIGTERM" or ending == "has no handler":
     deadline = time.monotonic() + 60
     while not received and time.monotonic() < deadline:
         time.sleep(0.01)
     supervisor_client.report_preempted()
 sys.stdin.readline()
-if ending == "is killed":
+if ending == "is killed after shutdown":
+    supervisor_client.report_shutdown()
+if ending.startswith("is killed"):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -92,6 +98,17 @@ def test_the_first_killed_rank_is_known_unless_another_rank_ended_before() -> No
         assert (ranks.crashed_ranks, ranks.first_crashed_rank) == ([1], None)
 
 
+@pytest.mark.parametrize("ending", ["is killed", "is killed after shutdown"])
+def test_a_crash_after_the_shutdown_of_the_backend_is_distinguished(ending: str) -> None:
+    """A script may call os._exit at its end, which does not require a restart."""
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
+        rank = Rank(ranks, 0, ending)
+        wait_until(lambda: ranks.num_running == 1 or ending == "is killed after shutdown")
+        assert rank.end() == -signal.SIGKILL
+        wait_until(lambda: ranks.crashed_ranks)
+        assert ranks.has_running_rank_crashed == (ending == "is killed")
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_rank_0_receives_the_request_to_end_before_or_after_it_connects(early: bool) -> None:
     with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
@@ -115,6 +132,34 @@ def test_remaining_ranks_of_an_attempt_exit_immediately() -> None:
             assert rank.process.wait(30) == 1
             rank.process.communicate()
         wait_until(lambda: ranks.crashed_ranks == [1, 0])
+
+
+def test_standby_ranks_run_after_they_are_started() -> None:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", standby=True) as ranks:
+        early = Rank(ranks, 0, "is standby")
+        wait_until(lambda: ranks.num_ready == 1)
+        assert ranks.num_running == 0
+        ranks.start()
+        late = Rank(ranks, 1, "is standby")  # starts immediately
+        wait_until(lambda: ranks.num_running == 2)
+        assert not ranks.has_disconnected_ranks
+        assert not ranks.has_running_rank_crashed
+        assert (early.end(), late.end()) == (0, 0)
+        ranks.exit_all_ranks(30)
+        assert ranks.crashed_ranks == []
+
+
+@pytest.mark.parametrize("requested", [True, False])
+def test_standby_ranks_exit_with_code_0_if_they_are_not_started(requested: bool) -> None:
+    """On request, or if the supervisor has exited. Otherwise, their launcher would report a failure."""
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", standby=True) as ranks:
+        rank = Rank(ranks, 0, "is standby")
+        wait_until(lambda: ranks.num_ready == 1)
+        if requested:
+            assert ranks.exit_remaining_ranks(30)
+            assert ranks.has_disconnected_ranks
+    assert rank.process.wait(30) == 0
+    assert "started" not in rank.process.communicate()[0]
 
 
 def test_ranks_end_after_a_checkpoint_if_the_supervisor_has_ended() -> None:

@@ -303,7 +303,7 @@ def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
     assert lines(line, "unitrain") == [
         "unitrain launch --backend horovod -np 4 -H a:2,b:2 --interface eth1 -m pkg.t --epochs 3"
     ]
-    for option in ("--log-dir logs", "--untuned", "--elastic-timeout 5", "--elastic 2:8"):
+    for option in ("--log-dir logs", "--untuned", "--standby", "--elastic-timeout 5", "--elastic 2:8"):
         line = f"unitrain launch {option} t.py"
         assert f" {option} " in lines(line, "unitrain")[0]
         assert f"{option} of unitrain launch is left out: " in remarks(line, "torchrun")

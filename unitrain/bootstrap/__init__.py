@@ -8,6 +8,7 @@ authentication      signatures, and authentication of connections, with the key 
 network             addresses and interfaces of this host, and listening sockets
 rank_connections    authenticated TCP connections between ranks
 devices             selection of a rank's device
+memory_folder       folder in shared memory for the checkpoints of a supervised job
 torchrun            program: torchrun with a rendezvous store that listens on one address
 signal_forwarding   forwarding of a scheduler's warning signals from a launcher to its ranks
 """

@@ -6,6 +6,7 @@ sharded_files   the format of checkpoints written by all ranks in parallel
 tensor_files    safetensors files that contain parts of tensors
 loading         loading either format into a model, an optimizer and a scheduler
 writer          background writing, and retention of checkpoints
+memory          checkpoints in the memory of this host, for restarts
 state_copy      copies of state in host memory, in types that load safely
 folder_lock     the lock on the folder, which only one job at a time may write to
 output_folder   file accesses of rank 0 in the folder, and the record of the job that owns it

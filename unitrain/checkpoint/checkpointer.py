@@ -20,6 +20,7 @@ from unitrain.backends.sharding.tensor_chunks import is_distributed_tensor
 from unitrain.backends.synchronized_errors import call_on_all_ranks, raise_on_all_ranks
 from unitrain.checkpoint import files, loading, output_folder, sharded_files
 from unitrain.checkpoint.folder_lock import FolderLock
+from unitrain.checkpoint.memory import MemoryCheckpoints
 from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_all_ranks, on_rank_zero
 from unitrain.checkpoint.sharded_files import AVERAGE_FOLDER, StoredOptimizerState, collect_shard, load_module
 from unitrain.checkpoint.writer import (
@@ -56,10 +57,12 @@ class Checkpointer:
             self._writer = CheckpointWriter(
                 self.folder, communicator, self._retention, asynchronous=config.async_checkpoints
             )
+        self._memory = MemoryCheckpoints.create(config, communicator)
         self._last_saved = time.monotonic()
 
     def prepare(self) -> Path | None:
-        """Create the output folder, and return its path if the run resumes from it, otherwise None.
+        """Create the output folder. If the run resumes from it, return its path, or that of a newer checkpoint in
+        memory; otherwise None.
 
         The run resumes if `TrainConfig.resume` selects this folder, or if an earlier attempt of this job wrote to it.
         """
@@ -71,7 +74,8 @@ class Checkpointer:
         continues, self.stored_batch_sizes = output_folder.prepare_folder(
             folder, self._communicator, resume=bool(from_own_folder)
         )
-        return folder if continues else None
+        in_memory = None if self._memory is None else self._memory.find_newer(folder)
+        return (in_memory or folder) if continues else None
 
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, required: bool
@@ -112,8 +116,10 @@ class Checkpointer:
         average: dict[str, Any] | None,
         training: dict[str, Any],
         manifest: dict[str, Any],
+        *,
+        in_memory: bool = False,
     ) -> None:
-        """Save the checkpoint of `step`.
+        """Save the checkpoint of `step` to disk, or `in_memory`.
 
         It contains the weights of `model`, the state of `optimizer`, and the state `average` of the averaged weights.
         The `training` state and the `manifest` values are those of rank 0.
@@ -123,12 +129,28 @@ class Checkpointer:
         """
         if self._writer is None:
             return
+        if in_memory:
+            assert self._memory is not None
+            self._memory.save(lambda writer: self._save(writer, step, model, optimizer, average, training, manifest))
+            return
         self._last_saved = time.monotonic()
+        self._save(self._writer, step, model, optimizer, average, training, manifest)
+
+    def _save(
+        self,
+        writer: CheckpointWriter,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average: dict[str, Any] | None,
+        training: dict[str, Any],
+        manifest: dict[str, Any],
+    ) -> None:
         if not self.is_sharded:
             with self.state_format():
                 training = {**training, "optimizer": optimizer.state_dict()}
                 training |= {} if average is None else {AVERAGE: average}
-                self._writer.save(step, model, training, manifest)
+                writer.save(step, model, training, manifest)
             return
         communicator = self._communicator
         weights = None
@@ -140,7 +162,7 @@ class Checkpointer:
             shard = call_on_all_ranks(
                 communicator, lambda: collect_shard(model, optimizer, weights, communicator.rank, communicator.size)
             )
-        self._writer.save_sharded(step, shard, training, manifest)
+        writer.save_sharded(step, shard, training, manifest)
 
     def state_format(self) -> AbstractContextManager[None]:
         """Return the context manager in which sharded models and optimizers return state dicts for saving.
@@ -154,11 +176,18 @@ class Checkpointer:
         """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
         if self._writer is not None:
             self._writer.wait()
+        if self._memory is not None:
+            self._memory.wait()
 
     @property
     def is_enabled(self) -> bool:
         """Whether the run has an output folder."""
         return self._writer is not None
+
+    @property
+    def is_memory_enabled(self) -> bool:
+        """Whether the run also keeps checkpoints in memory. The same on every rank."""
+        return self._memory is not None and self._memory.is_enabled
 
     @property
     def is_sharded(self) -> bool:

@@ -67,6 +67,12 @@ from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_k
     help="Timeout for an elastic job to find MIN slots. [default: 600]",
 )
 @click.option(
+    "--standby",
+    is_flag=True,
+    help="Start the ranks of the next attempt in advance, so that a restart does not wait for imports. This needs "
+    "memory for a second process per rank.",
+)
+@click.option(
     "-x",
     "exports",
     multiple=True,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import CollectiveTimeoutError
+from unitrain.monitoring import supervisor_client
 from unitrain.monitoring.deadlines import Deadline
 from unitrain.monitoring.flight_recorder import (
     CollectiveCall,
@@ -140,6 +141,7 @@ class FailureMonitor:
         """Stop monitoring after a normal exit. Ranks need not stop at the same time."""
         if self._watchdog is not None:
             self._watchdog.stop()
+        supervisor_client.report_shutdown()
 
     def _describe_timeout(self, phase: GradientPhase | None = None) -> str:
         """Return the error text for the timeout of the latest operation, or of an earlier `phase`.

@@ -2,7 +2,8 @@
 
 Through this connection, the supervisor detects failures of the rank's process or host. It requests a checkpoint and
 exit when the job's hosts change, and terminates the remaining ranks of a failed attempt. A background thread receives
-its messages, so training is not delayed.
+its messages, so training is not delayed. Standby ranks of the next attempt connect early, and wait until the supervisor
+starts them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import threading
 import time
 
 from unitrain.bootstrap import environment
+from unitrain.bootstrap.memory_folder import remove_abandoned_folder
 from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, PeerConnection
 
 # Messages of the supervisor: save a checkpoint and exit, or exit immediately because the attempt has failed.
 SAVE_AND_EXIT, EXIT = "save and exit", "exit"
+# Message of the supervisor that starts a standby rank.
+START = "start"
+# Messages of a rank: it waits for its start, it has called `unitrain.init`, or it has shut its backend down.
+READY, RUNNING, SHUT_DOWN = "ready", "running", "shut down"
 ROLE = "supervision"
 
 _CONNECT_TIMEOUT_SECONDS = 10.0
@@ -28,24 +34,36 @@ _LAST_CHECKPOINT_SECONDS = 60.0
 
 
 class _SupervisorClient:
-    def __init__(self, connection: PeerConnection, rank: int) -> None:
+    def __init__(self, connection: PeerConnection, rank: int, *, standby: bool) -> None:
         self.connection, self._rank, self._pid = connection, rank, os.getpid()
-        connection.send(json.dumps({"rank": rank, "job": environment.job_id()}))
+        self.is_started = threading.Event()
+        if not standby:
+            self.is_started.set()
+        connection.send(json.dumps({"rank": rank, "job": environment.job_id(), "standby": standby}))
         threading.Thread(target=self._run, name="unitrain supervisor client", daemon=True).start()
 
     def _run(self) -> None:
         is_requested = False
         while isinstance(message := self.connection.receive(), str):
+            if message == START:
+                self.is_started.set()
+                continue
             if message == EXIT:
-                os._exit(1)
+                break
             is_requested = True
             self._wait_for_signal_handler()
             os.kill(self._pid, signal.SIGTERM)
+        if message == EXIT:
+            os._exit(1 if self.is_started.is_set() else 0)  # a standby rank that is not needed has not failed
+        if not self.is_started.is_set():
+            remove_abandoned_folder()
+            os._exit(0)
         # Leave time for a last checkpoint after the supervisor has exited, because its child processes then also
         # terminate.
         sys.stderr.write(f"unitrain: stopping rank {self._rank} because unitrain launch has ended\n")
         if not is_requested:
             os.kill(self._pid, signal.SIGTERM)
+        remove_abandoned_folder()
         time.sleep(_LAST_CHECKPOINT_SECONDS)
         os._exit(1)
 
@@ -59,21 +77,43 @@ class _SupervisorClient:
 _client: _SupervisorClient | None = None
 
 
-def connect(rank: int) -> None:
-    """Connect this rank to the supervisor of its job, if there is one. Only the first call in a process connects."""
+def connect(rank: int, *, standby: bool = False) -> None:
+    """Connect this rank to the supervisor of its job, if there is one. Only the first call in a process connects.
+
+    With `standby`, the supervisor does not count the rank as running until the next call.
+    """
     global _client
     address = environment.get_variable(environment.SUPERVISOR)
+    if _client is not None:
+        _client.connection.send(RUNNING)
     if address is None or _client is not None:
         return
     host, _, port = address.rpartition(":")
     try:
         connection = PeerConnection.connect(host, int(port), ROLE, _CONNECT_TIMEOUT_SECONDS)
         connection.set_timeout(None)
-        _client = _SupervisorClient(connection, rank)
+        _client = _SupervisorClient(connection, rank, standby=standby)
     except (OSError, OverflowError, ValueError, AuthenticationError) as error:
         # The connection is optional: without it, the supervisor restarts the job based on the exit code of the
         # launcher.
         sys.stderr.write(f"unitrain: rank {rank} cannot reach unitrain launch at {address}: {error}\n")
+
+
+def wait_for_start() -> bool:
+    """Report that this standby rank is ready, and wait until the supervisor starts it.
+
+    Returns False if the rank is not connected. If the supervisor exits or does not need the rank, the process exits.
+    """
+    if _client is None:
+        return False
+    _client.connection.send(READY)
+    return _client.is_started.wait()
+
+
+def report_shutdown() -> None:
+    """Report that this rank has shut its backend down. An exit of its process does not affect other ranks then."""
+    if _client is not None:
+        _client.connection.send(SHUT_DOWN)
 
 
 def report_preempted() -> None:

@@ -27,9 +27,10 @@ from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers import Command, ElasticRange, Host, LaunchError, LaunchSpec, SelectedDevices
 from unitrain.supervisor import rank_logs
+from unitrain.supervisor.attempt import SupervisedJob
 from unitrain.supervisor.checks import check_module, check_not_launched, check_script, check_started_once
 from unitrain.supervisor.membership import Membership
-from unitrain.supervisor.supervisor import SupervisedJob, Supervisor
+from unitrain.supervisor.supervisor import Supervisor
 from unitrain.tune.tuned_settings import BUILT_IN_VARIABLES, TUNED_FILE, TunedRun, find_tuned, format_settings
 
 # Default backend per launcher.
@@ -38,6 +39,7 @@ _DEFAULT_BACKENDS = {launcher: backend for backend, launcher in launchers.DEFAUL
     "srun": "ddp",
 }
 _DEFAULT_ELASTIC_RESTARTS = 3
+_STANDBY_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")
 _MULTI_HOST_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")  # not srun: Slurm selects its hosts
 
 
@@ -63,6 +65,7 @@ class LaunchRequest:
     host_discovery_script: Path | None = None
     elastic_timeout_seconds: float = 600.0
     log_dir: Path | None = None
+    standby: bool = False
     use_tuned_settings: bool = True
     is_dry_run: bool = False
 
@@ -106,10 +109,15 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         _check_interface(request.interface)
     if request.log_dir is not None and not request.is_dry_run:
         _create_log_folder(request.log_dir)
+    if request.standby:
+        _check_standby(request, launcher, spec)
+    membership: Membership | None = None
     if request.elastic is None:
         job = _plan_fixed_job(request, launcher, spec, uses_other_hosts)
-        return LaunchPlan(job, job.command(), None, uses_other_hosts, request.log_dir)
-    job, command, membership = _plan_elastic_job(request, launcher, spec, launchers.parse_elastic(request.elastic))
+        command = job.command()
+    else:
+        job, command, membership = _plan_elastic_job(request, launcher, spec, launchers.parse_elastic(request.elastic))
+    job = replace(job, uses_standby=request.standby)
     return LaunchPlan(job, command, membership, uses_other_hosts, request.log_dir)
 
 
@@ -314,6 +322,27 @@ def _check_elastic(request: LaunchRequest, launcher: str, limits: ElasticRange) 
         raise LaunchError(
             f"-H {request.hosts} and --host-discovery-script '{request.host_discovery_script}' both name the hosts. "
             "Leave one of them out"
+        )
+
+
+def _check_standby(request: LaunchRequest, launcher: str, spec: LaunchSpec) -> None:
+    """Raise LaunchError unless --standby is supported: a job on this host that this command restarts."""
+    if launcher not in _STANDBY_LAUNCHERS:
+        raise LaunchError(
+            f"--standby starts the ranks of the next attempt in advance, which is not supported with --launcher "
+            f"{launcher}. Leave --standby out, or use one of: {', '.join(_STANDBY_LAUNCHERS)}"
+        )
+    if not request.max_restarts and (request.elastic is None or request.max_restarts == 0):
+        raise LaunchError(
+            "--standby starts the ranks of the next attempt in advance, but this job has only one attempt. Add the "
+            "number of restarts: --max-restarts 3"
+        )
+    other_host = next(
+        (host for host in spec.hosts or launchers.allocated_hosts(launcher) if not launchers.is_this_host(host)), None
+    )
+    if other_host is not None:
+        raise LaunchError(
+            f"--standby supports jobs on one host, but this job also runs on {other_host.name}. Leave --standby out"
         )
 
 

@@ -1,4 +1,7 @@
-"""The supervisor's connections to the ranks of a job, which detect exits of ranks and request checkpoints or exits."""
+"""The supervisor's connections to the ranks of a job, which detect exits of ranks and request checkpoints or exits.
+
+They also let the standby ranks of the next attempt wait until they are started.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,15 @@ from contextlib import suppress
 from unitrain.bootstrap.authentication import authenticate
 from unitrain.errors import AuthenticationError
 from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, Disconnect, PeerConnection
-from unitrain.monitoring.supervisor_client import EXIT, ROLE, SAVE_AND_EXIT
+from unitrain.monitoring.supervisor_client import (
+    EXIT,
+    READY,
+    ROLE,
+    RUNNING,
+    SAVE_AND_EXIT,
+    SHUT_DOWN,
+    START,
+)
 
 # TCP keepalive detects an unresponsive host after 5 + 3 x 5 seconds.
 _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 5, 5, 3
@@ -32,17 +43,25 @@ class RankConnections:
 
     `crashed_ranks` lists the killed or crashed ranks in chronological order, and `unreachable` the ranks on
     unresponsive hosts. `is_preempted` is true if ranks exited after a requested checkpoint. Ranks authenticate with
-    `key`. As a context manager, it closes the connections on exit without waiting for ranks.
+    `key`. With `standby`, the ranks wait until `start` is called. As a context manager, it closes the connections on
+    exit without waiting for ranks.
     """
 
-    def __init__(self, job: str, key: str | None, listen_on: str, advertised_host: str) -> None:
+    def __init__(
+        self, job: str, key: str | None, listen_on: str, advertised_host: str, *, standby: bool = False
+    ) -> None:
         self._job, self._key = job, key
+        self._is_started = not standby
+        self._ready: set[int] = set()
+        self._running: set[int] = set()
         _raise_descriptor_limit()
         self._listener = socket.create_server((listen_on, 0), backlog=1024)
         self.address = f"{advertised_host}:{self._listener.getsockname()[1]}"
         self.crashed_ranks: list[int] = []
         self.unreachable: list[int] = []
         self.is_preempted = self.is_exit_requested = False
+        self.has_running_rank_crashed = False
+        """Whether a rank was killed or crashed between `unitrain.init` and the shutdown of its backend."""
         self._first_exit_was_normal = self._is_exiting = False
         self._connections: dict[int, PeerConnection] = {}
         self._state_changed = threading.Condition()
@@ -52,6 +71,10 @@ class RankConnections:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections without waiting for ranks."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -63,6 +86,28 @@ class RankConnections:
     def first_crashed_rank(self) -> int | None:
         """The rank that was killed or crashed before any other rank exited, or None."""
         return self.crashed_ranks[0] if self.crashed_ranks and not self._first_exit_was_normal else None
+
+    @property
+    def num_ready(self) -> int:
+        """The number of standby ranks that have imported their modules."""
+        return len(self._ready)
+
+    @property
+    def num_running(self) -> int:
+        """The number of ranks that have called `unitrain.init` and have not shut their backend down."""
+        return len(self._running)
+
+    @property
+    def has_disconnected_ranks(self) -> bool:
+        """Whether any rank has exited, or its host does not respond."""
+        return bool(self.crashed_ranks or self.unreachable or self._first_exit_was_normal)
+
+    def start(self) -> None:
+        """Start the standby ranks. Ranks that connect later start immediately."""
+        with self._state_changed:
+            self._is_started = True
+            for connection in self._connections.values():
+                connection.send(START)
 
     def request_exit(self) -> None:
         """Request from rank 0, as soon as it is connected, that the job save a checkpoint and exit."""
@@ -77,10 +122,21 @@ class RankConnections:
         with self._state_changed:
             self._is_exiting = True  # ranks that connect later also receive the request
             self._state_changed.wait_for(self._all_disconnected, _EXIT_DETECTION_SECONDS)
+        if not self.exit_remaining_ranks(timeout_seconds):
+            self.unreachable += sorted(self._connections)
+
+    def exit_remaining_ranks(self, timeout_seconds: float) -> bool:
+        """Request an immediate exit of all connected ranks, and return whether they have exited within the timeout."""
+        with self._state_changed:
+            self._is_exiting = True
             for connection in self._connections.values():
                 connection.send(EXIT)
-            self._state_changed.wait_for(self._all_disconnected, timeout_seconds)
-            self.unreachable += sorted(self._connections)
+            return self._state_changed.wait_for(self._all_disconnected, timeout_seconds)
+
+    def wait_for_exit(self, timeout_seconds: float) -> None:
+        """Wait until the next exit of a rank, for at most `timeout_seconds`."""
+        with self._state_changed:
+            self._state_changed.wait(timeout_seconds)
 
     def _all_disconnected(self) -> bool:
         return not self._connections
@@ -105,29 +161,43 @@ class RankConnections:
             except (OSError, AuthenticationError):
                 return
             connection = PeerConnection(accepted)
-            rank = self._parse_greeting(connection.receive())
-            if rank is None:
+            greeting = self._parse_greeting(connection.receive())
+            if greeting is None:
                 return
+            rank, is_standby = greeting
             connection.set_timeout(None)
             connection.enable_keepalive(_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES)
             with self._state_changed:
                 self._connections[rank] = connection
+                if not is_standby:
+                    self._running.add(rank)
                 if self._is_exiting:
                     connection.send(EXIT)
-                elif self.is_exit_requested and rank == 0:
-                    connection.send(SAVE_AND_EXIT)
+                else:
+                    if is_standby and self._is_started:
+                        connection.send(START)
+                    if self.is_exit_requested and rank == 0:
+                        connection.send(SAVE_AND_EXIT)
             message = ""
             while isinstance(received := connection.receive(), str):
                 message = received
+                with self._state_changed:
+                    if message == READY:
+                        self._ready.add(rank)
+                    elif message == RUNNING:
+                        self._running.add(rank)
+                    elif message == SHUT_DOWN:
+                        self._running.discard(rank)
             with self._state_changed:
                 if self._connections.get(rank) is connection:
                     self._record_disconnect(rank, received, message)
 
-    def _parse_greeting(self, greeting: str | Disconnect) -> int | None:
-        """Return the rank from a greeting, or None if the sender is not a rank of this job."""
+    def _parse_greeting(self, greeting: str | Disconnect) -> tuple[int, bool] | None:
+        """Return the rank from a greeting and whether it is a standby rank; None if it is not a rank of this job."""
         try:
             content = json.loads(greeting) if isinstance(greeting, str) else None
-            return int(content["rank"]) if content["job"] == self._job else None  # type: ignore[index]
+            is_known = content["job"] == self._job  # type: ignore[index]
+            return (int(content["rank"]), content.get("standby") is True) if is_known else None  # type: ignore[index,union-attr]
         except (ValueError, TypeError, KeyError):
             return None
 
@@ -139,6 +209,7 @@ class RankConnections:
             self.is_preempted |= final_message == PREEMPTED_MESSAGE
             self._first_exit_was_normal |= not self.crashed_ranks
         else:
+            self.has_running_rank_crashed |= rank in self._running
             self.crashed_ranks.append(rank)
         self._state_changed.notify_all()
 

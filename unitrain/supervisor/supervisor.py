@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import click
 
-from unitrain import launchers
-from unitrain.bootstrap import environment
-from unitrain.bootstrap.authentication import new_key
+from unitrain.bootstrap.memory_folder import MemoryFolder
 from unitrain.errors import Preempted
-from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_this_host
+from unitrain.launchers import Host
+from unitrain.supervisor.attempt import Attempt, SupervisedJob, end_launcher
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
 from unitrain.supervisor.ranks import RankConnections
+from unitrain.supervisor.standby import Standby
 
 # These termination and preemption signals are forwarded to the launcher. After one of them, the job is not restarted.
 _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PREEMPTED_CODE = int(Preempted(None).code or 0)
+# Exit code of an attempt whose launcher has not exited yet, if the job is not restarted.
+_FAILED_CODE = 1
 # A failed host, file system or port may take time to recover.
 _RESTART_PAUSE_SECONDS = 2.0
 # A launcher that does not exit although a host is unreachable is terminated after this number of seconds, and killed
@@ -35,44 +35,10 @@ _RESTART_PAUSE_SECONDS = 2.0
 _LAUNCHER_TIMEOUT_SECONDS = 10.0
 # Ranks exit immediately on request, unless their host is unreachable.
 _RANK_EXIT_TIMEOUT_SECONDS = 15.0
-
-
-@dataclass(frozen=True)
-class SupervisedJob:
-    """A job that runs `spec` under `launcher`, in several attempts if `spec` allows restarts.
-
-    `name` is the same for all attempts. A Trainer uses it to recognize checkpoints of earlier attempts.
-    """
-
-    launcher: str
-    spec: LaunchSpec
-    name: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether there may be more than one attempt."""
-        return self.spec.max_restarts > 0 or self.spec.elastic is not None
-
-    @property
-    def needs_supervisor(self) -> bool:
-        """Whether the `unitrain launch` process must run until the job exits."""
-        return self.may_restart or bool(self.spec.wrapper)
-
-    def command(self, hosts: tuple[Host, ...] = (), variables: Mapping[str, str] | None = None) -> Command:
-        """Return the launcher command for an attempt.
-
-        The attempt uses all slots of `hosts`, or the hosts of the spec if `hosts` is empty. The environment `variables`
-        are set on every rank. Raises LaunchError.
-        """
-        added = dict(variables or {})
-        if self.needs_supervisor:
-            added[environment.JOB] = self.name
-        if self.spec.elastic is not None:
-            added[environment.ELASTIC] = str(self.spec.elastic)
-        spec = replace(self.spec, environment={**self.spec.environment, **added})
-        if hosts:
-            spec = replace(spec, hosts=hosts, num_processes=sum(host.slots for host in hosts))
-        return launchers.build(self.launcher, spec)
+# With standby ranks: the interval between checks of the processes, and the time for the remaining ranks to exit after a
+# crash. A stopped rank does not exit on request, but the launcher kills it.
+_STANDBY_POLL_SECONDS = 0.05
+_CRASH_EXIT_SECONDS = 2.0
 
 
 class Supervisor:
@@ -86,8 +52,11 @@ class Supervisor:
         self, job: SupervisedJob, membership: Membership | None = None, before_attempt: Callable[[], None] | None = None
     ) -> None:
         self._job, self._membership, self._before_attempt = job, membership, before_attempt
+        self._standby = Standby(job)
         self._process: subprocess.Popen[bytes] | None = None
+        self._exiting_launchers: list[threading.Thread] = []
         self._stop_event = threading.Event()
+        self._num_failures = 0
         self.first_crashed_rank: int | None = None  # the first rank killed in the latest attempt, if known
 
     def run(self) -> int:
@@ -98,11 +67,22 @@ class Supervisor:
         for signum in _FORWARDED_SIGNALS:
             signal.signal(signum, self._forward_signal)
         signal.signal(signal.SIGINT, self._handle_interrupt)
-        num_failures = 0
+        memory = MemoryFolder() if self._job.may_restart else None
+        if memory is not None:
+            self._job = replace(self._job, memory_folder=memory.path)
+        self._standby = Standby(self._job)
+        try:
+            return self._run_attempts()
+        finally:
+            self._standby.cancel()
+            for thread in self._exiting_launchers:
+                thread.join()
+            if memory is not None:
+                memory.close()
+
+    def _run_attempts(self) -> int:
         while True:
-            hosts = (
-                self._job.spec.hosts if self._membership is None else self._membership.select_hosts(self._stop_event)
-            )
+            hosts = () if self._membership is None else self._membership.select_hosts(self._stop_event)
             if self._stop_event.is_set():
                 return _PREEMPTED_CODE
             code, ranks = self._run_attempt(hosts)
@@ -112,46 +92,89 @@ class Supervisor:
             # torchrun and horovodrun exit with code 1 regardless of the exit codes of the ranks.
             code = _PREEMPTED_CODE if ranks.is_preempted else code
             if self._stop_event.is_set() or (code == _PREEMPTED_CODE and not ranks.is_exit_requested):
-                return code
+                return _FAILED_CODE if code is None else code
             if ranks.is_exit_requested:
                 click.echo("unitrain: restarting the job on the hosts that are available now", err=True)
                 continue
-            if num_failures == self._job.spec.max_restarts:
+            if code is not None and not self._has_restarts_left:
                 return code
-            num_failures += 1
+            self._num_failures += 1
+            if code is None:
+                problem = f"rank {ranks.first_crashed_rank} was killed or crashed; restarting the job"
+            else:
+                problem = f"the job ended with exit code {code}; restarting it"
             click.echo(
-                f"unitrain: the job ended with exit code {code}; restarting it from its newest checkpoint (restart "
-                f"{num_failures} of {self._job.spec.max_restarts})",
+                f"unitrain: {problem} from its newest checkpoint (restart {self._num_failures} of "
+                f"{self._job.spec.max_restarts})",
                 err=True,
             )
             if self._membership is not None:
                 self._membership.record_failure(None if ranks.unreachable else ranks.first_crashed_rank)
-            self._stop_event.wait(_RESTART_PAUSE_SECONDS)
+            if not self._standby.is_available:
+                self._stop_event.wait(_RESTART_PAUSE_SECONDS)
 
-    def _run_attempt(self, hosts: tuple[Host, ...]) -> tuple[int, RankConnections]:
-        """Run one attempt until the job exits or its hosts change. Return the exit code and the states of the ranks."""
+    @property
+    def _has_restarts_left(self) -> bool:
+        return self._num_failures < self._job.spec.max_restarts
+
+    def _run_attempt(self, hosts: tuple[Host, ...]) -> tuple[int | None, RankConnections]:
+        """Run one attempt until the job exits or its hosts change. Return the exit code and the states of the ranks.
+
+        The exit code is None if a rank was killed or crashed, and standby ranks can replace the attempt. Its launcher
+        may then still be exiting, but its ranks have exited.
+        """
         if self._before_attempt is not None:
             self._before_attempt()
-        listen_on, advertised_host = _select_addresses(hosts or allocated_hosts(self._job.launcher))
-        key = new_key()  # a new key per attempt: messages signed in an earlier attempt are rejected
-        with RankConnections(self._job.name, key, listen_on, advertised_host) as ranks:
-            environment.export({environment.JOB_KEY: key})
-            command = self._job.command(
-                hosts if self._membership is not None else (), {environment.SUPERVISOR: ranks.address}
-            )
-            click.echo(command.shell(), err=True)
-            environ = environment.without_rank_variables() | dict(command.environment)
-            self._process = process = subprocess.Popen(command.argv, env=environ)
+        attempt = self._standby.take(hosts) or Attempt(self._job, hosts)
+        with attempt.ranks as ranks:
+            self._process = attempt.process
             if self._stop_event.is_set():  # a signal arrived before the process was started
-                process.terminate()
+                attempt.process.terminate()
             has_ended = threading.Event()
             monitor = threading.Thread(target=self._monitor_hosts, args=(ranks, has_ended), daemon=True)
             monitor.start()
-            code = _wait_for_launcher(process, ranks)
+            code = self._wait_for_end(attempt)
             has_ended.set()
-            ranks.exit_all_ranks(_RANK_EXIT_TIMEOUT_SECONDS)
             monitor.join()
+            if code is None:
+                exiting = threading.Thread(target=end_launcher, args=(attempt.process,))
+                exiting.start()
+                self._exiting_launchers.append(exiting)
+                return None, ranks
+            ranks.exit_all_ranks(_RANK_EXIT_TIMEOUT_SECONDS)
         return (code if code >= 0 else 128 - code), ranks
+
+    def _wait_for_end(self, attempt: Attempt) -> int | None:
+        """Wait for the launcher and return its exit code. If a host is unreachable, terminate it after a timeout.
+
+        Return None as soon as a rank has been killed or has crashed and the other ranks have exited on request, if
+        standby ranks can replace the attempt.
+        """
+        process, ranks = attempt.process, attempt.ranks
+        actions: list[Callable[[], None]] = [process.terminate, process.kill]
+        next_action_at: float | None = None
+        while True:
+            if self._job.uses_standby:
+                ranks.wait_for_exit(_STANDBY_POLL_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(0.0 if self._job.uses_standby else 1.0)
+            if self._has_restarts_left and not self._stop_event.is_set():
+                self._standby.update(attempt)
+            if self._can_replace(ranks) and ranks.exit_remaining_ranks(_CRASH_EXIT_SECONDS):
+                return None
+            if next_action_at is None and ranks.unreachable:
+                numbers = ", ".join(map(str, ranks.unreachable))
+                click.echo(f"unitrain: the host of rank {numbers} does not respond; ending the job", err=True)
+                next_action_at = time.monotonic() + _LAUNCHER_TIMEOUT_SECONDS
+            if next_action_at is not None and actions and time.monotonic() > next_action_at:
+                actions.pop(0)()
+                next_action_at += _LAUNCHER_TIMEOUT_SECONDS
+
+    def _can_replace(self, ranks: RankConnections) -> bool:
+        """Return whether a rank was killed or crashed, and standby ranks can replace all ranks."""
+        is_requested = self._stop_event.is_set() or ranks.is_exit_requested
+        has_crashed = ranks.has_running_rank_crashed and ranks.first_crashed_rank is not None
+        return has_crashed and self._standby.is_available and not is_requested
 
     def _monitor_hosts(self, ranks: RankConnections, has_ended: threading.Event) -> None:
         while self._membership is not None and not has_ended.wait(POLL_SECONDS):
@@ -180,35 +203,3 @@ def _is_in_foreground() -> bool:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
-
-
-def _wait_for_launcher(process: subprocess.Popen[bytes], ranks: RankConnections) -> int:
-    """Wait for the launcher and return its exit code. If a host is unreachable, terminate it after a timeout."""
-    actions: list[Callable[[], None]] = [process.terminate, process.kill]
-    next_action_at: float | None = None
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(1.0)
-        if next_action_at is None and ranks.unreachable:
-            numbers = ", ".join(map(str, ranks.unreachable))
-            click.echo(f"unitrain: the host of rank {numbers} does not respond; ending the job", err=True)
-            next_action_at = time.monotonic() + _LAUNCHER_TIMEOUT_SECONDS
-        if next_action_at is not None and actions and time.monotonic() > next_action_at:
-            actions.pop(0)()
-            next_action_at += _LAUNCHER_TIMEOUT_SECONDS
-
-
-def _select_addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
-    """Return the address to listen on, and an address that is likely reachable from all hosts."""
-    remote_host = next((host for host in hosts if not is_this_host(host)), None)
-    if remote_host is None:
-        return "127.0.0.1", "127.0.0.1"
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(
-                (remote_host.name.strip("[]"), 9)
-            )  # the port does not matter: a UDP connect only selects a route and sends no packet
-            address = str(probe.getsockname()[0])
-            return address, address
-    except OSError:  # the name may be an alias in the ssh configuration
-        return "", socket.gethostname()

@@ -1,0 +1,149 @@
+"""A restarted run resumes from its newest checkpoint in memory, or from disk if that one is missing or corrupt."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from groups import GROUPS
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from unitrain import Callback, TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.bootstrap import environment
+from unitrain.testing import RankGroup
+
+STEPS, ON_DISK_EVERY, KILLED_AFTER = 12, 5, 8
+
+
+class Kill(BaseException):
+    """Simulates the end of the process at the place where it is raised."""
+
+
+class Recorder(Callback):
+    """Records the steps. After step `kill_after`, simulates a kill; after step `remove_after`, renames `folder`."""
+
+    def __init__(self, kill_after: int | None, remove_after: int | None, folder: str) -> None:
+        self.kill_after, self.remove_after, self.folder = kill_after, remove_after, folder
+        self.steps: list[int] = []
+
+    def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
+        if trainer.progress.step == self.kill_after:
+            trainer.checkpointer.wait()
+            raise Kill
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.steps.append(trainer.progress.step)
+        if trainer.progress.step == self.remove_after and trainer.backend.rank == 0:
+            Path(self.folder).rename(f"{self.folder}-removed")
+
+
+def run(
+    backend: Backend, folder: str, *, kill_after: int | None = None, remove_after: int | None = None, **settings: Any
+) -> tuple[list[int], list[str]]:
+    """Train as an attempt of a supervised job. Return the steps and the parameters, without rounding."""
+    memory = f"{folder}/memory"
+    if backend.rank == 0:
+        Path(memory).mkdir(exist_ok=True, parents=True)
+    backend.barrier()
+    variables = {environment.MEMORY_FOLDER: memory, environment.JOB: folder}
+    os.environ.update(variables)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        data = TensorDataset(torch.randn(36, 4), torch.randn(36, 1))
+        config = TrainConfig(
+            max_steps=STEPS, global_batch_size=6, output_dir=f"{folder}/run", checkpoint_every_steps=ON_DISK_EVERY,
+            checkpoint_every_epochs=100, memory_checkpoint_every_steps=1, progress="off", **settings,
+        )  # fmt: skip
+        recorder = Recorder(kill_after, remove_after, memory)
+        trainer = Trainer(
+            model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=[recorder]
+        )
+        if kill_after is None:
+            trainer.fit(data)
+        else:
+            with pytest.raises(Kill):
+                trainer.fit(data)
+            trainer.checkpointer.release_folder()
+        return recorder.steps, [value.hex() for tensor in model.parameters() for value in tensor.flatten().tolist()]
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def undisturbed(group: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The final parameters of a run that is not killed."""
+    steps, parameters = group.run(run, str(tmp_path_factory.mktemp("undisturbed")))[0]
+    assert steps == list(range(1, STEPS + 1))
+    return list(parameters)
+
+
+def in_memory(folder: Path) -> list[Path]:
+    return sorted((folder / "memory").glob("*/step-*"))
+
+
+def test_restarted_run_resumes_from_the_step_in_memory(
+    group: RankGroup, undisturbed: list[str], tmp_path: Path
+) -> None:
+    group.run(partial(run, kill_after=KILLED_AFTER), str(tmp_path))
+    (newest,) = in_memory(tmp_path)
+    assert newest.name.endswith(str(KILLED_AFTER))
+    for steps, parameters in group.run(run, str(tmp_path)):
+        assert steps == list(range(KILLED_AFTER + 1, STEPS + 1))
+        assert parameters == undisturbed
+
+
+@pytest.mark.parametrize("damage", ["is corrupt", "is missing", "is older"])
+def test_restarted_run_resumes_from_disk_otherwise(
+    damage: str, group: RankGroup, undisturbed: list[str], tmp_path: Path
+) -> None:
+    """The checkpoint in memory is corrupt or missing, or is not newer than the one on disk."""
+    killed_after = ON_DISK_EVERY if damage == "is older" else KILLED_AFTER
+    group.run(partial(run, kill_after=killed_after), str(tmp_path))
+    (newest,) = in_memory(tmp_path)
+    if damage == "is corrupt":
+        with (newest / "training.pt").open("r+b") as file:
+            file.write(b"damaged")
+    elif damage == "is missing":
+        shutil.rmtree(newest)
+    else:
+        (newest / "training.pt").unlink()  # it is not read
+    for steps, parameters in group.run(run, str(tmp_path)):
+        assert steps == list(range(ON_DISK_EVERY + 1, STEPS + 1))
+        assert parameters == undisturbed
+
+
+def test_run_continues_if_the_memory_cannot_be_written(
+    group: RankGroup, undisturbed: list[str], tmp_path: Path
+) -> None:
+    for steps, parameters in group.run(partial(run, remove_after=3), str(tmp_path)):
+        assert steps == list(range(1, STEPS + 1))
+        assert parameters == undisturbed
+    assert not in_memory(tmp_path)
+    assert (tmp_path / "run" / f"step-{STEPS:09d}").exists()
+
+
+def test_sharded_state_is_restored_from_memory(group: RankGroup, tmp_path: Path) -> None:
+    results = []
+    for name, kill_after in (("undisturbed", None), ("killed", KILLED_AFTER)):
+        if kill_after is not None:
+            group.run(partial(run, kill_after=kill_after, shard="state"), str(tmp_path / name))
+        results.append(group.run(partial(run, shard="state"), str(tmp_path / name)))
+    assert [steps for steps, _ in results[1]] == [list(range(KILLED_AFTER + 1, STEPS + 1))] * len(results[1])
+    assert [parameters for _, parameters in results[0]] == [parameters for _, parameters in results[1]]

@@ -1,0 +1,194 @@
+"""Fast restarts of jobs whose ranks are killed: standby ranks replace them, and the final bits are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import recovery_training
+from launches import SECONDS, Launch, running_launcher
+from recovery_training import CHECKPOINT_EVERY, GATES, STEPS
+from requirements import needs_mpi
+
+LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
+VARIABLES = {"OMP_NUM_THREADS": "1"}
+READY = "unitrain: the standby ranks are ready"
+
+
+class Output:
+    """The lines that a launcher has printed, collected by a thread."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.lines: list[str] = []
+        self._launch, self._new = launch, queue.Queue[str]()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._launch.process.stdout is not None
+        for line in self._launch.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            self._new.put(self.lines[-1])
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, text: str) -> None:
+        """Wait for the next line with `text`."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            try:
+                if text in self._new.get(timeout=max(deadline - time.monotonic(), 0.01)):
+                    return
+            except queue.Empty:
+                raise TimeoutError(f"no {text!r} within {SECONDS} s in:\n{self.text}") from None
+
+    def wait_for_exit(self) -> int:
+        code = self._launch.process.wait(SECONDS)
+        self._thread.join(10)
+        return code
+
+
+def wait_until(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def completed_steps(folder: Path, rank: int) -> list[int]:
+    file = folder / f"steps-{rank}.txt"
+    return [int(line.split()[0]) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def wait_at_gate(folder: Path, gate: int, size: int = 2) -> None:
+    """Wait until all ranks have reached the gate of step `gate`."""
+    wait_until(lambda: all((completed_steps(folder, rank) or [0])[-1] == gate - 1 for rank in range(size)))
+
+
+def kill(folder: Path, rank: int) -> None:
+    os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
+
+
+def find_standby_ranks(launch: Launch) -> list[int]:
+    """Return the process IDs of the standby ranks, without their launcher, which has the same arguments."""
+    found = []
+    for pid in launch.find_processes():
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if any(word.endswith(b"standby_rank.py") for word in words[1:3]):
+            found.append(pid)
+    return found
+
+
+def memory_folder(output: Output) -> Path:
+    """Return the folder for checkpoints in memory, from the launcher command that was printed."""
+    found = re.search(r"UNITRAIN_MEMORY_FOLDER=(\S+)", output.text)
+    assert found is not None
+    return Path(found[1])
+
+
+def command(folder: Path, backend: str, *options: str, launcher: str | None = None) -> list[str]:
+    chosen = ["--launcher", launcher] if launcher is not None else []
+    return [*LAUNCH, "--backend", backend, *chosen, *options, recovery_training.__file__, str(folder)]
+
+
+def open_gates(folder: Path, gates: Sequence[int] = GATES) -> None:
+    for gate in gates:
+        (folder / f"pass-{gate}").touch()
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher", "in_memory"),
+    [
+        ("ddp", "torchrun", True),
+        ("horovod", "horovodrun", True),
+        pytest.param("ddp", "torchrun", False, marks=pytest.mark.nightly),
+        pytest.param("horovod", "mpirun", True, marks=[needs_mpi, pytest.mark.nightly]),
+        pytest.param("ddp", "mpirun", True, marks=[needs_mpi, pytest.mark.nightly]),
+    ],
+)
+def test_standby_ranks_replace_killed_ranks_with_the_same_bits(
+    backend: str, launcher: str, in_memory: bool, tmp_path: Path
+) -> None:
+    """Rank 1 is killed, then rank 0 of the standby ranks. With checkpoints in memory, at most one step is repeated."""
+    (undisturbed := tmp_path / "undisturbed").mkdir()
+    open_gates(undisturbed)
+    with running_launcher(command(undisturbed, backend, "-np", "2", launcher=launcher), VARIABLES) as launch:
+        text = launch.output()
+    assert launch.process.returncode == 0, text
+    (folder := tmp_path / "killed").mkdir()
+    if in_memory:
+        (folder / "memory").touch()
+    options = ["--elastic", "2:2", "--max-restarts", "2", "--standby"]
+    with running_launcher(command(folder, backend, *options, launcher=launcher), VARIABLES) as launch:
+        output = Output(launch)
+        for gate, rank in zip(GATES, (1, 0), strict=True):
+            wait_at_gate(folder, gate)
+            output.wait_for(READY)
+            kill(folder, rank)
+            output.wait_for(f"rank {rank} was killed or crashed; restarting the job from its newest checkpoint")
+            (folder / f"pass-{gate}").touch()
+        assert output.wait_for_exit() == 0, output.text
+        launch.wait_until_all_exited(10)
+    assert json.loads((folder / "result.json").read_text()) == json.loads((undisturbed / "result.json").read_text())
+    for rank in (0, 1):
+        steps = completed_steps(folder, rank)
+        assert set(steps) == set(range(1, STEPS + 1))
+        assert len(steps) - STEPS <= len(GATES) * (1 if in_memory else CHECKPOINT_EVERY - 1)
+    assert not memory_folder(output).exists()
+    # The launchers of standby ranks are not displayed.
+    assert output.text.count("UNITRAIN_JOB=") == 1, output.text
+
+
+def test_a_killed_standby_rank_does_not_affect_the_job(tmp_path: Path) -> None:
+    """The restart after a failure then starts new ranks."""
+    with running_launcher(
+        command(tmp_path, "ddp", "-np", "2", "--max-restarts", "1", "--standby"), VARIABLES
+    ) as launch:
+        output = Output(launch)
+        wait_at_gate(tmp_path, GATES[0])
+        output.wait_for(READY)
+        os.kill(find_standby_ranks(launch)[0], signal.SIGKILL)
+        output.wait_for("the standby ranks have exited, so a restart will start new ranks")
+        kill(tmp_path, 1)
+        open_gates(tmp_path)
+        assert output.wait_for_exit() == 0, output.text
+        launch.wait_until_all_exited(10)
+    assert "restarting it from its newest checkpoint (restart 1 of 1)" in output.text
+    assert set(completed_steps(tmp_path, 0)) == set(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("backend", "number"),
+    [
+        ("ddp", signal.SIGKILL),
+        pytest.param("horovod", signal.SIGKILL, marks=pytest.mark.nightly),
+        pytest.param("ddp", signal.SIGTERM, marks=pytest.mark.nightly),
+    ],
+)
+def test_standby_ranks_exit_with_the_launch_command(backend: str, number: signal.Signals, tmp_path: Path) -> None:
+    """They and the other ranks also remove the checkpoints in memory."""
+    (tmp_path / "memory").touch()
+    options = ["-np", "2", "--max-restarts", "1", "--standby"]
+    with running_launcher(command(tmp_path, backend, *options), VARIABLES) as launch:
+        output = Output(launch)
+        wait_at_gate(tmp_path, GATES[0])
+        output.wait_for(READY)
+        standby_ranks = find_standby_ranks(launch)
+        assert len(standby_ranks) >= 2
+        assert list(memory_folder(output).glob("*/step-*"))
+        os.kill(launch.process.pid, number)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in standby_ranks))
+        open_gates(tmp_path)
+        launch.wait_until_all_exited(30)
+    assert not memory_folder(output).exists()

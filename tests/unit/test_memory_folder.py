@@ -1,0 +1,61 @@
+"""The folder for checkpoints in memory is private, and is removed on every path."""
+
+from __future__ import annotations
+
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unitrain.bootstrap import environment, memory_folder
+from unitrain.bootstrap.memory_folder import MemoryFolder, remove_abandoned_folder
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from unitrain.bootstrap.memory_folder import MemoryFolder
+print(MemoryFolder(Path(sys.argv[1])).path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_folder_is_private_and_removed_with_its_content(tmp_path: Path) -> None:
+    folder = MemoryFolder(tmp_path)
+    assert folder.path is not None
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    (folder.path / "step-000000001").mkdir()
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_of_a_killed_command_is_removed_by_its_ranks_or_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_folder, "_LOCK_RELEASE_SECONDS", 0.1)
+    for removed_by in ("rank", "command"):
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        ) as holder:
+            assert holder.stdout is not None
+            path = Path(holder.stdout.readline().strip())
+            monkeypatch.setenv(environment.MEMORY_FOLDER, str(path))
+            other = MemoryFolder(tmp_path)
+            remove_abandoned_folder()
+            assert path.is_dir()  # its command is running
+            holder.send_signal(signal.SIGKILL)
+            holder.wait()
+        if removed_by == "rank":
+            remove_abandoned_folder()
+        else:
+            MemoryFolder(tmp_path).close()
+        assert list(tmp_path.iterdir()) == [other.path]
+        other.close()
+
+
+def test_there_is_no_folder_without_shared_memory(tmp_path: Path) -> None:
+    folder = MemoryFolder(tmp_path / "missing")
+    assert folder.path is None
+    folder.close()

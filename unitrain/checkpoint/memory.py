@@ -1,0 +1,103 @@
+"""Checkpoints in the memory of this host, from which a job that `unitrain launch` restarts loses at most one step.
+
+They have the format of checkpoints on disk, and are written to a folder in shared memory, which survives the processes
+of an attempt (`bootstrap.memory_folder`). Only the newest one is kept. They are a copy: if they cannot be written or
+are corrupt, the run uses its checkpoints on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from unitrain.backends.base import Communicator
+from unitrain.bootstrap import environment
+from unitrain.checkpoint import files
+from unitrain.checkpoint.output_folder import on_rank_zero
+from unitrain.checkpoint.writer import CheckpointWriter, Retention, wait_for_earlier_writer
+from unitrain.config import TrainConfig
+from unitrain.errors import CheckpointError
+
+_FIX = "Leave TrainConfig.memory_checkpoint_every_steps out, or start ranks that share /dev/shm."
+
+_log = logging.getLogger(__name__)
+
+
+class MemoryCheckpoints:
+    """The newest checkpoint of the run in `output_folder`, in memory. All ranks must call every method."""
+
+    def __init__(self, folder: Path, communicator: Communicator, *, asynchronous: bool) -> None:
+        self._folder, self._communicator = folder, communicator
+        self._writer: CheckpointWriter | None = CheckpointWriter(
+            folder, communicator, Retention(1), asynchronous=asynchronous
+        )
+
+    @classmethod
+    def create(cls, config: TrainConfig, communicator: Communicator) -> MemoryCheckpoints | None:
+        """Return the checkpoints in memory of a run; None if it keeps none, or its job is not restarted on this host.
+
+        Does not communicate. The folder is empty in the first attempt of the job.
+        """
+        root = environment.get_variable(environment.MEMORY_FOLDER)
+        if config.memory_checkpoint_every_steps is None or config.output_dir is None or root is None:
+            return None
+        output_folder = str(files.real_path(Path(config.output_dir)))
+        folder = Path(root) / hashlib.sha256(output_folder.encode()).hexdigest()[:16]
+        return cls(folder, communicator, asynchronous=config.async_checkpoints)
+
+    def find_newer(self, disk_folder: Path) -> Path | None:
+        """Return the newest valid checkpoint in memory if it is newer than those in `disk_folder`, else None.
+
+        The result of rank 0 is returned on every rank, so that all ranks resume at the same step.
+        """
+        wait_for_earlier_writer(self._folder, self._communicator)
+
+        def find() -> Path | None:
+            self._folder.mkdir(exist_ok=True)
+            files.remove_unfinished(self._folder)
+            on_disk = files.list_checkpoints(disk_folder)
+            for path in files.list_checkpoints(self._folder):
+                if on_disk and path.name <= on_disk[0].name:
+                    return None
+                damage = files.find_corruption(path)
+                if damage is None:
+                    return path
+                _log.warning("Checkpoint '%s' is skipped: %s.", path, damage)
+            return None
+
+        path: Path | None = None
+        try:
+            path = on_rank_zero(self._communicator, "read checkpoints in memory", _FIX, find)
+        except CheckpointError as error:
+            self._disable(error)
+        found: Path | None = self._communicator.broadcast_object(path)
+        return found
+
+    def save(self, save: Callable[[CheckpointWriter], None]) -> None:
+        """Call `save` with the writer of these checkpoints. After a failure, no more checkpoints are written."""
+        if self._writer is None:
+            return
+        try:
+            save(self._writer)
+        except CheckpointError as error:  # raised on every rank
+            self._disable(error)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether checkpoints can be written. The same on every rank."""
+        return self._writer is not None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written."""
+        self.save(CheckpointWriter.wait)
+
+    def _disable(self, error: CheckpointError) -> None:
+        self._writer = None
+        if self._communicator.rank == 0:
+            _log.warning(
+                "The run keeps no checkpoints in memory, so a restart repeats the steps after the last checkpoint on "
+                "disk. %s",
+                error,
+            )

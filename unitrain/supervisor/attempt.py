@@ -1,0 +1,165 @@
+"""One attempt of a supervised job: the launcher's process, and the connections to its ranks."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import click
+
+from unitrain import launchers
+from unitrain.bootstrap import environment
+from unitrain.bootstrap.authentication import new_key
+from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_this_host
+from unitrain.supervisor import standby_rank
+from unitrain.supervisor.ranks import RankConnections
+
+# Time for which the launcher of an attempt that has failed, or of standby ranks, may run before the next signal.
+_LAUNCHER_EXIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class SupervisedJob:
+    """A job that runs `spec` under `launcher`, in several attempts if `spec` allows restarts.
+
+    `name` is the same for all attempts. A Trainer uses it to recognize checkpoints of earlier attempts. With
+    `uses_standby`, the ranks of the next attempt are started in advance. Attempts on this host use `memory_folder` for
+    checkpoints in memory.
+    """
+
+    launcher: str
+    spec: LaunchSpec
+    uses_standby: bool = False
+    memory_folder: Path | None = None
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether there may be more than one attempt."""
+        return self.spec.max_restarts > 0 or self.spec.elastic is not None
+
+    @property
+    def needs_supervisor(self) -> bool:
+        """Whether the `unitrain launch` process must run until the job exits."""
+        return self.may_restart or bool(self.spec.wrapper)
+
+    def uses_only_this_host(self, hosts: tuple[Host, ...] = ()) -> bool:
+        """Return whether all ranks of an attempt on `hosts`, or on the hosts of the spec, run on this host."""
+        return all(map(is_this_host, self._hosts(hosts)))
+
+    def select_addresses(self, hosts: tuple[Host, ...]) -> tuple[str, str]:
+        """Return an address to listen on, and an address that is likely reachable from all hosts of an attempt."""
+        return _select_addresses(self._hosts(hosts))
+
+    def _hosts(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+        return hosts or self.spec.hosts or allocated_hosts(self.launcher)
+
+    def num_ranks(self, hosts: tuple[Host, ...]) -> int:
+        """Return the number of ranks of an attempt on `hosts`, or on the hosts of the spec if `hosts` is empty."""
+        return sum(host.slots for host in hosts) or self.spec.num_processes
+
+    def command(
+        self, hosts: tuple[Host, ...] = (), variables: Mapping[str, str] | None = None, *, standby: bool = False
+    ) -> Command:
+        """Return the launcher command for an attempt.
+
+        The attempt uses all slots of `hosts`, or the hosts of the spec if `hosts` is empty. The environment `variables`
+        are set on every rank. With `standby`, the ranks wait until the supervisor starts them. Raises LaunchError.
+        """
+        added = dict(variables or {})
+        if self.needs_supervisor:
+            added[environment.JOB] = self.name
+        if self.spec.elastic is not None:
+            added[environment.ELASTIC] = str(self.spec.elastic)
+        if self.memory_folder is not None and self.uses_only_this_host(hosts):
+            added[environment.MEMORY_FOLDER] = str(self.memory_folder)
+        wrapper = (*self.spec.wrapper, *(standby_rank.wrapper_arguments() if standby else ()))
+        spec = replace(self.spec, environment={**self.spec.environment, **added}, wrapper=wrapper)
+        if hosts:
+            spec = replace(spec, hosts=hosts, num_processes=sum(host.slots for host in hosts))
+        return launchers.build(self.launcher, spec)
+
+
+class Attempt:
+    """A started launcher, and the connections to its ranks. Raises LaunchError if it cannot be started.
+
+    The attempt runs on `hosts`, or on the hosts of the job's spec if `hosts` is empty. With `standby`, its ranks import
+    torch and then wait for `start`.
+    """
+
+    def __init__(self, job: SupervisedJob, hosts: tuple[Host, ...], *, standby: bool = False) -> None:
+        self.hosts, self.num_ranks = hosts, job.num_ranks(hosts)
+        listen_on, advertised_host = job.select_addresses(hosts)
+        key = new_key()  # a new key per attempt: messages signed in an earlier attempt are rejected
+        self.ranks = RankConnections(job.name, key, listen_on, advertised_host, standby=standby)
+        try:
+            environment.export({environment.JOB_KEY: key})
+            command = job.command(hosts, {environment.SUPERVISOR: self.ranks.address}, standby=standby)
+            if not standby:
+                click.echo(command.shell(), err=True)
+            self.process = subprocess.Popen(
+                command.argv,
+                env=environment.without_rank_variables() | dict(command.environment),
+                stdin=subprocess.DEVNULL if standby else None,  # the running attempt reads the terminal
+            )
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all standby ranks wait for `start`."""
+        return self.ranks.num_ready == self.num_ranks
+
+    @property
+    def is_running(self) -> bool:
+        """Whether all ranks have called `unitrain.init`."""
+        return self.ranks.num_running == self.num_ranks
+
+    @property
+    def can_start(self) -> bool:
+        """Whether the launcher runs and no standby rank has exited."""
+        return self.process.poll() is None and not self.ranks.has_disconnected_ranks
+
+    def start(self) -> None:
+        """Start the standby ranks."""
+        self.ranks.start()
+
+    def cancel(self) -> None:
+        """Let the standby ranks exit, and wait for their launcher."""
+        if not self.is_ready:  # the launcher may not have started the ranks yet
+            self.process.terminate()
+        self.ranks.exit_remaining_ranks(_LAUNCHER_EXIT_SECONDS)
+        end_launcher(self.process)
+        self.ranks.close()
+
+
+def end_launcher(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a launcher whose ranks have exited. Terminate it after a timeout, and kill it after a second one."""
+    for action in (process.terminate, process.kill):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LAUNCHER_EXIT_SECONDS)
+            return
+        action()
+    process.wait()
+
+
+def _select_addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
+    """Return the address to listen on, and an address that is likely reachable from all hosts."""
+    remote_host = next((host for host in hosts if not is_this_host(host)), None)
+    if remote_host is None:
+        return "127.0.0.1", "127.0.0.1"
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(
+                (remote_host.name.strip("[]"), 9)
+            )  # the port does not matter: a UDP connect only selects a route and sends no packet
+            address = str(probe.getsockname()[0])
+            return address, address
+    except OSError:  # the name may be an alias in the ssh configuration
+        return "", socket.gethostname()

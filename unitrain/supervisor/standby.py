@@ -1,0 +1,75 @@
+"""Standby ranks: the ranks of the next attempt, which have imported torch and wait until the running attempt fails."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from unitrain.launchers import Host, LaunchError
+from unitrain.supervisor.attempt import Attempt, SupervisedJob
+
+# The standby ranks are started this long after the ranks of the running attempt, which then run their first steps.
+_START_DELAY_SECONDS = 3.0
+
+
+class Standby:
+    """Keeps standby ranks for the next attempt of `job` on the hosts of the running attempt.
+
+    It does nothing unless `job.uses_standby` is set. Only the main thread of the supervisor calls its methods.
+    """
+
+    def __init__(self, job: SupervisedJob) -> None:
+        self._job = job
+        self._attempt: Attempt | None = None
+        self._served: Attempt | None = None  # the running attempt for which standby ranks were started
+        self._running_since: float | None = None
+        self._is_ready = False
+
+    @property
+    def is_available(self) -> bool:
+        """Whether standby ranks wait, or are about to."""
+        return self._attempt is not None and self._attempt.can_start
+
+    def update(self, running: Attempt) -> None:
+        """Start the standby ranks when the attempt `running` has run for a few seconds. Call it periodically.
+
+        They are started once per attempt. Ranks that exit before they are needed are not replaced.
+        """
+        if not self._job.uses_standby:
+            return
+        if self._attempt is not None:
+            if not self._is_ready and self._attempt.is_ready:
+                self._is_ready = True
+                click.echo("unitrain: the standby ranks are ready", err=True)
+            elif not self._attempt.can_start:
+                click.echo("unitrain: the standby ranks have exited, so a restart will start new ranks", err=True)
+                self.cancel()
+            return
+        if self._served is running or not running.is_running or not self._job.uses_only_this_host(running.hosts):
+            return
+        self._running_since = self._running_since or time.monotonic()
+        if time.monotonic() - self._running_since < _START_DELAY_SECONDS:
+            return
+        self._served, self._running_since = running, None
+        try:
+            self._attempt = Attempt(self._job, running.hosts, standby=True)
+        except LaunchError as error:
+            click.echo(f"unitrain: cannot start standby ranks: {error}", err=True)
+
+    def take(self, hosts: tuple[Host, ...]) -> Attempt | None:
+        """Start the standby ranks and return their attempt, or None if there are none for `hosts`."""
+        attempt = self._attempt
+        if attempt is None or not attempt.can_start or attempt.hosts != hosts:
+            self.cancel()
+            return None
+        self._attempt, self._is_ready = None, False
+        attempt.start()
+        return attempt
+
+    def cancel(self) -> None:
+        """Let the standby ranks exit, and wait for them."""
+        self._running_since, self._is_ready = None, False
+        if self._attempt is not None:
+            attempt, self._attempt = self._attempt, None
+            attempt.cancel()
