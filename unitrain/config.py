@@ -68,8 +68,8 @@ class TrainConfig:
 
     # --- Logical ranks ------------------------------------------------------------------------------------------------
     logical_ranks: int | None = None
-    """Train as if on this number of ranks, on any number of processes up to it, with bit-identical results. Settings
-    per rank, such as `batch_size`, then apply to a logical rank.
+    """Divide training into this number of logical ranks, which any number of processes up to this number can compute,
+    with bit-identical results. Per-rank settings, such as `batch_size`, then apply to each logical rank.
     """
 
     # --- Data ---------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
 
 @functools.cache
 def terminate_workers_with_rank() -> None:
-    """Let DataLoader workers that this process forks from now on terminate when this process terminates.
+    """Make DataLoader workers that this process forks from now on terminate when this process terminates.
 
     This includes workers of the user's DataLoaders, but not spawned workers; the Trainer's spawned workers call
     `terminate_with_parent`.

@@ -1,4 +1,4 @@
-"""JSON files with the results of the ranks in a run that was started by a tool, one file per rank."""
+"""JSON files in which each rank of a run started by `unitrain verify` or `unitrain memory` stores its results."""
 
 from __future__ import annotations
 

@@ -176,15 +176,16 @@ def store_host(store: dist.Store) -> str | None:
 
 
 def skip_shape_validation(stage: Any) -> None:
-    """Let a stage of torch.distributed.pipelining accept micro-batches of different shapes, even with
+    """Make a stage of torch.distributed.pipelining accept micro-batches of different shapes, even with
     TORCH_DISTRIBUTED_DEBUG=DETAIL. Checked with torch 2.14.
     """
     stage._runtime_validate = False
 
 
 def set_receive_shape(received: Iterable[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Let a stage of torch.distributed.pipelining receive tensors of `shape` and `dtype`, and allocate their buffers if
-    torch does not. Checked with torch 2.14 and 2.15."""
+    """Make a stage of torch.distributed.pipelining receive tensors of `shape` and `dtype`, and allocate their buffers
+    if torch does not. Checked with torch 2.14 and 2.15.
+    """
     for info in received:
         if hasattr(info, "allocate_buffer"):  # torch 2.15 allocates the buffer and releases it after its use
             empty = torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -523,7 +524,7 @@ def release_fsdp_groups(module: nn.Module) -> None:
 
 
 def compute_norms_of_infinite_order() -> None:
-    """Let `torch.nn.utils.get_total_norm` and `clip_grad_norm_` support infinite and negative orders of DTensors.
+    """Make `torch.nn.utils.get_total_norm` and `clip_grad_norm_` support infinite and negative orders of DTensors.
 
     torch 2.14 returns a partial result for infinite orders, which contains the norm of the elements on this rank. On a
     rank without elements it raises a RuntimeError, because the norm of an empty tensor of such an order is undefined,

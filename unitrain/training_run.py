@@ -214,8 +214,9 @@ class TrainingRun:
         self._checkpointer.save(self.progress.step, model, optimizer, average, training, manifest, in_memory=in_memory)
 
     def _random_state(self) -> dict[str, Any]:
-        """Return the RNG states of all ranks or, with logical ranks, the properties of the processes that affect the
-        bits of the results. All ranks call it."""
+        """Return the RNG states of all ranks or, with logical ranks, the properties that must be equal in all processes
+        for bit-identical results. All ranks call it.
+        """
         if self._config.logical_ranks is not None:
             return {"preconditions": preconditions(self._backend.device)}
         return {"generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device))}

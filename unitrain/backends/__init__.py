@@ -20,7 +20,7 @@ synchronized_errors  raise an error of one rank on all ranks
 tensors, objects     tensors as bytes and ordered keys; Python objects as tensors
 compression_setting  the values of `compression=` and their formulas
 sharding/            ZeRO: optimizer state, gradients and parameters sharded across ranks
-gradients/           DDP's reducer, corrections to DDP, and the steps at the end of a backward pass
+gradients/           DDP's reducer, extensions of DDP, and the steps at the end of a backward pass
 
 Importing this package imports none of its modules; a backend is loaded only when it is requested by name.
 """

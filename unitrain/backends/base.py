@@ -19,8 +19,8 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
    `broadcast_buffers` is called.
 4. The optimizer remains the user's object, and any backend can load its `state_dict`.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
-6. The same run produces the same parameters on every backend and, with logical ranks, the same bits for any number of
-   processes.
+6. The same run produces the same parameters on every backend and, with logical ranks, bit-identical parameters for any
+   number of processes.
 7. Compression uses the same formula for every number of ranks. `compression_setting.py` specifies this formula.
 
 All ranks must call the methods of `Communicator`, and the methods of `Backend` marked "All ranks call it", in the same
@@ -173,8 +173,8 @@ class Backend(Lifecycle, Communicator):
         inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not supported. After the first
         backward pass outside `no_sync`, the gradient of an unused parameter is zero.
 
-        With `logical_ranks`, training is computed as if on that number of ranks, which is at least the number of
-        processes, and has the same bits for any number of processes. Iterate over a ShardedLoader with the same
+        With `logical_ranks`, training is divided into that number of logical ranks, at least one per process. The
+        results are bit-identical for any number of processes. Iterate over a ShardedLoader with the same
         `logical_ranks`: a process runs the micro-batches of its logical ranks one after the other. `.grad` is then the
         exact mean over logical ranks, rounded once. Each logical rank must use all parameters, unless
         `find_unused_parameters` is True. `shard`, `compression` and synchronized BatchNorm are not supported.

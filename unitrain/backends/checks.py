@@ -86,11 +86,13 @@ def check_reduction(tensor: Tensor, op: str) -> None:
     if op == "mean" and not tensor.dtype.is_floating_point:
         # Horovod rounds down and Gloo raises an error. Raising an error here makes all backends consistent.
         raise TensorError(
-            f"The mean of {dtype_name(tensor.dtype)} values is not an integer. "
-            'Convert first, tensor.double(), or use op="sum" and divide.'
+            f"The mean of {dtype_name(tensor.dtype)} values may not be an integer. "
+            'Convert the tensor first, tensor.double(), or use op="sum" and divide.'
         )
     if op == "sum" and tensor.dtype == torch.bool:
-        raise TensorError('The sum of booleans does not fit a boolean. Convert first, tensor.long(), or use op="max".')
+        raise TensorError(
+            'The sum of booleans does not fit into a boolean. Convert the tensor first, tensor.long(), or use op="max".'
+        )
 
 
 def check_root(root: int, size: int) -> None:
@@ -229,8 +231,8 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
 
 
 def refuse_embedding_renorm(model: nn.Module) -> None:
-    """Let `torch.nn.functional.embedding` and `embedding_bag` raise ModelError if they are called with `max_norm` and a
-    parameter of `model`.
+    """Make `torch.nn.functional.embedding` and `embedding_bag` raise ModelError if they are called with `max_norm` and
+    a parameter of `model`.
 
     `check_trainable_model` detects embedding layers with `max_norm`, but the arguments of these functions are known
     only when they are called.

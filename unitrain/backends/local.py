@@ -208,7 +208,7 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self._call_exit_functions()
-        self.shutdown()  # even during an exception, because with one rank the launcher cannot report a wrong one
+        self.shutdown()  # even during an exception, because with one rank the launcher cannot report the wrong rank
 
     def shutdown(self) -> None:
         LocalBackend._running.discard(self)

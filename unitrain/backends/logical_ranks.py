@@ -1,7 +1,7 @@
 """Assignment of logical ranks to processes, and the logical rank whose micro-batch this process computes.
 
-A run with `logical_ranks=V` is computed as if on V ranks, by 1 to V processes. Each process computes the micro-batches
-of a contiguous range of logical ranks, one logical rank after the other.
+A run with `logical_ranks=V` is divided into V logical ranks, which 1 to V processes compute. Each process computes the
+micro-batches of a contiguous range of logical ranks, one logical rank after the other.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
             file = io.BytesIO()
             torch.save(obj, file)
             file.write(_TORCH_FORMAT)
-    except Exception as error:  # an object's __reduce__ may raise anything
+    except Exception as error:  # an object's __reduce__ may raise any exception
         return EMPTY_PAYLOAD, ConfigError(
             f"A {type(obj).__name__} was passed to an object collective, but it cannot be pickled: {error}. "
             "Pass plain data: numbers, strings, tensors, and lists and dictionaries of these."

@@ -157,8 +157,10 @@ class ProcessGroupCollectives(Communicator):
         self._check_consistency("barrier")
 
     def _direct_connections(self, tensor: Tensor, elements: int, *, gathers: bool = False) -> RowExchange | None:
-        """Return the direct connections to the other ranks if they reduce, or gather, `elements` elements in the dtype
-        of `tensor` faster than the transport, otherwise None. The result is the same on every rank."""
+        """Return the direct connections to the other ranks if a reduction (or, with `gathers`, an allgather) of
+        `elements` elements in the dtype of `tensor` is faster over them than over the transport, otherwise None. The
+        result is the same on every rank.
+        """
         limit = composed_collectives.MAX_DIRECT_BYTES
         if gathers and self.transport == "mpi":
             limit = min(limit, composed_collectives.MAX_DIRECT_GATHER_BYTES_WITH_MPI)
@@ -181,7 +183,7 @@ class ProcessGroupCollectives(Communicator):
 def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
     return (
         torch.uint8 if dtype == torch.bool else dtype
-    )  # transports do not reduce booleans; 0 and 1 have the same order
+    )  # transports do not reduce booleans; as uint8, they have the same minimum and maximum
 
 
 def _reduction_dtype(dtype: torch.dtype, op: str) -> torch.dtype:

@@ -23,7 +23,9 @@ _TOKEN_BYTES = 16
 
 
 class Turn(NamedTuple):
-    """The seconds per call on this rank (None if the measurement failed), and the duration of the turn."""
+    """The result of a turn, in which one set of ranks is active: the seconds per call on this rank (None if the
+    measurement failed), and the duration of the turn.
+    """
 
     seconds: float | None
     turn_seconds: float

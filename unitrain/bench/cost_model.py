@@ -48,7 +48,7 @@ def ring_allgather(num_ranks: int, size: float, network: Network) -> float:
 def ring_allreduce(num_ranks: int, size: float, network: Network) -> float:
     """2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma: a reducescatter and an allgather.
 
-    No algorithm sends fewer bytes [P]. Horovod uses it [S].
+    No algorithm sends fewer bytes [P]. Horovod uses this algorithm [S].
     """
     return ring_reducescatter(num_ranks, size, network) + ring_allgather(num_ranks, size, network)
 

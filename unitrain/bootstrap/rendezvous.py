@@ -83,8 +83,8 @@ class Rendezvous:
         """Add this rank's JSON-serializable `value` to the list under `key`. A second call has no effect.
 
         The store appends all values to one entry. The last rank to post verifies them and publishes the complete list
-        as one message. The number of requests and signatures per other rank therefore does not depend on the number of
-        ranks.
+        as one message. The numbers of requests and signatures of each other rank therefore do not depend on the number
+        of ranks.
         """
         if self.store.add(f"{key}/{self.rank_info.rank}", 1) > 1:
             return

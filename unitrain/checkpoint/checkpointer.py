@@ -345,7 +345,7 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
 def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -> Path | None:
     """Return checkpoint `path`, or the newest valid one in folder `path`; None if there is none. All ranks call it.
 
-    The ranks divide the files of a sharded checkpoint among themselves. Raises CheckpointError on every rank if all
+    Each rank verifies a part of the files of a sharded checkpoint. Raises CheckpointError on every rank if all
     checkpoints are corrupt, if there is none and `required` is True, or if one has a newer format.
     """
 

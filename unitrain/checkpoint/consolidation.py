@@ -17,7 +17,7 @@ def consolidate_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
 
     Tensors of a sharded checkpoint are read and written one at a time. Tied parameters are written once, and the
     metadata maps their other names to the name in the file, as `safetensors.torch.save_model` does. Raises
-    CheckpointError if `file` exists, its folder is missing or full, or the checkpoint has no average.
+    CheckpointError if `file` exists or cannot be written, or if the checkpoint has no average.
     """
     if file.exists():
         raise CheckpointError(f"'{file}' exists already. Use another file name.")

@@ -72,7 +72,7 @@ def verify(
     differences are repeated in float64, to distinguish rounding errors from defects. The exit status is 0 if the
     results are the same, and 1 if they differ or a run failed.
 
-    With --bits, every run must have the same bits as the first one: the parameters, optimizer state, buffers and loss
+    With --bits, every run must be bit-identical to the first one in the parameters, optimizer state, buffers and loss
     of every step, on every backend and number of ranks. The report names the first step and tensor that differ.
 
     \b

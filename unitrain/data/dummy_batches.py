@@ -162,8 +162,8 @@ class StepAligner:
         self, batches_here: Iterator[CountedBatch], repeated: Iterator[CountedBatch], skipped: int
     ) -> None:
         """Skip the batches that an interrupted run has already used, including repeated ones."""
-        # The restored RNG states already include the random numbers drawn for these batches, so the global generators
-        # must not advance again.
+        # The restored RNG states are those after these batches, so loading the batches again must not advance the
+        # global generators.
         with IsolatedGenerators(0):
             fetched = self._fetch([None] * skipped, range(skipped), batches_here, keep=False)
             if self._uneven == "pad":

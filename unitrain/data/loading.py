@@ -121,8 +121,8 @@ class IndexedSource:
     ) -> Generator[CountedBatch]:
         """Yield the same batches as `batches`, as `CountedBatch`. Closing the generator terminates the workers.
 
-        With `seeds`, each batch is loaded with the random generators seeded with one of them, in this process or in a
-        worker, and the generators of this process do not change.
+        With `seeds`, each batch is loaded with the random number generators seeded with one of them, in this process or
+        in a worker, and the generators of this process do not change.
         """
         if seeds is not None and self._seeds_batches:
             positions, ahead = tee(positions)

@@ -68,8 +68,8 @@ class ShardedLoader:
             same `logical_ranks`. `batch_size` is that of a logical rank. In each step, the loader yields the batches of
             the logical ranks of this process, and `ends_step` is True for the last one.
 
-    With `logical_ranks`, the loader seeds the global random generators of torch, numpy and Python for each batch. Their
-    random numbers, such as those of dropout, then depend on the seed, the step and the logical rank only.
+    With `logical_ranks`, the loader seeds the global random number generators of torch, numpy and Python for each
+    batch. Random numbers, such as those of dropout, then depend only on the seed, the step and the logical rank.
 
     Raises, on every rank: ConfigError for arguments that are invalid, contradict each other or differ between ranks;
     DataError for data that is empty, cannot be sharded or differs between ranks.

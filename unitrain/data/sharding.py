@@ -387,7 +387,7 @@ class EvaluationShard:
     def seeded_position(self) -> int | None:
         """The position of this rank's first sample in the data; None without logical ranks.
 
-        With logical ranks, the caller seeds the random generators for each batch with its position.
+        With logical ranks, the caller seeds the random number generators for each batch with its position.
         """
         return (self._slices[0].start if self._slices else 0) if self._has_logical_ranks else None
 

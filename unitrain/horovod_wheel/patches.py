@@ -369,7 +369,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="mpi-signals",
         kind="fix",
-        reason="horovodrun --mpi replaces itself by a shell that waits for mpirun. The SIGTERM of a scheduler ends "
+        reason="horovodrun --mpi replaces itself with a shell that waits for mpirun. The SIGTERM of a scheduler ends "
         "only the shell, and mpirun and all ranks continue.",
         edits=(
             Edit(

@@ -92,8 +92,8 @@ class MemoryRecorder(Callback):
         self._gradient_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._gradients = self._gradient_bytes = 0
         self._is_state_complete = True
-        self._largest: _Snapshot | None = None  # by activations
-        self._peak: _Snapshot | None = None  # by the sum of activations and gradients
+        self._largest: _Snapshot | None = None  # with the largest activations
+        self._peak: _Snapshot | None = None  # with the largest sum of activations and gradients
         self._other = self._startup_peak = 0
         self._forward_backward_peak = self._step_peak = 0
 

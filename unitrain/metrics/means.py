@@ -156,7 +156,7 @@ class MeanMetric:
 
     Sums are accumulated in float64. The number of batches may differ between ranks and may be 0.
 
-    With `exact`, sums are exact, so for the same batches the result has the same bits for any number of ranks. Use it
+    With `exact`, sums are exact, so for the same batches the result is bit-identical for any number of ranks. Use it
     with logical ranks. It synchronizes with the device once per 100 batches.
     """
 

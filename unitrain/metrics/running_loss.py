@@ -20,7 +20,7 @@ class RunningLoss:
     The mean over an epoch depends neither on calls of `mean_since_sync` nor on interruptions, because checkpoints
     contain the sums. `steps` is the number of steps since `start_epoch`, including those before an interruption.
 
-    With `exact`, sums are exact, so that means have the same bits for any number of processes with logical ranks.
+    With `exact`, sums are exact, so that with logical ranks, the means are bit-identical for any number of processes.
     """
 
     def __init__(self, communicator: Communicator, *, exact: bool = False) -> None:

@@ -30,7 +30,7 @@ def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
     user's module.
     """
     check_model_and_communicator("broadcast_buffers", model, communicator)
-    # Writes to `data` do not invalidate an earlier forward pass whose backward pass is still to come.
+    # Writes to `data` do not invalidate an earlier forward pass whose backward pass has not run yet.
     broadcast_tensors(communicator, [buffer.data for buffer in model.buffers()])
 
 

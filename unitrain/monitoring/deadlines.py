@@ -63,8 +63,8 @@ class Deadlines:
 class ShutdownWaitDetector:
     """Detects that this rank waits, in an operation, for a rank that has shut down without starting the operation.
 
-    Such a wait never ends, and not every transport detects it. `period_seconds` is the time between two checks. After
-    this time, a rank that still waits is not waiting for a message that is already in flight.
+    Such a wait never ends, and not every transport detects it. `period_seconds` is the time between two checks.
+    Messages that were in flight at the first check have arrived by the second.
     """
 
     def __init__(self, period_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

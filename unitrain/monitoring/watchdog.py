@@ -154,7 +154,7 @@ class Watchdog:
         elif self._first_failure != Failure(0, _PROCESS_ENDED):
             self._publish_status(self._store)
             if self._rank == 0:
-                # The store ends with this process, so the other ranks must have read the failure before.
+                # The store ends with this process, so the other ranks must read the failure first.
                 ended = [rank for rank in range(self._size) if self._first_failure == Failure(rank, _PROCESS_ENDED)]
                 self._collect_statuses([rank for rank in range(1, self._size) if rank not in ended])
             if self._reporter is not None:  # another thread of this process that prints the report
@@ -203,7 +203,9 @@ class Watchdog:
     # --- failures ---
 
     def _missing_rank(self) -> Failure | None:
-        """Return the first missing rank after a timeout of this rank, unless the missing rank also waits."""
+        """After a timeout of this rank, return the first rank that is not waiting for other ranks, as the missing rank.
+        Return None if all ranks wait.
+        """
         for rank, status in sorted(self._collected_statuses.items()):
             if not status.waits_for_ranks:
                 error = f"it did not join {self._flight_recorder.latest_operation} of rank {self._rank} in time"

@@ -109,5 +109,5 @@ def _copy(model: nn.Module) -> nn.Module:
     except Exception as error:  # copying a module may raise any exception
         raise ModelError(
             f"ema_decay averages into a copy of the model, and {type(model).__name__} cannot be copied: {error}. "
-            "Let copy.deepcopy(model) work, or leave ema_decay out."
+            "Make the model copyable by copy.deepcopy, or leave ema_decay out."
         ) from error

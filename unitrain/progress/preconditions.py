@@ -1,4 +1,4 @@
-"""Properties of a process that affect the bits of its results, for runs with logical ranks."""
+"""Properties that must be equal in all processes for bit-identical results, for runs with logical ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _FIX = "Use the same type of hardware"
 
 
 def preconditions(device: torch.device) -> dict[str, Any]:
-    """Return the properties of this process that must be equal in all processes, and in a resumed run, for results with
-    the same bits."""
+    """Return the properties of this process that must be equal in all processes, and in a resumed run, for
+    bit-identical results.
+    """
     on_gpu = device.type == "cuda"
     return {
         "torch": str(torch.__version__),

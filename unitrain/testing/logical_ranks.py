@@ -1,4 +1,4 @@
-"""Contract of `distributed_model(logical_ranks=V)`: the same bits for any number of processes."""
+"""Contract of `distributed_model(logical_ranks=V)`: bit-identical results for any number of processes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class PipelineRecorder:
         self._reset_step()
 
     def override(self, arguments: PipelineArguments, backend: Backend) -> PipelineArguments:
-        """Let one process compute all stages, and convert the model to double precision if requested."""
+        """Make one process compute all stages, and convert the model to double precision if requested."""
         model, stages = cast(Any, arguments.model), cast(Any, arguments.stages)
         if not isinstance(model, nn.Sequential) or not isinstance(stages, int):
             return arguments  # the Pipeline raises an error

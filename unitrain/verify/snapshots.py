@@ -23,7 +23,7 @@ def batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
 
 
 def rng_digests(device: torch.device) -> dict[str, str]:
-    """Return a digest of the RNG state per random generator of this process."""
+    """Return a digest of the RNG state per random number generator of this process."""
     states = randomness.capture_generators(device)
     return {
         name: digest_tensor(state) if isinstance(state, Tensor) else hashlib.sha256(repr(state).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Program of each rank if the target of `unitrain verify` is a function: train with the arguments that it returns.
+"""Script that each rank runs if the target of `unitrain verify` is a function, which returns the training arguments.
 
 Usage: python train_function.py package.module:function, or file.py:function.
 """

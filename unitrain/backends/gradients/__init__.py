@@ -1,7 +1,7 @@
 """Gradient reduction over ranks, complete when `backward` returns.
 
 reference         reference implementation: one allreduce per gradient after the backward pass
-ddp_wrapper       the fast path: DistributedDataParallel with corrections
+ddp_wrapper       the fast path: a subclass of DistributedDataParallel
 reducer_group     the process group of DDP's reducer
 end_of_backward   the stages at the end of a backward pass, and their order
 unused_parameters the check of the first backward pass for parameters without a gradient

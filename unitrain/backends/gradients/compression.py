@@ -2,8 +2,9 @@
 
 With several ranks, a comm hook compresses the buckets of DDP's reducer. The autograd thread starts all collectives in
 DDP's bucket order, which is the same on all ranks. The second collective of a bucket starts at the end of the backward
-pass. Waiting for the first collective during the backward pass would block it, while other ranks may be waiting for
-collectives that it starts later. With one rank, the same arithmetic runs at the end of each backward pass.
+pass. Waiting for the first collective during the backward pass would block the autograd thread, while other ranks may
+be waiting for collectives that this thread starts later. With one rank, the same arithmetic runs at the end of each
+backward pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""DistributedDataParallel with corrections, so that gradients are reduced over ranks when `backward` returns.
+"""Subclass of DistributedDataParallel whose gradients are reduced over ranks when `backward` returns.
 
 DDP assigns gradients to buckets and reduces them during the backward pass, on any process group. This module adds:
 
-- an error on every rank that names the parameters, if models differ between ranks or parameters are unused;
+- an error, raised on every rank, that names the parameters if models differ or parameters are unused;
 - gradient reduction in a second backward pass through a retained graph, without which replicas would diverge;
 - an error for an optimizer step on unreduced gradients;
 - support for freezing and unfreezing parameters during training.
@@ -65,7 +65,7 @@ _num_models_wrapped = 0
 
 @dataclass(slots=True)
 class _PendingForwards:
-    """Numbers of forward passes with grad mode since the last backward pass, and the ID of that backward pass.
+    """Numbers of forward passes with grad mode enabled since the last backward pass, and the ID of that backward pass.
 
     `reducing` counts the forward passes outside `no_sync`. `prepared` counts the forward passes after which DDP's
     reducer is correctly prepared for a backward pass. The reducer is not prepared if DDP needs the output tensors but
@@ -119,10 +119,10 @@ class _MonitoredHook:
 
 
 class DistributedModel(ReducerDDP, WrappedModel):
-    """The module that `distributed_model` returns: DDP with corrections. `module` is the user's model.
+    """The module that `distributed_model` returns, a subclass of DDP. `module` is the user's model.
 
     The reducer uses `reducer_group`, which communicates through `group`, or the default group if that is None.
-    `buffers` are broadcast before the forward passes in which DDP would broadcast them.
+    `buffers` broadcasts buffers before the same forward passes as DDP does.
     """
 
     shard: Shard = "none"  # or "gradients" on a single rank, where there is nothing to shard
@@ -179,7 +179,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             )
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Reduce gradients by `hook` instead of an allreduce, as in DistributedDataParallel. All ranks call it once,
+        """Reduce gradients with `hook` instead of an allreduce, as in DistributedDataParallel. All ranks call it once,
         before the first backward pass.
 
         `hook(state, bucket)` starts to reduce `bucket.buffer()`, which contains gradients that are not divided by the
@@ -370,7 +370,9 @@ class DistributedModel(ReducerDDP, WrappedModel):
 
 
 def read_bucket_settings() -> dict[str, Any]:
-    """Return DDP's bucket settings from the environment. They affect speed. Results differ only by rounding errors."""
+    """Return DDP's bucket settings from the environment. They affect the speed, and change results only by rounding
+    errors.
+    """
     settings: dict[str, Any] = {"gradient_as_bucket_view": environment.get_variable(BUCKET_VIEW.variable) != "0"}
     if environment.get_variable(BUCKETS.variable) is None:
         return settings
@@ -399,7 +401,7 @@ def _raise_if_unused(error: RuntimeError) -> None:
     """Raise ModelError if `error` is DDP's error after a backward pass that did not complete all buckets."""
     if "Expected to have finished reduction in the prior iteration" in str(error):
         raise ModelError(
-            "Some parameters received no gradient on this rank in the last backward pass, so they differ from the "
-            "gradients of the other ranks. Use all parameters in every loss, or allow unused parameters: "
+            "Some parameters received no gradient on this rank in the last backward pass, so the gradients of this "
+            "rank differ from those of the other ranks. Use all parameters in every loss, or allow unused parameters: "
             "backend.distributed_model(model, find_unused_parameters=True)."
         ) from error

@@ -21,8 +21,8 @@ class ForwardBufferBroadcaster:
     Running statistics of torch's normalization layers are not read in training mode. These statistics differ between
     ranks while the layer is in training mode, and are broadcast from rank 0 when the layer is switched to eval mode.
     All other buffers are broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False. A
-    search for modified buffers could not replace the broadcast, because a write to `buffer.data` leaves no trace but
-    the values.
+    search for modified buffers could not replace the broadcast, because a write to `buffer.data` can be detected only
+    by comparing all values.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, *, every_pass: bool = True) -> None:
@@ -68,8 +68,8 @@ class ForwardBufferBroadcaster:
             broadcast_tensors(self._communicator, shared)
 
     def _buffers(self) -> list[Tensor]:
-        # The buffers are looked up each time, because a forward pass may assign different tensors.
-        # Writes to `buffer.data` do not invalidate an earlier forward pass whose backward pass is still to come.
+        # The buffers are looked up each time, because a forward pass may assign different tensors. Writes to
+        # `buffer.data` do not invalidate an earlier forward pass whose backward pass has not run yet.
         return [buffer.data for buffers, name in self._buffer_locations if (buffer := buffers[name]) is not None]
 
     def _statistics_of_layers_switched_to_eval(self) -> list[Tensor]:

@@ -100,7 +100,8 @@ class LocalGradients:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if `optimizer` has a parameter whose gradient is local or is never reduced, or if the last
-        batch belongs to a logical rank and the model has none."""
+        batch belongs to a logical rank and the model was distributed without `logical_ranks`.
+        """
         if not self._has_logical_ranks:
             check_no_logical_rank()
         for group in optimizer.param_groups:

@@ -77,7 +77,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
     def _discard_step(self) -> None:
         self._active: int | None = None  # the logical rank whose gradients are in `.grad`
         self._has_backward = False  # whether a backward pass of the step has started
-        self._gradients: dict[int, list[Tensor | None]] = {}  # of logical ranks that are complete
+        self._gradients: dict[int, list[Tensor | None]] = {}  # gradients of complete logical ranks
         self._earlier: list[Tensor | None] = []  # reduced gradients of an earlier backward pass
         self._buffers_at_start: list[Tensor] = []
         self._buffers_of_rank_0: list[Tensor] = []
@@ -147,7 +147,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         self._active = logical_rank
 
     def _complete_active(self) -> None:
-        """Set the gradients and buffers of the active logical rank aside."""
+        """Store the gradients and buffers of the active logical rank."""
         assert self._active is not None
         self._gradients[self._active] = self._take_gradients()
         if self._active == 0 and len(self._local_ranks) > 1:
@@ -243,7 +243,7 @@ def check_logical_ranks_arguments(
 
 
 def check_logical_ranks_optimizer(model: Any, shard: Shard) -> None:
-    """Raise ConfigError if the optimizer of a LogicalRanksModel is to be sharded."""
+    """Raise ConfigError for a sharded optimizer of a LogicalRanksModel."""
     if isinstance(model, LogicalRanksModel) and shard != "none":
         raise ConfigError(
             f"distributed_optimizer(shard={shard!r}) is not supported for a model with logical_ranks. Leave shard out."

@@ -22,7 +22,7 @@ class WrappedModel:
     shard: Any
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which backward passes accumulate gradients without completing them."""
+        """Return a context manager in which backward passes accumulate local gradients without reducing them."""
         raise NotImplementedError
 
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:

@@ -6,7 +6,7 @@ signatures         the overloads of a process group's methods, and the checks of
 operations         names, pieces and conversions of Horovod's operations
 work               operations in flight, and their completion
 tensors            tensors and reductions in the forms that Horovod accepts
-sparse             sparse tensors in the form that Horovod gathers
+sparse             conversion of sparse tensors to rows of bytes, and back
 monitored_barrier  torch's barrier that names missing ranks, over the store
 mismatches         detection of ranks that wait for different operations
 process_sets       groups of some ranks, created and removed at run time

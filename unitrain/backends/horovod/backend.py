@@ -38,8 +38,9 @@ class HorovodBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Start Horovod and connect the ranks. Raises ConfigError for a transport that this Horovod does not use and if
-        two ranks use the same GPU, and BackendUnavailableError for a GPU if this Horovod supports only CPU tensors.
+        """Start Horovod and connect the ranks. Raises ConfigError if this Horovod does not use the requested transport,
+        or if two ranks use the same GPU. Raises BackendUnavailableError for a GPU if this Horovod supports only CPU
+        tensors.
         """
         checks.check_no_default_group()
         rank_info = options.rank_info

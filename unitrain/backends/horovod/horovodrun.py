@@ -38,7 +38,7 @@ from unitrain.bootstrap.signal_forwarding import (
 )
 
 # Program that reads the output of `env -0` into its environment, except variables that horovodrun does not export, and
-# then becomes the shell that runs the rank's command.
+# then replaces itself with the shell that runs the rank's command.
 _ENVIRONMENT_RECEIVER = (
     "import os,re,sys;"
     "entries=[entry.partition(b'=') for entry in sys.stdin.buffer.read().split(b'\\0') if entry];"

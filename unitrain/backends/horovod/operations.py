@@ -31,8 +31,8 @@ from unitrain.backends.horovod.tensors import (
 from unitrain.backends.horovod.work import CompletionQueue, HorovodWork
 from unitrain.errors import CollectiveArgumentError, UnsupportedError
 
-# Horovod negotiates an operation with a known name and shape with one bit, and other operations with a message to rank
-# 0 and a response. Names are therefore reused, in the same order on every rank. A name is not reused before its
+# To negotiate an operation with a known name and shape, Horovod transfers one bit. Other operations take a message to
+# rank 0 and a response. Names are therefore reused, in the same order on every rank. A name is not reused before its
 # previous operation has completed.
 _NAMES_PER_SHAPE = 16
 
@@ -56,13 +56,14 @@ class OperationStarter(dist.ProcessGroup):
         self._completions = CompletionQueue()
         self._issued: defaultdict[str, int] = defaultdict(int)
         self._latest: WeakValueDictionary[str, HorovodWork] = WeakValueDictionary()
-        self._sequence_number = self._position = 0  # operations started, and those under the current names
+        self._sequence_number = self._position = 0  # operations started in total, and under the current names
         self._mismatches = MismatchDetector(store, rank, self._completions.pending_operations)
         self._coalesced: list[HorovodWork] | None = None  # works since _start_coalescing
 
     def start_new_names(self) -> None:
-        """Use new names from now on, because some ranks have not started operations under the current names. All ranks
-        call it."""
+        """Use new names from now on. Needed after an error, when some ranks have not started all operations under the
+        current names. All ranks call it.
+        """
         self._generation += 1
         self._position = 0
         self._mismatches.restart()
@@ -153,7 +154,7 @@ class OperationStarter(dist.ProcessGroup):
         scatters = reduction_plan.op in (
             hvd.Sum,
             hvd.Average,
-        )  # Horovod's reducescatter supports these operations only
+        )  # Horovod's reducescatter supports only these operations
         works = []
         for place in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
             wide = reduction_plan.to_horovod(parts[:, place].contiguous().view(-1))
@@ -287,7 +288,7 @@ class OperationStarter(dist.ProcessGroup):
         name = f"{kind}.{self._issued[kind] % _NAMES_PER_SHAPE}"
         self._issued[kind] += 1
         if (previous := self._latest.get(name)) is not None:
-            with contextlib.suppress(UnsupportedError):  # an error in its result, which its caller receives
+            with contextlib.suppress(UnsupportedError):  # the caller of that operation receives this error
                 previous.wait()
         started = Operation(self._position, signature)
         with torch.inference_mode(False):  # Horovod's thread cannot resize a tensor that is created in this mode

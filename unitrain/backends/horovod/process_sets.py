@@ -53,7 +53,7 @@ def add_process_set(
     """Return the process set of the global `ranks`, in ascending order. Only these ranks call it.
 
     Calls with the same ranks return the same process set. Raises UnsupportedError if the installed Horovod lacks the
-    patch, and GroupTimeoutError, which contains `missing_ranks()`.
+    patch, and GroupTimeoutError, which names the ranks in `missing_ranks()`, after `timeout`.
     """
     if len(ranks) == hvd.size():
         return hvd.global_process_set

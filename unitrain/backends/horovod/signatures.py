@@ -39,7 +39,7 @@ def accepts(convert: Conversion) -> Callable[[Callable[..., Any]], Callable[...,
             converted = convert(self, *arguments, **options)
             work = method(self, *converted)
             timeout = getattr(converted[-1], "timeout", None)
-            if timeout is not None and timeout > _UNSET:  # torch sets -1 ms if the caller sets none
+            if timeout is not None and timeout > _UNSET:  # torch passes -1 ms if the caller sets no timeout
                 work.set_timeout(timeout)
             return work
 

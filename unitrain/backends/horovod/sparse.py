@@ -1,4 +1,4 @@
-"""Sparse tensors in the form in which Horovod gathers them."""
+"""Conversion of sparse tensors to rows of bytes, which Horovod gathers, and back."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def _create_runs(
 
 
 def _blocks(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """Return the children of `model` with their names. A module that occurs twice is two blocks."""
+    """Return the children of `model` with their names. A module that occurs twice counts as two blocks."""
     modules = model.named_modules(remove_duplicate=False)
     return [(name, module) for name, module in modules if name and "." not in name]
 

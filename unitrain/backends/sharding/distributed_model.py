@@ -121,7 +121,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager in which backward passes do not complete the gradients of a step."""
+        """Context manager for backward passes that are followed by another backward pass of the same step."""
         previous, self._requires_sync = self._requires_sync, False
         try:
             yield

@@ -342,7 +342,7 @@ class ShardedState:
             if (gradient.start, gradient.stop) != (shard.start, shard.stop):
                 raise ModelError(
                     f"The gradient of a parameter of shape {list(parameter.shape)} is sharded for another optimizer. "
-                    "Let one optimizer have it."
+                    "Pass each parameter to only one optimizer."
                 )
             if owned.is_whole:
                 self._gradients.append((parameter, gradient))

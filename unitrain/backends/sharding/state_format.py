@@ -1,6 +1,6 @@
 """The format of the state dicts of sharded models and optimizers: complete tensors, or shards.
 
-This module does not import torch.distributed.tensor, because that import takes long.
+This module does not import torch.distributed.tensor, because that import is slow.
 """
 
 from __future__ import annotations
