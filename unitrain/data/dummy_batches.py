@@ -117,18 +117,18 @@ class StepAligner:
         """
         with closing(batches()) as batches_here:
             self._error, self.has_ended = None, False
-            while indices := list(_take_steps(micro_batches, self._steps)):
-                window: list[CountedBatch | None] = [None] * len(indices)
-                self._fetch(window, range(len(indices)), batches_here)
-                for index, (micro_batch, counted) in enumerate(zip(indices, window, strict=True)):
+            while planned := list(_take_steps(micro_batches, self._steps)):
+                window: list[CountedBatch | None] = [None] * len(planned)
+                self._fetch(window, range(len(planned)), batches_here)
+                for index, (micro_batch, counted) in enumerate(zip(planned, window, strict=True)):
                     if (
                         counted is not None and not micro_batch.samples
                     ):  # a dummy batch: another rank trains on its sample
                         window[index] = counted._replace(samples=0)
                 _, samples = self._exchange_counts(window)
-                ends = [0, *(index + 1 for index, micro_batch in enumerate(indices) if micro_batch.ends_step)]
+                ends = [0, *(index + 1 for index, micro_batch in enumerate(planned) if micro_batch.ends_step)]
                 for begin, end in pairwise(ends):
-                    for item in self._step(window, range(begin, end), indices[begin:end], samples):
+                    for item in self._step(window, range(begin, end), planned[begin:end], samples):
                         has_started = True
                         yield item
         if not has_started:

@@ -73,15 +73,15 @@ def _run_step(backend: Backend, model: nn.Module, steps: range, factors: dict[in
 def _expected_gradients(model: nn.Module, steps: range, factors: dict[int, float]) -> list[Tensor | None]:
     """Return the gradients that a single process computes with `model`, and update its buffers."""
     terms, start = [], _copy_buffers(model)
-    of_rank_0 = start
+    buffers_of_rank_0 = start
     for rank in range(_LOGICAL_RANKS):
         model.zero_grad()
         _set_buffers(model, start)
         for step in steps:
             _backward(model, rank, step, factors.get(rank, 1.0))
-        terms.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
-        of_rank_0 = of_rank_0 if rank else _copy_buffers(model)
-    _set_buffers(model, of_rank_0)
+        terms.append([None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()])
+        buffers_of_rank_0 = buffers_of_rank_0 if rank else _copy_buffers(model)
+    _set_buffers(model, buffers_of_rank_0)
     reduction = ExactReduction(
         [name for name, _ in model.named_parameters()],
         list(model.parameters()),

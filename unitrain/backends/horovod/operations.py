@@ -90,7 +90,7 @@ class OperationStarter(dist.ProcessGroup):
         works = []
         bytes_each = 16 if is_mean_of_integers(source.dtype, op) else _encoded_bytes(source.dtype)
         for place in piece_slices(len(values), bytes_each):
-            wide = reduction_plan.to_horovod(values[place])
+            converted = reduction_plan.to_horovod(values[place])
 
             def finish(reduced: Tensor, place: slice = place) -> None:
                 if destination is not None:
@@ -105,8 +105,8 @@ class OperationStarter(dist.ProcessGroup):
             works.append(
                 self._issue(
                     operation,
-                    wide,
-                    functools.partial(allreduce, wide, op=reduction_plan.op),
+                    converted,
+                    functools.partial(allreduce, converted, op=reduction_plan.op),
                     result,
                     None if destination is None and on_complete is None else finish,
                 )
@@ -157,7 +157,7 @@ class OperationStarter(dist.ProcessGroup):
         )  # Horovod's reducescatter supports only these operations
         works = []
         for place in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
-            wide = reduction_plan.to_horovod(parts[:, place].contiguous().view(-1))
+            converted = reduction_plan.to_horovod(parts[:, place].contiguous().view(-1))
 
             def finish(reduced: Tensor, place: slice = place) -> None:
                 local_tensor = reduced if scatters else reduced.view(size, -1)[self.rank()]
@@ -169,8 +169,8 @@ class OperationStarter(dist.ProcessGroup):
             works.append(
                 self._issue(
                     "reducescatter" if scatters else "allreduce",
-                    wide,
-                    functools.partial(reduce, wide, op=reduction_plan.op),
+                    converted,
+                    functools.partial(reduce, converted, op=reduction_plan.op),
                     result,
                     finish,
                 )
