@@ -78,7 +78,7 @@ class TrainConfig:
     are seeded in every epoch, persistent workers only when they start.
     """
     shuffle: bool = True
-    """Shuffle a Dataset in every epoch. The order of a DataLoader is that of its sampler."""
+    """Shuffle a Dataset in every epoch. A DataLoader keeps the order of its sampler."""
     num_workers: int = 0
     """Worker processes per rank that load a Dataset; 0 loads it in the training process."""
     stream: StreamKind = "shared"

@@ -10,7 +10,7 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks, so clipping, loss scaling, logging
    and `optimizer.step()` are plain torch code. An optimizer step on unreduced gradients raises ModelError. A `.grad`
    may be a view of a bucket, as with DDP's gradient_as_bucket_view; clone it to keep it after `zero_grad`. With
-   `shard="gradients"`, a `.grad` is a `ShardedGradient`: each rank stores a shard, norms are those of the complete
+   `shard="gradients"`, a `.grad` is a `ShardedGradient`: each rank stores a shard, norms are computed for the complete
    gradient, and other operations that need the complete gradient raise ModelError.
 3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither
    steps the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads, such as a

@@ -61,7 +61,8 @@ def needs_keys(dtype: torch.dtype, op: str) -> bool:
 
 
 def ordered_keys(values: Tensor, op: Literal["min", "max"]) -> Tensor:
-    """Return a new contiguous int32 or int64 tensor whose minimum or maximum over ranks is that of `values`.
+    """Return the keys of `values` in a new contiguous int32 or int64 tensor. The minimum or maximum of the keys over
+    ranks is the key of the minimum or maximum of the values.
 
     `values` has any floating-point dtype. Half precision is converted to float32, which is exact.
     """

@@ -41,8 +41,7 @@ def take_turn(backend: Backend, operation: str, size: int, calls: int) -> Turn:
     """Time `calls` calls of one of `results.OPERATIONS` or LOWER_BOUNDS on a tensor of `size` bytes, after a warm-up
     call.
 
-    All ranks must call it. The time is that of the public method, including the consistency check and the copy of the
-    input.
+    All ranks must call it. The public method is timed, including the consistency check and the copy of the input.
     """
     start_time = time.perf_counter()
     if operation == "tcp stream":

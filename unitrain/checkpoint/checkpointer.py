@@ -122,7 +122,7 @@ class Checkpointer:
         """Save the checkpoint of `step` to disk, or `in_memory`.
 
         It contains the weights of `model`, the state of `optimizer`, and the state `average` of the averaged weights.
-        The `training` state and the `manifest` values are those of rank 0.
+        Only rank 0's `training` state and `manifest` values are saved.
 
         In the sharded format, every rank writes a portion of the state. With `async_checkpoints` this returns as soon
         as the state is copied to host memory.

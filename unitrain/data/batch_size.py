@@ -45,7 +45,7 @@ def resolve_batch_sizes(
 ) -> BatchSizes:
     """Return the batch sizes of training on `data`. All ranks call it.
 
-    With `logical_ranks`, the batch size per rank is that of a logical rank.
+    With `logical_ranks`, the batch size per rank applies to each logical rank.
 
     The returned `batch_size` is the argument for opening the data. For a DataLoader, the returned value is the user's
     setting, which must equal the DataLoader's batch size. If an elastic job was restarted, `elastic_batch_size` is the

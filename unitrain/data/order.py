@@ -39,8 +39,8 @@ class MicroBatch(NamedTuple):
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
     """Return the indices of one epoch over all ranks, int64 [length].
 
-    The order is that of torch's DistributedSampler with the same `seed` after `set_epoch(epoch)`, so a script that used
-    a DistributedSampler trains on the same batches.
+    torch's DistributedSampler yields the same order with the same `seed` after `set_epoch(epoch)`, so a script that
+    used a DistributedSampler trains on the same batches.
     """
     if not shuffle:
         return torch.arange(length)
@@ -112,8 +112,9 @@ def micro_batches_of_sampler(
 
 
 def begin_micro_batch(seed: int, epoch: int, micro_batch: MicroBatch, logical_ranks: int | None) -> None:
-    """With logical ranks, set the logical rank of the next forward pass, and seed its random numbers. `seed` is that of
-    the run. Without logical ranks, do nothing."""
+    """With logical ranks, set the logical rank of the next forward pass, and seed its random numbers. `seed` is the
+    seed of the run. Without logical ranks, do nothing.
+    """
     if logical_ranks is not None and micro_batch.logical_rank is not None:
         set_current_logical_rank(LogicalRank(micro_batch.logical_rank, logical_ranks))
         seed_micro_batch(seed, epoch, micro_batch.step_end, micro_batch.logical_rank, micro_batch.number)
@@ -122,8 +123,7 @@ def begin_micro_batch(seed: int, epoch: int, micro_batch: MicroBatch, logical_ra
 def merge_logical_ranks(
     logical_ranks: Sequence[int], micro_batches: Sequence[Iterator[MicroBatch]]
 ) -> Iterator[MicroBatch]:
-    """Yield the `micro_batches` of several logical ranks: in each step, those of the first logical rank, then those of
-    the next one, and so on."""
+    """Yield the `micro_batches` of several logical ranks, in each step ordered by logical rank."""
     while True:
         for logical_rank, own in zip(logical_ranks, micro_batches, strict=True):
             for number, micro_batch in enumerate(own):

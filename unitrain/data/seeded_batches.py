@@ -26,8 +26,8 @@ class SeededIndices(list[Any]):
 class SeededDataset(Dataset[Any]):
     """A dataset that seeds the global generators before it loads the samples of `SeededIndices`.
 
-    The seed also applies to the `collate_fn` of the batch, which runs afterwards in the same process. Other attributes
-    are those of the user's dataset.
+    The seed also applies to the `collate_fn` of the batch, which runs afterwards in the same process. All other
+    attributes are read from the user's dataset.
     """
 
     def __init__(self, dataset: Any) -> None:

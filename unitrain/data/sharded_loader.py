@@ -65,8 +65,8 @@ class ShardedLoader:
         uneven: How to handle different numbers of batches per rank from an IterableDataset or a batch_sampler: "weight"
             (dummy batches), "drop" (end the epoch), or "pad" (repeat batches).
         logical_ranks: Divide the data among this number of logical ranks, for a model that was distributed with the
-            same `logical_ranks`. `batch_size` is that of a logical rank. In each step, the loader yields the batches of
-            the logical ranks of this process, and `ends_step` is True for the last one.
+            same `logical_ranks`. `batch_size` then applies to each logical rank. In each step, the loader yields the
+            batches of the logical ranks of this process, and `ends_step` is True for the last one.
 
     With `logical_ranks`, the loader seeds the global random number generators of torch, numpy and Python for each
     batch. Random numbers, such as those of dropout, then depend only on the seed, the step and the logical rank.

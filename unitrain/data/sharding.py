@@ -45,7 +45,7 @@ _MICRO_BATCHES_PER_CHUNK = 256
 class TrainingShard(TrainingData):
     """This rank's shard of map-style (indexed) training data. All ranks create it.
 
-    The order is that of `epoch_order`, or rank 0 draws it from the DataLoader's sampler. With a batch_sampler, the
+    `epoch_order` determines the order, unless rank 0 draws it from the DataLoader's sampler. With a batch_sampler, the
     ranks receive its batches round-robin, and `uneven` determines how the last step is handled, as in TrainConfig.
 
     Raises on all ranks: DataError for data that is empty, has fewer samples than ranks (unless `allow_empty_ranks`),

@@ -30,7 +30,9 @@ FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
-    """The installed torch. `cuda` is its CUDA version, `architectures` are those of its kernels, such as '9.0'."""
+    """The installed torch. `cuda` is its CUDA version, and `architectures` are the GPU architectures of its kernels,
+    such as '9.0'.
+    """
 
     version: str
     cuda: str | None

@@ -285,7 +285,7 @@ def _sums(x: Tensor) -> tuple[list[Tensor], int]:
 
 
 def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, values: Tensor | float) -> None:
-    """Update the running statistics with those of a batch with `values` values per channel, like BatchNorm."""
+    """Update the running statistics with the statistics of a batch with `values` values per channel, like BatchNorm."""
     layer.num_batches_tracked.add_(1)
     # The result is float64, because 1.0 / integer tensor is float32. `item()` would synchronize with the device.
     momentum = 1.0 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum

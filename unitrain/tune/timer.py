@@ -85,7 +85,7 @@ class StepTimer(Callback):
         backend = trainer.backend
         per_step = (self._now(trainer) - self._start_time) / self._steps
         slowest = backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
-        # Launchers may bind each rank to separate cores, so the cores of a host are those of all its ranks.
+        # Launchers may bind each rank to separate cores, so the cores of a host are the cores of all its ranks.
         affinities = backend.allgather_object((backend.node_rank, usable_cores()))
         cores = len({core for node, usable in affinities if node == backend.node_rank for core in usable})
         if backend.rank == 0:

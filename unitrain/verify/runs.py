@@ -55,7 +55,7 @@ class Verification:
     ) -> list[Outcome]:
         """Run every backend on each number of ranks in `sizes` with unmodified batch sizes, and return the outcomes.
 
-        The arguments are those of `run_groups`.
+        For the arguments, see `run_groups`.
         """
         outcomes = [self._run(Run(backend="local", emulated_ranks=1, processes=1))] if with_local else []
         return [*outcomes, *(outcome for size in sizes for outcome in self._run_backends(controllers, size))]

@@ -52,8 +52,8 @@ class Pipeline:
 
     The ranks 0 to `stages` - 1 compute the stages of replica 0, the next `stages` ranks compute those of replica 1, and
     so on. Each rank keeps the blocks of its stage, and trains them with a separate optimizer. Every batch is divided
-    into micro-batches, which the stages process concurrently. Gradients are those of the mean loss over the samples of
-    all replicas.
+    into micro-batches, which the stages process concurrently. Gradients are computed for the mean loss over the samples
+    of all replicas.
 
     All ranks must create the pipeline with the same model and arguments. Parameters and buffers are broadcast from rank
     0. The blocks of other stages are moved to the device "meta", and those of this stage are moved to the rank's
@@ -159,8 +159,8 @@ class Pipeline:
         All ranks of a replica pass the same batch: `inputs`, [samples, ...], and `targets`, a tensor [samples, ...] or
         a tuple, list or dictionary of such tensors. Batches may differ in shape, even between replicas. A batch is
         divided into micro-batches whose sizes differ by at most one sample; a batch with fewer samples than
-        `micro_batches` has fewer micro-batches. `loss_weight` is that of the ShardedLoader. The loss is float64 [], and
-        is the same on every rank.
+        `micro_batches` has fewer micro-batches. `loss_weight` is the attribute `loss_weight` of the ShardedLoader. The
+        loss is float64 [], and is the same on every rank.
 
         The first batch of each shape takes an additional forward pass, in which the stages exchange the shapes of their
         outputs. Raises DataError if the ranks of a replica then have different batches.
@@ -227,7 +227,7 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the complete model on every rank, on the CPU. All ranks call it.
 
-        Its keys are those of the model that was passed to `Pipeline`, so this model can load it in one process.
+        It has the keys of the model that was passed to `Pipeline`, so this model can load it in one process.
         """
         state = gather_model_state(self._backend, self._stages, self._module)
         return {name: state[name] for name in self._names}

@@ -26,8 +26,8 @@ class ShardedGradient(Tensor):
     """The mean gradient of a parameter. This rank stores the elements [start, stop) in storage order, in `local`.
 
     `local` is 1-D, and empty on ranks that own no shard. `added` is the gradient accumulated by backward passes on this
-    rank since the last reduction, or None. Norms are those of the complete gradient, so all ranks must compute them.
-    One allreduce computes the norms of all gradients of a model. `full_tensor()` returns the complete gradient.
+    rank since the last reduction, or None. Norms are computed for the complete gradient, so all ranks must compute
+    them. One allreduce computes the norms of all gradients of a model. `full_tensor()` returns the complete gradient.
     """
 
     local: Tensor
