@@ -162,7 +162,7 @@ class StepAligner:
         self, batches_here: Iterator[CountedBatch], repeated: Iterator[CountedBatch], skipped: int
     ) -> None:
         """Skip the batches that an interrupted run has already used, including repeated ones."""
-        # The restored RNG states are those after these batches, so loading the batches again must not advance the
+        # The restored RNG states were saved after these batches, so loading the batches again must not advance the
         # global generators.
         with IsolatedGenerators(0):
             fetched = self._fetch([None] * skipped, range(skipped), batches_here, keep=False)
