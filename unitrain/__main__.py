@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-# Python first searches the folder of a script, and this folder has modules with common names.
+# Python prepends the folder of a script to sys.path, and this folder contains modules with common names.
 if Path(sys.path[0]) == Path(__file__).parent:
     sys.path[0] = str(Path(__file__).parent.parent)
 

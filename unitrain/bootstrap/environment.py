@@ -1,8 +1,8 @@
 """Environment variables of this process: detection of the launcher and of this process's rank, and job settings.
 
 No other module reads or writes the environment. If launchers are nested, as in `srun torchrun`, the innermost one is
-used, because it started this process; `_LAUNCHERS` is in that order. Variables of outer launchers, such as Open MPI or
-Slurm, are ignored. `detect().evidence` lists the variables that were used.
+used, because it started this process; `_LAUNCHERS` lists inner launchers before outer ones. Variables of outer
+launchers, such as Open MPI or Slurm, are ignored. `detect().evidence` lists the variables that were used.
 """
 
 from __future__ import annotations

@@ -239,8 +239,9 @@ def raise_descriptor_limit(rank_info: RankInfo) -> None:
 def open_tcp_store(host: str, port: int, rank_info: RankInfo, timeout: timedelta, *, is_server: bool) -> TCPStore:
     """Return the store at an address, which this process serves if `is_server`. Does not wait for other ranks.
 
-    A served store listens on one address if `host` determines it (`network.listen`). Raises ConfigError if rank 0
-    cannot listen there, CollectiveTimeoutError if no store responds within the timeout.
+    A served store listens on one address, or on all interfaces if `host` does not determine the address; see
+    `network.listen`. Raises ConfigError if rank 0 cannot listen there, CollectiveTimeoutError if no store responds
+    within the timeout.
     """
     if not is_server:
         return _connect_to_store(host, port, rank_info, timeout)

@@ -2,12 +2,12 @@
 
 pipeline          `Pipeline`, the public class
 stages            torch's PipelineStage with micro-batches of different sizes
-stage_runs        the module of one stage, the interface of runs of its micro-batches, and the runs of a single stage
-scheduled_runs    runs of torch's schedules, and the exchange of shapes between stages
+stage_runs        the module of one stage, the interface that runs its micro-batches, and a single-stage implementation
+scheduled_runs    an implementation with torch's schedules, and the exchange of shapes between stages
 micro_batches     division of a batch, with weights such that the loss is the mean over the batch
 partition         division of blocks into stages that minimizes the maximum time or memory
 measurement       time and memory of each block
 replicas          the replicas of a pipeline as a communicator, for data and metrics
 complete_state    state dicts of the complete model and optimizer
-overrides         changes of a pipeline by `unitrain verify`
+overrides         changes that `unitrain verify` makes to a pipeline
 """
