@@ -20,9 +20,7 @@ from unitrain.errors import ConfigError
 
 @click.command()
 @click.argument("measured", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--train", type=click.Path(path_type=Path), metavar="FILE", help="Result of bench train that provides the model."
-)
+@click.option("--train", type=click.Path(path_type=Path), metavar="FILE", help="Result of bench train with the model.")
 @click.option("--parameters", type=click.FloatRange(min=1), help="Number of model parameters, such as 25.6e6.")
 @click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Step time on one rank.")
 @click.option(
@@ -32,7 +30,13 @@ from unitrain.errors import ConfigError
     show_default="two thirds",
     help="Fraction of the step time spent in the backward pass.",
 )
-@click.option("--bytes-per-parameter", type=click.FloatRange(min=0, min_open=True), default=4, show_default=True)
+@click.option(
+    "--bytes-per-parameter",
+    type=click.FloatRange(min=0, min_open=True),
+    default=4,
+    show_default=True,
+    help="Communicated bytes per parameter.",
+)
 @click.option("--bucket-bytes", metavar="SIZE", default="25MB", show_default=True, help="Gradient bucket size.")
 @click.option(
     "--latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Message latency, instead of MEASURED."
@@ -44,7 +48,13 @@ from unitrain.errors import ConfigError
     help="Bandwidth per rank, instead of MEASURED.",
 )
 @click.option("--algorithms", metavar="NAME,...", help="Allreduce algorithms. [default: ring; with --latency, all]")
-@click.option("--ranks", metavar="N,...", default="1,2,4,8,16,32,64,128,256,512,1024", show_default=True)
+@click.option(
+    "--ranks",
+    metavar="N,...",
+    default="1,2,4,8,16,32,64,128,256,512,1024",
+    show_default=True,
+    help="Numbers of ranks to predict.",
+)
 @click.option(
     "--ranks-per-host", type=click.IntRange(min=1), metavar="N", help="Ranks per host, for the hierarchical algorithm."
 )

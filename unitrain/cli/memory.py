@@ -24,7 +24,7 @@ _WARMUP_STEPS = 3
     default=2,
     show_default=True,
     metavar="N",
-    help="Number of ranks. Gradient buckets exist with two or more ranks.",
+    help="Number of ranks. A single rank has no gradient buckets.",
 )
 @click.option("--backend", metavar="NAME", help="ddp, horovod, local, or a plug-in. [default: ddp]")
 @click.option(

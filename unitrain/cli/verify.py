@@ -38,7 +38,7 @@ _TRAIN_FUNCTION = Path(__file__).parent.parent / "verify" / "train_function.py"
 @click.option(
     "--bits", is_flag=True, help="Compare all runs bit by bit. The script must set TrainConfig.logical_ranks."
 )
-@click.option("--cpu", is_flag=True, help="Hide the GPUs.")
+@click.option("--cpu", is_flag=True, help="Train on the CPU, even if there are GPUs.")
 @click.option(
     "--timeout-seconds",
     type=click.FloatRange(min=0, min_open=True),
