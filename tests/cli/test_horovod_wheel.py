@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from groups import nightly
 from horovod_machines import GPU_TORCH, create_plan, replace_fields
-from requirements import nightly
 
 from unitrain.cli.horovod import horovod
 from unitrain.errors import HorovodBuildError
