@@ -188,12 +188,17 @@ def test_messages_between_ranks_of_mpirun_equal_those_on_gloo(size: int) -> None
 
 def strided_and_empty_tensors(backend: Backend) -> list[Tensor]:
     wide, empty = torch.zeros(4, 2), torch.empty(0)
+    empty_column = torch.empty(0, 2)[:, 1]
+    assert empty_column.stride() == (2,)
     if backend.rank == 0:
         dist.send((torch.arange(8.0).view(4, 2))[:, 1], 1)
         dist.send(empty, 1)
+        dist.send(empty_column, 1)
     else:
         dist.recv(wide[:, 0], 0)
         dist.recv(empty, 0)
+        dist.recv(empty_column, 0)
+    dist.all_gather([torch.empty(0, 2)[:, 0] for _ in range(backend.size)], empty_column)
     return [wide]
 
 

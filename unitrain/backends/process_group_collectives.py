@@ -69,7 +69,9 @@ class ProcessGroupCollectives(Communicator):
         own = tensor.detach().reshape(tensor.shape or (1,))
         max_rows = max(rows)
         if checked.contents is not None:
-            gathered = checked.contents.view(tensor.dtype).reshape(self.size * max_rows, *row_shape)
+            # A view of the received rows would not be contiguous, and fused optimizers require contiguous state.
+            contents = checked.contents.view(tensor.dtype).clone(memory_format=torch.contiguous_format)
+            gathered = contents.view(self.size * max_rows, *row_shape)
         elif (exchange := self._direct_connections(own, sum(rows) * math.prod(row_shape), gathers=True)) is not None:
             with self._monitor.waiting():
                 return gather_directly(own, rows, self.rank, exchange)

@@ -26,9 +26,10 @@ def flatten(tensor: Tensor) -> Tensor:
 def has_unit_stride(elements: Tensor) -> bool:
     """Return whether contiguous `elements`, [n], can be viewed as another dtype.
 
-    torch regards a single element as contiguous at any stride, but can view it as bytes only at stride 1.
+    torch regards an empty tensor and a single element as contiguous at any stride, but can view them as bytes only at
+    stride 1.
     """
-    return elements.numel() != 1 or elements.stride(0) == 1
+    return elements.stride(0) == 1
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -218,6 +218,17 @@ def collectives_accept_a_column_of_a_single_row(backend: Backend) -> None:
 
 
 @contract
+def allgather_of_one_row_returns_a_contiguous_tensor(backend: Backend) -> None:
+    """Each rank has one row. A fused optimizer reads the memory of its state as if it were contiguous."""
+    for shape in ((), (1,), (1, 3), (1, 2, 2)):
+        inputs = [torch.full(shape, rank + 1.0) for rank in range(backend.size)]
+        gathered = backend.allgather(inputs[backend.rank])
+        assert torch.equal(gathered, torch.cat([one.reshape(shape or (1,)) for one in inputs]))
+        assert gathered.is_contiguous(), (shape, gathered.stride())
+        assert gathered.untyped_storage().nbytes() == gathered.nbytes, shape
+
+
+@contract
 def collectives_accept_negative_views(backend: Backend) -> None:
     inputs = [torch.complex(torch.ones(1, 2), torch.full((1, 2), float(rank))) for rank in range(backend.size)]
     plain = [-number.imag[:, :1] for number in inputs]

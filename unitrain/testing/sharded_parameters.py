@@ -186,6 +186,40 @@ def blocks_with_a_minimum_number_of_parameters_train_as_plain_torch(backend: Bac
 
 
 @contract
+def blocks_that_share_modules_train_as_plain_torch(backend: Backend) -> None:
+    """Share a module of two layers, which are then not blocks, and repeat one layer."""
+
+    def build(module: str) -> nn.Module:
+        model = build_model()
+        layers: Any = model.layers
+        if module:
+            setattr(layers[1], module, getattr(layers[0], module))
+        else:
+            layers[1] = layers[0]
+        return model
+
+    for module, blocks, expected in (
+        ("up", (), []),
+        ("up", 50, ["layers.0.attention", "layers.1.attention"]),
+        ("attention", 50, ["layers.0.attention"]),
+        ("", ("_Layer",), ["layers.0"]),
+    ):
+        model, twin = build(module), build(module)
+        assert list(choose_blocks(model, blocks)) == expected, (module, blocks)
+        wrapped, optimizer = distribute(backend, model, blocks=blocks)
+        twin_optimizer = adam(twin.parameters())
+        for step in range(2):
+            for one, ranks, each in (
+                (wrapped, [backend.rank], optimizer),
+                (twin, _everyone(backend), twin_optimizer),
+            ):
+                each.zero_grad()
+                model_loss(one, ranks, step).backward()
+                each.step()
+        _assert_same(backend, wrapped, twin)
+
+
+@contract
 def norms_of_sharded_parameters_are_those_of_complete_gradients(backend: Backend) -> None:
     """Compute norms of several orders and clip by them. The last rank holds no row of the second layer."""
 

@@ -81,11 +81,7 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
     else:
         found = find_blocks(model, blocks, _SETTING) if blocks else find_repeated_blocks(model)
     found.pop("", None)  # the model itself is always a block
-    owners: dict[int, set[str]] = {}
-    for name, module in model.named_modules():
-        block = next((block for block in found if name == block or name.startswith(f"{block}.")), "")
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(block)
+    owners = _parameter_owners(model, found)
     for name, parameter in model.named_parameters():
         sharing = owners[id(parameter)]
         if len(sharing) > 1 and is_by_class:
@@ -98,6 +94,27 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
         for block in sharing if len(sharing) > 1 else ():
             found.pop(block, None)
     return {name: module for name, module in found.items() if any(True for _ in module.parameters())}
+
+
+def _parameter_owners(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, set[str]]:
+    """Return the names of the `blocks` that contain each parameter, by its id. The name is "" for other modules.
+
+    A module may occur at several places of the model, inside and outside of blocks.
+    """
+    owners: dict[int, set[str]] = {}
+    for name, block in blocks.items():
+        for parameter in block.parameters():
+            owners.setdefault(id(parameter), set()).add(name)
+    visited = {id(block) for block in blocks.values()}
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        if id(module) not in visited:
+            visited.add(id(module))
+            modules += module.children()
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), set()).add("")
+    return owners
 
 
 def _check_any_block(model: nn.Module, elements: int, found: dict[str, nn.Module]) -> None:
@@ -132,6 +149,11 @@ def _check_parameters(model: nn.Module) -> None:
             raise ModelError(
                 f"Parameter {name!r} has 0 dimensions, so it cannot be sharded. Create it with one dimension: "
                 f"nn.Parameter(torch.tensor([1.0])), {_ALTERNATIVE}."
+            )
+        if parameter.numel() == 0:
+            raise ModelError(
+                f"Parameter {name!r} of shape {list(parameter.shape)} has no elements, so it cannot be sharded. Remove "
+                f"it, {_ALTERNATIVE}."
             )
         if not parameter.is_contiguous():
             raise ModelError(
