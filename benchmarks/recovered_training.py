@@ -1,0 +1,58 @@
+"""Training script of `recovery.py`: python recovered_training.py FOLDER STEPS_PER_CHECKPOINT STEPS_IN_MEMORY.
+
+Each rank appends a line to FOLDER/steps-RANK.txt after each step: the step, its process ID and the monotonic time. The
+run keeps the state of every STEPS_IN_MEMORY-th step in memory; 0 keeps none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unitrain
+
+WIDTH, BATCH, SAMPLES = 512, 32, 100_000
+
+
+class StepLog(unitrain.Callback):
+    """Writes a line per step."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = (folder / f"steps-{rank}.txt").open("a", buffering=1)
+
+    def on_step_end(self, trainer: unitrain.Trainer) -> None:
+        self._file.write(f"{trainer.progress.step} {os.getpid()} {time.monotonic()}\n")
+
+
+def main(folder: Path, on_disk: int, in_memory: int) -> None:
+    """Train until the process is killed."""
+    with unitrain.init(device="cpu") as backend:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+        model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+        data = TensorDataset(torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, 1))
+        config = unitrain.TrainConfig(
+            max_epochs=1000,
+            batch_size=BATCH,
+            output_dir=folder / "run",
+            resume=True,
+            checkpoint_every_steps=on_disk,
+            memory_checkpoint_every_steps=in_memory or None,
+            progress="off",
+        )
+        callbacks = [StepLog(folder, backend.rank)]
+        trainer = unitrain.Trainer(
+            model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks
+        )
+        trainer.fit(data)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
