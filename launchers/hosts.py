@@ -81,7 +81,7 @@ def check_distinct(hosts: tuple[Host, ...], resolve: Callable[[str], str] = sock
     for host in hosts:
         try:
             address = resolve(host.name)
-        except OSError:
+        except (OSError, UnicodeError):  # UnicodeError: a part of the name is longer than 63 characters
             continue  # possibly an alias in ~/.ssh/config
         if address in names:
             raise LaunchError(
@@ -101,7 +101,7 @@ def is_this_host(host: Host) -> bool:
         family, kind, protocol, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)  # succeeds only for an address of this machine
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a part of the name is longer than 63 characters
         return False
     return True
 

@@ -276,6 +276,30 @@ def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:
     assert "unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time" in output, output
 
 
+STOPPED = """\
+import os, sys, time, torch, unitrain
+
+with unitrain.init(device="cpu", timeout_seconds=6) as backend:
+    for number in range(8):
+        if backend.rank == 0 and number == 5:
+            os.kill(os.getpid(), 19)
+        backend.allreduce(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+def test_stopped_rank_0_ends_the_other_ranks(backend: str, tmp_path: Path) -> None:
+    """The process of rank 0 serves the store, which does not respond while the process is stopped."""
+    script = tmp_path / "train.py"
+    script.write_text(STOPPED)
+    with running_ranks(script, backend, 3) as processes:
+        outputs = [process.communicate(timeout=70)[0] for process in processes[1:]]
+    assert [process.returncode for process in processes[1:]] == [1, 1], outputs
+    for output in outputs:
+        assert "unitrain: rank 0 failed first: it does not respond: its process is stopped" in output, output
+        assert "Missing ranks: 0, which does not respond" in output, output
+
+
 @pytest.mark.parametrize(("ranks", "named"), [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([1, 3], "ranks 1, 3")])
 def test_consecutive_ranks_are_shown_as_ranges(ranks: list[int], named: str) -> None:
     assert format_ranks(ranks) == named

@@ -20,7 +20,7 @@ from fake_programs import write_program
 from unitrain import launchers
 from unitrain.launchers import Command, Host, LaunchError, LaunchSpec, agents, build, parse_hosts
 from unitrain.launchers.agents import read_plan
-from unitrain.launchers.hosts import check_distinct
+from unitrain.launchers.hosts import check_distinct, is_this_host
 from unitrain.launchers.torchrun import commands_per_host
 
 TORCHRUN = (sys.executable, "-P", "-m", "unitrain.bootstrap.torchrun")
@@ -428,3 +428,10 @@ def test_entry_point_adds_a_launcher_but_does_not_replace_one(tmp_path: Path, mo
         "Launcher 'broken' cannot be loaded: No module named 'a_library_nobody_has'. Install the requirements of the "
         "package that provides 'a_library_nobody_has:build', or choose another launcher with --launcher."
     )
+
+
+def test_host_name_with_a_part_of_more_than_63_characters() -> None:
+    """Python's resolver raises UnicodeError for such a name."""
+    name = "a" * 64
+    assert not is_this_host(Host(name, 1))
+    check_distinct((Host(name, 1), Host("localhost", 1)))

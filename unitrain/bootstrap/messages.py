@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from unitrain.bootstrap.authentication import seal, unseal
+from unitrain.bootstrap.responsive_store import ResponsiveStore
 from unitrain.errors import AuthenticationError
 
 
@@ -18,7 +19,7 @@ class MessageStore:
     program can change them.
     """
 
-    def __init__(self, store: dist.Store, namespace: str, counters: Iterable[str] = ()) -> None:
+    def __init__(self, store: dist.Store | ResponsiveStore, namespace: str, counters: Iterable[str] = ()) -> None:
         self._store, self._namespace, self._counters = store, namespace, frozenset(counters)
 
     def set(self, key: str, text: str) -> None:

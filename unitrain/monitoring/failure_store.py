@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from unitrain.bootstrap.messages import MessageStore
+from unitrain.bootstrap.responsive_store import ResponsiveStore
 from unitrain.monitoring.rank_status import Failure, RankStatus
 
 _REQUESTS, _FAILURE, _SHUTDOWN, _PROCESS = "requests", "failure", "shutdown", "process"
@@ -39,13 +40,20 @@ class FailureStore:
     """Access to the reports of all ranks for one thread. Each thread needs a separate object.
 
     Each object has a separate connection to the store, because waiting for a response blocks other users of a
-    connection. Every method raises dist.DistError if rank 0's process, which serves the store, has exited.
+    connection. Every method raises dist.DistError if rank 0's process, which serves the store, has exited, or does not
+    respond within `limit_seconds`.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, limit_seconds: float) -> None:
         self._rank = rank
-        self.messages = MessageStore(dist.PrefixStore("failures", store).clone(), "failures", counters=[_REQUESTS])
+        self._responsive_store = ResponsiveStore(dist.PrefixStore("failures", store).clone(), limit_seconds)
+        self.messages = MessageStore(self._responsive_store, "failures", counters=[_REQUESTS])
         self._num_answered = 0
+
+    @property
+    def is_responding(self) -> bool:
+        """Return whether no request has exceeded the limit, or the late response has arrived."""
+        return self._responsive_store.is_responding
 
     def report_failure(self, failure: Failure, reporter: str) -> tuple[Failure, str]:
         """Report `failure`, unless a failure has already been reported. Return the first failure and its reporter.

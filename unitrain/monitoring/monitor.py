@@ -13,6 +13,7 @@ from functools import partial
 import torch.distributed as dist
 
 from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.bootstrap.responsive_store import StoreNotRespondingError, call_with_limit
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.monitoring import supervisor_client
 from unitrain.monitoring.deadlines import Deadline
@@ -29,6 +30,8 @@ from unitrain.monitoring.watchdog import Watchdog
 
 # Ranks reach the timeout at slightly different times, so each rank waits this long for the other ranks' reports.
 _LATE_RANKS_TIMEOUT = timedelta(seconds=2)
+# Additional time for the responses of the store.
+_STORE_LIMIT_SECONDS = 10.0
 # When a thread blocks, its core may sleep, and waking it up takes longer than a small collective: polling reduces the
 # time of a 1 KB exchange between two ranks from 0.9 ms to 0.3 ms. Longer waits block, to free the core.
 _POLL_SECONDS = 0.005
@@ -153,8 +156,14 @@ class FailureMonitor:
         key = f"stuck/{self._recorder.latest_key if phase is None else phase.key}"
         headline = f"{operation} timed out after {seconds:g} s on rank {rank}"
         try:
-            self._rendezvous.post(key)
-            missing = self._rendezvous.missing_ranks(key, _LATE_RANKS_TIMEOUT)
+            missing = call_with_limit(
+                partial(self._post_and_find_missing, key), _LATE_RANKS_TIMEOUT.total_seconds() + _STORE_LIMIT_SECONDS
+            )
+        except StoreNotRespondingError:
+            return (
+                f"{headline}. Missing ranks: 0, which does not respond: its process is stopped, or its host is "
+                "unreachable. Check that host and its network connection, then restart the job."
+            )
         except RuntimeError:  # rank 0's process, which serves the store, has exited
             return f"{headline}: the process of rank 0 has exited. See the first error that rank 0 logged."
         statuses: dict[int, RankStatus] = {}
@@ -171,6 +180,10 @@ class FailureMonitor:
             *describe_differences({rank: self._recorder.records(), **records}),
         ]
         return "\n".join(lines)
+
+    def _post_and_find_missing(self, key: str) -> list[int]:
+        self._rendezvous.post(key)
+        return self._rendezvous.missing_ranks(key, _LATE_RANKS_TIMEOUT)
 
 
 def _poll(work: dist.Work) -> None:

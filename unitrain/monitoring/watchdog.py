@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.bootstrap.responsive_store import StoreNotRespondingError
 from unitrain.errors import CollectiveTimeoutError, DataError, ModelError
 from unitrain.monitoring.deadlines import DataDeadline, Deadline, Deadlines, ShutdownWaitDetector
 from unitrain.monitoring.failure_store import FailureStore, RankProcess, Shutdown
@@ -46,6 +47,8 @@ _LAST_CHECKPOINT_SECONDS = 60.0
 _FAILURE_REPORT_SECONDS = 4 * _PERIOD_SECONDS
 # A deadline expires this long after the timeout of the main thread's own wait.
 _DEADLINE_MARGIN_SECONDS = 5.0
+# Limits for a response of the store. While the watchdog thread waits for one, it does not check deadlines.
+_POLL_LIMIT_SECONDS, _STORE_LIMIT_SECONDS = 2.0, 10.0
 _PROCESS_ENDED = "its process was killed or crashed"
 _SHUTDOWN_TOO_EARLY = "it shut down while other ranks still waited for it"
 # Transport errors after the loss of a peer, which are consequences of another rank's failure.
@@ -63,8 +66,8 @@ class Watchdog:
     def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, loop_counters: LoopCounters) -> None:
         self._rank, self._size = rendezvous.rank_info.rank, rendezvous.rank_info.size
         self._flight_recorder, self._loop_counters = flight_recorder, loop_counters
-        self._thread_store = FailureStore(rendezvous.store, self._rank)  # used by the watchdog thread
-        self._store = FailureStore(rendezvous.store, self._rank)  # used by all other threads
+        self._thread_store = FailureStore(rendezvous.store, self._rank, _POLL_LIMIT_SECONDS)  # of this thread
+        self._store = FailureStore(rendezvous.store, self._rank, _STORE_LIMIT_SECONDS)  # used by all other threads
         self._deadlines = Deadlines(rendezvous.timeout.total_seconds() + _DEADLINE_MARGIN_SECONDS)
         self._timeout_seconds = rendezvous.timeout.total_seconds()
         self._data_deadline = DataDeadline(self._timeout_seconds + _DEADLINE_MARGIN_SECONDS)
@@ -79,7 +82,8 @@ class Watchdog:
         self._reporter: threading.Thread | None = None
         self._original_excepthook, sys.excepthook = sys.excepthook, self._excepthook
         atexit.register(self._report_exit)
-        self._store.publish_process(RankProcess(_process_namespace(), self._pid))
+        with contextlib.suppress(dist.DistError):  # it only serves to resume stopped processes
+            self._store.publish_process(RankProcess(_process_namespace(), self._pid))
         self._thread = threading.Thread(target=self._run, name="unitrain watchdog", daemon=True)
         self._liveness = LivenessCheck(rendezvous, self._on_process_ended)
         self._liveness.start()
@@ -143,7 +147,7 @@ class Watchdog:
         if _is_peer_lost(error):
             self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # a peer has failed first
         if _is_consequence(error):
-            failure = self._early_shutdown() or self._missing_rank() or failure
+            failure = self._early_shutdown() or self._missing_rank() or self._unresponsive_store() or failure
         self._stop_event.set()
         if self._publish_failure(failure):
             self._has_reported = True
@@ -211,6 +215,12 @@ class Watchdog:
                 error = f"it did not join {self._flight_recorder.latest_operation} of rank {self._rank} in time"
                 return Failure(rank, error + (f", and {status}" if status.activity is Activity.NO_RESPONSE else ""))
         return None
+
+    def _unresponsive_store(self) -> Failure | None:
+        """Return the failure of rank 0 if its process, which serves the store, does not respond."""
+        if (self._store.is_responding and self._thread_store.is_responding) or self._rank == 0:
+            return None
+        return Failure(0, "it does not respond: its process is stopped, or its host is unreachable")
 
     def _publish_failure(self, failure: Failure) -> bool:
         """Report `failure` to all ranks unless an earlier one is known. Return whether this call reported it.
@@ -288,6 +298,8 @@ class Watchdog:
                     self._publish_status(self._thread_store)
                     self._terminate_process()
                     return
+            except StoreNotRespondingError:
+                pass  # rank 0 may respond again; until then, check the deadlines only
             except dist.DistError:
                 # Rank 0's process has exited. Operations that require this process raise an error; others continue.
                 store_is_reachable = False

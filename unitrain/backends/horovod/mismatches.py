@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from unitrain.bootstrap.responsive_store import ResponsiveStore, call_with_limit
 from unitrain.errors import CollectiveMismatchError
 
 _MAX_REPORTED = 16  # pending operations; the oldest one decides
+_STORE_LIMIT_SECONDS = 2.0  # for a response of the store, so that a stopped rank 0 does not delay the timeout
 
 
 class Operation(NamedTuple):
@@ -40,7 +42,7 @@ class MismatchDetector:
 
     def __init__(self, store: dist.Store, rank: int, pending: Callable[[], Sequence[Operation]]) -> None:
         self._group_store, self._generation = store, 0
-        self._store: dist.Store | None = None
+        self._store: ResponsiveStore | None = None
         self._rank, self._pending = rank, pending
         self._suspected: tuple[Operation, Operation] | None = None
 
@@ -55,11 +57,13 @@ class MismatchDetector:
         Call it every few seconds while the oldest operation is pending. A mismatch is returned only if two consecutive
         calls find it, because an operation can complete between the reports of two ranks.
         """
-        with contextlib.suppress(RuntimeError):  # rank 0 has exited; the watchdog reports this failure
+        with contextlib.suppress(RuntimeError):  # rank 0 has exited or does not respond; the watchdog reports this
             if self._store is None:
                 # This is a second connection, because a store serves one call at a time, and another thread may be
                 # waiting in a call.
-                self._store = dist.PrefixStore(f"mismatches.{self._generation}", self._group_store.clone())
+                clone = call_with_limit(self._group_store.clone, _STORE_LIMIT_SECONDS)
+                prefix = f"mismatches.{self._generation}"
+                self._store = ResponsiveStore(dist.PrefixStore(prefix, clone), _STORE_LIMIT_SECONDS)
             if self._store.check(["error"]):
                 return CollectiveMismatchError(self._store.get("error").decode())
             own = self._pending()[:_MAX_REPORTED]

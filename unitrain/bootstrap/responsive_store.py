@@ -1,0 +1,122 @@
+"""Store requests with a time limit.
+
+torch's TCPStore has no time limit for responses. If the process that serves it is stopped (SIGSTOP, a frozen container)
+or its host loses the network connection, a request blocks forever, and cannot be interrupted.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+_ResultT = TypeVar("_ResultT")
+_Requests = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+
+class StoreNotRespondingError(dist.DistNetworkError):
+    """The process that serves the store is stopped, or its host is unreachable."""
+
+
+class ResponsiveStore:
+    """A connection to a store whose requests raise StoreNotRespondingError after `limit_seconds`.
+
+    A daemon thread sends the requests. While it waits for the response to an earlier request, further requests also
+    raise the error. After a late response, requests succeed again. `get` must only be called for existing keys.
+    """
+
+    def __init__(self, store: dist.Store, limit_seconds: float) -> None:
+        self._store, self._limit_seconds = store, limit_seconds
+        self._requests: _Requests = queue.SimpleQueue()
+        self._mutex = threading.Lock()  # one request at a time
+        self._timed_out: Future[Any] | None = None  # the latest request that exceeded the limit
+        threading.Thread(target=_answer, args=(self._requests,), name="unitrain store", daemon=True).start()
+        weakref.finalize(self, self._requests.put, None).atexit = False  # ends the thread
+
+    @property
+    def is_responding(self) -> bool:
+        """Return whether no request has exceeded the limit, or the late response has arrived."""
+        return self._timed_out is None or self._timed_out.done()
+
+    def set(self, key: str, value: str) -> None:
+        """See torch.distributed.Store."""
+        self._call(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """See torch.distributed.Store."""
+        return self._call(lambda: self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        """See torch.distributed.Store."""
+        return self._call(lambda: self._store.check(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """See torch.distributed.Store."""
+        return self._call(lambda: self._store.compare_set(key, expected, desired))
+
+    def append(self, key: str, value: str) -> None:
+        """See torch.distributed.Store."""
+        self._call(lambda: self._store.append(key, value))  # type: ignore[attr-defined]  # missing in torch's stubs
+
+    def add(self, key: str, number: int) -> int:
+        """See torch.distributed.Store."""
+        return self._call(lambda: self._store.add(key, number))
+
+    def _call(self, request: Callable[[], _ResultT]) -> _ResultT:
+        with self._mutex:
+            if not self.is_responding:
+                raise self._error()
+            result: Future[_ResultT] = Future()
+            self._requests.put((request, result))
+            try:
+                return result.result(self._limit_seconds)
+            except TimeoutError:
+                if result.done():  # the request itself raised a TimeoutError, or was completed in the meantime
+                    return result.result()
+                self._timed_out = result
+                raise self._error() from None
+
+    def _error(self) -> StoreNotRespondingError:
+        return StoreNotRespondingError(
+            f"The rendezvous store has not responded for {self._limit_seconds:g} s: the process of rank 0 is stopped, "
+            "or its host is unreachable."
+        )
+
+
+def _answer(requests: _Requests) -> None:
+    while (request := requests.get()) is not None:
+        function, result = request
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+        del request, function, result
+
+
+def call_with_limit(function: Callable[[], _ResultT], limit_seconds: float) -> _ResultT:
+    """Return `function()`, which uses a store. Raises StoreNotRespondingError if it does not return within
+    `limit_seconds`; the call then remains blocked in another thread.
+    """
+    result: Future[_ResultT] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="unitrain store", daemon=True).start()
+    try:
+        return result.result(limit_seconds)
+    except TimeoutError:
+        if result.done():
+            return result.result()
+        raise StoreNotRespondingError(
+            f"The rendezvous store has not responded within {limit_seconds:g} s: the process of rank 0 is stopped, or "
+            "its host is unreachable."
+        ) from None
