@@ -47,7 +47,7 @@ class MessageStore:
 
     def append(self, key: str, line: str) -> None:
         """Append a line to the value of `key`."""
-        self._store.append(key, self._seal(key, line) + "\n")  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._store.append(key, self._seal(key, line) + "\n")  # type: ignore[union-attr]  # missing in torch's stubs
 
     def lines(self, key: str) -> list[str]:
         """Return the lines that ranks have appended to `key`. Lines of other programs are ignored."""
