@@ -62,7 +62,11 @@ class Evaluation:
 
         def evaluate_shard() -> None:
             self._metrics.reset()
+            position = shard.seeded_position or 0
             for batch, samples in self._batches(shard, shard):
+                if position in shard.part_starts:
+                    self._metrics.begin_part()
+                position += samples
                 with self._precision.autocast():
                     output, target = self._forward(self._model, batch)
                     loss = read_loss(self._loss_fn(output, target))

@@ -6,21 +6,20 @@ compared with those of one process.
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torchmetrics
 from groups import nightly
-from torch import Tensor, nn
+from logical_ranks_training import BATCH, LOGICAL_RANKS, STEPS, VARIANTS, Digests, Network, Noisy, build, digest, train
+from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import unitrain
 from unitrain import TrainConfig, Trainer
@@ -30,128 +29,7 @@ from unitrain.errors import CheckpointError, ConfigError, DataError, ModelError
 from unitrain.testing import RankGroup
 from unitrain.testing.cases import raises
 
-LOGICAL_RANKS, BATCH, SAMPLES, STEPS = 4, 3, 62, 9
 GROUPS = [("ddp", 2), ("ddp", 3), ("horovod", 3), *nightly(("ddp", 1), ("horovod", 1), ("horovod", 2))]
-Digests = dict[str, Any]
-
-
-class Noisy(Dataset[Any]):
-    """Samples with augmentation by the generators of torch and numpy."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(2)
-        self.inputs = torch.randn(SAMPLES, 1, 6, 6, generator=generator)
-        self.targets = torch.randint(0, 4, (SAMPLES,), generator=generator)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = 0.1 * torch.randn(1, 6, 6) + float(np.random.rand())
-        return self.inputs[index] + noise, self.targets[index]
-
-
-class Network(nn.Module):
-    """A network with BatchNorm, dropout, a buffer that each forward pass reads and writes, and, if `has_branches`, two
-    branches of which random numbers choose one."""
-
-    def __init__(self, *, has_branches: bool = False) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.3)
-        )
-        self.heads = nn.ModuleList(nn.Linear(16, 4) for _ in range(2 if has_branches else 1))
-        self.register_buffer("center", torch.zeros(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.body(x)
-        output: Tensor = self.heads[int(torch.randint(len(self.heads), ()))](hidden - self.center)
-        if self.training:
-            self.center = 0.9 * self.center + 0.1 * hidden.detach().mean(0)
-        return output
-
-
-def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over the targets other than 3, and their number."""
-    return cross_entropy(output, target, ignore_index=3, reduction="sum"), (target != 3).sum()
-
-
-def spiked(output: Tensor, target: Tensor) -> Tensor:
-    """Return a loss that is 1e12 times as large for some batches."""
-    return cross_entropy(output, target) * (1e12 if int(target[0]) == 2 else 1.0)
-
-
-def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    return (output.argmax(1) == target).float()
-
-
-class Draw(unitrain.Callback):
-    """Draws a random number after each step."""
-
-    def __init__(self) -> None:
-        self.draws: list[float] = []
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.draws.append(float(torch.rand(())))
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulate": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
-    "workers": {"num_workers": 2},
-    "tokens": {"gradient_accumulation_steps": 2},
-    "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16"},
-    "spike": {},
-    "unused": {"find_unused_parameters": True},
-    "sampler": {"batch_size": None},
-}
-
-
-def build(variant: str) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
-    """Return the model, the optimizer, the loss function and the data of a variant."""
-    torch.manual_seed(1)
-    model = Network(has_branches=variant == "unused")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    data: Any = Noisy()
-    if variant == "sampler":
-        sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1).tolist(), SAMPLES)
-        data = DataLoader(data, BATCH, sampler=sampler, collate_fn=lambda items: default_collate(items))
-    return model, optimizer, {"tokens": summed, "spike": spiked}.get(variant, cross_entropy), data
-
-
-def train(backend: Backend, variant: str, **settings: Any) -> Digests:
-    """Train with the Trainer, and return the digests of all results."""
-    model, optimizer, loss_fn, data = build(variant)
-    settings = {"max_steps": STEPS, "batch_size": BATCH, **VARIANTS[variant], **settings}
-    config = TrainConfig(
-        logical_ranks=LOGICAL_RANKS, ema_decay=0.9, log_every_n_steps=2, seed=3, progress="off", **settings
-    )
-    draw = Draw()
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    trainer = Trainer(
-        model, optimizer, loss_fn, backend=backend, config=config, metrics={"accuracy": accuracy}, callbacks=[draw],
-        scheduler=scheduler,
-    )  # fmt: skip
-    results = trainer.fit(data, TensorDataset(Noisy().inputs, Noisy().targets))
-    unitrain.broadcast_buffers(model, backend)
-    average = trainer.averaged_model
-    assert average is not None
-    outputs = trainer.predict(TensorDataset(Noisy().inputs, Noisy().targets))
-    return {
-        "parameters": digest(*model.parameters()),
-        "buffers": digest(*model.buffers()),
-        "state": digest(*(value for state in optimizer.state.values() for value in state.values())),
-        "average": digest(*average.parameters(), *average.buffers()),
-        "outputs": digest(outputs),
-        "draws": draw.draws[-1],
-        **{name: value.hex() for name, value in results.items()},
-    }
-
-
-def digest(*tensors: Tensor) -> str:
-    content = b"".join(tensor.detach().double().numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def train_in_own_loop(backend: Backend) -> Digests:
@@ -233,6 +111,30 @@ def _resume(backend: Backend, settings: dict[str, Any]) -> Digests:
     return train(backend, "accumulate", **settings)
 
 
+def resume_with_another_number_of_threads(backend: Backend, folder: str) -> list[str]:
+    """Return the warnings about the preconditions."""
+    records: list[logging.LogRecord] = []
+    handler, logger, threads = logging.Handler(), logging.getLogger("unitrain"), torch.get_num_threads()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        for max_steps, num_threads in ((2, 1), (3, 2), (4, 2)):
+            torch.set_num_threads(num_threads)
+            train(backend, "plain", output_dir=folder, resume=True, max_steps=max_steps)
+    finally:
+        logger.removeHandler(handler)
+        torch.set_num_threads(threads)
+    return [text for record in records if "was computed with" in (text := record.getMessage())]
+
+
+def test_a_resumed_run_reports_changed_preconditions(group: RankGroup, tmp_path: Path) -> None:
+    """The checkpoint contains the properties of the process, and only the run that changes one reports it."""
+    warnings, *others = group.run(resume_with_another_number_of_threads, str(tmp_path / "run"))
+    (warning,) = warnings
+    assert "was computed with threads=1, but this process has threads=2" in warning
+    assert not any(others)
+
+
 def check_errors(backend: Backend, folder: str) -> None:
     """Assert that unsupported combinations raise errors that name the setting, on every rank."""
     model, optimizer, _, data = build("plain")
@@ -265,12 +167,6 @@ def check_errors(backend: Backend, folder: str) -> None:
         backend.distributed_model(unitrain.sync_batch_norm(Network(), backend), logical_ranks=LOGICAL_RANKS)
     with pytest.raises(ConfigError, match="Pipelines do not support logical ranks"):
         unitrain.ShardedLoader(data, Replicas(backend, 1), batch_size=2, logical_ranks=LOGICAL_RANKS)
-    metrics = {"accuracy": torchmetrics.classification.MulticlassAccuracy(4)}
-    with pytest.raises(ConfigError, match="Metric 'accuracy' is a torchmetrics object"):
-        Trainer(
-            model, optimizer, cross_entropy, backend=backend, metrics=metrics,
-            config=TrainConfig(max_steps=1, batch_size=BATCH, logical_ranks=LOGICAL_RANKS),
-        )  # fmt: skip
     with pytest.raises(ConfigError, match="sync_batch_norm=True is not supported with logical_ranks"):
         TrainConfig(max_steps=1, logical_ranks=LOGICAL_RANKS, sync_batch_norm=True)
     with pytest.raises(DataError, match="a collate_fn must keep all samples"):

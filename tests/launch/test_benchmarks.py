@@ -201,6 +201,17 @@ def test_memory_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_logical_ranks_benchmark_writes_its_table(tmp_path: Path) -> None:
+    shown = run("logical_ranks.py", "--model", "trial", "--rounds", "2", "--output", tmp_path)
+    table = (tmp_path / "logical_ranks.md").read_text()
+    assert table.strip() in shown
+    for way in ("a logical rank per process", "2 logical ranks per process"):
+        assert re.search(rf"^\| {way} \| {RATIO} \| {RATIO} \|$", table, re.M)
+    kept = json.loads((tmp_path / "logical_ranks.json").read_text())["seconds_per_step"]
+    assert all(len(rounds) == 2 for ways in kept.values() for rounds in ways["trial"].values())
+
+
+@pytest.mark.nightly
 def test_groups_benchmark_writes_its_table(tmp_path: Path) -> None:
     shown = run("groups.py", "--ranks", "3", "--rounds", "2", "--output", tmp_path)
     table = (tmp_path / "groups.md").read_text()

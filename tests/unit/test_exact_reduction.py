@@ -59,7 +59,6 @@ def reduce(
             [f"p{number}" for number in range(len(likes))],
             [like.detach().clone().requires_grad_() for like in likes],
             logical_ranks=count,
-            is_first=process == 0,
             bucket_bytes=100_000,
             start_allreduce=processes.start(process) if size > 1 else None,
             allows_unused=allows_unused,
@@ -91,15 +90,28 @@ def exact_mean(values: Sequence[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 24])
-def test_mean_is_within_one_rounding_of_the_exact_mean(count: int) -> None:
-    terms = random_terms(count)
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 24), (torch.float64, 53)])
+def test_mean_is_within_a_few_roundings_of_the_exact_mean(count: int, dtype: torch.dtype, bits: int) -> None:
+    terms = random_terms(count, dtype)
     (means,) = reduce(terms)
+    quantum = 2.0 ** (math.ceil(math.log2(count)) - (30 if dtype == torch.float32 else 62))
     for number, mean in enumerate(means):
         expected = exact_mean([term[number] for term in terms])
         assert mean is not None
-        assert mean.dtype == torch.float32
+        assert mean.dtype == dtype
         largest = max((float(term[number].abs().max()) for term in terms if term[number].numel()), default=0.0)
-        assert ((mean.double() - expected).abs() <= expected.abs() * 2**-24 + largest * 2**-40).all()
+        assert ((mean.double() - expected).abs() <= expected.abs() * 2.0 ** (2 - bits) + largest * quantum).all()
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 24, 100])
+def test_mean_is_about_as_close_to_the_exact_mean_as_an_ordinary_sum(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    terms: list[Term] = [[torch.randn(20_000, generator=generator)] for _ in range(count)]
+    expected = exact_mean([term[0] for term in terms])
+    ordinary = sum(term[0] for term in terms) / count
+    ((mean,),) = reduce(terms)
+    errors = [float((found.double() - expected).square().mean().sqrt()) for found in (mean, ordinary)]
+    assert errors[0] < 2 * errors[1]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -117,6 +129,69 @@ def test_ordinary_sums_depend_on_the_order() -> None:
     terms = random_terms(5)
     sums = {tuple(sum(term[0] for term in order).flatten().tolist()) for order in itertools.permutations(terms)}
     assert len(sums) > 1
+
+
+def reduce_in_backward(terms: Sequence[Term], process: int, processes: Processes, size: int) -> tuple[int, list[bool]]:
+    """Reduce the terms twice, in the second step with gradients added in an order that differs between processes.
+    Return the number of operations started before `finish`, and whether the results of both steps are equal."""
+    started = 0
+    start = processes.start(process)
+
+    def counting_start(tensor: Tensor, op: str) -> Callable[[], None]:
+        nonlocal started
+        started += 1
+        return start(tensor, op)
+
+    reduction = ExactReduction(
+        [f"p{number}" for number in range(len(SHAPES))],
+        [torch.zeros(shape, requires_grad=True) for shape in SHAPES],
+        logical_ranks=len(terms),
+        bucket_bytes=60_000,
+        start_allreduce=counting_start,
+        allows_unused=False,
+    )
+    own = [terms[rank] for rank in local_logical_ranks(len(terms), process, size)]
+    first = reduction.mean([[one.clone() for one in term] for term in own], is_complete=True)
+    *complete, last = [[one.clone() for one in term] for term in own]
+    reduction.begin(complete, is_complete=True)
+    before = started
+    for number in torch.randperm(len(SHAPES), generator=torch.Generator().manual_seed(process)).tolist():
+        reduction.add(number, last[number])
+    in_backward = started - before
+    return in_backward, [torch.equal(*both) for both in zip(first, reduction.finish(last), strict=True)]
+
+
+def test_gradients_are_reduced_while_others_are_computed() -> None:
+    terms, size = random_terms(5), 3
+    processes = Processes(size)
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(lambda process: reduce_in_backward(terms, process, processes, size), range(size)))
+    for in_backward, are_equal in results:
+        assert in_backward == results[0][0] > 2
+        assert all(are_equal)
+
+
+def test_a_gradient_that_is_added_twice() -> None:
+    """If it happens in the first step, later steps do not start operations early; otherwise it is an error."""
+    for is_first in (True, False):
+        parameter = torch.zeros(3, requires_grad=True)
+        reduction = ExactReduction(
+            ["weight"], [parameter], logical_ranks=1, bucket_bytes=100, start_allreduce=None, allows_unused=False
+        )
+        for step in range(3):
+            reduction.begin([], is_complete=True)
+            gradient = torch.full((3,), 1.0)
+            reduction.add(0, gradient)
+            if is_first:
+                gradient += step
+                reduction.add(0, gradient)
+            (mean,) = reduction.finish([gradient])
+            assert torch.equal(mean, torch.full((3,), 1.0 + step * is_first))
+        if not is_first:
+            reduction.begin([], is_complete=True)
+            reduction.add(0, torch.ones(3))
+            with pytest.raises(ModelError, match="'weight' was accumulated twice in one backward pass"):
+                reduction.add(0, torch.ones(3))
 
 
 @pytest.mark.parametrize("factor", [1e30, 1e-38])

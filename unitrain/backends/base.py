@@ -176,8 +176,9 @@ class Backend(Lifecycle, Communicator):
         With `logical_ranks`, training is divided into that number of logical ranks, at least one per process. The
         results are bit-identical for any number of processes. Iterate over a ShardedLoader with the same
         `logical_ranks`: a process runs the micro-batches of its logical ranks one after the other. `.grad` is then the
-        exact mean over logical ranks, rounded once. Each logical rank must use all parameters, unless
-        `find_unused_parameters` is True. `shard`, `compression` and synchronized BatchNorm are not supported.
+        mean over logical ranks, with roundings that do not depend on the number of processes. Each logical rank must
+        use all parameters, unless `find_unused_parameters` is True. `shard`, `compression` and synchronized BatchNorm
+        are not supported.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank. For the same reason,

@@ -306,6 +306,8 @@ class EvaluationShard:
     evaluated: the same samples for any number of ranks. With `stream` "own", `limit_batches` is the number of batches
     per rank.
 
+    `part_starts` are the positions in the data at which the parts of this process's logical ranks begin.
+
     All ranks create it; iterating does not communicate. Raises DataError, on all ranks, for data that is empty, differs
     between ranks or cannot be sharded.
     """
@@ -329,6 +331,7 @@ class EvaluationShard:
         check_logical_ranks(f"{owner}(logical_ranks=...)", logical_ranks, communicator)
         local_ranks, size = _local_logical_ranks(logical_ranks, communicator) or [rank], logical_ranks or size
         self._source: IndexedSource | StreamSource
+        self.part_starts: frozenset[int] = frozenset()
         if is_stream(data):
             if logical_ranks is not None:
                 raise DataError(_STREAM_WITH_LOGICAL_RANKS)
@@ -369,14 +372,19 @@ class EvaluationShard:
             batches = [slice(*ends) for ends in pairwise(bounds)][:limit_batches]
             first, last = local_ranks[0] * len(batches) // size, (local_ranks[-1] + 1) * len(batches) // size
             self._slices = batches[first:last]
+            firsts = (one * len(batches) // size for one in local_ranks)
+            starts = [batches[number].start for number in firsts if number < len(batches)]
         else:
             length, step = len(self._order), source.batch_size or 1
             if limit_batches is not None:
                 length = min(length, limit_batches * (limit_batch_size or step))
-            bounds_of_ranks = ([place * length // size for place in (one, one + 1)] for one in local_ranks)
+            bounds_of_ranks = [[place * length // size for place in (one, one + 1)] for one in local_ranks]
+            starts = [first for first, _ in bounds_of_ranks]
             self._slices = [
                 slice(at, min(at + step, last)) for first, last in bounds_of_ranks for at in range(first, last, step)
             ]
+        if logical_ranks is not None:
+            self.part_starts = frozenset(starts)
 
     @property
     def batch_size(self) -> int | None:

@@ -51,12 +51,16 @@ class TorchMetrics:
     concatenated states are in rank order, and mean states are weighted by their numbers of updates. The synchronization
     settings of the metrics do not change; `compute` resets the metrics. Raises ConfigError for a metric that depends on
     the order of batches, and MetricError, on every rank, for a metric that fails or has a non-numeric result.
+
+    With `has_parts`, the states of the parts that `begin_part` separates are gathered and merged in their order. The
+    result then has the same bits for any division of the parts among ranks.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], communicator: Communicator) -> None:
+    def __init__(self, metrics: Mapping[str, Any], communicator: Communicator, *, has_parts: bool = False) -> None:
         self._metrics = dict(metrics)
-        self._communicator = communicator
-        self._is_updated = False
+        self._communicator, self._has_parts = communicator, has_parts
+        self._is_updated = self._is_part_updated = False
+        self._parts: list[list[_States]] = []
         for name, metric in self._metrics.items():
             for part in _find_metrics(metric).values():
                 if type(part).__name__ == "Running":
@@ -70,13 +74,23 @@ class TorchMetrics:
 
     def reset(self) -> None:
         """Reset the metrics."""
-        self._is_updated = False
+        self._is_updated = self._is_part_updated = False
+        self._parts = []
         for metric in self._metrics.values():
             metric.reset()
 
+    def begin_part(self) -> None:
+        """Begin the next part of the data, such as that of a logical rank, with separate states."""
+        if self._is_part_updated:
+            self._is_part_updated = False
+            # The lists are copied, because `reset` clears them.
+            self._parts.append([_copy_lists(_read_states(metric)) for metric in self._metrics.values()])
+            for metric in self._metrics.values():
+                metric.reset()
+
     def update(self, output: Any, target: Any) -> None:
         """Update every metric with one batch. Raises MetricError, on this rank only, if an update fails."""
-        self._is_updated = True
+        self._is_updated = self._is_part_updated = True
         for name, metric in self._metrics.items():
             try:
                 metric.update(output, target)
@@ -93,17 +107,26 @@ class TorchMetrics:
         root = int(communicator.allreduce(torch.tensor(rank), "min"))
         if root == communicator.size:
             return {name: dict.fromkeys(names, float("nan")) for name, names in self.names.items()}
-        states = [_read_states(metric) for metric in self._metrics.values()]
-        reduced = self._reduce_states(states)
-        gathers = any(values_by_name for metric_states in states for _, values_by_name in metric_states.values())
-        states_by_rank = [states]
-        if communicator.allreduce(torch.tensor(gathers), "max"):
-            states_by_rank = communicator.allgather_object(states)
+        if self._has_parts:
+            self.begin_part()
+            states_by_rank = [part for parts in communicator.allgather_object(self._parts) for part in parts]
+            reduced: list[_States] = [{} for _ in self._metrics]
+        else:
+            states_by_rank, reduced = self._merge_ranks()
         outcome, error = self._compute_results(states_by_rank, reduced) if root == communicator.rank else ({}, None)
         self.reset()
         raise_on_all_ranks(communicator, error)
         results: dict[str, dict[str, float]] = communicator.broadcast_object(outcome, root)
         return results
+
+    def _merge_ranks(self) -> tuple[list[list[_States]], list[_States]]:
+        """Return the states of all ranks that are not merged yet, and those that an allreduce has merged."""
+        states = [_read_states(metric) for metric in self._metrics.values()]
+        reduced = self._reduce_states(states)
+        gathers = any(values_by_name for metric_states in states for _, values_by_name in metric_states.values())
+        if self._communicator.allreduce(torch.tensor(gathers), "max"):
+            return self._communicator.allgather_object(states), reduced
+        return [states], reduced
 
     def _reduce_states(self, states: list[_States]) -> list[_States]:
         """Remove the states that an allreduce can merge from `states`, merge them, and return them. All ranks call it.
@@ -173,6 +196,13 @@ def _read_states(metric: Any) -> _States:
     return {
         path: (part._update_count, {name: getattr(part, name) for name in part._defaults})
         for path, part in _find_metrics(metric).items()
+    }
+
+
+def _copy_lists(states: _States) -> _States:
+    return {
+        path: (updates, {name: list(value) if isinstance(value, list) else value for name, value in values.items()})
+        for path, (updates, values) in states.items()
     }
 
 

@@ -23,8 +23,8 @@ class UserMetrics:
 
     The result of a function is its mean over all samples. A torchmetrics object can have several results: for a metric
     "f1" they are named "f1_" followed by the key or index. A MetricCollection passed instead of a dictionary determines
-    the names. With `exact`, sums are exact, and torchmetrics objects are not supported. Raises ConfigError for these,
-    and if two results have the same name.
+    the names. With `exact`, sums are exact, and the states of torchmetrics objects are merged in the order of the parts
+    that `begin_part` separates. Raises ConfigError if two results have the same name.
     """
 
     def __init__(
@@ -33,14 +33,8 @@ class UserMetrics:
         metrics_by_name: dict[str, Any] = dict(metrics) if isinstance(metrics, Mapping) else {"": metrics}
         self._functions = {name: metric for name, metric in metrics_by_name.items() if not is_torchmetric(metric)}
         torchmetrics = {name: metric for name, metric in metrics_by_name.items() if is_torchmetric(metric)}
-        if exact and torchmetrics:
-            raise ConfigError(
-                f"Metric {next(iter(torchmetrics))!r} is a torchmetrics object, whose states are summed with rounding "
-                "errors that depend on the number of processes. With TrainConfig.logical_ranks, use functions: "
-                'metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float()}.'
-            )
         self._exact = exact
-        self._torchmetrics = TorchMetrics(torchmetrics, communicator) if torchmetrics else None
+        self._torchmetrics = TorchMetrics(torchmetrics, communicator, has_parts=exact) if torchmetrics else None
         self._communicator, self._order = communicator, tuple(metrics_by_name)
         self._means: Means
         names: Mapping[str, tuple[str, ...]] = {} if self._torchmetrics is None else self._torchmetrics.names
@@ -51,6 +45,11 @@ class UserMetrics:
         self._means = create_means(tuple(self._functions), self._communicator.device, exact=self._exact)
         if self._torchmetrics is not None:
             self._torchmetrics.reset()
+
+    def begin_part(self) -> None:
+        """Begin the part of the next logical rank."""
+        if self._torchmetrics is not None:
+            self._torchmetrics.begin_part()
 
     def update(self, output: Any, target: Any, samples: int) -> None:
         """Add a batch of `samples` samples."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from unitrain.backends.base import Backend
 from unitrain.backends.gradients.exact_reduction import ExactReduction
@@ -41,6 +43,19 @@ class _Centered(nn.Module):
         centered: Tensor = x - self.center
         self.center = 0.5 * self.center + x.detach().mean(0)
         return centered.tanh()
+
+
+class _Checkpointed(nn.Module):
+    """A layer that is applied twice. Its gradient is accumulated twice in a backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = checkpoint(self.layer, x, use_reentrant=True)
+        output: Tensor = self.layer(hidden.tanh())
+        return output
 
 
 def _network() -> nn.Module:
@@ -86,7 +101,6 @@ def _expected_gradients(model: nn.Module, steps: range, factors: dict[int, float
         [name for name, _ in model.named_parameters()],
         list(model.parameters()),
         logical_ranks=_LOGICAL_RANKS,
-        is_first=True,
         bucket_bytes=2**20,
         start_allreduce=None,
         allows_unused=False,
@@ -103,6 +117,22 @@ def logical_ranks_have_the_same_gradients_on_any_number_of_processes(backend: Ba
         model.zero_grad()
         _run_step(backend, wrapped, steps, factors)
         for parameter, expected in zip(model.parameters(), _expected_gradients(twin, steps, factors), strict=True):
+            assert parameter.grad is not None
+            assert expected is not None
+            assert torch.equal(parameter.grad, expected)
+
+
+@contract
+def gradients_can_be_accumulated_several_times_in_a_backward_pass(backend: Backend) -> None:
+    model = nn.Sequential(build().float(), _Checkpointed())
+    twin = copy.deepcopy(model)
+    wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
+    twin.load_state_dict(model.state_dict())
+    for step in range(3):
+        model.zero_grad()
+        _run_step(backend, wrapped, range(step, step + 1), {})
+        expected_gradients = _expected_gradients(twin, range(step, step + 1), {})
+        for parameter, expected in zip(model.parameters(), expected_gradients, strict=True):
             assert parameter.grad is not None
             assert expected is not None
             assert torch.equal(parameter.grad, expected)

@@ -1,24 +1,23 @@
 """Exact sums of gradients: the result does not depend on the number of processes, on the transport, or on the order.
 
-For each parameter, the ranks agree on a quantum, a power of two, from the largest absolute value of all gradients. Each
-gradient is rounded to an integer multiple of the quantum, and the integers are added as int64. Integer addition is
-exact, so neither the grouping of the gradients nor the algorithm of the allreduce affects the sum. Because the quantum
-is chosen from the gradients of the same step, every value fits, even if gradients grow by any factor.
+Gradients are divided into blocks. For each block, the ranks agree on a quantum, a power of two, from the largest
+absolute value of all gradients. Each gradient is rounded to an integer multiple of the quantum, and the integers are
+added. Integer addition is exact, so neither the grouping of the gradients nor the algorithm of the allreduce affects
+the sum. Because the quantum is chosen from the gradients of the same step, every value fits, even if gradients grow by
+any factor.
 
-The quantum is at most 2^(ceil(log2 V) - 49) times the largest absolute value, for V logical ranks. Float32 values have
-24 significant bits, so most values are not rounded at all.
+Gradients of float64 are added as int64, all others as int32, so a message has as many bytes as the float32 gradients.
+With V logical ranks, the quantum of a block is at least 2^(29 - ceil(log2 V)) times smaller than its largest value.
 
-Rounding and conversion to integers take one addition: C + x, in float64, has the mantissa of C plus the multiple of the
-quantum that is nearest to x, if C is 1.5 * 2^52 quanta and x is less than 2^51 quanta. (Demmel and Nguyen, Fast
-reproducible floating-point summation, 2013, use the same addition.)
+The gradients of a bucket are exchanged by two operations: the maxima of its blocks, then the sums. Both start during
+the backward pass, as soon as the gradients of the bucket (maxima) and of the next one (sums) are complete.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,36 +25,102 @@ from torch import Tensor
 from unitrain.backends.base import ReduceOp
 from unitrain.errors import ModelError
 
-# Starts to reduce an int64 tensor over processes in place, and returns a function that waits.
+# Starts to reduce an integer tensor over processes in place, and returns a function that waits.
 StartAllreduce = Callable[[Tensor, ReduceOp], Callable[[], None]]
 
-_SUM_BITS = 50  # sums are less than 2^50 quanta
-_CHUNK_ELEMENTS = 1 << 15  # elements that are processed together in the CPU's cache
-_MAX_IN_FLIGHT = 2
-# Exponents of the largest value for which the constant C and the quantum are normal float64 numbers.
-_MIN_EXPONENT, _MAX_EXPONENT = -900, 900
-_ABSENT = -1
+_BLOCK_ELEMENTS = 4096  # elements with the same quantum
+_CPU_TILE_BLOCKS = 16  # blocks that are processed together in the CPU's cache
+_DEVICE_TILE_BLOCKS = 1024
+_MAX_SUMS_IN_FLIGHT = 2
+# Instead of the exponents of a block's largest value.
+_ALL_ZERO, _NOT_FINITE = -(2**20), 2**20
 _MAX_SHOWN = 5
 
 Gradients = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
+class _Format:
+    """Number formats of a reduction, and the layout of its floating-point values. Sums are at most 2^sum_bits."""
+
+    values: torch.dtype
+    integers: torch.dtype
+    sum_bits: int
+    mantissa_bits: int
+    exponent_bias: int
+
+    def powers_of_two(self, exponents: Tensor) -> Tensor:
+        """Return 2^e for each of the int32 `exponents`. `torch.pow` may not be exact."""
+        return ((exponents.to(self.integers) + self.exponent_bias) << self.mantissa_bits).view(self.values)
+
+
+_SINGLE = _Format(torch.float32, torch.int32, 30, 23, 127)
+_DOUBLE = _Format(torch.float64, torch.int64, 62, 52, 1023)
+
+
+@dataclass(frozen=True)
 class _Piece:
-    """Elements [start, stop) of a parameter, at `offset` in the buffer of a bucket."""
+    """Elements [start, stop) of a parameter, whose first block has an index in the bucket."""
 
     parameter: int
     start: int
     stop: int
-    offset: int
+    first_block: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-(self.stop - self.start) // _BLOCK_ELEMENTS)
+
+
+@dataclass
+class _Bucket:
+    """Pieces that are exchanged together. `first_pieces` are the parameters that begin in this bucket."""
+
+    number_format: _Format
+    pieces: list[_Piece] = field(default_factory=list)
+    first_pieces: list[int] = field(default_factory=list)
+    num_blocks: int = 0
 
 
 @dataclass(frozen=True)
-class _InFlight:
+class _Sum:
+    """A reduction of sums in flight. `factors` convert the sums of each block to means."""
+
+    bucket: _Bucket
     pieces: Sequence[_Piece]
     buffer: Tensor
     total: Tensor  # the used part of the buffer
+    factors: Tensor
     wait: Callable[[], None]
+
+
+class _Step:
+    """The gradients and operations of one reduction. `terms` are the gradients of the complete logical ranks."""
+
+    def __init__(
+        self, terms: Sequence[Gradients], buckets: Sequence[_Bucket], parameters: Sequence[Tensor], *, is_complete: bool
+    ) -> None:
+        count = len(parameters)
+        self.terms, self.is_complete = terms, is_complete
+        self.last: list[Tensor | None] = [None] * count  # the gradients of the last logical rank
+        # Frozen parameters get no gradients.
+        self.num_pending = [
+            len({piece.parameter for piece in bucket.pieces if parameters[piece.parameter].requires_grad})
+            for bucket in buckets
+        ]
+        self.next_bucket = 0
+        self.flat_terms: dict[int, list[Tensor]] = {}
+        self.maxima: dict[int, tuple[Tensor, Callable[[], None]]] = {}
+        self.sums: list[_Sum] = []
+        self.means: list[Tensor | None] = [None] * count
+        self.flat_means: dict[int, Tensor] = {}
+        # Over all processes:
+        self.is_missing, self.is_present = [False] * count, [False] * count
+        self.is_any_incomplete = self.is_any_repeated = False
+
+    def gradients(self, number: int) -> list[Tensor | None]:
+        """Return the gradients of a parameter, of all logical ranks of this process."""
+        return [*(term[number] for term in self.terms), self.last[number]]
 
 
 class ExactReduction:
@@ -66,10 +131,12 @@ class ExactReduction:
         names: names of the parameters, for errors.
         parameters: the parameters.
         logical_ranks: number of logical ranks.
-        is_first: whether this is process 0.
         bucket_bytes: maximum size of the messages.
         start_allreduce: see StartAllreduce; None in a single process.
         allows_unused: whether a logical rank may leave a parameter without a gradient.
+
+    For each step, call `begin`, then `add` with the final gradients of the last logical rank, then `finish`. All
+    processes use the same buckets in the same order, so it does not matter in which order they call `add`.
     """
 
     def __init__(
@@ -78,89 +145,111 @@ class ExactReduction:
         parameters: Sequence[Tensor],
         *,
         logical_ranks: int,
-        is_first: bool,
         bucket_bytes: int,
         start_allreduce: StartAllreduce | None,
         allows_unused: bool,
     ) -> None:
         self._names, self._parameters, self._logical_ranks = list(names), list(parameters), logical_ranks
-        self._is_first, self._start_allreduce, self._allows_unused = is_first, start_allreduce, allows_unused
-        self._bucket_elements = max(1, bucket_bytes // 8)
-        self._value_bits = _SUM_BITS - max(0, logical_ranks - 1).bit_length()
+        self._start_allreduce, self._allows_unused = start_allreduce, allows_unused
         self._device = self._parameters[0].device
-        self._chunk = torch.empty(_CHUNK_ELEMENTS, dtype=torch.float64, device=self._device)
-        self._buffers: list[Tensor] = []
+        self._tile_blocks = _CPU_TILE_BLOCKS if self._device.type == "cpu" else _DEVICE_TILE_BLOCKS
+        self._buckets = _divide(self._parameters, bucket_bytes)
+        self._buckets_of: list[list[int]] = [[] for _ in self._parameters]
+        for index, bucket in enumerate(self._buckets):
+            for piece in bucket.pieces:
+                self._buckets_of[piece.parameter].append(index)
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._free_buffers: list[Tensor] = []
+        # Whether gradients are final when they are added. The first step shows it: until then, `add` does not start.
+        self._is_overlapped: bool | None = False if allows_unused else None
+        self._times_added = [0] * len(self._parameters)
+        self._step: _Step | None = None
 
-    def mean(self, terms: Sequence[Gradients], *, is_complete: bool) -> list[Tensor | None]:
+    @property
+    def is_active(self) -> bool:
+        """Whether a step has begun and is not finished."""
+        return self._step is not None
+
+    def discard(self) -> None:
+        """Discard a step that has begun."""
+        self._step = None
+
+    def begin(self, terms: Sequence[Gradients], *, is_complete: bool) -> None:
+        """Begin a step. `terms` are the gradients of this process's logical ranks except the last one.
+
+        The gradients are overwritten. If `is_complete` is False in any process, `finish` raises ModelError in all.
+        """
+        self._times_added = [0] * len(self._parameters)
+        self._step = _Step(terms, self._buckets, self._parameters, is_complete=is_complete)
+
+    @torch.no_grad()
+    def add(self, number: int, gradient: Tensor) -> None:
+        """Add the final gradient of a parameter for the last logical rank, and start the operations that can start."""
+        step = self._step
+        assert step is not None
+        if self._is_overlapped is None:
+            self._times_added[number] += 1
+        if not self._is_overlapped:
+            return
+        if step.last[number] is not None:
+            raise ModelError(
+                f"The gradient of {self._names[number]!r} was accumulated twice in one backward pass, but not in the "
+                "first one. With logical ranks, use torch.utils.checkpoint with use_reentrant=False, or "
+                "backend.distributed_model(model, find_unused_parameters=True)."
+            )
+        step.last[number] = gradient
+        for index in self._buckets_of[number]:
+            step.num_pending[index] -= 1
+        while step.next_bucket < len(self._buckets) and not step.num_pending[step.next_bucket]:
+            self._advance(step)
+
+    @torch.no_grad()
+    def finish(self, last: Gradients) -> list[Tensor | None]:
         """Return the mean gradient of each parameter; None for parameters without a gradient on any logical rank.
 
-        `terms` are the gradients of this process's logical ranks; they are overwritten. All processes call it. If
-        `is_complete` is False in any process, or if a gradient is missing, a ModelError is raised in all of them.
+        `last` are the gradients of the last logical rank, also those that were added. All processes call it. If a
+        gradient is missing in any process, a ModelError is raised in all of them.
         """
-        self._check_layouts(terms)
-        largest = self._largest_values(terms, is_complete=is_complete)
-        means = [None if bits == _ABSENT else self._create_mean(number, terms) for number, bits in enumerate(largest)]
-        constants: list[float] = []
-        for bits, mean in zip(largest, means, strict=True):
-            constants.append(0.0 if mean is None else _rounding_constant(bits, self._value_bits))
-            if mean is not None and constants[-1] == 0.0:
-                mean.zero_()
-            elif mean is not None and math.isnan(constants[-1]):
-                mean.fill_(math.nan)
-        flat_terms = [[None if one is None else _flat(one) for one in term] for term in terms]
-        flat_means = [None if mean is None else _flat(mean) for mean in means]
-        reduced = [number for number, constant in enumerate(constants) if constant > 0.0]
-        in_flight: list[_InFlight] = []
-        for pieces in self._divide(reduced):
-            if len(in_flight) == _MAX_IN_FLIGHT:
-                self._finish(in_flight.pop(0), constants, flat_means)
-            in_flight.append(self._start(pieces, constants, flat_terms))
-        for bucket in in_flight:
-            self._finish(bucket, constants, flat_means)
-        for mean, flat_mean in zip(means, flat_means, strict=True):
-            if mean is not None and flat_mean is not None and flat_mean.data_ptr() != mean.data_ptr():
+        step, self._step = self._step, None
+        assert step is not None
+        step.last = [added if added is not None else one for added, one in zip(step.last, last, strict=True)]
+        self._check_layouts(step)
+        while step.next_bucket < len(self._buckets):
+            self._advance(step)
+        self._start_sum(step, len(self._buckets) - 1)
+        while step.sums:
+            self._finish_sum(step)
+        self._raise_errors(step)
+        if self._is_overlapped is None:
+            self._is_overlapped = not step.is_any_repeated
+        for number, flat_mean in step.flat_means.items():
+            mean = step.means[number]
+            assert mean is not None
+            if flat_mean.data_ptr() != mean.data_ptr():
                 _real(mean).copy_(flat_mean.view(_real(mean).shape))
-        return means
+        return step.means
 
-    def _check_layouts(self, terms: Sequence[Gradients]) -> None:
-        for name, *gradients in zip(self._names, *terms, strict=True):
-            for gradient in gradients:
+    def mean(self, terms: Sequence[Gradients], *, is_complete: bool) -> list[Tensor | None]:
+        """Return the mean of the gradients `terms` of this process's logical ranks. See `begin` and `finish`."""
+        self.begin(terms[:-1], is_complete=is_complete)
+        return self.finish(terms[-1])
+
+    def _check_layouts(self, step: _Step) -> None:
+        for number, name in enumerate(self._names):
+            for gradient in step.gradients(number):
                 if gradient is not None and gradient.layout != torch.strided:
                     raise ModelError(
                         f"The gradient of {name!r} has layout {gradient.layout}, which logical ranks do not support. "
                         "Use nn.Embedding(..., sparse=False)."
                     )
 
-    def _largest_values(self, terms: Sequence[Gradients], *, is_complete: bool) -> list[int]:
-        """Return the bits of the largest absolute value of each parameter's gradients over all processes, as float64;
-        -1 for parameters without a gradient.
-
-        The bits of positive numbers have the order of the numbers, and those of NaN are the largest.
-        """
-        count = len(self._parameters)
-        own = torch.full((count,), _ABSENT, dtype=torch.int64)
-        found, values = list[int](), list[Tensor]()
-        for number, gradients in enumerate(zip(*terms, strict=True)):
-            present = [_real(gradient) for gradient in gradients if gradient is not None]
-            if present:
-                found.append(number)
-                values.append(_largest_absolute_value(present))
-        if found:
-            own[found] = torch.stack(values).cpu().view(torch.int64)
-        missing = [
-            int(parameter.requires_grad and any(term[number] is None for term in terms))
-            for number, parameter in enumerate(self._parameters)
-        ]
-        exchanged = torch.cat([own, torch.tensor([*missing, not is_complete], dtype=torch.int64)]).to(self._device)
-        if self._start_allreduce is not None:
-            self._start_allreduce(exchanged, "max")()
-        result: list[int] = exchanged.tolist()
-        if result[-1]:
+    def _raise_errors(self, step: _Step) -> None:
+        if step.is_any_incomplete:
             raise ModelError(
                 "The gradients were reduced before every logical rank had run its backward passes. Iterate over a "
                 "ShardedLoader with the same logical_ranks, and use backend.no_sync(model) unless loader.ends_step."
             )
-        unused = [name for name, is_missing in zip(self._names, result[count:-1], strict=True) if is_missing]
+        unused = [name for name, is_missing in zip(self._names, step.is_missing, strict=True) if is_missing]
         if unused and not self._allows_unused:
             more = f" and {len(unused) - _MAX_SHOWN} more" if len(unused) > _MAX_SHOWN else ""
             raise ModelError(
@@ -168,109 +257,201 @@ class ExactReduction:
                 f"{more}. Use all parameters in every loss, or allow unused parameters: "
                 "backend.distributed_model(model, find_unused_parameters=True)."
             )
-        return result[:count]
 
-    def _create_mean(self, number: int, terms: Sequence[Gradients]) -> Tensor:
+    # --- the operations of a bucket ---
+
+    def _advance(self, step: _Step) -> None:
+        """Start to reduce the maxima of the next bucket, and the sums of the previous one, whose maxima are known by
+        now."""
+        index = step.next_bucket
+        step.next_bucket += 1
+        self._start_maxima(step, index)
+        if index:
+            self._start_sum(step, index - 1)
+
+    def _start_maxima(self, step: _Step, index: int) -> None:
+        """Start to reduce the exponents of the largest values in each block, and the properties of the parameters."""
+        bucket = self._buckets[index]
+        maxima = torch.zeros(bucket.num_blocks, dtype=bucket.number_format.values, device=self._device)
+        for piece in bucket.pieces:
+            if gradients := self._pieces_of(step, piece):
+                self._write_maxima(maxima[piece.first_block : piece.first_block + piece.num_blocks], gradients)
+        flags = list[int]()
+        for number in bucket.first_pieces:
+            is_present = [gradient is not None for gradient in step.gradients(number)]
+            flags += [any(is_present), self._parameters[number].requires_grad and not all(is_present)]
+        flags += [not step.is_complete, max(self._times_added) > 1]
+        message = torch.cat([_exponents(maxima), torch.tensor(flags, dtype=torch.int32).to(self._device)])
+        step.maxima[index] = message, self._start(message, "max")
+
+    def _start_sum(self, step: _Step, index: int) -> None:
+        """Wait for the maxima of a bucket, add up the gradients of this process, and start to reduce the sums."""
+        bucket = self._buckets[index]
+        message, wait = step.maxima.pop(index)
+        wait()
+        exponents = message[: bucket.num_blocks]
+        *flags, is_any_incomplete, is_any_repeated = message[bucket.num_blocks :].tolist()
+        step.is_any_incomplete |= bool(is_any_incomplete)
+        step.is_any_repeated |= bool(is_any_repeated)
+        for number, is_present, is_missing in zip(bucket.first_pieces, flags[::2], flags[1::2], strict=True):
+            step.is_present[number], step.is_missing[number] = bool(is_present), bool(is_missing)
+            if is_present:
+                mean = self._create_mean(number, step)
+                step.means[number], step.flat_means[number] = mean, _flat(mean)
+        scales, factors = self._scales(exponents, bucket.number_format)
+        pieces = [piece for piece in bucket.pieces if step.is_present[piece.parameter]]
+        if len(step.sums) == _MAX_SUMS_IN_FLIGHT:
+            self._finish_sum(step)
+        buffer = self._take_buffer(sum(piece.stop - piece.start for piece in pieces), bucket.number_format.integers)
+        stop = 0
+        for piece in pieces:
+            start, stop = stop, stop + piece.stop - piece.start
+            blocks = slice(piece.first_block, piece.first_block + piece.num_blocks)
+            self._add_up(buffer[start:stop], self._pieces_of(step, piece), scales[blocks], bucket.number_format)
+        total = buffer[:stop]
+        wait = self._start(total, "sum") if stop else _do_not_wait
+        step.sums.append(_Sum(bucket, pieces, buffer, total, factors, wait))
+
+    def _finish_sum(self, step: _Step) -> None:
+        """Wait for the sums of a bucket, and write the means."""
+        reduced = step.sums.pop(0)
+        reduced.wait()
+        stop = 0
+        for piece in reduced.pieces:
+            start, stop = stop, stop + piece.stop - piece.start
+            self._write_means(
+                step.flat_means[piece.parameter][piece.start : piece.stop],
+                reduced.total[start:stop],
+                reduced.factors[piece.first_block : piece.first_block + piece.num_blocks],
+            )
+        self._free_buffers.append(reduced.buffer)
+
+    def _start(self, tensor: Tensor, op: ReduceOp) -> Callable[[], None]:
+        return _do_not_wait if self._start_allreduce is None else self._start_allreduce(tensor, op)
+
+    def _take_buffer(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        for index, buffer in enumerate(self._free_buffers):
+            if buffer.dtype == dtype and buffer.numel() >= num_elements:
+                return self._free_buffers.pop(index)
+        self._free_buffers = [buffer for buffer in self._free_buffers if buffer.dtype != dtype]
+        return torch.empty(num_elements, dtype=dtype, device=self._device)
+
+    # --- arithmetic, on flat tensors ---
+
+    def _scales(self, exponents: Tensor, number_format: _Format) -> tuple[Tensor, Tensor]:
+        """Return, for each block, 1 / quantum, and quantum / number of logical ranks, which is NaN if a value is not
+        finite."""
+        bits = number_format.sum_bits - max(0, self._logical_ranks - 1).bit_length()
+        # Within these limits, both results are normal numbers. Smaller gradients lose bits, as subnormal numbers do.
+        lowest = number_format.sum_bits - number_format.exponent_bias + 1
+        limited = exponents.clamp(lowest, number_format.exponent_bias + 1)
+        quanta = number_format.powers_of_two(limited - bits)
+        quanta.masked_fill_(exponents == _NOT_FINITE, math.nan)
+        return number_format.powers_of_two(bits - limited), quanta.div_(self._logical_ranks)
+
+    def _write_maxima(self, maxima: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Set `maxima` to the largest absolute value in each block; NaN if there is a NaN."""
+        for elements, blocks in self._tiles(len(gradients[0])):
+            rows = blocks.stop - blocks.start
+            for number, gradient in enumerate(gradients):
+                absolute = self._scratch_for(maxima.dtype, elements)
+                if gradient.dtype == maxima.dtype:
+                    torch.abs(gradient[elements], out=absolute)
+                else:
+                    absolute.copy_(gradient[elements]).abs_()
+                if number == 0:
+                    torch.amax(absolute.view(rows, -1), 1, out=maxima[blocks])
+                else:
+                    own = torch.amax(absolute.view(rows, -1), 1)
+                    torch.maximum(maxima[blocks], own, out=maxima[blocks])
+
+    def _add_up(self, total: Tensor, gradients: Sequence[Tensor], scales: Tensor, number_format: _Format) -> None:
+        """Set `total` to the sum of `gradients` in quanta."""
+        if not gradients:
+            total.zero_()
+            return
+        for elements, blocks in self._tiles(len(total)):
+            rows = blocks.stop - blocks.start
+            scale = scales[blocks].unsqueeze(1)
+            for number, gradient in enumerate(gradients):
+                quanta = self._scratch_for(number_format.values, elements)
+                torch.mul(gradient[elements].view(rows, -1), scale, out=quanta.view(rows, -1))
+                quanta.round_()
+                if number == 0:
+                    total[elements].copy_(quanta)
+                else:
+                    integers = self._scratch_for(number_format.integers, elements)
+                    total[elements].add_(integers.copy_(quanta))
+
+    def _write_means(self, mean: Tensor, total: Tensor, factors: Tensor) -> None:
+        """Set `mean` to the product of `total` and the factor of each block."""
+        for elements, blocks in self._tiles(len(total)):
+            rows = blocks.stop - blocks.start
+            values = self._scratch_for(factors.dtype, elements).copy_(total[elements])
+            torch.mul(values.view(rows, -1), factors[blocks].unsqueeze(1), out=mean[elements].view(rows, -1))
+
+    def _tiles(self, num_elements: int) -> Iterator[tuple[slice, slice]]:
+        """Yield the elements and the blocks of each tile. A last block with fewer elements is a separate tile."""
+        whole = num_elements // _BLOCK_ELEMENTS
+        for first in range(0, whole, self._tile_blocks):
+            last = min(whole, first + self._tile_blocks)
+            yield slice(first * _BLOCK_ELEMENTS, last * _BLOCK_ELEMENTS), slice(first, last)
+        if num_elements > whole * _BLOCK_ELEMENTS:
+            yield slice(whole * _BLOCK_ELEMENTS, num_elements), slice(whole, whole + 1)
+
+    def _scratch_for(self, dtype: torch.dtype, elements: slice) -> Tensor:
+        """Return memory for the results of a tile, which the next call with the same dtype overwrites."""
+        if dtype not in self._scratch:
+            count = self._tile_blocks * _BLOCK_ELEMENTS
+            self._scratch[dtype] = torch.empty(count, dtype=dtype, device=self._device)
+        return self._scratch[dtype][: elements.stop - elements.start]
+
+    def _pieces_of(self, step: _Step, piece: _Piece) -> list[Tensor]:
+        """Return the elements of a piece in the gradients of this process."""
+        flat = step.flat_terms.get(piece.parameter)
+        if flat is None:
+            flat = [_flat(one) for one in step.gradients(piece.parameter) if one is not None]
+            step.flat_terms[piece.parameter] = flat
+        return [one[piece.start : piece.stop] for one in flat]
+
+    def _create_mean(self, number: int, step: _Step) -> Tensor:
         """Return the tensor for the mean of a parameter: the memory of its first gradient if possible."""
         parameter = self._parameters[number]
-        for term in terms:
-            gradient = term[number]
+        for gradient in step.gradients(number):
             if gradient is not None and gradient.is_contiguous() and parameter.is_contiguous():
                 return gradient
         return torch.empty_like(parameter, requires_grad=False)
 
-    def _divide(self, parameters: Sequence[int]) -> list[list[_Piece]]:
-        """Return the pieces of each bucket. Large parameters are divided."""
-        buckets, free = list[list[_Piece]](), 0
-        for number in parameters:
-            parameter = self._parameters[number]
-            count, start = parameter.numel() * (2 if parameter.is_complex() else 1), 0
-            while start < count:
-                if not free:
-                    buckets.append([])
-                    free = self._bucket_elements
-                stop = min(count, start + free)
-                buckets[-1].append(_Piece(number, start, stop, self._bucket_elements - free))
-                free, start = free - (stop - start), stop
-        return buckets
 
-    def _start(
-        self, pieces: Sequence[_Piece], constants: Sequence[float], terms: Sequence[Sequence[Tensor | None]]
-    ) -> _InFlight:
-        """Add up the gradients of this process, and start to reduce the sums."""
-        used = pieces[-1].offset + pieces[-1].stop - pieces[-1].start
-        buffer = self._buffers.pop() if self._buffers else None
-        if buffer is None or buffer.numel() < used:
-            buffer = torch.empty(used, dtype=torch.int64, device=self._device)
-        total = buffer[:used]
-        for piece in pieces:
-            gradients = [one for term in terms if (one := term[piece.parameter]) is not None]
-            for start in range(piece.start, piece.stop, _CHUNK_ELEMENTS):
-                stop = min(piece.stop, start + _CHUNK_ELEMENTS)
-                first = piece.offset + start - piece.start
-                self._add_up(
-                    total[first : first + stop - start],
-                    [gradient[start:stop] for gradient in gradients],
-                    constants[piece.parameter],
-                )
-        wait = _do_not_wait if self._start_allreduce is None else self._start_allreduce(total, "sum")
-        return _InFlight(pieces, buffer, total, wait)
-
-    def _add_up(self, total: Tensor, gradients: Sequence[Tensor], constant: float) -> None:
-        """Set `total` to the sum of `gradients` in quanta; in process 0, plus the bits of `constant`."""
-        bits = _float_bits(constant)
-        as_float = total.view(torch.float64)
-        if not gradients:
-            total.fill_(bits if self._is_first else 0)
-            return
-        as_float.copy_(gradients[0]).add_(constant)
-        if not self._is_first:
-            total.sub_(bits)
-        for gradient in gradients[1:]:
-            chunk = self._chunk[: len(total)]
-            chunk.copy_(gradient).add_(constant)
-            total.add_(chunk.view(torch.int64).sub_(bits))
-
-    def _finish(self, bucket: _InFlight, constants: Sequence[float], means: Sequence[Tensor | None]) -> None:
-        """Wait for the sums of a bucket, and write the means."""
-        bucket.wait()
-        total = bucket.total.view(torch.float64)
-        for piece in bucket.pieces:
-            mean, constant = means[piece.parameter], constants[piece.parameter]
-            assert mean is not None
-            for start in range(piece.start, piece.stop, _CHUNK_ELEMENTS):
-                stop = min(piece.stop, start + _CHUNK_ELEMENTS)
-                first = piece.offset + start - piece.start
-                mean[start:stop].copy_(total[first : first + stop - start].sub_(constant).div_(self._logical_ranks))
-        self._buffers.append(bucket.buffer)
+def _divide(parameters: Sequence[Tensor], bucket_bytes: int) -> list[_Bucket]:
+    """Return the buckets, in the usual order of the backward pass. Large parameters are divided."""
+    buckets, unfilled = list[_Bucket](), dict[_Format, _Bucket]()
+    for number, parameter in reversed(list(enumerate(parameters))):
+        number_format = _DOUBLE if parameter.dtype in (torch.float64, torch.complex128) else _SINGLE
+        max_blocks = max(1, bucket_bytes // number_format.integers.itemsize // _BLOCK_ELEMENTS)
+        count, start = parameter.numel() * (2 if parameter.is_complex() else 1), 0
+        while True:
+            bucket = unfilled.get(number_format)
+            if bucket is None or bucket.num_blocks >= max_blocks:
+                bucket = unfilled[number_format] = _Bucket(number_format)
+                buckets.append(bucket)
+            stop = min(count, start + (max_blocks - bucket.num_blocks) * _BLOCK_ELEMENTS)
+            piece = _Piece(number, start, stop, bucket.num_blocks)
+            bucket.pieces.append(piece)
+            bucket.num_blocks += piece.num_blocks
+            if start == 0:
+                bucket.first_pieces.append(number)
+            if stop == count:
+                break
+            start = stop
+    return buckets
 
 
-def _rounding_constant(largest_bits: int, value_bits: int) -> float:
-    """Return the constant C for gradients up to the value with these bits; 0.0 for 0, and NaN if it is not finite."""
-    (largest,) = struct.unpack("<d", struct.pack("<q", largest_bits))
-    if largest == 0.0:
-        return 0.0
-    if not math.isfinite(largest):
-        return math.nan
-    exponent = math.frexp(largest)[1]  # largest < 2^exponent
-    if exponent > _MAX_EXPONENT:
-        return math.nan
-    return math.ldexp(1.5, 52 + max(exponent, _MIN_EXPONENT) - value_bits)
-
-
-def _float_bits(number: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
-
-
-def _largest_absolute_value(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest absolute value as float64; NaN if there is a NaN."""
-    largest = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    for tensor in tensors:
-        if tensor.numel():
-            low, high = torch.aminmax(tensor)
-            largest = torch.maximum(largest, torch.maximum(low.neg(), high).double())
-    return largest.abs()  # clears the sign of a NaN
+def _exponents(maxima: Tensor) -> Tensor:
+    """Return, as int32, the smallest e for each value with value < 2^e; _ALL_ZERO for 0, and _NOT_FINITE."""
+    exponents = torch.frexp(maxima).exponent
+    exponents = exponents.masked_fill(maxima == 0, _ALL_ZERO)
+    return exponents.masked_fill(~maxima.isfinite(), _NOT_FINITE)
 
 
 def _real(tensor: Tensor) -> Tensor:

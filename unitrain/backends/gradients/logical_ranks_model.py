@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.exact_reduction import ExactReduction, StartAllreduce
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
-from unitrain.backends.gradients.local_gradients import LocalGradients
+from unitrain.backends.gradients.local_gradients import LocalGradients, register_gradient_hook
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.logical_ranks import check_logical_ranks, current_logical_rank, local_logical_ranks
@@ -65,16 +66,21 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             [name for name, _ in model.named_parameters()],
             self._all_parameters,
             logical_ranks=logical_ranks,
-            is_first=communicator.rank == 0,
             bucket_bytes=bucket_bytes,
             start_allreduce=None if reducer_group is None else _start_allreduce(reducer_group),
             allows_unused=find_unused_parameters,
         )
+        self._gradient_hooks = [
+            register_gradient_hook(parameter, _gradient_hook(number, weakref.ref(self)))
+            for number, parameter in enumerate(self._all_parameters)
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
         self._last_backward = -1
         self._reducing_forwards = 0  # forward passes outside no_sync since the last backward pass
         self._discard_step()
 
     def _discard_step(self) -> None:
+        self._reduction.discard()
         self._active: int | None = None  # the logical rank whose gradients are in `.grad`
         self._has_backward = False  # whether a backward pass of the step has started
         self._gradients: dict[int, list[Tensor | None]] = {}  # gradients of complete logical ranks
@@ -96,6 +102,8 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         if not self._has_left:
             self._has_left = True
             self._local_gradients.stop()
+            for hook in self._gradient_hooks:
+                hook.remove()
             del self._reduction, self._reducer_group, self._forward_buffers
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -174,9 +182,13 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             self._active = self._local_ranks[0]
         if not self._has_backward:
             self._has_backward, self._earlier = True, self._take_gradients()
+        self._reduction.discard()  # that of a backward pass that raised an exception
         if reduces:
             if self._reducer_group is not None:
                 self._reducer_group.expect_backward()
+            terms = [self._gradients[rank] for rank in self._local_ranks if rank in self._gradients]
+            is_complete = len({*self._gradients, self._active}) == len(self._local_ranks)
+            self._reduction.begin(terms, is_complete=is_complete)
             end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._reduce)
 
     def _is_any_parameter_reached(self) -> bool:
@@ -189,13 +201,21 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         except RuntimeError:  # torch.autograd.grad with respect to parameters
             return False
 
+    @disable_compile
+    def add_gradient(self, number: int, parameter: Tensor) -> None:
+        """Add the gradient of a parameter to the reduction of the current backward pass, if it reduces gradients.
+
+        Called after each accumulation of a gradient.
+        """
+        if not self._has_left and self._reduction.is_active and parameter.grad is not None:
+            self._reduction.add(number, parameter.grad)
+
     @torch.no_grad()
     def _reduce(self) -> None:
         try:
+            assert self._active is not None
             self._complete_active()
-            ranks = [rank for rank in self._local_ranks if rank in self._gradients]
-            terms = [self._gradients[rank] for rank in ranks]
-            means = self._reduction.mean(terms, is_complete=len(ranks) == len(self._local_ranks))
+            means = self._reduction.finish(self._gradients[self._active])
             for parameter, mean, earlier in zip(self._all_parameters, means, self._earlier, strict=True):
                 if mean is not None and earlier is not None:
                     mean += earlier
@@ -248,6 +268,16 @@ def check_logical_ranks_optimizer(model: Any, shard: Shard) -> None:
         raise ConfigError(
             f"distributed_optimizer(shard={shard!r}) is not supported for a model with logical_ranks. Leave shard out."
         )
+
+
+def _gradient_hook(number: int, model: weakref.ref[LogicalRanksModel]) -> Callable[[Tensor], None]:
+    """Return the hook of a parameter. It has a weak reference, because parameters can outlive the wrapper."""
+
+    def hook(parameter: Tensor) -> None:
+        if (wrapper := model()) is not None:
+            wrapper.add_gradient(number, parameter)
+
+    return hook
 
 
 def _start_allreduce(group: ReducerGroup) -> StartAllreduce:
