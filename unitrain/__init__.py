@@ -40,6 +40,8 @@ _EXPORTS = {
     "HorovodBuildError": "unitrain.errors",
     "JSONLinesLogger": "unitrain.loggers.json_lines",
     "LauncherMismatchError": "unitrain.errors",
+    "LocalSteps": "unitrain.backends.local_steps_setting",
+    "LocalTraining": "unitrain.optim.local_steps",
     "Logger": "unitrain.loggers.logger",
     "LoggerError": "unitrain.errors",
     "MLflowLogger": "unitrain.loggers.mlflow",
@@ -57,6 +59,7 @@ _EXPORTS = {
     "RankInfo": "unitrain.bootstrap.environment",
     "ReportError": "unitrain.errors",
     "ShardedLoader": "unitrain.data.sharded_loader",
+    "SupportsAllToAll": "unitrain.backends.capabilities",
     "SupportsAsyncBroadcasts": "unitrain.backends.capabilities",
     "SupportsPointToPoint": "unitrain.backends.capabilities",
     "SupportsPowerSGD": "unitrain.backends.capabilities",
@@ -105,6 +108,8 @@ __all__ = [
     "HorovodBuildError",
     "JSONLinesLogger",
     "LauncherMismatchError",
+    "LocalSteps",
+    "LocalTraining",
     "Logger",
     "LoggerError",
     "MLflowLogger",
@@ -122,6 +127,7 @@ __all__ = [
     "RankInfo",
     "ReportError",
     "ShardedLoader",
+    "SupportsAllToAll",
     "SupportsAsyncBroadcasts",
     "SupportsPointToPoint",
     "SupportsPowerSGD",
@@ -151,6 +157,7 @@ __all__ = [
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend, Communicator
     from unitrain.backends.capabilities import (
+        SupportsAllToAll,
         SupportsAsyncBroadcasts,
         SupportsPointToPoint,
         SupportsPowerSGD,
@@ -159,6 +166,7 @@ if TYPE_CHECKING:
     )
     from unitrain.backends.compression_setting import PowerSGD
     from unitrain.backends.horovod import register_process_group
+    from unitrain.backends.local_steps_setting import LocalSteps
     from unitrain.backends.pipeline.pipeline import Pipeline
     from unitrain.backends.registry import available as available_backends
     from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
@@ -211,6 +219,7 @@ if TYPE_CHECKING:
     from unitrain.modules.buffers import broadcast_buffers
     from unitrain.modules.differentiable_allgather import differentiable_allgather
     from unitrain.modules.sync_batch_norm import sync_batch_norm
+    from unitrain.optim.local_steps import LocalTraining
     from unitrain.progress.training_progress import TrainingProgress
     from unitrain.trainer import Trainer
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from unitrain import validation
 from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
+from unitrain.backends.local_steps_setting import LocalSteps, read_local_steps
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, did_you_mean
 
@@ -72,6 +73,13 @@ class TrainConfig:
     with bit-identical results. Per-rank settings, such as `batch_size`, then apply to each logical rank.
     """
 
+    # --- Local steps --------------------------------------------------------------------------------------------------
+    local_steps: int | LocalSteps | None = None
+    """Low-communication training: every rank trains its own copy of the model, and the ranks synchronize after this
+    number of steps. A number averages the weights (local SGD); a LocalSteps object selects an outer optimizer (DiLoCo),
+    compression and warm-up. Evaluation and checkpoints use the mean of the weights.
+    """
+
     # --- Data ---------------------------------------------------------------------------------------------------------
     seed: int = 0
     """Seed of the data order and of each rank's random number generators (dropout, augmentation). DataLoader workers
@@ -114,7 +122,8 @@ class TrainConfig:
     """
     ema_decay: float | None = None
     """Maintain an exponential moving average of the weights, updated after each step: average = ema_decay * average +
-    (1 - ema_decay) * weight. Buffers are copied. Evaluation uses the average.
+    (1 - ema_decay) * weight. Buffers are copied. Evaluation uses the average. With `local_steps`, the average is
+    updated at each synchronization, with ema_decay**steps.
     """
 
     # --- Optimization -------------------------------------------------------------------------------------------------
@@ -124,7 +133,8 @@ class TrainConfig:
     tf32: bool | None = None
     """Whether float32 matrix multiplications on GPUs may use TF32; None keeps torch's setting."""
     max_grad_norm: float | None = None
-    """Clip the gradient norm of the global batch to this value."""
+    """Clip the gradient norm of the global batch to this value. With `local_steps`, each rank clips its own gradients.
+    """
     compression: Compression = "none"
     """Gradient compression for communication: "none", "fp16", "bf16", "powersgd" or a PowerSGD object (its state is
     saved in checkpoints)."""
@@ -212,6 +222,7 @@ class TrainConfig:
             self._check_class_names("shard_blocks")
         self._check_sharded_parameters()
         self._check_logical_ranks()
+        self._check_local_steps()
         if not isinstance(self.compile, bool):
             validation.check_choice(_full_name("compile"), self.compile, get_args(CompileMode))
         read_compression(self.compression, "TrainConfig.compression")
@@ -323,6 +334,23 @@ class TrainConfig:
                     "logical_ranks out."
                 )
 
+    def _check_local_steps(self) -> None:
+        if self.local_steps is None:
+            return
+        read_local_steps(self.local_steps, "TrainConfig.local_steps")
+        for name, reason, fix in _NOT_WITH_LOCAL_STEPS:
+            value = getattr(self, name)
+            if value not in (None, False, getattr(TrainConfig, name)):
+                raise ConfigError(
+                    f"TrainConfig.{name}={value!r} is not supported with local_steps, because {reason}. {fix}, or "
+                    "leave local_steps out."
+                )
+        if self.precision == "fp16":
+            raise ConfigError(
+                "TrainConfig.precision='fp16' is not supported with local_steps, because each rank would skip other "
+                "steps. Use precision='bf16', or leave local_steps out."
+            )
+
     def _check_length(self) -> None:
         if (self.max_epochs is None) == (self.max_steps is None):
             found = (
@@ -395,6 +423,17 @@ _BOOLEAN_SETTINGS = (
     "channels_last",
     "async_checkpoints",
     "dry_run",
+)
+# Settings that cannot be combined with `local_steps`: name, reason and fix.
+_NOT_WITH_LOCAL_STEPS = (
+    ("logical_ranks", "logical ranks have one common copy of the model", "Leave logical_ranks out"),
+    ("shard", "each rank trains its own copy of the model", "Leave shard out"),
+    (
+        "compression",
+        "gradients are not communicated in local steps",
+        "Use local_steps=LocalSteps(steps=25, compression='bf16')",
+    ),
+    ("sync_batch_norm", "it communicates in every forward pass", "Leave sync_batch_norm out"),
 )
 # Checkpoint settings. Without output_dir, values other than the defaults are an error.
 CHECKPOINT_SETTINGS = (

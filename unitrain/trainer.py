@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.sync_batch_norm import exclude_from_statistics, sync_batch_norm
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor
+from unitrain.optim.local_steps import LocalTraining
 from unitrain.optim.loss_weighting import LossWeighting, read_training_loss
 from unitrain.optim.precision import Precision, allow_tf32
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory
@@ -165,15 +166,23 @@ class Trainer:
         self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)
         self._sync_point = SyncPoint(self._stopping, self._timer, self._reporter)
         self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
-        self.model = backend.distributed_model(
-            model,
-            shard=config.shard,
-            shard_blocks=config.shard_blocks,
-            find_unused_parameters=config.find_unused_parameters,
-            broadcast_buffers=config.broadcast_buffers,
-            compression=config.compression,
-            **({"logical_ranks": config.logical_ranks} if has_logical_ranks else {}),
-        )
+        self.model, self.optimizer = model, optimizer
+        self._local: LocalTraining | None = None
+        if config.local_steps is None:
+            self.model = backend.distributed_model(
+                model,
+                shard=config.shard,
+                shard_blocks=config.shard_blocks,
+                find_unused_parameters=config.find_unused_parameters,
+                broadcast_buffers=config.broadcast_buffers,
+                compression=config.compression,
+                **({"logical_ranks": config.logical_ranks} if has_logical_ranks else {}),
+            )
+        else:
+            self._local = LocalTraining(
+                model, optimizer, backend, config.local_steps, broadcast_buffers=config.broadcast_buffers
+            )
+            self._run.track_local_steps(self._local)
         if self._weight_average is not None:
             if config.shard == "parameters":
                 feature = "TrainConfig.shard 'parameters'"
@@ -182,14 +191,15 @@ class Trainer:
         self._run.track_compression_state(
             self.model, lambda: self._precision.loss_scale(self._loss_weighting.loss_scale())
         )
-        self.optimizer = backend.distributed_optimizer(optimizer, self.model, shard=config.shard)
-        self._run.restore_optimizer_state(self.optimizer)
+        if self._local is None:
+            self.optimizer = backend.distributed_optimizer(optimizer, self.model, shard=config.shard)
+            self._run.restore_optimizer_state(self.optimizer)
         self._update = ParameterUpdate(
             self.optimizer,
             model,
             self._precision,
             max_grad_norm=config.max_grad_norm,
-            average=self._weight_average,
+            average=self._weight_average if self._local is None else None,
             scheduler=self._scheduler if config.scheduler_interval == "step" else None,
         )
 
@@ -237,6 +247,8 @@ class Trainer:
         self._build_planned_scheduler(shard)
         self._run.start(shard)
         self._discard_partial_step()
+        if self._local is not None:
+            self._loss_weighting.is_local = not self._local.is_warming_up
         self.model.train()
         results: dict[str, float] | None = None
         run, stopping = self._run, self._stopping
@@ -254,6 +266,8 @@ class Trainer:
                 self._synchronize()
                 while not self.is_finished:
                     results = self._train_epoch(shard, validation)
+                if self._local is not None and not stopping.preempted:
+                    self._local.synchronize()
                 self.checkpointer.wait()
             finally:
                 set_current_logical_rank(None)
@@ -268,7 +282,8 @@ class Trainer:
         Every rank evaluates its shard with the buffers of rank 0, and returns the same results.
         """
         self._check_data("evaluate", data=data)
-        return self._evaluation.evaluate(self._evaluation_shard(data))
+        with self._averaged_weights():
+            return self._evaluation.evaluate(self._evaluation_shard(data))
 
     def predict(self, data: Data) -> Any:
         """Return the outputs of the model in eval mode for all samples of `data`, in the order of `data`, on the CPU.
@@ -280,7 +295,8 @@ class Trainer:
         DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
         """
         self._check_data("predict", data=data)
-        return self._evaluation.predict(self._evaluation_shard(data))
+        with self._averaged_weights():
+            return self._evaluation.predict(self._evaluation_shard(data))
 
     def load_weights(self, checkpoint: str | Path) -> None:
         """Load the weights of a checkpoint, of the newest checkpoint in a run folder, or, with "best", of the best
@@ -301,6 +317,8 @@ class Trainer:
             )
         path = self.checkpointer.find_best() if checkpoint == "best" else Path(checkpoint)
         load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
+        if self._local is not None:
+            self._local.restart()
 
     def stop(self, reason: str) -> None:
         """Request that `fit` stop, and display `reason`. Any rank may call it at any time.
@@ -353,6 +371,8 @@ class Trainer:
             self._forward_backward(batch, micro_batch)
             if not micro_batch.ends_step:
                 continue
+            if self._local is not None:
+                self._local.reduce_gradients()  # over the ranks that train synchronously
             self._loss_weighting.finish_step(
                 self.optimizer, micro_batch
             )  # divide by the number of tokens, if tokens are counted
@@ -360,6 +380,8 @@ class Trainer:
             self._update(
                 progress.step, self._learning_rate_factor
             )  # unscale, clip, optimizer step, average, step scheduler
+            if self._local is not None:
+                self._end_local_step(self._local)
             self._loss.finish_step()  # counted after the update, so that an interrupted step is repeated
             self._timer.end_step(micro_batch.step_samples)
             progress.advance(micro_batch.step_samples, micro_batch.step_end)
@@ -423,7 +445,7 @@ class Trainer:
             self._loss.start_epoch()
 
     def _save(self, results: dict[str, float], row: dict[str, Any] | None, *, in_memory: bool = False) -> None:
-        with self._timer.measure("checkpoint"):
+        with self._timer.measure("checkpoint"), self._averaged_weights():
             model = self.backend.unwrap(self.model)
             self._run.save(model, self.optimizer, self._scheduler, results, row, in_memory=in_memory)
 
@@ -435,7 +457,7 @@ class Trainer:
         begin_micro_batch(self.config.seed, self.progress.epoch, micro_batch, self.config.logical_ranks)
         with (
             exclude_from_statistics(self.model) if is_excluded else nullcontext(),
-            nullcontext() if ends_step else self.backend.no_sync(self.model),
+            nullcontext() if ends_step or self._local is not None else self.backend.no_sync(self.model),
         ):
             with self._precision.autocast():
                 loss = read_training_loss(self.loss_fn(*self._forward(self.model, batch)))
@@ -453,12 +475,25 @@ class Trainer:
         self._loss.add(loss.value, micro_batch.samples, loss.tokens)
         self._callbacks.call("on_micro_batch_end", self, batch, micro_batch, loss)
 
+    def _end_local_step(self, local: LocalTraining) -> None:
+        """Synchronize the weights if a synchronization is due, and update their average."""
+        if (steps := local.step()) and self._weight_average is not None:
+            self._weight_average.update(steps)
+        self._loss_weighting.is_local = not local.is_warming_up
+
+    def _averaged_weights(self) -> AbstractContextManager[None]:
+        """With local steps, return the context manager in which the model has the mean of the weights over ranks."""
+        return nullcontext() if self._local is None else self._local.averaged_weights()
+
     def _validate(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
-        return {
-            prefix + name: value
-            for prefix, shard in validation.items()
-            for name, value in self._evaluation.evaluate(shard).items()
-        }
+        if not validation:
+            return {}
+        with self._averaged_weights():
+            return {
+                prefix + name: value
+                for prefix, shard in validation.items()
+                for name, value in self._evaluation.evaluate(shard).items()
+            }
 
     def _evaluation_shard(self, data: Data, limit_batches: int | None = None) -> EvaluationShard:
         config = self.config

@@ -29,6 +29,7 @@ from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.ema import WeightAverage
+from unitrain.optim.local_steps import LocalTraining
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
 from unitrain.progress.preconditions import preconditions, report_differences, report_different_processes
 from unitrain.progress.training_progress import TrainingProgress
@@ -113,6 +114,13 @@ class TrainingRun:
         self._parts = {**self._parts, COMPRESSION_STATE: state}
         if self._restored is not None:
             state.load_state_dict(self._restored.pop(COMPRESSION_STATE, {}))
+
+    def track_local_steps(self, local: LocalTraining) -> None:
+        """Also save the state of `local` in checkpoints, and restore it. Raises CheckpointError if the state does not
+        match."""
+        self._parts = {**self._parts, loading.LOCAL_STEPS: local}
+        if self._restored is not None:
+            local.load_state_dict(self._restored.pop(loading.LOCAL_STEPS, {}))
 
     @property
     def is_complete(self) -> bool:

@@ -177,6 +177,20 @@ def test_hierarchical_reduction_sends_less_between_the_hosts(tmp_path: Path) -> 
     assert plain / hierarchical == pytest.approx(1.5, rel=0.1)
 
 
+@needs_hosts
+@pytest.mark.nightly
+def test_low_communication_sends_the_expected_bytes(tmp_path: Path) -> None:
+    options = ["--rate", "1gbit", "--backend", "ddp", "--method", "DiLoCo", "--method", "DiLoCo, int8"]
+    steps = ["--steps", "8", "--local-steps", "4", "--evaluate-every", "4"]
+    shown = run("low_communication.py", *options, *steps, "--output", tmp_path)
+    table = (tmp_path / "low_communication.md").read_text()
+    assert table.strip() in shown
+    for method in ("synchronous", "DiLoCo", "DiLoCo, int8"):
+        row = re.search(rf"^\| 1gbit \| ddp \| {method} \| [\d,.]+ \| [\d,.]+ \| (\d\.\d+) \|", table, re.M)
+        assert row is not None, table
+        assert float(row[1]) == pytest.approx(1, abs=0.02)
+
+
 @pytest.mark.nightly
 def test_sharding_benchmark_writes_its_tables_and_keeps_earlier_rows(tmp_path: Path) -> None:
     options = ["--backend", "ddp", "--model", "trial", "--rounds", "2", "--ranks", "2", "--output", tmp_path]

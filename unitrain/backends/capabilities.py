@@ -79,6 +79,19 @@ class SupportsAsyncBroadcasts(ABC):
         """
 
 
+class SupportsAllToAll(ABC):
+    """A backend with an all-to-all. Without it, features that use it gather all rows, which transfers more bytes."""
+
+    @abstractmethod
+    def alltoall(self, tensor: Tensor) -> Tensor:
+        """Send the r-th of `size` equal slices of dim 0 to rank r, and return the slices from all ranks, in rank order.
+        All ranks call it.
+
+        The result is a new tensor with the shape and dtype of `tensor`, which is equal on all ranks. Raises TensorError
+        if dim 0 is not divisible by `size`, and CollectiveMismatchError if shapes or dtypes differ between ranks.
+        """
+
+
 class SupportsPointToPoint(ABC):
     """A backend that provides subgroups of ranks with point-to-point communication."""
 

@@ -101,11 +101,11 @@ def check_root(root: int, size: int) -> None:
         raise ConfigError(f"Root {root!r} is not one of the {size} ranks. Use a root from 0 to {size - 1}.")
 
 
-def check_divisible(tensor: Tensor, size: int) -> None:
+def check_divisible(tensor: Tensor, size: int, operation: str = "reducescatter") -> None:
     """Raise TensorError unless dim 0 is divisible into `size` equal slices."""
     if tensor.dim() == 0 or tensor.shape[0] % size:
         raise TensorError(
-            f"reducescatter divides dim 0 into {size} equal slices, got shape {list(tensor.shape)}. "
+            f"{operation} divides dim 0 into {size} equal slices, got shape {list(tensor.shape)}. "
             f"Pad dim 0 to a multiple of {size}."
         )
 

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend, ReduceOp, Shard, StartOptions
-from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, SupportsShardedParameters
+from unitrain.backends.capabilities import (
+    CompressionState,
+    SupportsAllToAll,
+    SupportsPowerSGD,
+    SupportsShardedParameters,
+)
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.compression import CompressionStates, compress_each_backward
 from unitrain.backends.gradients.ddp_wrapper import read_bucket_megabytes
@@ -31,7 +36,7 @@ from unitrain.errors import ConfigError, LauncherMismatchError
 from unitrain.torch_compat import unwrap_compiled
 
 
-class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
+class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedParameters):
     """A group with one rank."""
 
     name = "local"
@@ -88,6 +93,12 @@ class LocalBackend(Backend, SupportsPowerSGD, SupportsShardedParameters):
         self.check_collective_allowed("reducescatter")
         checks.check_reduction(tensor, op)
         checks.check_divisible(tensor, self.size)
+        return tensor.detach().clone()
+
+    def alltoall(self, tensor: Tensor) -> Tensor:
+        self.check_collective_allowed("alltoall")
+        checks.check_tensor(tensor)
+        checks.check_divisible(tensor, self.size, "alltoall")
         return tensor.detach().clone()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:

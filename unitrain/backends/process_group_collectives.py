@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unitrain.backends import checks, composed_collectives
 from unitrain.backends.base import Communicator, ReduceOp
+from unitrain.backends.capabilities import SupportsAllToAll
 from unitrain.backends.composed_collectives import (
     PiecewiseReduceScatter,
     gather_by_broadcasts,
@@ -22,7 +23,7 @@ from unitrain.backends.composed_collectives import (
 from unitrain.backends.consistency import ConsistencyCheck
 from unitrain.backends.objects import EMPTY_PAYLOAD, pack, unpack
 from unitrain.backends.row_exchange import RowExchange
-from unitrain.backends.tensors import from_ordered_keys, needs_keys, ordered_keys
+from unitrain.backends.tensors import as_bytes, from_ordered_keys, needs_keys, ordered_keys
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import all_gather, reduce_scatter
 
@@ -36,7 +37,7 @@ _TORCH_OPS = {
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class ProcessGroupCollectives(Communicator):
+class ProcessGroupCollectives(Communicator, SupportsAllToAll):
     """The collectives of a backend over the default process group. The backend sets all attributes."""
 
     _check_consistency: ConsistencyCheck
@@ -112,6 +113,19 @@ class ProcessGroupCollectives(Communicator):
         if needs_keys(tensor.dtype, op):
             result = from_ordered_keys(result, tensor.dtype)
         return self._finish_reduction(result, tensor.dtype, op)
+
+    def alltoall(self, tensor: Tensor) -> Tensor:
+        def check() -> None:
+            checks.check_tensor(tensor)
+            checks.check_divisible(tensor, self.size, "alltoall")
+
+        self._check_consistency("alltoall", tensor, check=check)
+        sent = _contiguous_copy(tensor, tensor.dtype)
+        received = torch.empty_like(sent)
+        if sent.numel():  # as bytes, because some transports do not support all dtypes
+            work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), async_op=True)
+            self._monitor.wait_for_ranks(work)
+        return received
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         def check() -> None:

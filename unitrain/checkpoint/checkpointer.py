@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError, ConfigError
 
 COMPRESSION_STATE, AVERAGE = "gradients", "average"
+# Parts of the training state that only rank 0 reads, because they may be much larger than the model.
+_RANK_ZERO_PARTS = (COMPRESSION_STATE, loading.LOCAL_STEPS)
 _FIX = "Read it with the versions of torch and unitrain that wrote it."
 
 
@@ -162,6 +165,10 @@ class Checkpointer:
             shard = call_on_all_ranks(
                 communicator, lambda: collect_shard(model, optimizer, weights, communicator.rank, communicator.size)
             )
+        if loading.LOCAL_STEPS in training:
+            local = dict(training[loading.LOCAL_STEPS])
+            shard = replace(shard, local_state=local.pop("own"))
+            training[loading.LOCAL_STEPS] = local
         writer.save_sharded(step, shard, training, manifest)
 
     def state_format(self) -> AbstractContextManager[None]:
@@ -294,9 +301,9 @@ def load_checkpoint(
     All ranks call it. The result is equal on all ranks; it is None if there is no checkpoint and `required` is False.
     Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and `distributed_optimizer`
     broadcast them later. With `defer_optimizer_state`, the optimizer state of a sharded checkpoint is not loaded. Every
-    rank loads `scheduler`. Only rank 0 returns the state of gradient compression, because it may be much larger than
-    the model. Raises CheckpointError on every rank if no checkpoint is valid, or if it does not match the model,
-    optimizer or scheduler.
+    rank loads `scheduler`. Only rank 0 returns the state of gradient compression and of local steps, because it may be
+    much larger than the model. Raises CheckpointError on every rank if no checkpoint is valid, or if it does not match
+    the model, optimizer or scheduler.
     """
 
     checkpoint = find_checkpoint(path, communicator, required=required)
@@ -308,11 +315,10 @@ def load_checkpoint(
         _FIX,
         lambda: loading.load(checkpoint, model, optimizer, scheduler, defer_optimizer_state=defer_optimizer_state),
     )
-    compression_state = None if training is None else training.pop(COMPRESSION_STATE, None)
+    own = {} if training is None else {name: training.pop(name) for name in _RANK_ZERO_PARTS if name in training}
     training = communicator.broadcast_object(training)
     assert training is not None
-    if compression_state is not None:
-        training[COMPRESSION_STATE] = compression_state
+    training |= own
     problem: CheckpointError | None = None
     if "scheduler" in training and scheduler is not None and communicator.rank != 0:
         try:

@@ -43,7 +43,7 @@ MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 _FORMAT, _NEWEST_FORMAT = 1, 2  # 2: sharded
 # Names of files in a manifest. Other names, such as ../model.safetensors, are not read.
 _FILE_NAME_PATTERN = re.compile(
-    r"model\.safetensors|training\.pt|(model|optimizer|average)/rank-\d{5,}(-\d+)?\.(safetensors|pt)"
+    r"model\.safetensors|training\.pt|(model|optimizer|average|local_steps)/rank-\d{5,}(-\d+)?\.(safetensors|pt)"
 )
 _MAX_MANIFEST_BYTES = 64 << 20
 _MORE_THAN_LEFT_BYTES = 1 << 20  # more than a full file system accepts after a failed write

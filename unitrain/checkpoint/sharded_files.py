@@ -6,6 +6,7 @@ A checkpoint is a folder `step-000000123`:
     optimizer/rank-00000.safetensors   chunks of the optimizer state, named state.PARAMETER.KEY
     optimizer/rank-00000.pt            values of the optimizer state that are not tensors, if there are any
     average/rank-00000.safetensors     chunks of the averaged weights, with `ema_decay`
+    local_steps/rank-00000.pt          the rank's weights, optimizer state and error, with `local_steps`
     training.pt                        all other state, and the hyperparameters of the optimizer
     manifest.json                      size and sha256 of all files, sha256 of this list, versions, step, epoch, results
                                        and configuration
@@ -58,7 +59,7 @@ from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
 from unitrain.torch_compat import loads_state_unchanged
 
-MODEL_FOLDER, OPTIMIZER_FOLDER, AVERAGE_FOLDER = "model", "optimizer", "average"
+MODEL_FOLDER, OPTIMIZER_FOLDER, AVERAGE_FOLDER, LOCAL_FOLDER = "model", "optimizer", "average", "local_steps"
 # The metadata entry that contains the index of the parameter and the key of each state tensor, as JSON.
 _STATE_KEYS_METADATA = "unitrain.optimizer"
 _MAX_POLL_SECONDS = 0.25
@@ -72,13 +73,15 @@ class StateShard:
 
     `chunks` contains the chunks of tensors, by folder. `keys` maps each optimizer tensor to its parameter index and
     state key. `values` contains the values of the optimizer state that are not tensors. `tied` maps the names of tied
-    tensors, by folder, to the names under which they are stored.
+    tensors, by folder, to the names under which they are stored. `local_state` is the state of this rank with local
+    steps, with tensors in host memory.
     """
 
     chunks: dict[str, list[TensorChunk]]
     keys: dict[str, StateKey] = field(default_factory=dict)
     values: dict[Any, Any] = field(default_factory=dict)
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    local_state: dict[str, Any] = field(default_factory=dict)
 
     def host_copy(self) -> StateShard:
         """Return a copy in host memory.
@@ -89,7 +92,8 @@ class StateShard:
             folder: [replace(chunk, data=chunk.data.to("cpu", copy=True)) for chunk in chunks]
             for folder, chunks in self.chunks.items()
         }
-        return replace(self, chunks=chunks, values=host_copy(plain_state({"values": self.values}))["values"])
+        values = host_copy(plain_state({"values": self.values}))["values"]
+        return replace(self, chunks=chunks, values=values, local_state=plain_state(self.local_state))
 
 
 def collect_shard(
@@ -173,11 +177,15 @@ def _write_files(staging_folder: Path, shard: StateShard, rank: int) -> dict[str
         metadata = {_STATE_KEYS_METADATA: json.dumps(keys)} if name == OPTIMIZER_FOLDER else {}
         files = write_chunks(folder, _stem(rank), chunks, metadata)
         written |= {f"{name}/{file}": found for file, found in files.items()}
-    if shard.values:
-        name = f"{OPTIMIZER_FOLDER}/{_stem(rank)}.pt"
-        save_object(plain_state({"values": shard.values}), staging_folder / name)
-        flush(staging_folder / name)
-        written[name] = WrittenFile((staging_folder / name).stat().st_size, sha256(staging_folder / name))
+    values = {"values": shard.values} if shard.values else {}
+    for name, state in ((OPTIMIZER_FOLDER, values), (LOCAL_FOLDER, shard.local_state)):
+        if not state:
+            continue
+        path = staging_folder / name / f"{_stem(rank)}.pt"
+        path.parent.mkdir(exist_ok=True)
+        save_object(plain_state(state), path)
+        flush(path)
+        written[f"{name}/{path.name}"] = WrittenFile(path.stat().st_size, sha256(path))
     return written
 
 
@@ -211,7 +219,7 @@ def commit(
     tied = {name: aliases for name, aliases in shard.tied.items() if aliases}
     fields = {**manifest_fields, "ranks": size, "tied": tied, "files_sha256": list_digest(files)}
     write_manifest(staging_folder, 2, fields, files)
-    for name in (*shard.chunks, "."):
+    for name in (*shard.chunks, *([LOCAL_FOLDER] if shard.local_state else []), "."):
         flush(staging_folder / name)
     publish(staging_folder, target)
     return True
@@ -283,6 +291,12 @@ def open_tensors(path: Path, folder: str) -> StoredTensors:
     names = [name for name in read_manifest(path)["files"] if name.startswith(f"{folder}/")]
     found = (name.partition("/")[2] for name in names)
     return StoredTensors.open(path / folder, sorted(name for name in found if name.endswith(".safetensors")))
+
+
+def read_local_states(path: Path) -> list[dict[str, Any]]:
+    """Return the states of all ranks with local steps in sharded checkpoint `path`, in rank order."""
+    names = [name for name in read_manifest(path)["files"] if name.startswith(f"{LOCAL_FOLDER}/")]
+    return [torch.load(path / name, map_location="cpu", weights_only=True) for name in sorted(names)]
 
 
 def open_model(path: Path) -> StoredTensors:

@@ -30,7 +30,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         """Copy `model`. Raises ModelError if it cannot be copied."""
         self._source_model, self.model = model, _copy(model)
-        self._update_averages = get_ema_multi_avg_fn(decay)
+        self._decay, self._update_averages = decay, get_ema_multi_avg_fn(decay)
         self._find_weights()
         self._steps = 0
 
@@ -49,15 +49,16 @@ class WeightAverage:
             self._copy_buffers()
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Update the average after a step."""
+    def update(self, steps: int = 1) -> None:
+        """Update the average after `steps` steps, with decay**steps."""
         if self._steps:
-            self._update_averages(self._floating_averages, self._floating_weights, self._steps)
+            update = self._update_averages if steps == 1 else get_ema_multi_avg_fn(self._decay**steps)
+            update(self._floating_averages, self._floating_weights, self._steps)
             self._copy_integers()
         else:
             self._copy_weights()
         self._copy_buffers()
-        self._steps += 1
+        self._steps += steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averaged weights and the number of averaged steps."""

@@ -77,7 +77,8 @@ class LossWeighting:
     step, because sums over many tokens may overflow in half precision.
 
     `ranks` is the number of ranks over which gradients are averaged, such as the number of logical ranks; the default
-    is the number of ranks of the communicator.
+    is the number of ranks of the communicator. While `is_local` is True, as with local steps, the gradients of each
+    rank are divided by its own number of tokens, without communication.
     """
 
     def __init__(self, communicator: Communicator, ranks: int | None = None) -> None:
@@ -85,6 +86,7 @@ class LossWeighting:
         self._local_tokens: Tensor | None = None  # number of tokens on this rank in the current step
         self._total_tokens: Tensor | None = None  # number of tokens on all ranks in a complete step
         self._tokens_per_sample: Tensor | None = None
+        self.is_local = False
 
     def weight_loss(self, loss: Loss, micro_batch: MicroBatch) -> Tensor:
         """Return the weighted loss, to call backward on. The weight of a dummy batch is 0."""
@@ -97,7 +99,7 @@ class LossWeighting:
         self._local_tokens = tokens if self._local_tokens is None else self._local_tokens + tokens
         if self._tokens_per_sample is None:
             if micro_batch.logical_rank is None:
-                approximate = self._communicator.allreduce(tokens, "sum")
+                approximate = self._sum(tokens)
             else:  # the tokens of logical rank 0, for any number of processes
                 approximate = self._communicator.broadcast(tokens) * self._ranks
             self._tokens_per_sample = _power_of_two(approximate / micro_batch.step_samples)
@@ -146,7 +148,11 @@ class LossWeighting:
 
     def _sum_tokens(self) -> None:
         if self._local_tokens is not None:
-            self._total_tokens, self._local_tokens = self._communicator.allreduce(self._local_tokens, "sum"), None
+            self._total_tokens, self._local_tokens = self._sum(self._local_tokens), None
+
+    def _sum(self, tokens: Tensor) -> Tensor:
+        """Return the number of tokens of all ranks, given that of this rank. With `is_local`, it is estimated."""
+        return tokens * self._communicator.size if self.is_local else self._communicator.allreduce(tokens, "sum")
 
 
 def _power_of_two(number: Tensor) -> Tensor:

@@ -49,6 +49,10 @@ class FakeBackend(LocalBackend):
         reduced = _reduce(self._gather_from_peers("reducescatter", super().reducescatter(tensor, op)), op)
         return reduced.chunk(self.size)[self.rank].clone()
 
+    def alltoall(self, tensor: Tensor) -> Tensor:
+        tensors = self._gather_from_peers("alltoall", super().alltoall(tensor))
+        return torch.cat([one.chunk(self.size)[self.rank] for one in tensors])
+
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         tensors: list[Tensor] = self._gather_from_peers("broadcast", super().broadcast(tensor, root))
         return tensors[root].clone()

@@ -86,6 +86,18 @@ class ForwardBufferBroadcaster:
         return [buffer for module in changed for buffer in buffers_by_name(module).values() if buffer is not None]
 
 
+def buffers_by_use(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the running statistics of `model`, which its layers read in eval mode only, and its other buffers."""
+    statistics: dict[int, Tensor] = {}
+    others: dict[int, Tensor] = {}
+    for module in model.modules():
+        found = statistics if _reads_buffers_in_eval_only(module) else others
+        for buffer in buffers_by_name(module).values():
+            if buffer is not None:
+                found[id(buffer)] = buffer.data
+    return list(statistics.values()), list(others.values())
+
+
 def _reads_buffers_in_eval_only(module: nn.Module) -> bool:
     """Return whether the buffers of `module` are statistics that its forward pass reads in eval mode only."""
     kind: Any = type(module)

@@ -1,0 +1,387 @@
+"""Local steps through the Trainer: compared with plain torch in one process that simulates all ranks, with synchronous
+training, and with interrupted runs. The contract suite tests `LocalTraining` in a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+from unitrain import Callback, LocalSteps, TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.checkpoint import files
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+SAMPLES, GLOBAL_BATCH, EPOCHS, SEED = 67, 12, 3, 6  # the last step of an epoch has 7 samples
+DECAY = 0.8
+PLAIN = LocalSteps(steps=4)
+DILOCO = LocalSteps(steps=4, outer_lr=0.7, outer_momentum=0.9)
+COMPRESSED = LocalSteps(steps=4, outer_lr=0.7, outer_momentum=0.9, compression="int8")
+# Settings of the Trainer; "kind" is the inner optimizer and "tokens" a loss over tokens.
+CASES: dict[str, dict[str, Any]] = {
+    "local SGD": {"local_steps": 4},
+    "post-local SGD": {"local_steps": LocalSteps(steps=4, warmup_steps=5), "ema_decay": DECAY},
+    "DiLoCo": {"local_steps": DILOCO, "kind": "adamw", "max_grad_norm": 0.3},
+    "accumulated": {"local_steps": DILOCO, "gradient_accumulation_steps": 2, "count": 60},
+    "tokens": {"local_steps": LocalSteps(steps=4, warmup_steps=3), "tokens": True},
+    "average": {"local_steps": DILOCO, "ema_decay": DECAY},
+}
+
+
+def network(norm: Any = nn.BatchNorm1d) -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 16), norm(16), nn.Tanh(), nn.Linear(16, 4)).double()
+
+
+def data(count: int = SAMPLES, seed: int = 5) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(0, 4, (count,), generator=generator))
+
+
+def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss over a number of tokens that differs between ranks."""
+    tokens = 1 + 3 * target
+    return (nn.functional.cross_entropy(output, target, reduction="none") * tokens).sum(), tokens.sum()
+
+
+def make(backend: Backend, model: nn.Module, **settings: Any) -> Trainer:
+    kind, tokens = settings.pop("kind", "sgd"), settings.pop("tokens", False)
+    callbacks = settings.pop("callbacks", ())
+    batch_size = GLOBAL_BATCH // backend.size // settings.get("gradient_accumulation_steps", 1)
+    defaults = {"max_epochs": EPOCHS, "batch_size": batch_size, "seed": SEED, "progress": "off"}
+    if "max_steps" in settings:
+        defaults.pop("max_epochs")
+    loss_fn = summed if tokens else nn.functional.cross_entropy
+    config = TrainConfig(**{**defaults, **settings})
+    return Trainer(model, optimizer_of(model, kind), loss_fn, backend=backend, config=config, callbacks=callbacks)
+
+
+def vector(model: nn.Module) -> Tensor:
+    return torch.cat([tensor.detach().double().flatten() for tensor in model.state_dict().values()])
+
+
+def fit(backend: Backend, settings: dict[str, Any], validation: bool = True) -> dict[str, Any]:
+    """Train, and return the final state of the model and of its average, and the results."""
+    settings = dict(settings)
+    count = settings.pop("count", SAMPLES)
+    model = network(settings.pop("norm", nn.BatchNorm1d))
+    trainer = make(backend, model, **settings)
+    results = trainer.fit(data(count), data(30, seed=8) if validation else None)
+    average = trainer.averaged_model
+    return {"model": vector(model), "average": None if average is None else vector(average), "results": results}
+
+
+class Simulation:
+    """All ranks in plain torch."""
+
+    def __init__(self, size: int, settings: dict[str, Any]) -> None:
+        given = settings["local_steps"]
+        self.size, self.settings = size, settings
+        self.local = LocalSteps(steps=given) if isinstance(given, int) else given
+        self.models = [network() for _ in range(size)]
+        self.optimizers = [optimizer_of(model, settings.get("kind", "sgd")) for model in self.models]
+        self.outer = network()
+        momentum = self.local.outer_momentum
+        self.outer_optimizer = torch.optim.SGD(
+            self.outer.parameters(), lr=self.local.outer_lr, momentum=momentum, nesterov=momentum > 0
+        )
+        self.average: AveragedModel | None = None
+        self.steps = self.since = 0
+
+    def run(self) -> nn.Module:
+        """Train, and return the mean of the models."""
+        count = self.settings.get("count", SAMPLES)
+        inputs, targets = data(count).tensors
+        for epoch in range(EPOCHS):
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(SEED + epoch))
+            for positions in order.split(GLOBAL_BATCH):
+                self.step(
+                    [(inputs[own], targets[own]) for own in (positions[r :: self.size] for r in range(self.size))]
+                )
+        return self.mean()
+
+    def step(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        is_warm_up = self.steps < self.local.warmup_steps
+        total = sum(len(targets) for _, targets in batches)
+        total_tokens = sum((1 + 3 * targets).sum() for _, targets in batches)
+        for model, (inputs, targets) in zip(self.models, batches, strict=True):
+            losses = nn.functional.cross_entropy(self.forward(model, inputs), targets, reduction="none")
+            if self.settings.get("tokens"):
+                tokens = 1 + 3 * targets
+                divisor = total_tokens / self.size if is_warm_up else tokens.sum()
+                loss = (losses * tokens).sum() / divisor
+            else:
+                loss = losses.sum() * self.size / total
+            loss.backward()
+        if is_warm_up:
+            for parameters in zip(*(model.parameters() for model in self.models), strict=True):
+                mean = torch.stack([parameter.grad for parameter in parameters]).mean(0)
+                for parameter in parameters:
+                    parameter.grad = mean.clone()
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            if "max_grad_norm" in self.settings:
+                nn.utils.clip_grad_norm_(model.parameters(), self.settings["max_grad_norm"])
+            optimizer.step()
+            optimizer.zero_grad()
+        self.steps += 1
+        if is_warm_up:
+            self.outer.load_state_dict(self.models[0].state_dict())
+            self.update_average(1)
+            return
+        self.since += 1
+        if self.since == self.local.steps:
+            self.since = 0
+            self.synchronize()
+            self.update_average(self.local.steps)
+
+    def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """Process the micro-batches one after the other, because of BatchNorm."""
+        micro_batches = self.settings.get("gradient_accumulation_steps", 1)
+        return torch.cat([model(part) for part in inputs.chunk(micro_batches)])
+
+    def synchronize(self) -> None:
+        mean = self.mean()
+        for parameter, target in zip(self.outer.parameters(), mean.parameters(), strict=True):
+            parameter.grad = parameter.detach() - target.detach()
+        self.outer_optimizer.step()
+        for buffer, target in zip(self.outer.buffers(), mean.buffers(), strict=True):
+            buffer.copy_(target)
+        for model in self.models:
+            model.load_state_dict(self.outer.state_dict())
+
+    def mean(self) -> nn.Module:
+        states = [model.state_dict() for model in self.models]
+        result = network()
+        result.load_state_dict(
+            {name: torch.stack([s[name].double() for s in states]).mean(0).to(v.dtype) for name, v in states[0].items()}
+        )
+        return result
+
+    def update_average(self, steps: int) -> None:
+        if self.average is None:
+            self.average = AveragedModel(self.outer)
+            self.average.update_parameters(self.outer)
+        else:
+            self.average.multi_avg_fn = get_ema_multi_avg_fn(DECAY**steps)
+            self.average.update_parameters(self.outer)
+
+
+def loss_of(model: nn.Module, *, tokens: bool) -> float:
+    model.eval()
+    inputs, targets = data(30, seed=8).tensors
+    with torch.no_grad():
+        if tokens:
+            total, count = summed(model(inputs), targets)
+            return (total / count).item()
+        return nn.functional.cross_entropy(model(inputs), targets).item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trainer_equals_simulated_ranks(ran: Ran, case: str) -> None:
+    initial = vector(network())
+    for size in (1, 2, 3):
+        simulation = Simulation(size, CASES[case])
+        expected = simulation.run()
+        assert (vector(expected) - initial).abs().max() > 0.1
+        wanted = expected
+        if simulation.average is not None and "ema_decay" in CASES[case]:
+            wanted = simulation.average.module
+            wanted.load_state_dict({**wanted.state_dict(), **dict(simulation.outer.named_buffers())})
+        for result in of_size(ran, size):
+            found = result["fits"][case]
+            torch.testing.assert_close(found["model"], vector(expected), rtol=0, atol=1e-9)
+            if "ema_decay" in CASES[case]:
+                torch.testing.assert_close(found["average"], vector(wanted), rtol=0, atol=1e-9)
+            loss = loss_of(wanted, tokens=CASES[case].get("tokens", False))
+            assert found["results"]["val_loss"] == pytest.approx(loss, abs=1e-9)
+
+
+SYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "accumulated": {"norm": nn.LayerNorm, "gradient_accumulation_steps": 2, "count": 60},
+    "average": {"norm": nn.LayerNorm, "ema_decay": DECAY},
+}
+
+
+def test_one_local_step_equals_synchronous_training(ran: Ran) -> None:
+    """Also with an uneven last step. BatchNorm over two samples would amplify rounding errors."""
+    initial = vector(network(nn.LayerNorm))
+    for size in (1, 2, 3):
+        for name in SYNCHRONOUS:
+            for result in of_size(ran, size):
+                found, expected = result["one step"][name], result["synchronous"][name]
+                for kind in ("model", "average") if expected["average"] is not None else ("model",):
+                    assert (found[kind] - expected[kind]).abs().max() <= 1e-12
+                    assert (found[kind] - initial).abs().max() > 0.1
+
+
+def trained(values: Tensor) -> Tensor:
+    """Return the parameters in the `vector` of a network."""
+    model = network()
+    kept = [name in dict(model.named_parameters()) for name in model.state_dict()]
+    parts = values.split([tensor.numel() for tensor in model.state_dict().values()])
+    return torch.cat([part for part, is_parameter in zip(parts, kept, strict=True) if is_parameter])
+
+
+def in_float32(backend: Backend, local_steps: LocalSteps, precision: str) -> Tensor:
+    model = network().float()
+    inputs, targets = data().tensors
+    trainer = make(backend, model, local_steps=local_steps, precision=precision, kind="adamw")
+    trainer.fit(TensorDataset(inputs.float(), targets))
+    return vector(model)
+
+
+FLOAT32 = {
+    "averaged": (PLAIN, "fp32"),
+    "DiLoCo": (DILOCO, "fp32"),
+    "bf16": (LocalSteps(steps=2, outer_lr=0.7, outer_momentum=0.9, compression="bf16"), "bf16"),
+    "int8": (COMPRESSED, "fp32"),
+}
+
+
+@pytest.mark.parametrize("case", FLOAT32)
+def test_backends_agree_in_float32(ran: Ran, case: str) -> None:
+    compressed = FLOAT32[case][0].compression != "none"
+    for size in (2, 3):
+        results = [result["float32"][case] for result in of_size(ran, size)]
+        for found in results:
+            assert found.isfinite().all()
+            # An uncompressed sum of three is computed in the order of the transport.
+            assert (found - results[0]).abs().max() <= (0 if compressed or size == 2 else 1e-6)
+
+
+class Evaluating(Callback):
+    """Evaluates, predicts and reads the state in the middle of training."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        trainer.evaluate(data(10))
+        trainer.predict(data(10))
+
+
+def disturbed(backend: Backend, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the results of an undisturbed run, and of one that evaluates and saves checkpoints after each step."""
+    settings = {"local_steps": COMPRESSED, "kind": "adamw"}
+    often = {"output_dir": folder, "checkpoint_every_steps": 1, "validate_every_steps": 1, "callbacks": [Evaluating()]}
+    return fit(backend, settings, validation=False), fit(backend, {**settings, **often})
+
+
+def test_evaluation_and_checkpoints_do_not_change_training(ran: Ran) -> None:
+    for _, results in ran:
+        for result in results:
+            undisturbed, often = result["disturbed"]
+            assert torch.equal(undisturbed["model"], often["model"])
+
+
+def checkpoint_weights(folder: Path, step: int) -> dict[str, Tensor]:
+    model = network()
+    files.load_model_file(model, folder / f"step-{step:09d}" / files.MODEL)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+def test_run_interrupted_ten_times_on_two_backends_is_bit_equal(
+    both: list[RankGroup], checkpoint_format: str, tmp_path: Path
+) -> None:
+    settings = {"local_steps": COMPRESSED, "kind": "adamw", "ema_decay": DECAY}
+    expected = both[0].run(fit, {**settings, "max_steps": 11}, timeout_seconds=120)[0]
+    saved = {"output_dir": str(tmp_path), "resume": True, "checkpoint_format": checkpoint_format}
+    for steps in range(1, 12):
+        results = both[steps % 2].run(fit, {**settings, **saved, "max_steps": steps}, timeout_seconds=120)
+    for result in results:
+        assert torch.equal(result["model"], expected["model"])
+        assert torch.equal(result["average"], expected["average"])
+        assert result["results"] == results[0]["results"]
+    if checkpoint_format == "full":
+        folder = tmp_path / "step-000000011"
+        training = torch.load(folder / "training.pt", weights_only=True)["local_steps"]
+        assert len(training["ranks"]) == 2
+        assert training["steps_since_synchronization"] == 3
+        assert not torch.equal(*(rank["weights"]["0.weight"] for rank in training["ranks"])), "each rank has its own"
+        weights = torch.stack([rank["weights"]["0.weight"] for rank in training["ranks"]]).mean(0)
+        torch.testing.assert_close(checkpoint_weights(tmp_path, 11)["0.weight"], weights, rtol=0, atol=1e-12)
+
+
+def evaluate_resumed(backend: Backend, settings: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Return the loss of the resumed weights before training, and train."""
+    trainer = make(backend, network(), **settings)
+    loss = trainer.evaluate(data(30, seed=8))["loss"]
+    return loss, trainer.fit(data(), data(30, seed=8))
+
+
+def test_run_resumes_on_other_numbers_of_ranks(both: list[RankGroup], tmp_path: Path) -> None:
+    settings = {"local_steps": COMPRESSED, "kind": "adamw", "output_dir": str(tmp_path), "resume": True}
+    before = both[0].run(fit, {**settings, "max_steps": 6}, timeout_seconds=120)[0]["results"]
+    (loss, results) = evaluate_resumed(LOCAL, {**settings, "max_steps": 13})
+    assert loss == pytest.approx(before["val_loss"], abs=1e-12)
+    for loss, _ in both[1].run(evaluate_resumed, {**settings, "max_steps": 18}, timeout_seconds=120):
+        assert loss == pytest.approx(results["val_loss"], abs=1e-12)
+
+
+def test_checkpoint_resumes_with_and_without_local_steps(tmp_path: Path) -> None:
+    saved = {"output_dir": str(tmp_path), "resume": True}
+    for number, local_steps in enumerate((None, 4, DILOCO, None, COMPRESSED, LocalSteps(steps=2)), 1):
+        fit(LOCAL, {**saved, "local_steps": local_steps, "max_steps": 3 * number})
+    assert files.list_checkpoints(tmp_path)[0].name == "step-000000018"
+
+
+def test_loaded_weights_replace_those_of_all_ranks(tmp_path: Path) -> None:
+    fit(LOCAL, {"output_dir": str(tmp_path), "max_steps": 3})
+    model = network()
+    trainer = make(LOCAL, model, local_steps=DILOCO, max_steps=7)
+    trainer.load_weights(tmp_path)
+    expected, loaded = vector(model), vector(model)
+    assert (expected - vector(network())).abs().max() > 0.01
+    trainer.optimizer.param_groups[0]["lr"] = 0.0
+    trainer.fit(data())
+    torch.testing.assert_close(trained(vector(model)), trained(loaded), rtol=0, atol=1e-12)
+
+
+# --- all of it, in few launches ---
+
+
+def everything(backend: Backend, folder: str) -> dict[str, Any]:
+    return {
+        "fits": {name: fit(backend, settings) for name, settings in CASES.items()},
+        "synchronous": {name: fit(backend, settings) for name, settings in SYNCHRONOUS.items()},
+        "one step": {name: fit(backend, {**settings, "local_steps": 1}) for name, settings in SYNCHRONOUS.items()},
+        "float32": {name: in_float32(backend, *case) for name, case in FLOAT32.items()},
+        "disturbed": disturbed(backend, folder),
+    }
+
+
+Ran = list[tuple[tuple[str, int], list[dict[str, Any]]]]
+
+
+def of_size(ran: Ran, size: int) -> list[dict[str, Any]]:
+    return [result for launch, results in ran if launch[1] == size for result in results]
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[list[RankGroup]]:
+    with RankGroup("ddp", 2) as ddp, RankGroup("horovod", 2) as horovod:
+        yield [ddp, horovod]
+
+
+@pytest.fixture(scope="module")
+def ran(both: list[RankGroup], tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """The results of all ranks of each launch."""
+    found: Ran = [(("local", 1), [everything(LOCAL, str(tmp_path_factory.mktemp("run")))])]
+    with RankGroup("ddp", 3) as three:
+        for group in (*both, three):
+            results = group.run(everything, str(tmp_path_factory.mktemp("run")), timeout_seconds=240)
+            found.append(((group.backend, group.size), results))
+    return found

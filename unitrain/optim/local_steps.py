@@ -1,0 +1,569 @@
+"""Low-communication training: local steps on every rank, and an outer step that synchronizes the ranks.
+
+`local_steps_setting.py` specifies the formulas. This module uses only the interface of a backend.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unitrain import validation
+from unitrain.backends import checks
+from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsPointToPoint, require
+from unitrain.backends.gradients.forward_buffers import buffers_by_use
+from unitrain.backends.local_steps_setting import LocalSteps, read_local_steps
+from unitrain.backends.objects import broadcast_in_parts, broadcast_tensors, broadcast_with_tensors
+from unitrain.backends.rank_groups import Subgroup
+from unitrain.backends.sharding.state_format import keeps_shards
+from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.backends.tensors import copy_into
+from unitrain.errors import CheckpointError, ModelError
+from unitrain.optim.outer_gradient import OuterMean
+from unitrain.optim.step import optimizer_parameters
+from unitrain.torch_compat import tensor_version
+
+# Maximum number of elements that are reduced together, unless a single parameter has more.
+_BUCKET_ELEMENTS = 2**23
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+_log = logging.getLogger(__name__)
+
+
+class LocalTraining:
+    """Trains `model` with local steps, and synchronizes the ranks after every `local_steps.steps` steps.
+
+        local = unitrain.LocalTraining(model, optimizer, backend, unitrain.LocalSteps(steps=25))
+        for inputs, targets in loader:
+            (loss_fn(model(inputs), targets) * loader.loss_weight).backward()
+            local.reduce_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+        local.synchronize()
+
+    `model` is the user's module on `backend.device`, not a module that `distributed_model` returned, and `optimizer`
+    contains its parameters. `local_steps` is a LocalSteps object, or a number of steps, for LocalSteps(steps=number).
+    The constructor broadcasts parameters, buffers and optimizer state from rank 0. All ranks must make the same calls.
+
+    Only parameters that are in `optimizer` and require grad are synchronized. Each rank keeps its own optimizer state.
+    The running statistics of normalization layers are averaged at each synchronization and in each step of the warm-up,
+    and the other buffers are broadcast from rank 0, unless `broadcast_buffers` is False.
+
+    Raises ConfigError or ModelError on every rank for invalid arguments, and if the arguments differ between ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        backend: Backend,
+        local_steps: LocalSteps | int,
+        *,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
+        validation.check_instance("LocalTraining(backend)", backend, Backend, "a backend", fix)
+        backend.check_running("LocalTraining")
+
+        def check() -> LocalSteps:
+            settings = read_local_steps(local_steps, "LocalTraining(local_steps)")
+            validation.check_boolean("LocalTraining(broadcast_buffers=...)", broadcast_buffers)
+            checks.check_unwrapped_model("LocalTraining(model)", model)
+            checks.check_trainable_model(model, "none", backend.device)
+            checks.check_optimizer_of_model(optimizer, model)
+            return settings
+
+        self.settings = call_on_all_ranks(backend, check)
+        checks.check_same_settings(
+            backend,
+            "LocalTraining",
+            local_steps=self.settings,
+            optimizer=type(optimizer).__name__,
+            parameters_by_group=[len(group["params"]) for group in optimizer.param_groups],
+            broadcast_buffers=broadcast_buffers,
+        )
+        checks.check_same_model(backend, model)
+        self._model, self._optimizer, self._backend = model, optimizer, backend
+        self._broadcasts_buffers = broadcast_buffers
+        broadcast_in_parts(backend, [parameter.data for parameter in model.parameters()])
+        broadcast_tensors(backend, [buffer.data for buffer in model.buffers()])
+        _broadcast_optimizer_state(optimizer, backend)
+        held = set(optimizer_parameters(optimizer))
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter in held and parameter.requires_grad
+        }
+        self._known = set(self._parameters.values())
+        self._group = _create_group(backend, self.settings)
+        self._buckets = [
+            _Bucket(names, self._parameters, backend, self.settings) for names in _bucket_names(self._parameters)
+        ]
+        self._steps = 0  # completed steps, including those of the warm-up
+        self._steps_since_synchronization = 0
+        self._are_weights_equal = True
+        # The mean over ranks of the weights and buffers, or those of this rank inside `averaged_weights`.
+        self._other_weights: list[Tensor] | None = None
+        self._versions: list[int] = []
+        self._averaging_depth = 0
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the current step is one of the first `warmup_steps` steps, in which gradients are averaged."""
+        return self._steps < self.settings.warmup_steps
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Replace each `.grad` with its mean over the ranks that train synchronously: all ranks in the first
+        `warmup_steps` steps, and afterwards the `synchronous_ranks` of this group.
+
+        Call it after the last backward pass of each step, before gradients are clipped. If every rank trains on its
+        own, it does nothing.
+        """
+        if self._backend.size == 1:
+            return
+        if self.is_warming_up:
+            for bucket in self._buckets:
+                bucket.reduce_gradients(self._backend.allreduce)
+        elif self._group is not None:
+            for bucket in self._buckets:
+                bucket.reduce_gradients(self._group.mean)
+
+    @torch.no_grad()
+    def step(self) -> int:
+        """Count a step of the optimizer, and synchronize the ranks if it is due. Call it after `optimizer.step()`.
+
+        Return the number of steps since the previous synchronization if the ranks are synchronized, otherwise 0. In the
+        first `warmup_steps` steps, this is 1. Raises ModelError on every rank if a parameter that is not synchronized
+        was trained.
+        """
+        self._check_parameters()
+        is_warm_up = self.is_warming_up
+        self._steps += 1
+        self._other_weights = None
+        if is_warm_up:
+            self._average_buffers()
+            if not self.is_warming_up:
+                self._start_from_weights()
+            return 1
+        self._steps_since_synchronization += 1
+        self._are_weights_equal = False
+        if self._steps_since_synchronization < self.settings.steps:
+            return 0
+        for bucket in self._buckets:
+            bucket.step()
+        self._average_buffers()
+        self._steps_since_synchronization, self._are_weights_equal = 0, True
+        return self.settings.steps
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Context manager in which the model has the mean over ranks of the weights and buffers. All ranks call it.
+
+        Use it to evaluate or save the model between two synchronizations. Training is not affected: at the end, each
+        rank has its own weights again. Directly after a synchronization, this method does not communicate.
+        """
+        if self._are_weights_equal or self._averaging_depth:
+            yield
+            return
+        self._find_means()
+        self._exchange_weights()
+        self._averaging_depth += 1
+        try:
+            yield
+        finally:
+            self._averaging_depth -= 1
+            self._exchange_weights()
+            self._versions = self._weight_versions()
+
+    def synchronize(self) -> None:
+        """Replace the weights and buffers on all ranks with their mean, without a step of the outer optimizer.
+
+        Call it at the end of training. If the last step synchronized the ranks, this method does nothing. Training can
+        continue afterwards.
+        """
+        if not self._are_weights_equal:
+            self._find_means()
+            self._exchange_weights()
+            self._other_weights, self._are_weights_equal = None, True
+
+    def restart(self) -> None:
+        """Continue from the current weights, as after a synchronization. Call it after other weights are loaded, which
+        must be equal on all ranks."""
+        self._steps_since_synchronization, self._are_weights_equal, self._other_weights = 0, True, None
+        self._start_from_weights()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as plain types and CPU tensors. It is complete on rank 0 only. All ranks
+        call it, between steps.
+
+        It contains the state of the outer optimizer, and each rank's optimizer state, error and, between two
+        synchronizations, weights and buffers. Every rank sends them to all other ranks. For a sharded checkpoint, the
+        state of this rank is the entry "own" instead.
+        """
+        own: dict[str, Any] = {"optimizer": self._optimizer.state_dict()["state"]}
+        if not self._are_weights_equal:
+            swapped = self._averaging_depth > 0 and self._other_weights is not None
+            weights = self._other_weights if swapped else self._weights()
+            assert weights is not None
+            own["weights"] = dict(zip(self._weight_names(), weights, strict=True))
+        own["errors"] = self._by_name([bucket.mean.error for bucket in self._buckets])
+        outer = {
+            "anchors": self._by_name([bucket.anchor for bucket in self._buckets]),
+            "momentum": self._by_name([bucket.momentum for bucket in self._buckets]),
+            "slice_errors": self._by_name([bucket.gather_slice_error() for bucket in self._buckets]),
+        }
+        state: dict[str, Any] = {
+            "steps": self._steps,
+            "steps_since_synchronization": self._steps_since_synchronization,
+            "outer": _cpu_copy(outer),
+            "ranks": [],
+        }
+        if keeps_shards():
+            return {**state, "own": _cpu_copy(own)}
+        for rank in range(self._backend.size):  # one after the other, which limits the memory
+            sent = _cpu_copy(own) if rank == self._backend.rank else None
+            received = broadcast_with_tensors(self._backend, sent, rank)
+            if self._backend.rank == 0:
+                state["ranks"].append(received)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks call it. An empty state has no
+        effect.
+
+        Load the state dicts of the model and the optimizer before. If the number of ranks is unchanged, each rank
+        restores its own weights, optimizer state and error, and the run continues with the same bits. Otherwise, every
+        rank loads the mean of the saved weights, optimizer states and errors. Raises CheckpointError on every rank if
+        the state belongs to a different model.
+        """
+        backend, is_rank_zero = self._backend, self._backend.rank == 0
+        ranks: Sequence[Mapping[str, Any]] = state.get("ranks", ()) if is_rank_zero else ()
+        header = {name: value for name, value in state.items() if name not in ("ranks", "own", "outer")}
+        shapes = [_shapes(state.get("outer", {})), *map(_shapes, ranks[:1])] if is_rank_zero else []
+        header, shapes, count = backend.broadcast_object((header, shapes, len(ranks)))
+        if not header:
+            return
+        for found in shapes:
+            self._check_shapes(found)
+        self._steps, self._steps_since_synchronization = header["steps"], header["steps_since_synchronization"]
+        outer = broadcast_with_tensors(backend, dict(state["outer"]) if is_rank_zero else None)
+        if count == backend.size:
+            own: Any = None
+            for rank in range(count):
+                received = broadcast_with_tensors(backend, dict(ranks[rank]) if is_rank_zero else None)
+                if rank == backend.rank:
+                    own = received
+        else:
+            if is_rank_zero:
+                _log.warning(
+                    "The checkpoint was written by %d ranks with local steps, and this run has %d. Every rank "
+                    "continues with the mean of their weights, optimizer states and errors.",
+                    count, backend.size,
+                )  # fmt: skip
+            own = broadcast_with_tensors(backend, _mean(ranks) if is_rank_zero else None)
+        self._load(outer, own)
+
+    @torch.no_grad()
+    def _load(self, outer: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        weights = own.get("weights")
+        self._are_weights_equal, self._other_weights = weights is None, None
+        if weights is not None:
+            for name, tensor in zip(self._weight_names(), self._weights(), strict=True):
+                copy_into(tensor, weights[name])
+        groups = self._optimizer.state_dict()["param_groups"]
+        defaults = dict(self._optimizer.defaults)
+        self._optimizer.load_state_dict({"state": own["optimizer"], "param_groups": groups})
+        self._optimizer.defaults = defaults
+        for bucket in self._buckets:
+            bucket.load(outer, own["errors"])
+        if not self.settings.averages_weights and not outer["anchors"]:  # the run averaged weights before
+            self.synchronize()
+            self.restart()
+
+    def _check_parameters(self) -> None:
+        """Raise ModelError if the optimizer trains a parameter that is not synchronized."""
+        for parameter in optimizer_parameters(self._optimizer):
+            if parameter.requires_grad and parameter not in self._known:
+                name = next((name for name, one in self._model.named_parameters() if one is parameter), "a parameter")
+                raise ModelError(
+                    f"Parameter {name!r} was unfrozen, or added to the optimizer, after LocalTraining was built, so "
+                    "the ranks would train different values of it. Freeze it after LocalTraining is built instead, or "
+                    "call local.synchronize() and build another LocalTraining."
+                )
+
+    def _start_from_weights(self) -> None:
+        for bucket in self._buckets:
+            bucket.start_from_weights()
+
+    def _weight_names(self) -> list[str]:
+        """Return the names of the synchronized parameters, and those of the buffers."""
+        return [*self._parameters, *(name for name, _ in self._model.named_buffers())]
+
+    def _weights(self) -> list[Tensor]:
+        """Return the synchronized parameters, and the buffers."""
+        # The buffers are looked up each time, because a forward pass may assign different tensors.
+        return [
+            *(parameter.data for parameter in self._parameters.values()),
+            *(buffer.data for buffer in self._model.buffers()),
+        ]
+
+    def _weight_versions(self) -> list[int]:
+        return [tensor_version(parameter) for parameter in self._parameters.values()]
+
+    @torch.no_grad()
+    def _find_means(self) -> None:
+        """Compute the mean over ranks of the weights and buffers, unless it is known since the last step."""
+        if self._other_weights is not None and self._versions == self._weight_versions():
+            return
+        own = [tensor.clone() for tensor in self._weights()]
+        for bucket in self._buckets:
+            bucket.average_weights()
+        self._average_buffers()
+        means = [tensor.clone() for tensor in self._weights()]
+        for tensor, value in zip(self._weights(), own, strict=True):
+            copy_into(tensor, value)
+        self._other_weights = means
+
+    @torch.no_grad()
+    def _exchange_weights(self) -> None:
+        """Exchange the values of the weights and buffers with `_other_weights`."""
+        assert self._other_weights is not None
+        for tensor, other in zip(self._weights(), self._other_weights, strict=True):
+            before = tensor.clone()
+            copy_into(tensor, other)
+            copy_into(other, before)
+
+    def _average_buffers(self) -> None:
+        """Average running statistics over ranks, and broadcast the other buffers from rank 0."""
+        statistics, others = buffers_by_use(self._model)
+        averaged = [buffer for buffer in statistics if buffer.is_floating_point()]
+        counts = [buffer for buffer in statistics if not buffer.is_floating_point()]
+        for dtype in dict.fromkeys(buffer.dtype for buffer in averaged):
+            same = [buffer for buffer in averaged if buffer.dtype == dtype]
+            mean = self._backend.allreduce(torch.cat([buffer.reshape(-1) for buffer in same]))
+            for buffer, values in zip(same, mean.split([buffer.numel() for buffer in same]), strict=True):
+                copy_into(buffer, values.view(buffer.shape))
+        broadcast_tensors(self._backend, [*counts, *(others if self._broadcasts_buffers else ())])
+
+    def _by_name(self, vectors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Return the parts of the `vectors` of all buckets by parameter name. Vectors that are None are left out."""
+        return {
+            name: part
+            for bucket, vector in zip(self._buckets, vectors, strict=True)
+            if vector is not None
+            for name, part in bucket.parts(vector).items()
+        }
+
+    def _check_shapes(self, found: Mapping[str, Mapping[str, list[int]]]) -> None:
+        expected = {name: _vector_shape(parameter) for name, parameter in self._parameters.items()}
+        for kind, shapes in found.items():
+            wanted = dict(zip(self._weight_names(), (list(one.shape) for one in self._weights()), strict=True))
+            wanted = wanted if kind == "weights" else expected
+            for name in shapes.keys() ^ wanted.keys() if shapes else ():
+                raise CheckpointError(
+                    f"The checkpoint has local steps of {'no' if name in wanted else 'a'} tensor {name!r}, but this "
+                    f"run synchronizes {'it' if name in wanted else 'none of this name'}. Train the same parameters as "
+                    "the run that wrote it."
+                )
+            for name, shape in shapes.items():
+                if shape != wanted[name]:
+                    raise CheckpointError(
+                        f"The checkpoint has local steps of {name!r} with shape {shape}, but this model has "
+                        f"{wanted[name]}. Use the same model as the run that wrote it."
+                    )
+
+
+class _Bucket:
+    """Parameters of one dtype that are synchronized together, as a vector in the dtype of the computation: float32 for
+    half precision, otherwise the dtype of the parameters.
+
+    `anchor` contains the weights after the last synchronization, and `momentum` that of the outer optimizer,
+    [elements]. They are None if they are not needed.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Mapping[str, nn.Parameter], backend: Backend, settings: LocalSteps
+    ) -> None:
+        self._names, self._backend, self._settings = names, backend, settings
+        self._parameters = [parameters[name] for name in names]
+        self._shapes = [torch.Size(_vector_shape(parameter)) for parameter in self._parameters]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        first = _real(self._parameters[0])
+        self._parameter_dtype = first.dtype
+        self._dtype = torch.float32 if first.dtype in _HALF_DTYPES else first.dtype
+        self.mean = OuterMean(backend, settings.compression, sum(self._sizes))
+        self.momentum: Tensor | None = None
+        self.anchor: Tensor | None = None
+        self.start_from_weights()
+
+    def start_from_weights(self) -> None:
+        """Set the anchor to the current weights, which are equal on all ranks."""
+        if not self._settings.averages_weights:
+            self.anchor = self._flatten(self._parameters)
+
+    def step(self) -> None:
+        """Synchronize the parameters with a step of the outer optimizer. All ranks call it."""
+        if self.anchor is None:
+            self.average_weights()
+            return
+        # In half precision, the local steps started from the rounded anchor.
+        gradient = self.mean(self.anchor.to(self._parameter_dtype).to(self._dtype) - self._flatten(self._parameters))
+        momentum = self._settings.outer_momentum
+        if momentum:
+            if self.momentum is None:
+                self.momentum = gradient.clone()
+            else:
+                self.momentum.mul_(momentum).add_(gradient)
+            gradient.add_(self.momentum, alpha=momentum)
+        self.anchor.add_(gradient, alpha=-self._settings.outer_lr)
+        self._write(self.anchor)
+
+    def average_weights(self) -> None:
+        """Set the parameters to their mean over ranks. All ranks call it."""
+        self._write(self._backend.allreduce(self._flatten(self._parameters)))
+
+    def reduce_gradients(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Set each `.grad` to its mean over ranks, or to None if no rank has it. All ranks of the mean call it."""
+        found = [parameter.grad for parameter in self._parameters]
+        values = [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(self._parameters, found, strict=True)
+        ]
+        flat = self._flatten(values)
+        is_used = flat.new_tensor([float(gradient is not None) for gradient in found])
+        mean, any_used = mean_over_ranks(torch.cat([flat, is_used])).split([len(flat), len(found)])
+        used = any_used.tolist()
+        for index, (parameter, part) in enumerate(zip(self._parameters, self._split(mean), strict=True)):
+            if not used[index]:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            _real(parameter.grad).copy_(part)
+
+    def gather_slice_error(self) -> Tensor | None:
+        """Return the errors of all slices, [elements]. All ranks call it."""
+        if self.mean.slice_error is None:
+            return None
+        return self._backend.allgather(self.mean.slice_error)[: sum(self._sizes)]
+
+    def load(self, outer: Mapping[str, Mapping[str, Tensor]], errors: Mapping[str, Tensor]) -> None:
+        """Load the state of the outer optimizer and this rank's error. A state that the settings do not use is
+        discarded."""
+        settings = self._settings
+        if not settings.averages_weights:
+            self.anchor = self._join(outer["anchors"])
+        self.momentum = self._join(outer["momentum"]) if settings.outer_momentum else None
+        if settings.compression != "none":
+            self.mean.error = self._join(errors)
+            slices = self._join(outer["slice_errors"])
+            if slices is not None:
+                padded = slices.new_zeros(self._backend.size * self.mean.slice_elements)
+                padded[: len(slices)] = slices
+                self.mean.slice_error = padded.view(self._backend.size, -1)[self._backend.rank].clone()
+
+    def parts(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the parts of `vector`, [elements], by parameter name."""
+        return dict(zip(self._names, self._split(vector), strict=True))
+
+    def _join(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the vector with these `parts`, or None if there are none."""
+        if not parts:
+            return None
+        device = self._parameters[0].device
+        return torch.cat([parts[name].to(device, self._dtype).reshape(-1) for name in self._names])
+
+    def _flatten(self, tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat([_real(tensor.detach()).to(self._dtype).reshape(-1) for tensor in tensors])
+
+    def _split(self, vector: Tensor) -> list[Tensor]:
+        return [part.view(shape) for part, shape in zip(vector.split(self._sizes), self._shapes, strict=True)]
+
+    def _write(self, vector: Tensor) -> None:
+        for parameter, part in zip(self._parameters, self._split(vector), strict=True):
+            _real(parameter.detach()).copy_(part)
+
+
+def _bucket_names(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Return the names of the `parameters` of each bucket."""
+    buckets: list[list[str]] = []
+    open_buckets: dict[torch.dtype, tuple[list[str], int]] = {}
+    for name, parameter in parameters.items():
+        names, elements = open_buckets.get(parameter.dtype, ([], 0))
+        if not names or elements + parameter.numel() > _BUCKET_ELEMENTS:
+            names, elements = [], 0
+            buckets.append(names)
+        names.append(name)
+        open_buckets[parameter.dtype] = (names, elements + parameter.numel())
+    return buckets
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a view of a complex `tensor` as real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _vector_shape(parameter: Tensor) -> list[int]:
+    return list(_real(parameter.detach()).shape)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
+    """Return the shapes of the tensors in each table of `state` that has parameter names."""
+    return {
+        kind: {name: list(tensor.shape) for name, tensor in table.items()}
+        for kind, table in state.items()
+        if kind != "optimizer"
+    }
+
+
+def _create_group(backend: Backend, settings: LocalSteps) -> Subgroup | None:
+    """Return the group of ranks that average their gradients in every step, or None if every rank trains on its own.
+    All ranks call it."""
+    count = settings.synchronous_ranks
+    if count == 1 or backend.size == 1:
+        return None
+    groups: dict[int, list[int]] = {}
+    hosts = backend.allgather_object(backend.node_rank)
+    for rank, host in enumerate(hosts):
+        groups.setdefault(host if count == "host" else rank // count, []).append(rank)
+    supported = require(backend, SupportsPointToPoint, f"LocalSteps.synchronous_ranks={count!r}")
+    (own,) = supported.create_rank_groups(list(groups.values()))
+    return own if own.size > 1 else None
+
+
+def _broadcast_optimizer_state(optimizer: Optimizer, backend: Backend) -> None:
+    state = broadcast_with_tensors(backend, optimizer.state_dict())
+    if backend.rank != 0:
+        defaults = dict(optimizer.defaults)
+        optimizer.load_state_dict(state)
+        optimizer.defaults = defaults  # load_state_dict adds entries, which later groups would have on this rank only
+
+
+def _cpu_copy(value: Any) -> Any:
+    """Return `value` with its tensors, in nested dictionaries and lists, copied to the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _cpu_copy(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_cpu_copy(inner) for inner in value)
+    return value
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Return the mean of nested states of several ranks. Values that have no mean are those of the first rank."""
+    first = values[0]
+    if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
+        wide = torch.float64 if first.is_floating_point() else torch.complex128
+        return torch.stack([value.to(wide) for value in values]).mean(0).to(first.dtype)
+    if isinstance(first, dict):
+        return {key: _mean([value[key] for value in values]) for key in first if all(key in value for value in values)}
+    return first

@@ -1,0 +1,497 @@
+"""Contract of `LocalTraining`: low-communication training, compared with a simulation of all ranks in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.base import Backend, Communicator, ReduceOp
+from unitrain.backends.capabilities import SupportsAllToAll
+from unitrain.backends.local_steps_setting import LocalSteps
+from unitrain.errors import CheckpointError, CollectiveMismatchError, ConfigError, ModelError, TensorError
+from unitrain.optim.local_steps import LocalTraining
+from unitrain.optim.outer_gradient import OuterMean
+from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
+from unitrain.testing.compression import may_raise_unsupported_error
+from unitrain.testing.fake_backend import FakeBackend
+from unitrain.testing.models import batch, build, compute_loss
+from unitrain.testing.parameters import TwoHeads
+
+Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+DILOCO = LocalSteps(steps=3, outer_lr=0.7, outer_momentum=0.9)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return the inner optimizer of local SGD."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return the inner optimizer of DiLoCo."""
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def train(
+    backend: Backend, local: LocalTraining, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
+) -> None:
+    """Train on the batches of this rank."""
+    for step in steps:
+        compute_loss(model(batch(backend.rank, step))).backward()
+        local.reduce_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        local.step()
+
+
+def start(
+    backend: Backend, settings: LocalSteps | int, kind: Build = sgd, seed: int = 0
+) -> tuple[LocalTraining, nn.Module, torch.optim.Optimizer]:
+    """Return a model with its optimizer, and local training of them."""
+    model = build(seed)
+    optimizer = kind(list(model.parameters()))
+    return LocalTraining(model, optimizer, backend, settings), model, optimizer
+
+
+def vector(model: nn.Module) -> Tensor:
+    """Return all parameters of `model`, [elements]."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def set_vector(model: nn.Module, values: Tensor) -> None:
+    """Set all parameters of `model`."""
+    nn.utils.vector_to_parameters(values.clone(), model.parameters())
+
+
+class Simulation:
+    """All ranks in one process, in plain torch. `weights` are the parameters of each rank, [elements]."""
+
+    def __init__(self, size: int, settings: LocalSteps, kind: Build) -> None:
+        self.settings = settings
+        self.models = [build() for _ in range(size)]
+        self.optimizers = [kind(list(model.parameters())) for model in self.models]
+        self.outer = nn.Parameter(vector(self.models[0]))
+        momentum = settings.outer_momentum
+        self.outer_optimizer = torch.optim.SGD(
+            [self.outer], lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0
+        )
+        self.errors = [torch.zeros_like(self.outer.data) for _ in range(size)]
+        self.mean_error = torch.zeros_like(self.outer.data)
+        self.count = 0
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [vector(model) for model in self.models]
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            for rank, model in enumerate(self.models):
+                compute_loss(model(batch(rank, step))).backward()
+            self._average_gradients(len(self.models) if step < self.settings.warmup_steps else None)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step < self.settings.warmup_steps:
+                self.outer.data.copy_(vector(self.models[0]))
+                continue
+            self.count += 1
+            if self.count % self.settings.steps == 0:
+                self.synchronize()
+
+    def synchronize(self) -> None:
+        differences = [self.outer.data - weights for weights in self.weights]
+        self.outer.grad = self.mean(differences)
+        self.outer_optimizer.step()
+        for model in self.models:
+            set_vector(model, self.outer.data)
+
+    def mean(self, differences: list[Tensor]) -> Tensor:
+        if self.settings.compression == "none":
+            return torch.stack(differences).mean(0)
+        round_values = to_bf16 if self.settings.compression == "bf16" else to_int8
+        sent = []
+        for rank, difference in enumerate(differences):
+            wanted = difference + self.errors[rank]
+            sent.append(round_values(wanted))
+            self.errors[rank] = wanted - sent[-1]
+        wanted = torch.stack(sent).sum(0) / len(sent) + self.mean_error
+        mean = round_values(wanted)
+        self.mean_error = wanted - mean
+        return mean
+
+    def _average_gradients(self, count: int | None) -> None:
+        """Average gradients over groups of `count` ranks, or of `synchronous_ranks`; all ranks are on one host."""
+        wanted = self.settings.synchronous_ranks
+        count = count or (len(self.models) if wanted == "host" else wanted)
+        for first in range(0, len(self.models), count):
+            for parameters in zip(*(model.parameters() for model in self.models[first : first + count]), strict=True):
+                mean = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None]).mean(0)
+                for parameter in parameters:
+                    parameter.grad = mean.clone()
+
+
+def to_bf16(values: Tensor) -> Tensor:
+    """Return `values` rounded to bf16."""
+    return values.bfloat16().to(values.dtype)
+
+
+def to_int8(values: Tensor) -> Tensor:
+    """Return `values` rounded to 255 levels per block of 1024 elements."""
+    parts = []
+    for block in values.split(1024):
+        scale = (block.abs().max() / 127).float().to(values.dtype)
+        parts.append((block / scale).round() * scale if scale > 0 else torch.zeros_like(block))
+    return torch.cat(parts)
+
+
+def check(backend: Backend, settings: LocalSteps, kind: Build, steps: int, tolerance: float = 1e-12) -> None:
+    """Compare `LocalTraining` with the simulation after each step, and in `averaged_weights`."""
+    local, model, optimizer = start(backend, settings, kind)
+    simulation = Simulation(backend.size, settings, kind)
+    initial = vector(model)
+    for step in range(steps):
+        train(backend, local, model, optimizer, range(step, step + 1))
+        simulation.train(range(step, step + 1))
+        own, expected = vector(model), simulation.weights
+        torch.testing.assert_close(own, expected[backend.rank], rtol=0, atol=tolerance)
+        with local.averaged_weights(), local.averaged_weights():
+            mean = vector(model)
+            assert_same_on_every_rank(backend, mean.tolist())
+            torch.testing.assert_close(mean, torch.stack(expected).mean(0), rtol=0, atol=tolerance)
+        assert torch.equal(vector(model), own)
+    local.synchronize()
+    assert torch.equal(vector(model), mean)
+    assert (mean - initial).abs().max() > 0.01
+
+
+@contract
+def local_sgd_averages_weights_after_each_interval(backend: Backend) -> None:
+    check(backend, LocalSteps(steps=3), sgd, steps=7)
+    check(backend, LocalSteps(steps=2), adamw, steps=5)
+
+
+@contract
+def local_steps_start_after_a_synchronous_warm_up(backend: Backend) -> None:
+    check(backend, LocalSteps(steps=2, warmup_steps=3), sgd, steps=6)
+    check(backend, LocalSteps(steps=2, warmup_steps=2, outer_lr=0.7, outer_momentum=0.9), adamw, steps=6)
+
+
+@contract
+def outer_optimizer_equals_nesterov_sgd_of_torch(backend: Backend) -> None:
+    check(backend, DILOCO, adamw, steps=13)
+    check(backend, LocalSteps(steps=2, outer_lr=0.5), sgd, steps=5)
+
+
+@contract
+def outer_gradients_are_compressed_with_error_feedback(backend: Backend) -> None:
+    for compression in ("bf16", "int8"):
+        settings = LocalSteps(steps=2, outer_lr=0.7, outer_momentum=0.9, compression=compression)
+        check(backend, settings, adamw, steps=9)
+
+
+@contract
+def error_feedback_communicates_small_differences(backend: Backend) -> None:
+    """A constant difference that int8 would always round to 0 is communicated after some synchronizations."""
+    settings = LocalSteps(steps=1, compression="int8")
+    model = nn.Linear(4, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    local = LocalTraining(model, optimizer, backend, settings)
+    for _ in range(200):
+        model.weight.grad = torch.tensor([[1.0, 0.001, -0.001, 0.0]])
+        optimizer.step()
+        local.step()
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[-200.0, -0.2, 0.2, 0.0]]), rtol=0, atol=0.02)
+
+
+@contract
+@may_raise_unsupported_error
+def groups_of_ranks_train_synchronously(backend: Backend) -> None:
+    check(backend, LocalSteps(steps=2, synchronous_ranks=2, warmup_steps=1), sgd, steps=6)
+    settings = LocalSteps(steps=2, synchronous_ranks="host", outer_lr=0.7, outer_momentum=0.9, compression="int8")
+    check(backend, settings, adamw, steps=5)
+
+
+@contract
+def one_local_step_equals_synchronous_training(backend: Backend) -> None:
+    local, model, optimizer = start(backend, 1)
+    twin = build()
+    wrapped = backend.distributed_model(twin)
+    synchronous = backend.distributed_optimizer(sgd(twin.parameters()), wrapped)
+    for step in range(6):
+        train(backend, local, model, optimizer, range(step, step + 1))
+        compute_loss(wrapped(batch(backend.rank, step))).backward()
+        synchronous.step()
+        synchronous.zero_grad()
+        torch.testing.assert_close(vector(model), vector(twin), rtol=0, atol=1e-12)
+
+
+@contract
+def local_training_starts_from_rank_0(backend: Backend) -> None:
+    local, model, optimizer = start(backend, DILOCO, adamw, seed=backend.rank)
+    assert torch.equal(vector(model), vector(build(0)))
+    optimizer.param_groups[0]["lr"] = 0.5  # the optimizer remains the user's object
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+    assert local.settings == DILOCO
+
+
+@contract
+def local_training_resumes_with_the_same_bits(backend: Backend) -> None:
+    for settings in (LocalSteps(steps=3), LocalSteps(steps=3, outer_lr=0.7, outer_momentum=0.9, compression="int8")):
+        expected, uninterrupted, optimizer = start(backend, settings, adamw)
+        train(backend, expected, uninterrupted, optimizer, range(11))
+        local, model, optimizer = start(backend, settings, adamw)
+        for first, after in ((0, 3), (3, 4), (4, 8), (8, 11)):
+            train(backend, local, model, optimizer, range(first, after))
+            with local.averaged_weights():
+                state, weights = local.state_dict(), copy.deepcopy(model.state_dict())
+            local, model, optimizer = start(backend, settings, adamw, seed=7)
+            model.load_state_dict(weights)
+            local.load_state_dict(state if backend.rank == 0 else {})
+        assert torch.equal(vector(model), vector(uninterrupted))
+        assert_same_on_every_rank(backend, local.is_warming_up)
+
+
+@contract
+def checkpoint_of_another_number_of_ranks_loads_means(backend: Backend) -> None:
+    settings = LocalSteps(steps=3, outer_lr=0.7, outer_momentum=0.9, compression="bf16")
+    local, model, optimizer = start(backend, settings, adamw)
+    train(backend, local, model, optimizer, range(4))
+    with local.averaged_weights():
+        state, weights = local.state_dict(), copy.deepcopy(model.state_dict())
+    mean = torch.cat([value.reshape(-1) for value in weights.values()])
+    if backend.rank == 0:
+        state["ranks"] = [*state["ranks"], *state["ranks"]]
+    local, model, optimizer = start(backend, settings, adamw, seed=7)
+    local.load_state_dict(state)
+    torch.testing.assert_close(vector(model), mean, rtol=0, atol=1e-12)
+    train(backend, local, model, optimizer, range(4, 6))
+    assert_same_on_every_rank(backend, vector(model).tolist())
+
+
+@contract
+def settings_of_local_steps_may_change_at_a_resume(backend: Backend) -> None:
+    local, model, optimizer = start(backend, LocalSteps(steps=3), adamw)
+    train(backend, local, model, optimizer, range(4))
+    state = local.state_dict()
+    for changed in (DILOCO, LocalSteps(steps=2, compression="int8"), LocalSteps(steps=5)):
+        other, model, optimizer = start(backend, changed, adamw, seed=7)
+        other.load_state_dict(state)
+        train(backend, other, model, optimizer, range(4, 12))
+        other.synchronize()
+        assert_same_on_every_rank(backend, vector(model).tolist())
+
+
+class _Normalized(nn.Module):
+    """A network with running statistics, and a buffer that forward passes read and write."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 4).double(), nn.BatchNorm1d(4).double()
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls = self.calls + inputs[0, 0].detach()
+        result: Tensor = self.norm(self.inner(inputs)) * (1 + 0 * self.calls)
+        return result
+
+
+@contract
+def buffers_are_synchronized_with_the_weights(backend: Backend) -> None:
+    torch.manual_seed(0)
+    model = _Normalized()
+    twins = [copy.deepcopy(model) for _ in range(backend.size)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = LocalTraining(model, optimizer, backend, 2)
+
+    def check_means() -> None:
+        assert model.norm.running_mean is not None
+        expected = torch.stack([twin.norm.running_mean for twin in twins if twin.norm.running_mean is not None]).mean(0)
+        torch.testing.assert_close(model.norm.running_mean, expected, rtol=0, atol=1e-12)
+        assert torch.equal(model.calls, twins[0].calls)
+        assert model.norm.num_batches_tracked is not None
+
+    for step in range(3):
+        compute_loss(model(batch(backend.rank, step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        local.step()
+        if step == 0:
+            for rank, twin in enumerate(twins):
+                twin(batch(rank, 0))
+            with local.averaged_weights():
+                check_means()
+            assert torch.equal(model.calls, twins[backend.rank].calls)
+    assert_same_on_every_rank(backend, int(model.norm.num_batches_tracked or 0))
+    local.synchronize()
+    for name, buffer in model.named_buffers():
+        assert_same_on_every_rank(backend, (name, buffer.tolist()))
+
+
+@contract
+def unused_parameters_of_the_warm_up_keep_no_gradient(backend: Backend) -> None:
+    model = TwoHeads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    local = LocalTraining(model, optimizer, backend, LocalSteps(steps=2, warmup_steps=1))
+    heads = "left" if backend.rank == 0 else "left right"
+    compute_loss(model(batch(backend.rank), heads)).backward()
+    local.reduce_gradients()
+    found = {name: parameter.grad is not None for name, parameter in model.named_parameters()}
+    assert_same_on_every_rank(backend, found)
+    assert all(used == (backend.size > 1 or not name.startswith("right")) for name, used in found.items()), found
+
+
+@contract
+def half_precision_weights_are_synchronized_in_float32(backend: Backend) -> None:
+    for settings in (LocalSteps(steps=2), DILOCO, LocalSteps(steps=1, outer_lr=0.7, compression="int8")):
+        model = build().bfloat16()
+        bias = model.get_parameter("0.bias")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        local = LocalTraining(model, optimizer, backend, settings)
+        before = vector(model)
+        for _ in range(settings.steps):  # if no rank changes its weights, synchronization does not either
+            local.step()
+        assert torch.equal(vector(model), before)
+        with torch.no_grad():
+            for _ in range(settings.steps):
+                bias.add_(1 + backend.rank)
+                local.step()
+        mean = settings.steps * (backend.size + 1) / 2
+        change = (bias - before[48:56]).float()
+        expected = torch.full_like(change, mean * settings.outer_lr * (1 + settings.outer_momentum))
+        torch.testing.assert_close(change, expected, rtol=0.02, atol=0)
+
+
+@contract
+def invalid_local_steps_raise_on_every_rank(backend: Backend) -> None:
+    model = build()
+    optimizer = sgd(list(model.parameters()))
+    cases: tuple[tuple[Any, type[BaseException], str], ...] = (
+        ((model, optimizer, backend, 0), ConfigError, "LocalTraining(local_steps) must be at least 1, got 0"),
+        ((model, optimizer, backend, "25"), ConfigError, "Use a number of steps, or unitrain.LocalSteps(steps=25"),
+        ((model, optimizer, None, 2), ConfigError, "LocalTraining(backend) must be a backend, got None"),
+        ((model, sgd(list(build().parameters())), backend, 2), ModelError, "do not belong to Sequential"),
+        ((optimizer, model, backend, 2), ModelError, "Pass the model first and the optimizer second"),
+    )
+    for arguments, kind, message in cases:
+        raises(kind, message, lambda arguments=arguments: LocalTraining(*arguments))
+    if backend.size > 1:
+        steps = 2 + (backend.rank > 0)
+        raises(
+            ConfigError,
+            "LocalTraining was called with local_steps=LocalSteps(steps=2",
+            lambda: LocalTraining(model, optimizer, backend, steps),
+        )
+
+
+@contract
+def parameters_that_are_unfrozen_later_raise(backend: Backend) -> None:
+    model = build()
+    frozen = next(model.parameters()).requires_grad_(False)
+    before = frozen.clone()
+    optimizer = sgd(list(model.parameters()))
+    local = LocalTraining(model, optimizer, backend, 2)
+    train(backend, local, model, optimizer, range(2))
+    assert torch.equal(frozen, before)
+    assert_same_on_every_rank(backend, vector(model).tolist())
+    frozen.requires_grad_(True)
+    raises(ModelError, "Parameter '0.weight' was unfrozen", local.step)
+
+
+@contract
+def state_of_another_model_raises(backend: Backend) -> None:
+    local, model, optimizer = start(backend, DILOCO)
+    train(backend, local, model, optimizer, range(2))
+    state = local.state_dict()
+    wide = nn.Sequential(nn.Linear(7, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    other = LocalTraining(wide, sgd(list(wide.parameters())), backend, DILOCO)
+    raises(CheckpointError, "'0.weight' with shape [8, 6]", lambda: other.load_state_dict(state))
+    small = nn.Sequential(nn.Linear(6, 8)).double()
+    other = LocalTraining(small, sgd(list(small.parameters())), backend, DILOCO)
+    raises(CheckpointError, "Train the same parameters", lambda: other.load_state_dict(state))
+
+
+class _WithoutAllToAll(Communicator):
+    """The collectives of a backend that every backend has."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.rank, self.size, self.device = backend.rank, backend.size, backend.device
+        self._backend = backend
+
+    def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        return self._backend.allreduce(tensor, op)
+
+    def allgather(self, tensor: Tensor) -> Tensor:
+        return self._backend.allgather(tensor)
+
+    def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
+        return self._backend.reducescatter(tensor, op)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        return self._backend.broadcast(tensor, root)
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        return self._backend.broadcast_object(obj, root)
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        return self._backend.allgather_object(obj)
+
+    def barrier(self) -> None:
+        self._backend.barrier()
+
+
+@contract
+def compressed_mean_is_equal_without_alltoall(backend: Backend) -> None:
+    for compression, elements in (("bf16", 5000), ("int8", 5000), ("int8", 7), ("bf16", 1024 * backend.size)):
+        means = [OuterMean(one, compression, elements) for one in (backend, _WithoutAllToAll(backend))]  # type: ignore[arg-type]
+        for step in range(3):
+            values = torch.randn(elements, generator=torch.Generator().manual_seed(10 * step + backend.rank))
+            first, second = (mean(values) for mean in means)
+            assert torch.equal(first, second)
+            assert_same_on_every_rank(backend, first.tolist())
+
+
+@contract
+def values_that_are_not_finite_remain_so_on_every_rank(backend: Backend) -> None:
+    for compression in ("none", "bf16", "int8"):
+        for value in (float("inf"), float("nan")):
+            values = torch.ones(3000)
+            if backend.rank == backend.size - 1:
+                values[2500] = value
+            mean = OuterMean(backend, compression, 3000)(values)
+            assert not mean[2500].isfinite()
+            assert mean[:1024].isfinite().all()
+
+
+@contract
+def alltoall_returns_the_slices_from_all_ranks(backend: Backend) -> None:
+    if not isinstance(backend, SupportsAllToAll):
+        return
+    size, rank = backend.size, backend.rank
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
+        for columns in (1, 3, 30_000):
+            own = (torch.arange(2 * size * columns).view(2 * size, columns) * (rank + 1) % 251).to(dtype)
+            inputs = [
+                (torch.arange(2 * size * columns).view(2 * size, columns) * (one + 1) % 251).to(dtype)
+                for one in range(size)
+            ]
+            before = own.clone()
+            fake = FakeBackend(rank, size, peers=lambda operation, value, one, inputs=inputs: inputs[one])
+            assert torch.equal(fake.alltoall(own), torch.cat([one.chunk(size)[rank] for one in inputs]))
+            result = backend.alltoall(own)
+            assert torch.equal(result, torch.cat([one.chunk(size)[rank] for one in inputs]))
+            assert torch.equal(own, before)
+    assert backend.alltoall(torch.ones(size, 0)).shape == (size, 0)
+    raises(TensorError, "alltoall divides dim 0", lambda: backend.alltoall(torch.ones(())))
+    if size > 1:
+        raises(
+            CollectiveMismatchError,
+            "alltoall",
+            lambda: backend.alltoall(torch.ones(size, 2 + (rank > 0))),
+        )
