@@ -434,6 +434,11 @@ _NOT_WITH_LOCAL_STEPS = (
         "Use local_steps=LocalSteps(steps=25, compression='bf16')",
     ),
     ("sync_batch_norm", "it communicates in every forward pass", "Leave sync_batch_norm out"),
+    (
+        "memory_checkpoint_every_steps",
+        "the states of all ranks would be sent to rank 0",
+        "Use checkpoint_every_steps",
+    ),
 )
 # Checkpoint settings. Without output_dir, values other than the defaults are an error.
 CHECKPOINT_SETTINGS = (
