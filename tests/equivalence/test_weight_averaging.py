@@ -217,5 +217,7 @@ class Uncopyable(nn.Linear):
 
 
 def test_uncopyable_model_is_rejected() -> None:
-    with pytest.raises(ModelError, match=r"Uncopyable cannot be copied: it holds a file\. Let copy\.deepcopy"):
+    with pytest.raises(
+        ModelError, match=r"Uncopyable cannot be copied: it holds a file\. Make the model copyable by copy\.deepcopy"
+    ):
         make(LOCAL, Uncopyable(6, 3))
