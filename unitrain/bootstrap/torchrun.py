@@ -12,7 +12,6 @@ torchrun prints a traceback and exits with 1. The summary of failed ranks is pri
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -111,16 +110,20 @@ def _create(parameters: RendezvousParameters) -> BoundRendezvous:
 def main() -> None:
     """Run torchrun with this process's arguments. If a rank fails, print torchrun's summary and exit with 1."""
     try:
-        _main()
+        with tempfile.TemporaryDirectory(prefix="unitrain-torchrun-") as folder:
+            _main(folder)
     except ChildFailedError as error:  # its traceback only shows functions of torchrun
         sys.stderr.write(f"{error}\n")
         sys.exit(1)
 
 
 @record
-def _main() -> None:
+def _main(error_folder: str) -> None:
+    """Run torchrun. The ranks write error files to `error_folder`, unless an option selects another folder."""
     rendezvous_handler_registry.register(_BACKEND, _create)
     options = run.parse_args(None)
+    if not options.log_dir and options.redirects == options.tee == "0":
+        options.log_dir = error_folder  # torchrun would create a folder and not remove it
     if options.max_restarts:
         # torchrun would restart ranks that exit after a checkpoint. It also forwards SIGTERM, without a restart.
         for signum in WARNING_SIGNALS:
@@ -128,11 +131,7 @@ def _main() -> None:
     else:
         forward_warning_signals("LOCAL_RANK")
     try:
-        with contextlib.ExitStack() as stack:
-            if not options.log_dir and options.redirects == options.tee == "0":
-                # torchrun does not remove the folder of the ranks' error files, which it creates itself.
-                options.log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="unitrain-torchrun-"))
-            _run(options)
+        _run(options)
     except ChildFailedError as error:
         if error.get_first_failure()[1].exitcode != PREEMPTED_EXIT_CODE:
             raise
