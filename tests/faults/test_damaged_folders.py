@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -121,3 +122,30 @@ def test_a_damaged_line_of_the_history_is_skipped(content: str, tmp_path: Path) 
     drop_rows_after(3, path)
     assert path.read_text() == '{"step": 3}\n'
     assert last_row(path) == {"step": 3}
+
+
+def test_a_kill_during_the_replacement_of_a_checkpoint_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill is simulated before each operation that follows the exchange of both folders."""
+    operations = [(Path, "rename"), (files, "remove"), (files, "flush")]
+    for count in range(4):
+        target, staging = (tmp_path / str(count) / name for name in ("step-000000003", ".step-000000003.unfinished"))
+        for folder, text in ((target, "old"), (staging, "new")):
+            folder.mkdir(parents=True)
+            (folder / "text").write_text(text)
+        left = [count]
+
+        def call_or_raise(original: Any, *arguments: Any, left: list[int] = left) -> Any:
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return original(*arguments)
+
+        with monkeypatch.context() as patched:
+            for owner, name in operations:
+                original = getattr(owner, name)
+                patched.setattr(owner, name, lambda *a, original=original: call_or_raise(original, *a))
+            with contextlib.suppress(KeyboardInterrupt):
+                files.publish(staging, target)
+        assert (target / "text").read_text() == "new"

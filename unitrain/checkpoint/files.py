@@ -16,6 +16,7 @@ complex128, and supports complex64 only since version 0.6. Its metadata lists th
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -46,6 +47,7 @@ _FILE_NAME_PATTERN = re.compile(
     r"model\.safetensors|training\.pt|(model|optimizer|average|local_steps)/rank-\d{5,}(-\d+)?\.(safetensors|pt)"
 )
 _MAX_MANIFEST_BYTES = 64 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux for renameat2
 _MORE_THAN_LEFT_BYTES = 1 << 20  # more than a full file system accepts after a failed write
 _STEP_FOLDER_PATTERN = re.compile(r"step-(\d{9,})")
 # Temporary names of folders that are being written or removed.
@@ -214,11 +216,26 @@ def publish(staging_folder: Path, target: Path) -> None:
     """Rename the complete folder `staging_folder` to `target`, and replace an existing `target`."""
     replaced = staging_folder.with_name(f".{target.name}.replaced.unfinished")
     if target.exists():  # `target` is corrupt, or was written at the last step of an epoch without the results
+        if _exchange(staging_folder, target):
+            flush(target.parent)
+            remove(staging_folder)
+            return
         remove(replaced)
         target.rename(replaced)
     staging_folder.rename(target)
     remove(replaced)
     flush(target.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders in one operation, so that a kill cannot lose both. Return False if the system
+    or the file system, such as NFS, does not support it.
+    """
+    function = getattr(ctypes.CDLL(None), "renameat2", None)  # in glibc since 2.28
+    if function is None:
+        return False
+    status: int = function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    return status == 0
 
 
 def list_digest(files: dict[str, Any]) -> str:
