@@ -19,6 +19,7 @@ checks               validation of arguments, the same on every backend
 synchronized_errors  raise an error of one rank on all ranks
 tensors, objects     tensors as bytes and ordered keys; Python objects as tensors
 compression_setting  the values of `compression=` and their formulas
+local_steps_setting  the values of `local_steps=` and their formulas
 sharding/            ZeRO: optimizer state, gradients and parameters sharded across ranks
 gradients/           DDP's reducer, extensions of DDP, and the steps at the end of a backward pass
 

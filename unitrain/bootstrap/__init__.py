@@ -3,6 +3,7 @@
 environment         launcher and rank of this process; the only module that reads environment variables
 overrides           loading of the object with which a tool such as `unitrain verify` changes a run
 rendezvous          connection of the ranks of any launcher through a torch Store
+responsive_store    requests to that store with a time limit
 messages            signed messages between ranks in that store
 authentication      signatures, and authentication of connections, with the key of the job
 network             addresses and interfaces of this host, and listening sockets

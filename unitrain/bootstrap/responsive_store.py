@@ -70,32 +70,14 @@ class ResponsiveStore:
     def _call(self, request: Callable[[], _ResultT]) -> _ResultT:
         with self._mutex:
             if not self.is_responding:
-                raise self._error()
+                raise _not_responding(self._limit_seconds)
             result: Future[_ResultT] = Future()
             self._requests.put((request, result))
             try:
-                return result.result(self._limit_seconds)
-            except TimeoutError:
-                if result.done():  # the request itself raised a TimeoutError, or was completed in the meantime
-                    return result.result()
+                return _wait(result, self._limit_seconds)
+            except StoreNotRespondingError:
                 self._timed_out = result
-                raise self._error() from None
-
-    def _error(self) -> StoreNotRespondingError:
-        return StoreNotRespondingError(
-            f"The rendezvous store has not responded for {self._limit_seconds:g} s: the process of rank 0 is stopped, "
-            "or its host is unreachable."
-        )
-
-
-def _answer(requests: _Requests) -> None:
-    while (request := requests.get()) is not None:
-        function, result = request
-        try:
-            result.set_result(function())
-        except BaseException as error:
-            result.set_exception(error)
-        del request, function, result
+                raise
 
 
 def call_with_limit(function: Callable[[], _ResultT], limit_seconds: float) -> _ResultT:
@@ -103,20 +85,35 @@ def call_with_limit(function: Callable[[], _ResultT], limit_seconds: float) -> _
     `limit_seconds`; the call then remains blocked in another thread.
     """
     result: Future[_ResultT] = Future()
+    threading.Thread(target=_complete, args=(result, function), name="unitrain store", daemon=True).start()
+    return _wait(result, limit_seconds)
 
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:
-            result.set_exception(error)
 
-    threading.Thread(target=run, name="unitrain store", daemon=True).start()
+def _answer(requests: _Requests) -> None:
+    while (request := requests.get()) is not None:
+        function, result = request
+        _complete(result, function)
+        del request, function, result
+
+
+def _complete(result: Future[_ResultT], function: Callable[[], _ResultT]) -> None:
+    try:
+        result.set_result(function())
+    except BaseException as error:
+        result.set_exception(error)
+
+
+def _wait(result: Future[_ResultT], limit_seconds: float) -> _ResultT:
     try:
         return result.result(limit_seconds)
     except TimeoutError:
-        if result.done():
+        if result.done():  # the request itself raised a TimeoutError, or was completed in the meantime
             return result.result()
-        raise StoreNotRespondingError(
-            f"The rendezvous store has not responded within {limit_seconds:g} s: the process of rank 0 is stopped, or "
-            "its host is unreachable."
-        ) from None
+        raise _not_responding(limit_seconds) from None
+
+
+def _not_responding(limit_seconds: float) -> StoreNotRespondingError:
+    return StoreNotRespondingError(
+        f"The rendezvous store has not responded for {limit_seconds:g} s: the process of rank 0 is stopped, or its "
+        "host is unreachable."
+    )

@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of this host, from which a job that `unitrain launch` restarts loses at most one step.
+"""Checkpoints in the memory of this host, from which a job that `unitrain launch` restarts loses at most two steps.
 
 They have the format of checkpoints on disk, and are written to a folder in shared memory, which survives the processes
 of an attempt (`bootstrap.memory_folder`). Only the newest one is kept. They are a copy: if they cannot be written or

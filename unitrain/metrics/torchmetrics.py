@@ -53,7 +53,7 @@ class TorchMetrics:
     the order of batches, and MetricError, on every rank, for a metric that fails or has a non-numeric result.
 
     With `has_parts`, the states of the parts that `begin_part` separates are gathered and merged in their order. The
-    result then has the same bits for any division of the parts among ranks.
+    result is then bit-identical for any division of the parts among ranks.
     """
 
     def __init__(self, metrics: Mapping[str, Any], communicator: Communicator, *, has_parts: bool = False) -> None:

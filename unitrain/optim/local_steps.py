@@ -1,12 +1,12 @@
 """Low-communication training: local steps on every rank, and an outer step that synchronizes the ranks.
 
-`local_steps_setting.py` specifies the formulas. This module uses only the interface of a backend.
+`backends/local_steps_setting.py` specifies the formulas. This module uses only the interface of a backend.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,13 +26,9 @@ from unitrain.backends.sharding.state_format import keeps_shards
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import copy_into
 from unitrain.errors import CheckpointError, ModelError
-from unitrain.optim.outer_gradient import OuterMean
+from unitrain.optim.parameter_bucket import create_buckets, vector_shape
 from unitrain.optim.step import optimizer_parameters
 from unitrain.torch_compat import tensor_version
-
-# Maximum number of elements that are reduced together, unless a single parameter has more.
-_BUCKET_ELEMENTS = 2**23
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 _log = logging.getLogger(__name__)
 
@@ -102,11 +98,9 @@ class LocalTraining:
             for name, parameter in model.named_parameters()
             if parameter in held and parameter.requires_grad
         }
-        self._known = set(self._parameters.values())
+        self._synchronized = set(self._parameters.values())
         self._group = _create_group(backend, self.settings)
-        self._buckets = [
-            _Bucket(names, self._parameters, backend, self.settings) for names in _bucket_names(self._parameters)
-        ]
+        self._buckets = create_buckets(self._parameters, backend, self.settings)
         self._steps = 0  # completed steps, including those of the warm-up
         self._steps_since_synchronization = 0
         self._are_weights_equal = True
@@ -241,9 +235,9 @@ class LocalTraining:
         effect.
 
         Load the state dicts of the model and the optimizer before. If the number of ranks is unchanged, each rank
-        restores its own weights, optimizer state and error, and the run continues with the same bits. Otherwise, every
-        rank loads the mean of the saved weights, optimizer states and errors. Raises CheckpointError on every rank if
-        the state belongs to a different model.
+        restores its own weights, optimizer state and error, and the run is bit-identical to an uninterrupted one.
+        Otherwise, every rank loads the mean of the saved weights, optimizer states and errors. Raises CheckpointError
+        on every rank if the state belongs to a different model.
         """
         backend, is_rank_zero = self._backend, self._backend.rank == 0
         ranks: Sequence[Mapping[str, Any]] = state.get("ranks", ()) if is_rank_zero else ()
@@ -292,7 +286,7 @@ class LocalTraining:
     def _check_parameters(self) -> None:
         """Raise ModelError if the optimizer trains a parameter that is not synchronized."""
         for parameter in optimizer_parameters(self._optimizer):
-            if parameter.requires_grad and parameter not in self._known:
+            if parameter.requires_grad and parameter not in self._synchronized:
                 name = next((name for name, one in self._model.named_parameters() if one is parameter), "a parameter")
                 raise ModelError(
                     f"Parameter {name!r} was unfrozen, or added to the optimizer, after LocalTraining was built, so "
@@ -364,7 +358,7 @@ class LocalTraining:
         }
 
     def _check_shapes(self, found: Mapping[str, Mapping[str, list[int]]]) -> None:
-        expected = {name: _vector_shape(parameter) for name, parameter in self._parameters.items()}
+        expected = {name: vector_shape(parameter) for name, parameter in self._parameters.items()}
         for kind, shapes in found.items():
             wanted = dict(zip(self._weight_names(), (list(one.shape) for one in self._weights()), strict=True))
             wanted = wanted if kind == "weights" else expected
@@ -380,139 +374,6 @@ class LocalTraining:
                         f"The checkpoint has local steps of {name!r} with shape {shape}, but this model has "
                         f"{wanted[name]}. Use the same model as the run that wrote it."
                     )
-
-
-class _Bucket:
-    """Parameters of one dtype that are synchronized together, as a vector in the dtype of the computation: float32 for
-    half precision, otherwise the dtype of the parameters.
-
-    `anchor` contains the weights after the last synchronization, and `momentum` that of the outer optimizer,
-    [elements]. They are None if they are not needed.
-    """
-
-    def __init__(
-        self, names: Sequence[str], parameters: Mapping[str, nn.Parameter], backend: Backend, settings: LocalSteps
-    ) -> None:
-        self._names, self._backend, self._settings = names, backend, settings
-        self._parameters = [parameters[name] for name in names]
-        self._shapes = [torch.Size(_vector_shape(parameter)) for parameter in self._parameters]
-        self._sizes = [shape.numel() for shape in self._shapes]
-        first = _real(self._parameters[0])
-        self._parameter_dtype = first.dtype
-        self._dtype = torch.float32 if first.dtype in _HALF_DTYPES else first.dtype
-        self.mean = OuterMean(backend, settings.compression, sum(self._sizes))
-        self.momentum: Tensor | None = None
-        self.anchor: Tensor | None = None
-        self.start_from_weights()
-
-    def start_from_weights(self) -> None:
-        """Set the anchor to the current weights, which are equal on all ranks."""
-        if not self._settings.averages_weights:
-            self.anchor = self._flatten(self._parameters)
-
-    def step(self) -> None:
-        """Synchronize the parameters with a step of the outer optimizer. All ranks call it."""
-        if self.anchor is None:
-            self.average_weights()
-            return
-        # In half precision, the local steps started from the rounded anchor.
-        gradient = self.mean(self.anchor.to(self._parameter_dtype).to(self._dtype) - self._flatten(self._parameters))
-        momentum = self._settings.outer_momentum
-        if momentum:
-            if self.momentum is None:
-                self.momentum = gradient.clone()
-            else:
-                self.momentum.mul_(momentum).add_(gradient)
-            gradient.add_(self.momentum, alpha=momentum)
-        self.anchor.add_(gradient, alpha=-self._settings.outer_lr)
-        self._write(self.anchor)
-
-    def average_weights(self) -> None:
-        """Set the parameters to their mean over ranks. All ranks call it."""
-        self._write(self._backend.allreduce(self._flatten(self._parameters)))
-
-    def reduce_gradients(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Set each `.grad` to its mean over ranks, or to None if no rank has it. All ranks of the mean call it."""
-        found = [parameter.grad for parameter in self._parameters]
-        values = [
-            torch.zeros_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(self._parameters, found, strict=True)
-        ]
-        flat = self._flatten(values)
-        is_used = flat.new_tensor([float(gradient is not None) for gradient in found])
-        mean, any_used = mean_over_ranks(torch.cat([flat, is_used])).split([len(flat), len(found)])
-        used = any_used.tolist()
-        for index, (parameter, part) in enumerate(zip(self._parameters, self._split(mean), strict=True)):
-            if not used[index]:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            _real(parameter.grad).copy_(part)
-
-    def gather_slice_error(self) -> Tensor | None:
-        """Return the errors of all slices, [elements]. All ranks call it."""
-        if self.mean.slice_error is None:
-            return None
-        return self._backend.allgather(self.mean.slice_error)[: sum(self._sizes)]
-
-    def load(self, outer: Mapping[str, Mapping[str, Tensor]], errors: Mapping[str, Tensor]) -> None:
-        """Load the state of the outer optimizer and this rank's error. A state that the settings do not use is
-        discarded."""
-        settings = self._settings
-        if not settings.averages_weights:
-            self.anchor = self._join(outer["anchors"])
-        self.momentum = self._join(outer["momentum"]) if settings.outer_momentum else None
-        if settings.compression != "none":
-            self.mean.error = self._join(errors)
-            slices = self._join(outer["slice_errors"])
-            if slices is not None:
-                padded = slices.new_zeros(self._backend.size * self.mean.slice_elements)
-                padded[: len(slices)] = slices
-                self.mean.slice_error = padded.view(self._backend.size, -1)[self._backend.rank].clone()
-
-    def parts(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the parts of `vector`, [elements], by parameter name."""
-        return dict(zip(self._names, self._split(vector), strict=True))
-
-    def _join(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the vector with these `parts`, or None if there are none."""
-        if not parts:
-            return None
-        device = self._parameters[0].device
-        return torch.cat([parts[name].to(device, self._dtype).reshape(-1) for name in self._names])
-
-    def _flatten(self, tensors: Iterable[Tensor]) -> Tensor:
-        return torch.cat([_real(tensor.detach()).to(self._dtype).reshape(-1) for tensor in tensors])
-
-    def _split(self, vector: Tensor) -> list[Tensor]:
-        return [part.view(shape) for part, shape in zip(vector.split(self._sizes), self._shapes, strict=True)]
-
-    def _write(self, vector: Tensor) -> None:
-        for parameter, part in zip(self._parameters, self._split(vector), strict=True):
-            _real(parameter.detach()).copy_(part)
-
-
-def _bucket_names(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names of the `parameters` of each bucket."""
-    buckets: list[list[str]] = []
-    open_buckets: dict[torch.dtype, tuple[list[str], int]] = {}
-    for name, parameter in parameters.items():
-        names, elements = open_buckets.get(parameter.dtype, ([], 0))
-        if not names or elements + parameter.numel() > _BUCKET_ELEMENTS:
-            names, elements = [], 0
-            buckets.append(names)
-        names.append(name)
-        open_buckets[parameter.dtype] = (names, elements + parameter.numel())
-    return buckets
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex `tensor` as real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _vector_shape(parameter: Tensor) -> list[int]:
-    return list(_real(parameter.detach()).shape)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:

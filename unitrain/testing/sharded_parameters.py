@@ -163,6 +163,17 @@ def sharded_parameters_train_as_plain_torch(backend: Backend) -> None:
         ]
 
 
+def _train_and_compare(backend: Backend, wrapped: nn.Module, optimizer: Any, twin: nn.Module) -> None:
+    """Train `wrapped`, and `twin` with the samples of all ranks, for two steps, and compare their weights."""
+    twin_optimizer = adam(twin.parameters())
+    for step in range(2):
+        for one, ranks, each in ((wrapped, [backend.rank], optimizer), (twin, _everyone(backend), twin_optimizer)):
+            each.zero_grad()
+            model_loss(one, ranks, step).backward()
+            each.step()
+    _assert_same(backend, wrapped, twin)
+
+
 @contract
 def blocks_with_a_minimum_number_of_parameters_train_as_plain_torch(backend: Backend) -> None:
     """A layer has 271 parameters and its attention 168. The modules that share a weight are not blocks."""
@@ -173,16 +184,7 @@ def blocks_with_a_minimum_number_of_parameters_train_as_plain_torch(backend: Bac
         model, twin = build_model(), build_model()
         assert list(choose_blocks(model, minimum)) == expected, minimum
         wrapped, optimizer = distribute(backend, model, blocks=minimum)
-        twin_optimizer = adam(twin.parameters())
-        for step in range(2):
-            for one, ranks, each in (
-                (wrapped, [backend.rank], optimizer),
-                (twin, _everyone(backend), twin_optimizer),
-            ):
-                each.zero_grad()
-                model_loss(one, ranks, step).backward()
-                each.step()
-        _assert_same(backend, wrapped, twin)
+        _train_and_compare(backend, wrapped, optimizer, twin)
 
 
 @contract
@@ -207,16 +209,7 @@ def blocks_that_share_modules_train_as_plain_torch(backend: Backend) -> None:
         model, twin = build(module), build(module)
         assert list(choose_blocks(model, blocks)) == expected, (module, blocks)
         wrapped, optimizer = distribute(backend, model, blocks=blocks)
-        twin_optimizer = adam(twin.parameters())
-        for step in range(2):
-            for one, ranks, each in (
-                (wrapped, [backend.rank], optimizer),
-                (twin, _everyone(backend), twin_optimizer),
-            ):
-                each.zero_grad()
-                model_loss(one, ranks, step).backward()
-                each.step()
-        _assert_same(backend, wrapped, twin)
+        _train_and_compare(backend, wrapped, optimizer, twin)
 
 
 @contract
