@@ -97,8 +97,9 @@ class Host:
             with contextlib.suppress(OSError):
                 if int(folder.name) != self.first and _namespace(int(folder.name)) == own:
                     state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                    if state != "Z":
-                        found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
+                    command = (folder / "cmdline").read_text().replace("\0", " ").strip()
+                    if state != "Z" and command:  # the command of an exiting process is empty
+                        found[int(folder.name)] = command
         return found
 
     def wait_until_all_exited(self, seconds: float) -> None:
