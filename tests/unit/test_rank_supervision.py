@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -15,7 +17,7 @@ import pytest
 
 from unitrain.bootstrap.authentication import authenticate
 from unitrain.monitoring import supervisor_client
-from unitrain.supervisor.ranks import RankConnections
+from unitrain.supervisor.ranks import MAX_UNAUTHENTICATED, RankConnections
 
 KEY = "0123456789abcdef"
 # A rank without torch, which ends in order, after a checkpoint, or is killed.
@@ -217,3 +219,22 @@ def test_rank_is_served_after_connections_could_not_be_accepted() -> None:
         wait_until(lambda: 3 in ranks._connections)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert raised[0] >= min(2**16, limits[1])
+
+
+def test_many_connections_without_the_key_do_not_exhaust_the_threads() -> None:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks, contextlib.ExitStack() as stack:
+        host, _, port = ranks.address.rpartition(":")
+        before = threading.active_count()
+        idle = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            for _ in range(MAX_UNAUTHENTICATED + 100)
+        ]
+        rank = Rank(ranks, 0, "ends in order")
+        wait_until(lambda: ranks.num_running == 1)
+        wait_until(lambda: threading.active_count() - before <= MAX_UNAUTHENTICATED + 1)
+        for connection in (idle[0], idle[99]):
+            assert len(connection.recv(100)) <= 16, "the nonce at most, then the end"
+            assert connection.recv(100) == b""
+        assert rank.end() == 0
+        wait_until(lambda: ranks.has_disconnected_ranks)
+        assert ranks.crashed_ranks == []

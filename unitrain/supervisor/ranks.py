@@ -31,6 +31,9 @@ _KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_INTERVAL_SECONDS, _KEEPALIVE_PROBES = 5, 5, 
 _GREETING_TIMEOUT_SECONDS = 10.0
 # One connection per rank. The usual soft limit of file descriptors is 1,024.
 _NUM_DESCRIPTORS = 2**16
+# Each connection has a thread. Any user of the host can connect, so the oldest unauthenticated connection is closed
+# when this number is reached.
+MAX_UNAUTHENTICATED = 1024
 # Transient errors of `accept`, and the delay before the next call.
 _TEMPORARY_ERRORS = (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_SECONDS = 0.1
@@ -64,6 +67,7 @@ class RankConnections:
         """Whether a rank was killed or crashed between `unitrain.init` and the shutdown of its backend."""
         self._first_exit_was_normal = self._is_exiting = False
         self._connections: dict[int, PeerConnection] = {}
+        self._unauthenticated: list[socket.socket] = []  # oldest first
         self._state_changed = threading.Condition()
         threading.Thread(target=self._accept, name="unitrain ranks", daemon=True).start()
 
@@ -150,6 +154,12 @@ class RankConnections:
                     return
                 time.sleep(_RETRY_SECONDS)
                 continue
+            with self._state_changed:
+                if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                    oldest = self._unauthenticated.pop(0)
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # ends its thread
+                self._unauthenticated.append(connection)
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
@@ -160,6 +170,9 @@ class RankConnections:
                 authenticate(accepted, self._key, ROLE, is_server=True)
             except (OSError, AuthenticationError):
                 return
+            finally:
+                with self._state_changed, suppress(ValueError):
+                    self._unauthenticated.remove(accepted)
             connection = PeerConnection(accepted)
             greeting = self._parse_greeting(connection.receive())
             if greeting is None:
