@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+import unitrain
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.data.sharding import TrainingShard
@@ -98,6 +99,27 @@ def dropped_on_one_rank(backend: Backend, _: str) -> None:
 
 def different_lengths(backend: Backend, _: str) -> None:
     _train(backend, 8 + backend.rank)
+
+
+class OtherLength(TensorDataset):
+    def __init__(self, length: Any) -> None:
+        super().__init__(torch.randn(8, 3), torch.randn(8, 1))
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length  # type: ignore[no-any-return]
+
+
+def negative_length_on_one_rank(backend: Backend, _: str) -> None:
+    _train(backend, OtherLength(-1 if backend.rank else 8))
+
+
+def fractional_length_of_a_loader(backend: Backend, _: str) -> None:
+    unitrain.ShardedLoader(OtherLength(7.5 if backend.rank else 8), backend, batch_size=2)
+
+
+def scalar_validation_data_on_one_rank(backend: Backend, _: str) -> None:
+    _train(backend, val_data=torch.tensor(1.0) if backend.rank else _data(8))
 
 
 def different_seeds_of_a_share(backend: Backend, _: str) -> None:
@@ -210,6 +232,17 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (shuffled_on_one_rank, "differs between ranks in shuffle: [False, True].", "Use shuffle=False on every rank"),
     (dropped_on_one_rank, "differs between ranks in drop_last: [True, False].", "Use drop_last=True on every rank"),
     (different_lengths, "the same number of samples on every rank: [8, 9]", "Give every rank the complete dataset"),
+    (
+        negative_length_on_one_rank,
+        "len() of a OtherLength failed: ValueError: __len__() should",
+        "from __len__",
+    ),
+    (fractional_length_of_a_loader, "len() of a OtherLength failed: TypeError", "from __len__"),
+    (
+        scalar_validation_data_on_one_rank,
+        "len() of a Tensor failed: TypeError",
+        "from __len__",
+    ),
     (different_seeds_of_a_share, "differs between ranks in seed: [0, 1].", "Use seed=0 on every rank"),
     (a_sampler_on_one_rank, "differs between ranks in sampler: [None, 'WeightedRandomSampler']", "Use sampler=None on"),
     (no_batch_size_on_one_rank, "A TensorDataset was given without a batch size", "Use TrainConfig(batch_size=32)"),

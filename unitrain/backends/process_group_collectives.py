@@ -139,7 +139,8 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
         return result.to(tensor.dtype)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        payload, error = pack(obj) if root == self.rank else (EMPTY_PAYLOAD, None)
+        is_root = isinstance(root, int) and root == self.rank
+        payload, error = pack(obj) if is_root else (EMPTY_PAYLOAD, None)
 
         def check() -> None:
             checks.check_root(root, self.size)
@@ -150,10 +151,10 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
         if checked.contents is not None:
             payload = checked.contents[root, : checked.root_count]
         else:
-            if root != self.rank:
+            if not is_root:
                 payload = torch.empty(checked.root_count, dtype=torch.uint8)
             self._check_consistency.broadcast_bytes(payload, root)
-        return obj if root == self.rank else unpack(payload, self.device)
+        return obj if is_root else unpack(payload, self.device)
 
     def allgather_object(self, obj: Any) -> list[Any]:
         payload, error = pack(obj)

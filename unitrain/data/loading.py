@@ -336,7 +336,13 @@ def _data_length(data: Data) -> int:
             f"Got data of type {type(dataset).__name__}, which does not have __len__ and __getitem__. "
             "Pass a Dataset, such as TensorDataset(inputs, targets), an IterableDataset, or a DataLoader."
         )
-    return len(dataset)
+    try:
+        return len(dataset)
+    except Exception as error:  # if only this rank raised it, the other ranks would hang
+        raise DataError(
+            f"len() of a {type(dataset).__name__} failed: {type(error).__name__}: {error}. Return a whole number of at "
+            "least 0 from __len__, or pass an IterableDataset."
+        ) from error
 
 
 def check_same_data(subject: str, communicator: Communicator, length: int | None, settings: Mapping[str, Any]) -> None:

@@ -237,10 +237,13 @@ class LocalTraining:
         Load the state dicts of the model and the optimizer before. If the number of ranks is unchanged, each rank
         restores its own weights, optimizer state and error, and the run is bit-identical to an uninterrupted one.
         Otherwise, every rank loads the mean of the saved weights, optimizer states and errors. Raises CheckpointError
-        on every rank if the state belongs to a different model.
+        on every rank if the state belongs to a different model or is not a result of `state_dict`.
         """
         backend, is_rank_zero = self._backend, self._backend.rank == 0
-        ranks: Sequence[Mapping[str, Any]] = state.get("ranks", ()) if is_rank_zero else ()
+        if not is_rank_zero:
+            state = {}
+        call_on_all_ranks(backend, lambda: _check_state(state))
+        ranks: Sequence[Mapping[str, Any]] = state.get("ranks", ())
         header = {name: value for name, value in state.items() if name not in ("ranks", "own", "outer")}
         shapes = [_shapes(state.get("outer", {})), *map(_shapes, ranks[:1])] if is_rank_zero else []
         header, shapes, count = backend.broadcast_object((header, shapes, len(ranks)))
@@ -374,6 +377,40 @@ class LocalTraining:
                         f"The checkpoint has local steps of {name!r} with shape {shape}, but this model has "
                         f"{wanted[name]}. Use the same model as the run that wrote it."
                     )
+
+
+def _check_state(state: Any) -> None:
+    """Raise CheckpointError unless `state` is empty or a result of `state_dict`."""
+    found = _describe_invalid_state(state)
+    if found is not None:
+        raise CheckpointError(
+            f"LocalTraining.load_state_dict takes a result of LocalTraining.state_dict, got {found}. Pass the state "
+            "that rank 0 saved, such as local.load_state_dict(checkpoint['local']), or {} to start without one."
+        )
+
+
+def _describe_invalid_state(state: Any) -> str | None:
+    """Return a description of the error in `state`, or None if it is valid."""
+    if not isinstance(state, Mapping):
+        return validation.describe_value(state)
+    if not state:
+        return None
+    for name in ("steps", "steps_since_synchronization"):
+        value = state.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            return f"{name}={validation.describe_value(value)}"
+    ranks = state.get("ranks")
+    if not (isinstance(ranks, list | tuple) and ranks and all(map(_is_state_of_rank, ranks))):
+        return "no states of ranks"
+    outer = state.get("outer")
+    tables = ("anchors", "momentum", "slice_errors")
+    if not (isinstance(outer, Mapping) and all(isinstance(outer.get(name), Mapping) for name in tables)):
+        return "no state of the outer optimizer"
+    return None
+
+
+def _is_state_of_rank(state: Any) -> bool:
+    return isinstance(state, Mapping) and all(isinstance(state.get(name), Mapping) for name in ("optimizer", "errors"))
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:

@@ -417,6 +417,29 @@ def state_of_another_model_raises(backend: Backend) -> None:
     raises(CheckpointError, "Train the same parameters", lambda: other.load_state_dict(state))
 
 
+@contract
+def invalid_state_raises_on_every_rank(backend: Backend) -> None:
+    """Only rank 0 needs the state. The other ranks may pass anything."""
+    local, model, optimizer = start(backend, DILOCO)
+    train(backend, local, model, optimizer, range(2))
+    state = local.state_dict()
+    invalid: list[tuple[str, Any]] = [
+        ("got None", None),
+        ("got steps=None", {"other": 1}),
+        ("got steps_since_synchronization=-1", {**state, "steps_since_synchronization": -1}),
+        ("got no states of ranks", {**state, "ranks": []}),
+        ("got no states of ranks", {**state, "ranks": [{}]}),
+        ("got no state of the outer optimizer", {**state, "outer": {}}),
+    ]
+    for found, own in invalid:
+        passed = own if backend.rank == 0 else None
+        text = raises(CheckpointError, found, lambda passed=passed: local.load_state_dict(passed))
+        assert_same_on_every_rank(backend, text)
+    before = vector(model).clone()
+    local.load_state_dict(state if backend.rank == 0 else None)  # type: ignore[arg-type]
+    assert torch.equal(vector(model), before)
+
+
 class _WithoutAllToAll(Communicator):
     """The collectives of a backend that every backend has."""
 
