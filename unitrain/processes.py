@@ -59,6 +59,17 @@ def find_processes(tag: bytes) -> Iterator[int]:
                 yield int(folder.name)
 
 
+def exit_on_termination_signals() -> None:
+    """Make SIGTERM and SIGHUP raise SystemExit, so that a command terminates its ranks before it exits.
+
+    By default, these signals would terminate only this process and orphan the ranks, which run in other sessions. An
+    ignored signal stays ignored, as under nohup. Only the main thread may call it.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
     """Kill `process` (a session leader), its process group, and all processes with `tag`; wait for `process`."""
     with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from groups import nightly
 from launches import SECONDS, running_launcher
 from requirements import needs_mpi
 from torch import Tensor, nn
@@ -242,16 +243,17 @@ def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path:
     assert output.endswith("Verdict: not the same results. Of 2 runs, 2 failed.\n")
 
 
-def test_sigterm_to_verify_terminates_the_current_run(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGHUP, *nightly(signal.SIGTERM)])
+def test_a_signal_to_verify_terminates_the_current_run(number: signal.Signals, script: str, tmp_path: Path) -> None:
     arguments = ["--backends", "ddp", script, "hang", str(tmp_path)]
     with running_launcher([sys.executable, "-m", "unitrain", "verify", *arguments]) as launch:
         deadline = time.monotonic() + SECONDS
         while not (tmp_path / "1").exists() and launch.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         assert len(launch.find_processes()) >= 4
-        launch.process.send_signal(signal.SIGTERM)
+        launch.process.send_signal(number)
         launch.wait_until_all_exited(15)
-        assert launch.process.returncode != 0
+        assert launch.process.wait(15) == 128 + number
 
 
 def test_a_pipeline_is_compared_with_one_process(tmp_path: Path) -> None:

@@ -125,11 +125,15 @@ class RankSetSpec:
 
 @contextmanager
 def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[RankSet]]:
-    """Start one set of ranks per spec. The ranks are terminated on exit from the context, even after SIGTERM."""
-    # Handle SIGTERM like Ctrl-C; otherwise, suspended ranks would outlive this process.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Start one set of ranks per spec. The ranks are terminated on exit from the context, even after SIGTERM and
+    SIGHUP.
+    """
     with ExitStack() as stack:
-        stack.callback(signal.signal, signal.SIGTERM, before)
+        # Handle these signals like Ctrl-C; otherwise, suspended ranks would outlive this process.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if (before := signal.getsignal(number)) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, signal.default_int_handler)
+                stack.callback(signal.signal, number, before)
         rank_sets: list[RankSet] = []
         for spec in specs:
             group = stack.enter_context(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unitrain.errors import UnitrainError
+from unitrain.processes import exit_on_termination_signals
 
 if TYPE_CHECKING:
     from unitrain.horovod_wheel.check import Report
@@ -70,8 +69,7 @@ def build(
             click.echo("This Horovod is already installed. To build it again: unitrain horovod build --force")
             return
         started = time.monotonic()
-        for number in (signal.SIGTERM, signal.SIGHUP):  # terminate the compilers before this process exits
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+        exit_on_termination_signals()
         with _Progress(build_plan) as progress:
             wheel = builder.run(build_plan, inherited, progress, force=force)
     except UnitrainError as error:

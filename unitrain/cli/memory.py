@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 
 import click
 
 from unitrain.errors import ConfigError, UnsupportedError
+from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
 
 _DEFAULT_RANKS = 8
@@ -86,7 +85,7 @@ def memory(
     from unitrain.memory.process_memory import check_host_memory
     from unitrain.memory.record import MemoryRequest
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # terminate the ranks before this process exits
+    exit_on_termination_signals()
     options = ["-np", str(num_processes), *(["--backend", backend] if backend else [])]
     try:
         check_host_memory()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import click
 
 from unitrain.errors import ConfigError
+from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
 
 _STARTUP_SECONDS = 120.0
@@ -64,7 +63,7 @@ def tune(launch: str, minutes: float, seconds: float, compression: bool, script:
 
     from unitrain.tune.tuning import Tuner
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # terminate the current run before this process exits
+    exit_on_termination_signals()
     with tempfile.TemporaryDirectory(prefix="unitrain-tune-") as folder:
         tuner = Tuner(
             launch_options=tuple(shlex.split(launch)),

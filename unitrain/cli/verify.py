@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from unitrain import launchers
 from unitrain.bootstrap import environment
 from unitrain.cli.available import find_available, parse_backends
 from unitrain.errors import ConfigError
+from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
 
 if TYPE_CHECKING:
@@ -106,8 +106,7 @@ def verify(
     if tolerance is None:
         tolerance = FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE
     controllers, skipped = find_available(names)
-    # By default, SIGTERM would terminate only this process and orphan the ranks. SystemExit terminates the ranks first.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_termination_signals()
     script = str(_TRAIN_FUNCTION) if is_function else target
     with tempfile.TemporaryDirectory(prefix="unitrain-verify-") as folder:
         verification = Verification(
