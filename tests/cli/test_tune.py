@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import random
 import shutil
 import sys
@@ -38,12 +39,13 @@ from unitrain.tune.tuned_settings import (
     TUNED_FILE,
     TunedEntry,
     TunedRun,
+    check_file,
     describe_machine,
     find_tuned,
     remove_tuned,
     torch_version,
 )
-from unitrain.tune.tuning import save_and_describe
+from unitrain.tune.tuning import Tuner, save_and_describe
 
 SIZES = Tunable("SIZE", "", "1", ("2", "3"))
 COLORS = Tunable("COLOR", "", "red", ("green",))
@@ -399,3 +401,39 @@ def test_a_file_with_other_content_is_refused(content: str, tmp_path: Path) -> N
     file.write_text(content)
     with pytest.raises(ConfigError, match=r"cannot be read: .*\. Delete it and run `unitrain tune` again"):
         find_tuned(TunedRun.on_this_machine("train.py", (), "ddp", 1, 1), file)
+
+
+def test_a_fifo_or_device_with_the_name_of_the_file_is_refused(script: Path) -> None:
+    """Another user may create it in a shared folder. Reading it would block, or fill the memory."""
+    os.mkfifo(TUNED_FILE)
+    for _ in range(2):
+        result = CliRunner().invoke(program, ["launch", "--dry-run", "train.py"])
+        assert "unitrain-tuned.json cannot be read" in result.output
+        assert "is not a regular file" in result.output
+        TUNED_FILE.unlink()
+        TUNED_FILE.symlink_to("/dev/zero")
+
+
+def test_saving_replaces_a_link_and_does_not_change_its_target(script: Path) -> None:
+    target = script.with_name("precious")
+    target.write_text("[]")
+    for link in (TUNED_FILE, TUNED_FILE.with_name(f"{TUNED_FILE.name}.new")):
+        link.symlink_to(target)
+        tuned(script).save()
+        assert target.read_text() == "[]"
+        assert not TUNED_FILE.is_symlink()
+        assert json.loads(TUNED_FILE.read_text())[0]["script"] == str(script)
+
+
+def test_a_file_that_cannot_be_written_is_reported_before_the_search(script: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot be written: .*Run `unitrain tune` in a folder that you can write to"
+    ):
+        check_file(Path("/proc/unitrain-tuned.json"))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        tuned(script).save(Path("/proc/unitrain-tuned.json"))
+    TUNED_FILE.write_text("x")
+    tuner = Tuner((), str(script), (), step_seconds=1, limit_seconds=60, folder=script.parent)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        tuner.tune(60, with_compression=False, report=print, report_run=print)
+    assert tuner.runs == 0

@@ -40,6 +40,18 @@ def fifo(name: str) -> Callable[[Path], object]:
     return create
 
 
+def dangling_link(name: str) -> Callable[[Path], object]:
+    def create(folder: Path) -> None:
+        folder.mkdir()
+        (folder / name).symlink_to(folder / "missing")
+
+    return create
+
+
+def subfolder(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).mkdir(parents=True)
+
+
 def link_to_itself(folder: Path) -> None:
     folder.symlink_to(folder)
 
@@ -75,6 +87,11 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "FIFO metrics.jsonl": (fifo("metrics.jsonl"), "trained"),
     "FIFO step-000000004": (fifo("step-000000004"), "trained"),
     "FIFO .step-000000004.unfinished": (fifo(".step-000000004.unfinished"), "trained"),
+    "dangling link step-000000004": (dangling_link("step-000000004"), "trained"),
+    "folder .job": (
+        subfolder(".job"),
+        "Cannot write to output folder '{}': OSError: [Errno 22] '{}/.job' is not a reg",
+    ),
     "checkpoint without progress": (
         checkpoint_without_progress,
         "The checkpoint in '{}' contains no training progress",

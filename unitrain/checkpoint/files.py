@@ -24,7 +24,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from unitrain.checkpoint.state_copy import plain_state
 from unitrain.checkpoint.tensor_files import COMPLEX
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
+from unitrain.regular_files import read_regular_file
 
 MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
 _FORMAT, _NEWEST_FORMAT = 1, 2  # 2: sharded
@@ -215,7 +215,8 @@ def write_manifest(
 def publish(staging_folder: Path, target: Path) -> None:
     """Rename the complete folder `staging_folder` to `target`, and replace an existing `target`."""
     replaced = staging_folder.with_name(f".{target.name}.replaced.unfinished")
-    if target.exists():  # `target` is corrupt, or was written at the last step of an epoch without the results
+    # `target` may be corrupt or a dangling link, or written at the last step of an epoch without the results.
+    if os.path.lexists(target):
         if _exchange(staging_folder, target):
             flush(target.parent)
             remove(staging_folder)
@@ -345,18 +346,6 @@ def sha256(path: Path) -> str:
         raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_regular_file(path: Path, max_bytes: int) -> str:
-    """Return the text of a file. Raises OSError for a FIFO or device, which could block, and for a larger file."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
-        if found.st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"'{path}' is larger than {max_bytes} bytes")
-        return file.read(found.st_size).decode()  # `read` allocates as many bytes as requested
 
 
 def real_path(path: Path) -> Path:

@@ -25,6 +25,7 @@ from typing import Any
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files
 from unitrain.errors import CheckpointError
+from unitrain.regular_files import read_regular_file
 
 FILE = ".lock"
 _MAX_BYTES = 1 << 16
@@ -169,7 +170,7 @@ def _this_job() -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     """Return the description that the holder has written, or an empty dictionary if it has not written one yet."""
     try:
-        read = json.loads(files.read_regular_file(path, _MAX_BYTES))
+        read = json.loads(read_regular_file(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return read if isinstance(read, dict) else {}

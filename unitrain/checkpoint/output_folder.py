@@ -19,6 +19,7 @@ from unitrain.bootstrap import environment
 from unitrain.checkpoint import files
 from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError
+from unitrain.regular_files import read_regular_file, replace_file
 
 CHECK_WRITABLE = "Check that the folder is writable and has room, or choose another output_dir."
 _DAMAGED = "A file in the folder may be damaged: restore or remove it, or choose another output_dir."
@@ -108,7 +109,7 @@ def store_batch_size(folder: Path, fit_index: int, batch: ElasticBatchSize) -> N
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        read = json.loads(files.read_regular_file(folder / _JOB_FILE, _MAX_JOB_FILE_BYTES))
+        read = json.loads(read_regular_file(folder / _JOB_FILE, _MAX_JOB_FILE_BYTES))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
@@ -132,8 +133,4 @@ def _corrupt_file_error(folder: Path, reason: str) -> CheckpointError:
 
 
 def _write(folder: Path, batches: list[ElasticBatchSize]) -> None:
-    new = folder / f"{_JOB_FILE}.new"
-    new.unlink(missing_ok=True)  # left by a killed run, or a link to another file
-    with new.open("x", encoding="utf-8") as file:
-        json.dump({"job": environment.job_id(), "batches": batches}, file)
-    new.replace(folder / _JOB_FILE)
+    replace_file(folder / _JOB_FILE, json.dumps({"job": environment.job_id(), "batches": batches}))

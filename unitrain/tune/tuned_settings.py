@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import re
 import shlex
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 
 from unitrain.errors import ConfigError
 from unitrain.processes import cpu_model_name, usable_cores
+from unitrain.regular_files import read_regular_file, replace_file
 
 TUNED_FILE = Path("unitrain-tuned.json")
+_MAX_BYTES = 1 << 24
 # Variables that `unitrain tune` may set for the built-in backends.
 BUILT_IN_VARIABLES = frozenset(
     {
@@ -115,6 +118,16 @@ class TunedEntry:
         return (script, self.backend, self.num_processes, self.args, self.num_nodes, self.machine)
 
 
+def check_file(file: Path = TUNED_FILE) -> None:
+    """Raise ConfigError if `file` cannot be read, or if its folder is not writable."""
+    _load(file)
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise _unwritable_error(file, error) from error
+
+
 def find_tuned(run: TunedRun, file: Path = TUNED_FILE) -> tuple[TunedEntry | None, list[str]]:
     """Return the entry of `file` for this run, or None, and a list of differences.
 
@@ -184,14 +197,23 @@ def _format_hosts(count: int) -> str:
 
 
 def _store(entries: list[TunedEntry], file: Path) -> None:
-    file.write_text(json.dumps([asdict(entry) for entry in entries], indent=2) + "\n")
+    try:
+        replace_file(file, json.dumps([asdict(entry) for entry in entries], indent=2) + "\n")
+    except OSError as error:
+        raise _unwritable_error(file, error) from error
+
+
+def _unwritable_error(file: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{file} cannot be written: {error.strerror}. Run `unitrain tune` in a folder that you can write to."
+    )
 
 
 def _load(file: Path) -> list[TunedEntry]:
     if not file.exists():
         return []
     try:
-        return [_parse_entry(entry) for entry in json.loads(file.read_text())]
+        return [_parse_entry(entry) for entry in json.loads(read_regular_file(file, _MAX_BYTES))]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}. Delete it and run `unitrain tune` again.") from error
 

@@ -18,7 +18,7 @@ from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.errors import ConfigError
 from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
 from unitrain.tune.trial import TIMER, Result, TrialRequest
-from unitrain.tune.tuned_settings import TUNED_FILE, TunedEntry, TunedRun, format_settings, remove_tuned
+from unitrain.tune.tuned_settings import TUNED_FILE, TunedEntry, TunedRun, check_file, format_settings, remove_tuned
 from unitrain.verify.commands import last_lines, run_command
 
 _WARMUP_STEPS = 10
@@ -51,8 +51,10 @@ class Tuner:
     ) -> None:
         """Search for about `search_seconds`, save a significant gain, and report the result.
 
-        `report` receives results, and `report_run` receives a line per run. Raises ConfigError if a run fails.
+        `report` receives results, and `report_run` receives a line per run. Raises ConfigError if a run fails, or if
+        the file of tuned settings cannot be read or written.
         """
+        check_file()  # before the runs, whose results would be lost
         start_time = time.monotonic()
         first = self.run({})
         run_seconds = time.monotonic() - start_time

@@ -1,0 +1,40 @@
+"""Small files at predictable paths, where another user or program may have created a FIFO, a device or a link."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+
+def read_regular_file(path: Path, max_bytes: int) -> str:
+    """Return the text of a file. Raises OSError for a FIFO or device, which could block, a folder, or a larger file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
+    with os.fdopen(descriptor, "rb") as file:
+        if found.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"'{path}' is larger than {max_bytes} bytes")
+        return file.read(found.st_size).decode()  # `read` allocates as many bytes as requested
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `text` to file `path` in one operation. A link is replaced, and its target is not changed. Raises OSError.
+
+    If the write fails or is interrupted, the previous file remains.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with suppress(FileNotFoundError):
+            new.unlink()  # left by a killed process, or a link to another file
+        with new.open("x", encoding="utf-8") as file:
+            file.write(text)
+        new.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
