@@ -186,6 +186,21 @@ def functional_collectives(backend: Backend) -> list[Tensor]:
     ]
 
 
+def compiled_functional_collectives(backend: Backend) -> list[Tensor]:
+    import torch.distributed._functional_collectives as functional
+
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD.group_name
+
+    def compute(own: Tensor) -> tuple[Tensor, ...]:
+        total = functional.all_reduce(own.sin(), "sum", group)
+        gathered = functional.all_gather_tensor(total * 2, 0, group)
+        return total + 1, gathered.cos(), functional.reduce_scatter_tensor(gathered + own[0], "sum", 0, group)
+
+    compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    return [*compiled(torch.arange(4.0) + backend.rank), *compiled(torch.arange(4.0) - backend.rank)]
+
+
 CASES: list[Callable[[Backend], list[Any]]] = [
     plain_ddp,
     zero_redundancy_optimizer,
@@ -197,6 +212,7 @@ CASES: list[Callable[[Backend], list[Any]]] = [
     uneven_exchange,
     a_second_group_of_all_ranks,
     functional_collectives,
+    compiled_functional_collectives,
 ]
 
 

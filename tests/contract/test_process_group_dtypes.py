@@ -329,6 +329,21 @@ def coalesced(backend: Backend) -> None:
             assert torch.equal(one, torch.arange(1.0, size + 1).repeat_interleave(count)), counts
 
 
+def coalesced_gathers(backend: Backend) -> None:
+    """Gather lists of tensors of every dtype, with and without elements."""
+    limit_pieces(LIMITS[0])
+
+    def tensors(rank: int, dtype: torch.dtype) -> list[Tensor]:
+        return [values(rank, dtype), values(rank + 5, dtype, 6).view(2, 3).t(), values(rank, dtype, 0)]
+
+    for dtype in DTYPES:
+        outputs = [[torch.zeros_like(one) for one in tensors(0, dtype)] for _ in range(backend.size)]
+        dist.all_gather_coalesced(outputs, tensors(backend.rank, dtype))
+        for rank, found in enumerate(outputs):
+            for one, wanted in zip(found, tensors(rank, dtype), strict=True):
+                assert torch.equal(as_bytes(one), as_bytes(wanted)), dtype
+
+
 def torch_coalescing(backend: Backend) -> None:
     many = [torch.full((3,), backend.rank + 1.0) for _ in range(40)]  # more of one shape than are in flight at a time
     dist.all_reduce_coalesced(many)
@@ -409,6 +424,7 @@ def test_lazily_conjugated_tensors_are_transferred(ranks: RankGroup) -> None:
 def test_a_coalesced_operation_is_complete_when_all_its_tensors_are(ranks: RankGroup) -> None:
     ranks.run(coalesced)
     ranks.run(torch_coalescing)
+    ranks.run(coalesced_gathers)
 
 
 def test_large_tensors_are_sent_in_pieces(ranks: RankGroup) -> None:

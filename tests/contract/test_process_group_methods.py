@@ -233,6 +233,10 @@ def invalid_arguments(backend: Backend) -> list[list[str]]:
         ("Incorrect output list size", lambda: group.gather([one] * (size + 1), one, root=rank)),
         ("invalid output tensor list", lambda: group.allgather([[one] * (size + 1)], [one])),
         ("invalid tensor size", lambda: group.allgather([[two] * size], [one])),
+        ("requires non-empty input tensor list", lambda: group.allgather_coalesced([[]] * size, [])),
+        ("output lists should be equal to world size", lambda: group.allgather_coalesced([[one]] * (size + 1), [one])),
+        ("invalid output size", lambda: group.allgather_coalesced([[one, one]] * size, [one])),
+        ("invalid", lambda: group.allgather_coalesced([[two]] * size, [one])),
         ("requires empty input on non-root", lambda: group.scatter([one], [[one] * size], other_root)),
     ]
 

@@ -210,6 +210,9 @@ def lists_of_tensors(backend: Backend) -> list[Tensor]:
     own = [torch.arange(3.0) + rank, torch.ones(2) * rank]
     gathered = [[torch.zeros_like(one) for one in own] for _ in range(size)]
     dist.all_gather_coalesced(gathered, own)
+    future = dist.all_gather_coalesced(gathered, [one + 1 for one in own], async_op=True)
+    for part, one in zip(future.wait(), gathered, strict=True):
+        assert [tensor.data_ptr() for tensor in part] == [tensor.data_ptr() for tensor in one]
     leaf = torch.ones(4, requires_grad=True)
     from torch.distributed.nn.functional import all_gather
 
@@ -289,8 +292,8 @@ def test_subgroups_over_mpi_equal_those_on_gloo(size: int) -> None:
         groups_created_by_their_members,
     ]
     with RankGroup("ddp", size) as gloo, RankGroup("horovod", size, command=command) as horovod:
-        for case in cases:
-            assert_equal(horovod.run(case), gloo.run(case))
+        for case in cases:  # each rank of mpirun imports torch's packages in its first case
+            assert_equal(horovod.run(case, timeout_seconds=240), gloo.run(case))
 
 
 def counts_of_process_sets(backend: Backend) -> list[int]:

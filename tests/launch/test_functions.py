@@ -185,6 +185,7 @@ def report_devices() -> tuple[str, str | None]:
         (4, {"devices": [1, 3], "backend": "horovod"}, "1,3"),
         (4, {"devices": 0, "np": 2}, ""),
         (0, {"devices": "2"}, None),
+        (2, {"devices": "-1"}, "0,1"),
     ],
 )
 def test_run_selects_devices(

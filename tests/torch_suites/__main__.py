@@ -11,6 +11,7 @@ It exits with 1 if a test that passes with Gloo fails with Horovod and is not on
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import shutil
@@ -81,16 +82,19 @@ def write_table(
 ) -> None:
     import torch
 
-    version = "" if folder is None else (folder / "version.txt").read_text().strip()
-    source = f", and the tests that the wheel does not contain with the files of PyTorch {version}" if version else ""
+    # Between releases, the version ends with "a0".
+    version = "" if folder is None else (folder / "version.txt").read_text().strip().partition("a")[0]
+    source = f" Tests that the torch wheel does not contain are those of PyTorch {version}." if version else ""
 
     missing = [suite.title for suite in SUITES if suite.name not in {one.suite.name for one in comparisons}]
     titles = [TITLES[backend] for backend in backends[1:]]
     text = [
         "# PyTorch's tests of process groups, with Gloo and with Horovod",
         "",
-        f"Written by `make test-torch-suites` with torch {torch.__version__} on CPUs{source}. Numbers count the tests "
-        "that pass. A test that passes with Gloo and fails with Horovod is listed with its reason.",
+        f"Written by `make test-torch-suites` on {datetime.date.today()}, with torch {torch.__version__} on CPUs."
+        f"{source} "
+        "Numbers count the tests that pass. A test that passes with Gloo and fails with Horovod is listed with its "
+        "reason.",
         "",
         "| suite | Gloo | " + " | ".join(titles) + " | listed |",
         "|---|---|" + "---|" * len(titles) + "---|",
@@ -104,6 +108,11 @@ def write_table(
             "|---|---|",
             *(f"| `{test}` | {why} |" for test, why in listed.items()),
         ]
+    text += [
+        "",
+        "Other files with tests of checkpoints, and those of communication hooks and functional collectives, need "
+        "GPUs.",
+    ]
     text += ["", *lines] if lines else []
     if missing:
         text += ["", "Not run, because the torch wheel does not contain the files: " + ", ".join(missing) + "."]

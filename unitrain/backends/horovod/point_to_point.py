@@ -73,7 +73,9 @@ class PointToPoint:
             target.finish()
 
         if rank is None:
-            work, source = self.transport.recv_anysource([buffer], tag), "any rank"
+            # Gloo refuses an empty buffer here, but accepts a message that is shorter than the buffer.
+            received = buffer if len(buffer) else torch.empty(1, dtype=torch.uint8)
+            work, source = self.transport.recv_anysource([received], tag), "any rank"
         else:
             work, source = self.transport.recv([buffer], rank, tag), f"rank {self._global_ranks[rank]}"
         return MessageWork(work, f"Receiving {_describe(buffer, tag)} from {source}", self._timeout, finish)

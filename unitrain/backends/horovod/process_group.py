@@ -221,6 +221,14 @@ class HorovodProcessGroup(OperationStarter):
     def _allgather_base(self, output: Tensor, local_tensor: Tensor, opts: Any) -> dist.Work:
         return join_works(self._gather(local_tensor, output, [output]), [output], local_tensor.device)
 
+    @signatures.accepts(signatures.allgather_coalesced)
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        works = [
+            self._gather(local_tensor, list(parts), outputs)
+            for local_tensor, parts in zip(inputs, zip(*outputs, strict=True), strict=True)
+        ]
+        return join_works([work for some in works for work in some], outputs, inputs[0].device)
+
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:

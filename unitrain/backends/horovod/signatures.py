@@ -150,6 +150,26 @@ def allgather(
     return outputs, inputs, _options(_AllgatherOptions, opts, timeout)
 
 
+def allgather_coalesced(group: Any, output_lists: Any, input_list: Any, opts: Any = None) -> Arguments:
+    """Convert and validate the arguments of `allgather_coalesced`: one list of outputs for each rank."""
+    inputs = _as_list(input_list)
+    _check_not_empty("allgather_coalesced", inputs, "input tensor list")
+    if len(output_lists) != group.size():
+        raise CollectiveArgumentError(
+            f"Horovod's allgather_coalesced: output lists should be equal to world size, got {len(output_lists)} lists "
+            f"on {group.size()} ranks. Pass one list of outputs for each rank."
+        )
+    for outputs in output_lists:
+        if len(outputs) != len(inputs):
+            raise CollectiveArgumentError(
+                f"Horovod's allgather_coalesced got an invalid output size: {len(outputs)} tensors in a list, expected "
+                f"{len(inputs)}. Pass one output for each input in every list."
+            )
+        for output, expected in zip(outputs, inputs, strict=True):
+            _check_equals("allgather_coalesced", output, expected)
+    return output_lists, inputs, _options(_AllgatherOptions, opts)
+
+
 def gather(
     group: Any,
     output_tensors: Any = None,
