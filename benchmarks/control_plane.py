@@ -11,6 +11,7 @@ every rank before each collective, reads every rank's key, and receives every ra
 
 from __future__ import annotations
 
+import os
 import pickle
 import platform
 import resource
@@ -105,7 +106,7 @@ class SimulatedBackend(ProcessGroupBackend):
         return cls(options.rank_info.size)
 
     def __init__(self, size: int) -> None:
-        self.device, self.rank, self.size = torch.device("cpu"), 0, size
+        self.device, self.rank, self.size, self._pid = torch.device("cpu"), 0, size, os.getpid()
         self._rendezvous = Rendezvous(RankInfo("env", 0, size, 0), dist.HashStore(), "127.0.0.1", timedelta(seconds=60))
         self._monitor = FailureMonitor(self._rendezvous, polls=True, use_watchdog=False)
         self._check_consistency = ConsistencyCheck(self, self._monitor)

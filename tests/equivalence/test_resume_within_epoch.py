@@ -143,8 +143,9 @@ def test_results_after_an_interruption_cover_complete_epochs(
     other = tmp_path / "other"
     shutil.copytree(part, other)
     found = ranks.run(again, str(part), case)[0]
-    # Horovod sums the gradients of three ranks in an order that depends on which tensors it has fused.
-    tolerance = 1e-9 if ranks.backend == "horovod" else 0.0
+    # The order in which the gradients of three ranks are summed depends on their positions in a buffer. DDP reorders
+    # its bucket after the first step, also of a resumed run, and Horovod fuses the tensors that are ready.
+    tolerance = 1e-9 if ranks.size > 2 else 0.0
     assert found[0] == pytest.approx(expected[0], rel=tolerance, abs=0)
     assert found[1] == expected[1]
     assert found[3] == pytest.approx(expected[3], rel=tolerance, abs=0)

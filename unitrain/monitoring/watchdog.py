@@ -154,7 +154,11 @@ class Watchdog:
             other_ranks = [rank for rank in range(self._size) if rank != self._rank]
             statuses = self._complete_statuses(self._collect_statuses(other_ranks), other_ranks)
             self._report = self._format_report(statuses)
-            self._continue_stopped(other_ranks)
+            unresponsive = [rank for rank, status in statuses.items() if status.activity is Activity.NO_RESPONSE]
+            continued = self._continue_stopped(unresponsive)
+            if self._rank == 0:
+                # The store ends with this process, so the ranks that were stopped must read the failure first.
+                self._collect_statuses(continued)
         elif self._first_failure != Failure(0, _PROCESS_ENDED):
             self._publish_status(self._store)
             if self._rank == 0:
@@ -264,17 +268,21 @@ class Watchdog:
                     complete[rank] = RankStatus(Activity.SHUT_DOWN, detail=shutdown.reason)
         return complete
 
-    def _continue_stopped(self, ranks: Sequence[int]) -> None:
-        """Resume the processes of `ranks` on this host that are stopped by SIGSTOP.
+    def _continue_stopped(self, ranks: Sequence[int]) -> list[int]:
+        """Resume the processes of `ranks` on this host that are stopped by SIGSTOP. Return the ranks whose processes
+        exist.
 
         A stopped process does not react to the launcher's SIGTERM, so the launcher would wait for its timeout before it
         sends SIGKILL. A stopped process also keeps its GPU memory.
         """
+        continued = []
         for rank in ranks:
             with contextlib.suppress(dist.DistError, ProcessLookupError, PermissionError):
                 process = self._store.get_process(rank)
                 if process is not None and process.namespace == _process_namespace():
                     os.kill(process.pid, signal.SIGCONT)
+                    continued.append(rank)
+        return continued
 
     def _status(self) -> RankStatus:
         if self._error is not None:
