@@ -100,7 +100,7 @@ def test_a_job_is_not_restarted_more_often_than_allowed(tmp_path: Path) -> None:
 SLEEP = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_job_is_not_restarted_after_a_request_to_end(number: signal.Signals, tmp_path: Path) -> None:
     """Without a terminal, which would send the interrupt to the launcher too."""
     (tmp_path / "sleep.py").write_text(SLEEP)
@@ -120,8 +120,12 @@ def test_job_is_not_restarted_after_a_request_to_end(number: signal.Signals, tmp
             time.sleep(0.05)
         os.kill(launch.process.pid, number)
         output = launch.output()
-    assert launch.process.returncode == 128 + number, output
+    received = signal.SIGTERM if number == signal.SIGHUP else number
+    assert launch.process.returncode == 128 + received, output
     assert "restarting" not in output
+    memory = re.search(r"UNITRAIN_MEMORY_FOLDER=(\S+)", output)
+    assert memory is not None, output
+    assert not Path(memory[1]).exists()
 
 
 def test_the_run_of_another_job_is_never_resumed(tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ class Supervisor:
         for signum in _FORWARDED_SIGNALS:
             signal.signal(signum, self._forward_signal)
         signal.signal(signal.SIGINT, self._handle_interrupt)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            # The terminal was closed. SIGTERM lets the ranks save a checkpoint, whereas SIGHUP would kill them.
+            signal.signal(signal.SIGHUP, lambda _, frame: self._forward_signal(signal.SIGTERM, frame))
         memory = MemoryFolder() if self._job.may_restart else None
         if memory is not None:
             self._job = replace(self._job, memory_folder=memory.path)
