@@ -188,6 +188,9 @@ def mistakes(backend: Backend) -> list[str]:
     with pytest.raises(TensorError) as raised:
         unitrain.differentiable_allgather(torch.ones(2, dtype=torch.float8_e5m2), backend)
     texts.append(str(raised.value))
+    with pytest.raises(CollectiveMismatchError) as mismatch:  # the counts of rows are integers too
+        unitrain.differentiable_allgather(torch.ones(2, dtype=torch.int64 if last else torch.float32), backend)
+    texts.append(str(mismatch.value))
     backend.barrier()  # the group still works
     return texts
 

@@ -140,3 +140,13 @@ def test_mean_metric_rejects_a_value_of_another_shape(count: object, shape: tupl
 def test_mean_metric_rejects_complex_values(count: object) -> None:
     with pytest.raises(TensorError, match=r"^The value of a batch must be a real number, got dtype complex64\."):
         mean_of((torch.tensor(1 + 2j), count))
+
+
+def test_mean_metric_rejects_numbers_that_tensors_cannot_hold() -> None:
+    with pytest.raises(TensorError, match=r"got the complex number \(1\+1j\)\."):
+        mean_of((1 + 1j, 1))
+    for count in (10**400, torch.tensor(1, device="meta")):
+        for exact in (False, True):
+            with pytest.raises(TensorError, match="must be a number of at least 0"):
+                MeanMetric(LocalBackend(CPU), exact=exact).update(1.0, count)
+    assert mean_of((2.0, 10**30), (torch.tensor(2.0), 10**30)) == 2.0

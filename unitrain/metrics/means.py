@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from numbers import Integral, Real
@@ -19,6 +20,7 @@ from unitrain.validation import check_boolean, check_instance, describe_value
 # Maximum number of batches that are stored before they are summed. Larger values are faster; smaller values save
 # memory.
 _MAX_PENDING_BATCHES = 100
+_MAX_INTEGER = 2**63 - 1
 
 
 class Means:
@@ -175,6 +177,8 @@ class MeanMetric:
         """
         _check_value(value)
         if isinstance(count, Tensor):
+            if count.is_meta:
+                raise TensorError(_invalid_count("a tensor on device meta"))
             is_known = count.device.type == "cpu"  # reading a count on a GPU would synchronize with the device
             if count.dim() or (is_known and not 0 <= float(count) < math.inf):
                 raise TensorError(_invalid_count(count.tolist() if count.numel() < 10 else list(count.shape)))
@@ -182,9 +186,9 @@ class MeanMetric:
             self._means.add_loss(torch.where(count > 0, value * count, 0.0), 1, count.detach())
             return
         number: Any = count  # numpy numbers are not subclasses of int and float
-        if isinstance(number, bool) or not (isinstance(number, Real) and 0 <= float(number) < math.inf):
+        if isinstance(number, bool) or not (isinstance(count, Real) and 0 <= number <= sys.float_info.max):
             raise TensorError(_invalid_count(number))
-        if isinstance(number, Integral):
+        if isinstance(number, Integral) and number <= _MAX_INTEGER:
             self._means.add((value,), int(number))
         elif number:
             value = _to_float64(value, float(number), self._backend.device)
@@ -224,8 +228,9 @@ def _check_value(value: Any) -> None:
         found = f"a tensor of shape {list(value.shape)} on device meta"
     else:
         try:
-            torch.as_tensor(value)
-            return
+            if not torch.as_tensor(value).is_complex():
+                return
+            found = f"the complex number {value}"
         except (TypeError, ValueError, OverflowError, RuntimeError):
             found = describe_value(value)
     raise TensorError(

@@ -42,7 +42,8 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
     if not (torch.is_grad_enabled() and _has_rows(tensor) and tensor.is_floating_point()):
         return communicator.allgather(tensor)
     rows = tensor.shape[0] if tensor.dim() else 1
-    counts: list[int] = communicator.allgather(torch.tensor([rows])).tolist()
+    # Five dimensions, so that the allgather of a rank that passed integers does not match.
+    counts: list[int] = communicator.allgather(torch.full((1, 1, 1, 1, 1), rows)).view(-1).tolist()
     anchor = torch.empty(0, requires_grad=True)
     gathered: Tensor = _Allgather.apply(tensor, anchor, communicator, counts)
     return gathered
