@@ -236,7 +236,8 @@ def invalid_arguments(backend: Backend) -> list[list[str]]:
         ("requires non-empty input tensor list", lambda: group.allgather_coalesced([[]] * size, [])),
         ("output lists should be equal to world size", lambda: group.allgather_coalesced([[one]] * (size + 1), [one])),
         ("invalid output size", lambda: group.allgather_coalesced([[one, one]] * size, [one])),
-        ("invalid", lambda: group.allgather_coalesced([[two]] * size, [one])),
+        ("invalid size of output tensor at index 0", lambda: group.allgather_coalesced([[two]] * size, [one])),
+        ("invalid tensor type at index 0", lambda: group.allgather_coalesced([[wide]] * size, [one])),
         ("requires empty input on non-root", lambda: group.scatter([one], [[one] * size], other_root)),
     ]
 

@@ -165,8 +165,17 @@ def allgather_coalesced(group: Any, output_lists: Any, input_list: Any, opts: An
                 f"Horovod's allgather_coalesced got an invalid output size: {len(outputs)} tensors in a list, expected "
                 f"{len(inputs)}. Pass one output for each input in every list."
             )
-        for output, expected in zip(outputs, inputs, strict=True):
-            _check_equals("allgather_coalesced", output, expected)
+        for index, (output, expected) in enumerate(zip(outputs, inputs, strict=True)):
+            if output.shape != expected.shape:
+                raise CollectiveArgumentError(
+                    f"Horovod's allgather_coalesced got an invalid size of output tensor at index {index}: "
+                    f"{tuple(output.shape)}, expected {tuple(expected.shape)}. Pass outputs of the same shape."
+                )
+            if output.dtype != expected.dtype or output.layout != expected.layout:
+                raise CollectiveArgumentError(
+                    f"Horovod's allgather_coalesced got an invalid tensor type at index {index}: {output.dtype}, "
+                    f"{output.layout}, expected {expected.dtype}, {expected.layout}. Pass outputs like the inputs."
+                )
     return output_lists, inputs, _options(_AllgatherOptions, opts)
 
 
