@@ -186,7 +186,8 @@ class MeanMetric:
             self._means.add_loss(torch.where(count > 0, value * count, 0.0), 1, count.detach())
             return
         number: Any = count  # numpy numbers are not subclasses of int and float
-        if isinstance(number, bool) or not (isinstance(count, Real) and 0 <= number <= sys.float_info.max):
+        is_real = isinstance(number, Real)
+        if isinstance(number, bool) or not (is_real and 0 <= number <= sys.float_info.max):
             raise TensorError(_invalid_count(number))
         if isinstance(number, Integral) and number <= _MAX_INTEGER:
             self._means.add((value,), int(number))
