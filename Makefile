@@ -81,6 +81,7 @@ horovod: $(HOROVOD)
 
 $(INSTALLED): setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing PyTorch, unitrain and the development tools in $(VENV). This takes minutes and about 7 GB."
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

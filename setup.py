@@ -75,6 +75,9 @@ setup(
     else {},
     python_requires=">=3.11",
     packages=find_packages(include=["unitrain", "unitrain.*"]),
+    # With this entry, an editable install adds the clone to sys.path. Otherwise, in the folder that contains the clone,
+    # Python would import the clone, a folder named unitrain, as a namespace package.
+    package_dir={"": "."},
     package_data={"unitrain": ["py.typed", "report/*.html"]},
     install_requires=[
         "click>=8.1",

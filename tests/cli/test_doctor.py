@@ -179,8 +179,18 @@ def test_a_usage_error_of_launch_is_shown_without_its_usage() -> None:
     result = CliRunner().invoke(unitrain, ["doctor", "--launch", "-np x"])
     assert result.exit_code == 1
     message = result.output.partition("Error: ")[2]
-    assert message.startswith("--launch has options that unitrain launch does not accept: Invalid value for '-np'")
+    assert message.startswith("unitrain launch cannot start the ranks: Invalid value for '-np'")
     assert "Usage:" not in result.output
+
+
+def test_a_program_that_launch_lacks_is_not_reported_as_an_invalid_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(unitrain, ["doctor", "--launch", "-np 4 -H node1:2,node2:2"])
+    assert result.exit_code == 1
+    message = result.output.partition("Error: ")[2]
+    assert message.startswith("unitrain launch cannot start the ranks: ssh, which is needed to reach other hosts")
 
 
 @needs_hosts

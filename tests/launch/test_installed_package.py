@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import unitrain
 from unitrain.horovod_wheel.build import extract
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +137,16 @@ def test_wheel_of_the_sdist_equals_the_wheel_of_the_checkout(source: Path, wheel
     (folder,) = (tmp_path / "unpacked").iterdir()
     rebuilt = build(folder, tmp_path / "wheel", "wheel")
     assert sorted(zipfile.ZipFile(rebuilt).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_editable_install_is_imported_in_the_folder_that_contains_the_checkout(source: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(build(source, tmp_path / "wheel", "editable")).extractall(tmp_path / "installed")
+    assert source.name == "unitrain"  # without __init__.py, as a clone
+    code = "import site, sys; site.addsitedir(sys.argv[1]); import unitrain; print(unitrain.__version__)"
+    # Without the packages of the test environment, which contain the checkout.
+    done = run([sys.executable, "-S", "-c", code, str(tmp_path / "installed")], source.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{unitrain.__version__}\n"
 
 
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])

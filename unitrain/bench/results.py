@@ -24,7 +24,7 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
     """Read a result from a file. Raises ReportError if the file is not a result of this `kind`."""
-    remedy = f"Create one with: unitrain bench {kind or 'collectives'} --json {path}"
+    remedy = f"Create one with: unitrain bench {kind or 'train'} --json {path}"
     try:
         result: Any = json.loads(path.read_text())
     except FileNotFoundError:

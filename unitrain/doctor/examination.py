@@ -91,9 +91,10 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
 
 
 def _describe_failed_launch(done: subprocess.CompletedProcess[str]) -> str:
-    # For usage errors, click prints the usage of `unitrain launch` and then the error, and exits with code 2.
-    _, is_usage_error, message = done.stderr.partition("\nError: ")
-    if done.returncode == 2 and is_usage_error:
-        return f"--launch has options that unitrain launch does not accept: {message.strip()}"
+    # If `unitrain launch` rejects its options or cannot start the launcher, click prints the usage and then the error,
+    # and exits with code 2.
+    _, is_launch_error, message = done.stderr.partition("\nError: ")
+    if done.returncode == 2 and is_launch_error:
+        return f"unitrain launch cannot start the ranks: {message.strip()}"
     lines = "\n".join((done.stderr + done.stdout).strip().splitlines()[-_MAX_OUTPUT_LINES:])
     return f"The ranks could not be started (exit code {done.returncode}):\n{lines}"
