@@ -236,6 +236,14 @@ def test_program_of_getting_started_prints_the_same_on_one_rank_and_on_two(tmp_p
     assert found[0] in output
 
 
+def test_test_of_the_extending_page_passes_with_pytest(tmp_path: Path) -> None:
+    (tmp_path / "test_mean.py").write_text(program("docs/guides/extending.md", "run_ranks"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mean.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
 def test_program_of_the_notebook_page_returns_the_same_loss_on_each_rank() -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     exec(program("docs/guides/notebooks.md", "unitrain.run"), names)

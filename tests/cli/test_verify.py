@@ -660,6 +660,9 @@ def test_last_lines_exclude_the_report_of_the_launcher() -> None:
     ]
     torchrun = "W1121 12:31:16.246000 28654 torch/distributed/elastic/multiprocessing/api.py:1028] Sending\n"
     assert last_lines(f"ValueError: x\n{torchrun}ChildFailedError") == ["ValueError: x"]
+    horovodrun = "Traceback (most recent call last):\nRuntimeError: Horovod\nProcess 0 exit with status code 1."
+    assert last_lines(f"[0]<stderr>:ValueError: x\n{horovodrun}") == ["[0]<stderr>:ValueError: x"]
+    assert last_lines("Traceback (most recent call last):\nValueError: x")[-1] == "ValueError: x"
     assert last_lines(f"ValueError: x\n{'-' * 74}\nPrimary job  terminated") == ["ValueError: x"]
     assert last_lines("Process 0 exit with status code 1.\n") == ["Process 0 exit with status code 1."]
     assert last_lines("\n".join(map(str, range(40))), max_lines=2) == ["38", "39"]

@@ -68,6 +68,18 @@ if __name__ == "__main__":
     print("finished")
 """
 
+# Without a default backend, torch 2.14 logs a warning, and torch 2.15 cannot attach its flight recorder to the group.
+DEFAULT_BACKEND = """
+import torch.distributed as dist
+import unitrain
+unitrain.register_process_group()
+dist.init_process_group("horovod", store=dist.HashStore(), rank=0, world_size=1)
+for group in (dist.group.WORLD, dist.new_group([0])):
+    assert not group._has_hooks()
+dist.destroy_process_group()
+print("finished")
+"""
+
 # Horovod's own start and end, repeated under horovodrun.
 REPEATED_HOROVOD = """
 import torch, horovod.torch as hvd
@@ -96,6 +108,12 @@ def test_spawned_ranks_use_the_arguments(method: str, tmp_path: Path) -> None:
         port = server.getsockname()[1]
     address = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/file", "store": f"store:{tmp_path}/store"}
     assert "finished" in _run([sys.executable, str(script), address[method]])
+
+
+def test_groups_have_a_default_backend(tmp_path: Path) -> None:
+    script = tmp_path / "default_backend.py"
+    script.write_text(DEFAULT_BACKEND)
+    assert _run([sys.executable, str(script)]) == "finished\n"
 
 
 def test_groups_are_initialized_repeatedly_and_other_ranks_are_refused(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def run_ranks(
     command: Sequence[str] = (),
     timeout_seconds: float = 120.0,
 ) -> list[Any]:
-    """Call `function(backend, *args)` on `size` new ranks, and return the results in rank order. See
-    `RankGroup.run`."""
+    """Call `function(backend, *args)` on `size` new ranks, and return the results in rank order. The ranks import
+    `function` from its module, which cannot be the script that runs, `__main__`. See `RankGroup.run`."""
     with RankGroup(backend, size, command=command) as group:
         return group.run(function, *args, timeout_seconds=timeout_seconds)

@@ -85,7 +85,17 @@ def last_lines(output: str, max_lines: int = 16) -> list[str]:
     """Return the last lines of the output before the launcher reports that a rank has exited."""
     lines = [line for line in output.splitlines() if _RANK_PREFIX.sub("", line).strip()]
     lines = [line for line in lines if not any(text in line for text in _OMITTED)]
-    end = next((number for number, line in enumerate(lines) if _LAUNCHER_REPORT.match(line)), None)
+    # Without a terminal, horovodrun prints its own traceback before its report of the exited ranks. Only the lines of
+    # the ranks have a prefix.
+    has_prefixes = any(_RANK_PREFIX.match(line) for line in lines)
+    end = next(
+        (
+            number
+            for number, line in enumerate(lines)
+            if _LAUNCHER_REPORT.match(line) or (has_prefixes and line.startswith("Traceback (most recent call last)"))
+        ),
+        None,
+    )
     return (lines[:end] or lines)[-max_lines:]
 
 

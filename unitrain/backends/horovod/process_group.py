@@ -112,6 +112,8 @@ class HorovodProcessGroup(OperationStarter):
         for device in ("cpu", *_gpu_devices()):
             # C++ code calls this transport for operations that this class does not define.
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, self._messages.transport)
+        # torch 2.15 attaches its flight recorder to the default backend.
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._group_name = self._group_desc = ""
         self._monitored_barrier = MonitoredBarrier(store, rank, len(ranks))
 
