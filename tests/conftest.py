@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -45,12 +46,34 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = folder.name
 
 
+# The modules of the contract suite whose cases run on every backend and size in the normal tier. They test what each
+# backend implements itself. The other modules test code that the backends share; their cases on two ranks of ddp and on
+# three ranks of horovod run nightly.
+BACKEND_CASES = {"broadcasts", "collectives", "gradients", "large_tensors", "parameters", "sharding"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with the name of its folder (`unitrain.testing` has the contract suite), and sort the files."""
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else "contract")
+        if item.path.name == "test_contract.py" and isinstance(item, pytest.Function):
+            parameters = item.callspec.params
+            is_backend_case = parameters["case"].__module__.rpartition(".")[2] in BACKEND_CASES
+            if parameters["ranks"] in [("ddp", 2), ("horovod", 3)] and not is_backend_case:
+                item.add_marker("nightly")
     ranking = {name: number for number, name in enumerate(ORDER)}
     items.sort(key=lambda item: ranking.get(item.path.stem, len(ranking)))  # stable within a file
+
+
+def pytest_collection_finish() -> None:
+    """Compute on one thread in the test processes.
+
+    With several processes per core, threads of OpenMP waste most of their CPU time waiting for each other: a small
+    network in float64 trains 25 times as fast on one thread.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

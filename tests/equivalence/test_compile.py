@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch.utils.data import TensorDataset
 
 from unitrain import TrainConfig, Trainer
@@ -30,6 +31,7 @@ def network() -> nn.Module:
 def train(backend: Backend, settings: dict[str, Any], by_user: bool = False) -> tuple[dict[str, Tensor], float, int]:
     """Return the state of the user's module, the last validation loss, and how many graphs were compiled."""
     torch._dynamo.reset()
+    inductor_config.compile_threads = 1  # processes that compile would delay the end of the ranks by 20 seconds
     counters.clear()
     generator = torch.Generator().manual_seed(6)
     data = TensorDataset(

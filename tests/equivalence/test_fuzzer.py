@@ -16,7 +16,7 @@ from groups import nightly
 
 FIRST = int(os.environ.get("UNITRAIN_FUZZ_FIRST", "0"))
 COUNT = int(os.environ.get("UNITRAIN_FUZZ_CASES", "120"))
-PER_TEST = 10
+PER_TEST = 5
 FIRSTS = range(FIRST, FIRST + COUNT, PER_TEST)
 HERE = Path(__file__).parents[1] / "fuzzer"
 

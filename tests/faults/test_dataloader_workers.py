@@ -103,7 +103,11 @@ def test_a_job_with_a_hanging_worker_ends_and_reports_the_worker(backend: str, k
 
 @pytest.mark.parametrize(
     ("backend", "kind"),
-    [("ddp", "trainer, all ranks"), ("ddp", "own loop, all ranks"), ("horovod", "trainer, all ranks")],
+    [
+        ("ddp", "trainer, all ranks"),
+        ("ddp", "own loop, all ranks"),
+        pytest.param("horovod", "trainer, all ranks", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_job_whose_workers_hang_on_all_ranks_ends_and_reports_a_worker(backend: str, kind: str, script: Path) -> None:
     command = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-np", "2", str(script), kind, "10"]

@@ -132,7 +132,7 @@ def miss_a_backward(backend: Backend, settings: dict[str, Any], before: int, fol
         ("ddp", {}, 1, "bucket rebuild #0"),  # which DDP does once, in the second forward
         ("ddp", {"find_unused_parameters": True}, 1, "backward #1"),
         ("horovod", {}, 2, "backward #2"),
-        ("horovod", {"compression": "bf16"}, 2, "backward #2"),
+        pytest.param("horovod", {"compression": "bf16"}, 2, "backward #2", marks=pytest.mark.nightly),
     ],
     ids=["ddp", "ddp, second", "ddp, unused parameters", "horovod", "horovod, compressed"],
 )

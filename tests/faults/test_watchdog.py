@@ -287,7 +287,7 @@ with unitrain.init(device="cpu", timeout_seconds=6) as backend:
 """
 
 
-@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+@pytest.mark.parametrize("backend", ["ddp", *nightly("horovod")])
 def test_stopped_rank_0_ends_the_other_ranks(backend: str, tmp_path: Path) -> None:
     """The process of rank 0 serves the store, which does not respond while the process is stopped."""
     script = tmp_path / "train.py"

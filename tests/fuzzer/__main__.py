@@ -12,6 +12,8 @@ import argparse
 import sys
 import time
 
+import torch
+
 from . import cases, known, runner
 
 
@@ -41,6 +43,7 @@ def main() -> int:
         numbers = range(arguments.first, arguments.first + arguments.cases)
         chosen = [(f"seed {number}", cases.draw_case(number)) for number in numbers]
     chosen = [(name, case) for name, case in chosen if arguments.kind in (None, case["kind"])]
+    torch.set_num_threads(1)  # the oracle shares the cores with the ranks
     started, failed, ran = time.monotonic(), 0, 0
     with runner.pool() as ranks:
         for name, case in chosen:
