@@ -1,12 +1,13 @@
 """Training script of `recovery.py`: python recovered_training.py FOLDER STEPS_PER_CHECKPOINT STEPS_IN_MEMORY.
 
-Each rank appends a line to FOLDER/steps-RANK.txt after each step: the step, its process ID and the monotonic time. The
-run keeps the state of every STEPS_IN_MEMORY-th step in memory; 0 keeps none.
+Each rank appends a line to FOLDER/steps-RANK.txt after each step, see `StepFile`. The run keeps the state of every
+STEPS_IN_MEMORY-th step in memory; 0 keeps none.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -20,24 +21,41 @@ import unitrain
 WIDTH, BATCH, SAMPLES = 512, 32, 100_000
 
 
+def build() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
+    """Return the model, the optimizer and the data."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    return model, optimizer, TensorDataset(torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, 1))
+
+
+class StepFile:
+    """The file of a rank in one attempt. Each line contains a completed step, the host, the process ID and the number
+    of the attempt in this process, the monotonic time, and the number of ranks."""
+
+    def __init__(self, folder: Path, rank: int, size: int, attempt: int = 0) -> None:
+        self._file = (folder / f"steps-{rank}.txt").open("a", buffering=1)
+        self._process, self._size = f"{socket.gethostname()} {os.getpid()} {attempt}", size
+
+    def add(self, step: int) -> None:
+        self._file.write(f"{step} {self._process} {time.monotonic()} {self._size}\n")
+
+
 class StepLog(unitrain.Callback):
     """Writes a line per step."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._file = (folder / f"steps-{rank}.txt").open("a", buffering=1)
+    def __init__(self, file: StepFile) -> None:
+        self._file = file
 
     def on_step_end(self, trainer: unitrain.Trainer) -> None:
-        self._file.write(f"{trainer.progress.step} {os.getpid()} {time.monotonic()}\n")
+        self._file.add(trainer.progress.step)
 
 
 def main(folder: Path, on_disk: int, in_memory: int) -> None:
     """Train until the process is killed."""
     with unitrain.init(device="cpu") as backend:
-        torch.manual_seed(0)
-        layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-        model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-        data = TensorDataset(torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, 1))
+        model, optimizer, data = build()
         config = unitrain.TrainConfig(
             max_epochs=1000,
             batch_size=BATCH,
@@ -47,7 +65,7 @@ def main(folder: Path, on_disk: int, in_memory: int) -> None:
             memory_checkpoint_every_steps=in_memory or None,
             progress="off",
         )
-        callbacks = [StepLog(folder, backend.rank)]
+        callbacks = [StepLog(StepFile(folder, backend.rank, backend.size))]
         trainer = unitrain.Trainer(
             model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks
         )

@@ -1,9 +1,13 @@
-"""Time from SIGKILL of a rank to the next completed step, and the number of steps that are repeated.
+"""Time from SIGKILL of ranks to the next completed step, and the number of steps that are repeated.
 
-A job of two ranks on one host trains `recovered_training.py`. Rank 1 is killed, and after the job has recovered, rank 0
-is killed. The time ends when all ranks have completed a step. The ways of restarting take turns in random order:
+A job trains `recovered_training.py`. On one host, it has two ranks: rank 1 is killed, and after the job has recovered,
+rank 0. On two hosts (two sets of namespaces on this machine, tests/support/hosts.py; requires root), it has one rank on
+the first host and two on the second: a rank of the second host, rank 0, and all ranks of the second host are killed.
+The time ends when all ranks have completed a step. The ways of restarting take turns in random order:
 
     torchrun            torchrun --max-restarts, which restarts the ranks (ddp only)
+    horovod elastic     horovodrun --min-np with Horovod's elastic API (horovod on two hosts only). Horovod excludes the
+                        host of a killed rank, and the ranks of the other host continue. A job has one kill
     restart             unitrain launch --max-restarts
     standby             the same with --standby
     standby and memory  also with TrainConfig.memory_checkpoint_every_steps=1
@@ -20,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,170 +34,286 @@ from typing import NamedTuple
 import click
 import torch
 from rich.progress import track
+from slow_network import Host, hosts
 from tables import BACKENDS, RESULTS, save_results
 
 from unitrain.bootstrap import environment
 from unitrain.processes import kill_processes
 
-RANKS, MAX_RESTARTS = 2, 2
 TIMEOUT_SECONDS = 300.0
 # A job is killed this long after its ranks have completed a step, or after its standby ranks are ready.
 SETTLE_SECONDS = 2.0
-SCRIPT = Path(__file__).with_name("recovered_training.py")
+HERE = Path(__file__).parent
+SCRIPT, ELASTIC_SCRIPT = HERE / "recovered_training.py", HERE / "horovod_elastic_training.py"
 READY = "unitrain: the standby ranks are ready"
+PORT = 29600
+
+# The ranks on each host, and the kills, one after the other, by the number of hosts.
+RANKS = {1: (2,), 2: (1, 2)}
+A_RANK, RANK_0, A_HOST = "a rank", "rank 0", "a host's ranks"  # on two hosts, those of the second one
+KILLS = {1: (A_RANK, RANK_0), 2: (A_RANK, RANK_0, A_HOST)}
 
 
 @dataclass(frozen=True)
 class Way:
     """A way of restarting a job."""
 
-    options: tuple[str, ...]
+    options: tuple[str, ...] = ()
     in_memory: int = 0
     backends: tuple[str, ...] = BACKENDS
-    is_torchrun: bool = False
+    program: str = "unitrain"
+    num_hosts: tuple[int, ...] = (1, 2)
 
     @property
     def has_standby(self) -> bool:
         return "--standby" in self.options
 
-    def command(self, backend: str, folder: Path, steps: int) -> list[str]:
+    @property
+    def has_several_kills(self) -> bool:
+        """Whether a job continues on all hosts after a kill."""
+        return self.program != "horovodrun"
+
+    def commands(self, num_hosts: int, backend: str, folder: Path, steps: int) -> list[list[str]]:
+        """Return the command of each host on which one must be started, beginning with the first."""
+        ranks = RANKS[num_hosts]
+        restarts = ["--max-restarts", str(len(KILLS[num_hosts]))]
+        named = ",".join(f"h{number}:{count}" for number, count in enumerate(ranks, 1))
         script = [str(SCRIPT), str(folder), str(steps), str(self.in_memory)]
-        if self.is_torchrun:
-            return [sys.executable, "-m", "torch.distributed.run", *self.options, *script]
-        return [sys.executable, "-m", "unitrain", "launch", "--backend", backend, *self.options, *script]
+        if self.program == "horovodrun":
+            start = [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(sum(ranks)), "--min-np", "1"]
+            script = [sys.executable, str(ELASTIC_SCRIPT), str(folder)]
+            return [[*start, "-H", named, "--network-interfaces", "eth0", "--disable-cache", *script]]
+        if self.program == "unitrain":
+            placed = ["-np", str(sum(ranks))] if num_hosts == 1 else ["-H", named]
+            start = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, *placed, *restarts]
+            return [[*start, *self.options, *script]]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *restarts]
+        if num_hosts == 1:
+            return [[*torchrun, "--standalone", "--nproc-per-node", str(ranks[0]), *script]]
+        joined = ["--nnodes", str(num_hosts), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"h1:{PORT}"]
+        return [
+            [*torchrun, *joined, "--nproc-per-node", str(count), "--local-addr", f"h{number}", *script]
+            for number, count in enumerate(ranks, 1)
+        ]
 
 
-RESTARTS = ("-np", str(RANKS), "--max-restarts", str(MAX_RESTARTS))
 WAYS = {
-    "torchrun": Way(
-        ("--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", str(MAX_RESTARTS)),
-        backends=("ddp",),
-        is_torchrun=True,
-    ),
-    "restart": Way(RESTARTS),
-    "standby": Way((*RESTARTS, "--standby")),
-    "standby and memory": Way((*RESTARTS, "--standby"), in_memory=1),
+    "torchrun": Way(backends=("ddp",), program="torchrun"),
+    "horovod elastic": Way(backends=("horovod",), program="horovodrun", num_hosts=(2,)),
+    "restart": Way(),
+    "standby": Way(("--standby",)),
+    "standby and memory": Way(("--standby",), in_memory=1),
 }
+Row = tuple[int, str, str]  # number of hosts, backend, way
 
 
 class Recovery(NamedTuple):
-    """One kill: the killed rank, the time to the next step, and the number of completed steps that were repeated."""
+    """One kill: its kind, the time to the next step, and the number of completed steps that were repeated."""
 
-    rank: int
+    kill: str
     seconds: float
     lost_steps: int
 
 
 class Step(NamedTuple):
-    """A completed step of a rank."""
+    """A completed step of a rank, on a host in an attempt of a process. Horovod's elastic driver may place rank 0 on
+    any host."""
 
     step: int
+    host: str
     pid: int
+    attempt: int
     time: float
+    size: int
+
+    @property
+    def process(self) -> tuple[str, int, int]:
+        return self.host, self.pid, self.attempt
 
 
 def completed(folder: Path, rank: int) -> list[Step]:
     """Return the completed steps of a rank, without a line that is being written."""
     file = folder / f"steps-{rank}.txt"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [Step(int(step), int(pid), float(at)) for step, pid, at in map(str.split, lines)]
+    return [
+        Step(int(step), host, int(pid), int(attempt), float(at), int(size))
+        for step, host, pid, attempt, at, size in map(str.split, lines)
+    ]
 
 
-def wait_until(happens: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Wait until a condition holds. Raises RuntimeError if the job exits before, or after a timeout."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not happens():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the job does not continue; exit code: {process.poll()}")
-        time.sleep(0.01)
+class Job:
+    """A job on `both` hosts, or on this machine if there are none. Its processes are killed at the end."""
 
-
-def kill_rank(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> Recovery:
-    """Kill a rank, and wait until the job has recovered."""
-    before = [completed(folder, number) for number in range(RANKS)]
-    pids = {step.pid for steps in before for step in steps}
-    killed_at = time.monotonic()
-    os.kill(before[rank][-1].pid, signal.SIGKILL)
-
-    def new_steps() -> list[list[Step]]:
-        return [[step for step in completed(folder, number) if step.pid not in pids] for number in range(RANKS)]
-
-    wait_until(lambda: all(new_steps()), process)
-    first = [steps[0] for steps in new_steps()]
-    done = min(
-        max(step.step for step in completed(folder, number) if step.pid in pids) for number in range(RANKS)
-    )  # completed by all ranks when the job failed
-    return Recovery(rank, max(step.time for step in first) - killed_at, done + 1 - first[0].step)
-
-
-def run_job(way: Way, backend: str, steps: int) -> tuple[list[Recovery], float]:
-    """Run a job and kill its ranks. Return the recoveries, and the median time of a step."""
-    name, value = "UNITRAIN_BENCHMARK", secrets.token_hex(8)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, log = Path(temporary), Path(temporary) / "output.txt"
+    def __init__(self, way: Way, backend: str, both: Sequence[Host], folder: Path, steps: int) -> None:
+        self.folder, self._hosts, self.size = folder, both, sum(RANKS[len(both) or 1])
+        self._log = folder / "output.txt"
+        name, value = "UNITRAIN_BENCHMARK", secrets.token_hex(8)
+        self._tag = f"{name}={value}".encode()
         variables = environment.without_launcher_variables() | {name: value, "OMP_NUM_THREADS": "1"}
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                way.command(backend, folder, steps),
-                env=variables | {"UNITRAIN_BACKEND": backend},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        # Otherwise torchrun's restarted ranks read the addresses of the killed ones (pytorch#135712).
+        variables |= {"UNITRAIN_BACKEND": backend, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with self._log.open("wb") as output:
+            for number, command in enumerate(way.commands(len(both) or 1, backend, folder, steps)):
+                line = both[number].command(command) if both else command
+                options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+                self._processes.append(subprocess.Popen(line, env=variables, start_new_session=True, **options))  # type: ignore[call-overload]
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def end(self) -> None:
+        for process in self._processes:
+            kill_processes(process, self._tag)
+        for host in self._hosts:
+            host.kill_all()
+
+    def wait_until(self, happens: Callable[[], bool]) -> None:
+        """Wait until a condition holds. Raises RuntimeError if the job exits before, or after a timeout."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not happens():
+            code = self._processes[0].poll()
+            if code is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the job does not continue; exit code: {code}")
+            time.sleep(0.01)
+
+    def kill(self, kill: str) -> Recovery:
+        """Kill ranks, and wait until the job has recovered."""
+        before = [completed(self.folder, rank) for rank in range(self.size)]
+        processes = {step.process for steps in before for step in steps}
+        pids = [self._pid(before[rank][-1]) for rank in self._select(kill, [steps[-1].host for steps in before])]
+        killed_at = time.monotonic()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+        def new_steps() -> list[Step]:
+            """Return the first new step of each rank, if all ranks have completed one."""
+            found = [
+                [step for step in completed(self.folder, rank) if step.process not in processes]
+                for rank in range(self.size)
+            ]
+            sizes = {steps[0].size for steps in found if steps}
+            first = [steps[0] for steps in found if steps]
+            return first if sizes == {len(first)} else []
+
+        self.wait_until(lambda: bool(new_steps()))
+        first = new_steps()
+        done = min(
+            max(step.step for step in completed(self.folder, rank) if step.process in processes)
+            for rank in range(self.size)
+        )  # completed by all ranks when the job failed
+        return Recovery(kill, max(step.time for step in first) - killed_at, done + 1 - first[0].step)
+
+    def _select(self, kill: str, names: Sequence[str]) -> list[int]:
+        """Return the ranks to kill, given the names of the hosts of all ranks."""
+        if kill == RANK_0:
+            return [0]
+        on_last = [rank for rank, name in enumerate(names) if not self._hosts or name == self._hosts[-1].name]
+        return on_last if kill == A_HOST else on_last[-1:]
+
+    def _pid(self, step: Step) -> int:
+        """Return the process ID of a rank on this machine."""
+        if not self._hosts:
+            return step.pid
+        (host,) = [host for host in self._hosts if host.name == step.host]
+        for pid in host.find_processes():
+            status = Path(f"/proc/{pid}/status").read_text()
+            (ids,) = [line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")]
+            if int(ids[-1]) == step.pid:
+                return pid
+        raise RuntimeError(f"process {step.pid} on {step.host} has exited")
+
+
+def run_job(
+    way: Way, backend: str, both: Sequence[Host], kills: Sequence[str], steps: int
+) -> tuple[list[Recovery], float]:
+    """Run a job and kill its ranks. Return the recoveries, and the median time of a step."""
+    with tempfile.TemporaryDirectory() as temporary:
+        job = Job(way, backend, both, Path(temporary), steps)
         try:
             recoveries: list[Recovery] = []
-            for rank in (1, 0):
+            for kill in kills:
                 number = len(recoveries) + 1
-                wait_until(lambda: all(len(completed(folder, one)) > steps for one in range(RANKS)), process)
+                job.wait_until(lambda: all(len(completed(job.folder, rank)) > steps for rank in range(job.size)))
                 if way.has_standby:
-                    wait_until(lambda number=number: log.read_text().count(READY) == number, process)  # type: ignore[misc]
+                    job.wait_until(lambda number=number: job.output().count(READY) == number)  # type: ignore[misc]
                 time.sleep(SETTLE_SECONDS + random.random())
-                recoveries.append(kill_rank(folder, rank, process))
+                recoveries.append(job.kill(kill))
                 time.sleep(SETTLE_SECONDS)
-            times = [step.time for step in completed(folder, 0)]
+            times = [step.time for step in completed(job.folder, 0)]
             intervals = [later - earlier for earlier, later in pairwise(times)]
         except RuntimeError:
-            click.echo(log.read_text(), err=True)
+            click.echo(job.output(), err=True)
             raise
         finally:
-            kill_processes(process, f"{name}={value}".encode())
+            job.end()
     return recoveries, statistics.median(intervals)
+
+
+def run_jobs(row: Row, steps: int) -> tuple[list[Recovery], float]:
+    """Run one job, or one per kill, and return the recoveries, and the median time of a step."""
+    num_hosts, backend, name = row
+    way, kills = WAYS[name], KILLS[num_hosts]
+    found, seconds = list[Recovery](), list[float]()
+    with started_hosts(num_hosts) as both:
+        for group in [kills] if way.has_several_kills else [(kill,) for kill in kills]:
+            recoveries, step_seconds = run_job(way, backend, both, group, steps)
+            found += recoveries
+            seconds.append(step_seconds)
+    return found, statistics.median(seconds)
+
+
+@contextmanager
+def started_hosts(number: int) -> Iterator[Sequence[Host]]:
+    """Context manager that starts the hosts if there are several."""
+    with ExitStack() as cleanup:
+        if number == 1:
+            yield ()
+        else:
+            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
+            yield cleanup.enter_context(hosts(number, folder))
 
 
 def cell(values: list[float], unit: str, digits: int) -> str:
     """Return the median with the minimum and the maximum."""
+    if not values:
+        return ""
     return f"**{statistics.median(values):.{digits}f}**{unit} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
 def table(
-    recoveries: dict[tuple[str, str], list[Recovery]],
-    step_seconds: dict[tuple[str, str], list[float]],
-    rounds: int,
-    steps: int,
+    recoveries: dict[Row, list[Recovery]], step_seconds: dict[Row, list[float]], rounds: int, steps: int
 ) -> list[str]:
-    """Return the lines of the table, with one row per backend and way."""
+    """Return the lines of the table, with one row per number of hosts, backend and way."""
     lines = [
         "# Recovery from a killed rank",
         "",
-        f"{RANKS} ranks on one host, with one thread each and without a GPU; a model of 1 million parameters, AdamW; "
-        f"torch {torch.__version__}, {os.cpu_count()} CPU cores. A checkpoint on disk every {steps} steps. The time "
-        "from SIGKILL of a rank until all ranks have completed a step, and the number of completed steps that are "
-        f"repeated. In each job, rank 1 and then rank 0 is killed; {rounds} jobs per row, which alternate in random "
-        "order. Medians; in brackets the minimum and the maximum. Command: "
-        f"`python benchmarks/recovery.py --rounds {rounds} --steps {steps}`.",
+        f"One thread per rank and no GPU; a model of 1 million parameters, AdamW; torch {torch.__version__}, "
+        f"{os.cpu_count()} CPU cores. Two ranks on one host, or one rank on the first of two hosts and two on the "
+        f"second; both hosts are on this machine. A checkpoint on disk every {steps} steps. The time from SIGKILL "
+        "until all ranks have completed a step, and the number of completed steps that are repeated. In each job, one "
+        "rank other than rank 0, rank 0 and, on two hosts, all ranks of the second host are killed in this order; "
+        f"{rounds} jobs per row, which alternate in random order. Horovod's elastic driver continues without the host "
+        "of the killed rank, on the processes that remain; on one host, it ends the job. Medians; in brackets the "
+        f"minimum and the maximum. Command: `python benchmarks/recovery.py --rounds {rounds} --steps {steps}`.",
         "",
-        "| backend | restart | rank 1 killed | rank 0 killed | steps lost | step time |",
-        "|---|---|---|---|---|---|",
+        "| hosts | backend | restart | a rank killed | rank 0 killed | a host's ranks killed | steps lost | step time "
+        "|",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for (backend, way), found in recoveries.items():
-        by_rank = [cell([one.seconds for one in found if one.rank == rank], " s", 1) for rank in (1, 0)]
+    for row, found in recoveries.items():
+        num_hosts, backend, way = row
+        by_kill = [cell([one.seconds for one in found if one.kill == kill], " s", 1) for kill in KILLS[2]]
         lost = cell([float(one.lost_steps) for one in found], "", 0)
-        times = cell([1000 * seconds for seconds in step_seconds[backend, way]], " ms", 1)
-        lines.append(f"| {backend} | {way} | {by_rank[0]} | {by_rank[1]} | {lost} | {times} |")
+        times = cell([1000 * seconds for seconds in step_seconds[row]], " ms", 1)
+        lines.append(f"| {num_hosts} | {backend} | {way} | {' | '.join(by_kill)} | {lost} | {times} |")
     return lines
 
 
 @click.command()
+@click.option(
+    "--hosts", "numbers", type=click.Choice(["1", "2"]), multiple=True, default=["1", "2"], help="Number of hosts."
+)
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 @click.option("--way", "ways", type=click.Choice(list(WAYS)), multiple=True, default=list(WAYS))
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
@@ -200,22 +321,30 @@ def table(
     "--steps", type=click.IntRange(min=1), default=50, show_default=True, help="Steps per checkpoint on disk."
 )
 @click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
-def main(backends: tuple[str, ...], ways: tuple[str, ...], rounds: int, steps: int, output: Path) -> None:
+def main(
+    numbers: tuple[str, ...], backends: tuple[str, ...], ways: tuple[str, ...], rounds: int, steps: int, output: Path
+) -> None:
     """Measure recoveries and write the table."""
-    pairs = [(backend, way) for backend in backends for way in ways if backend in WAYS[way].backends]
-    recoveries: dict[tuple[str, str], list[Recovery]] = {pair: [] for pair in pairs}
-    step_seconds: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
+    rows = [
+        (number, backend, way)
+        for number in map(int, numbers)
+        for backend in backends
+        for way in ways
+        if backend in WAYS[way].backends and number in WAYS[way].num_hosts
+    ]
+    recoveries: dict[Row, list[Recovery]] = {row: [] for row in rows}
+    step_seconds: dict[Row, list[float]] = {row: [] for row in rows}
     shuffled = random.Random(0)
     for _ in track(range(rounds), "rounds"):
-        for pair in shuffled.sample(pairs, len(pairs)):
-            found, seconds = run_job(WAYS[pair[1]], pair[0], steps)
-            recoveries[pair] += found
-            step_seconds[pair].append(seconds)
-            click.echo(f"{pair}: {found}, {1000 * seconds:.1f} ms per step", err=True)
+        for row in shuffled.sample(rows, len(rows)):
+            found, seconds = run_jobs(row, steps)
+            recoveries[row] += found
+            step_seconds[row].append(seconds)
+            click.echo(f"{row}: {found}, {1000 * seconds:.1f} ms per step", err=True)
     lines = table(recoveries, step_seconds, rounds, steps)
     figures = [
-        {"backend": backend, "way": way, "recoveries": found, "step_seconds": step_seconds[backend, way]}
-        for (backend, way), found in recoveries.items()
+        {"hosts": row[0], "backend": row[1], "way": row[2], "recoveries": found, "step_seconds": step_seconds[row]}
+        for row, found in recoveries.items()
     ]
     save_results(lines, "recovery", output, recoveries=figures)
 

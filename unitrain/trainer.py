@@ -377,6 +377,9 @@ class Trainer:
                 self.optimizer, micro_batch
             )  # divide by the number of tokens, if tokens are counted
             self._callbacks.call("on_before_optimizer_step", self)
+            if self.checkpointer.is_memory_enabled:  # so that a restart repeats at most the steps of one interval
+                with self._timer.measure("checkpoint"):
+                    self.checkpointer.wait_for_memory()
             self._update(
                 progress.step, self._learning_rate_factor
             )  # unscale, clip, optimizer step, average, step scheduler

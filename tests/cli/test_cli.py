@@ -382,8 +382,12 @@ def test_invalid_environment_variable_is_reported(value: str, script: str) -> No
             "Leave --standby out, or use one of: torchrun, horovodrun, mpirun",
         ),
         (
-            "launch -H localhost:1,h2.invalid:1 --max-restarts 1 --standby {script}",
-            "--standby supports jobs on one host, but this job also runs on h2.invalid. Leave --standby out",
+            "launch -H h2.invalid:1,localhost:1 --max-restarts 1 --standby {script}",
+            "rank 0 runs on the host of this command, but the first host is h2.invalid. Name this host first, or leave",
+        ),
+        (
+            "launch -H localhost:1,h2.invalid:1 -x MASTER_PORT=2950 --max-restarts 1 --standby {script}",
+            "MASTER_PORT is 2950, but with --standby on several hosts, two attempts need different ports. Unset the",
         ),
         (
             "ckpt verify {folder}",

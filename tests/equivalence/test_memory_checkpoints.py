@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +20,11 @@ from torch.utils.data import TensorDataset
 from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.bootstrap import environment
+from unitrain.checkpoint import files, sharded_files
 from unitrain.testing import RankGroup
 
 STEPS, ON_DISK_EVERY, KILLED_AFTER = 12, 5, 8
+WRITING_SECONDS = 0.1  # much longer than a step
 
 
 class Kill(BaseException):
@@ -28,11 +32,15 @@ class Kill(BaseException):
 
 
 class Recorder(Callback):
-    """Records the steps. After step `kill_after`, simulates a kill; after step `remove_after`, renames `folder`."""
+    """Records the steps, and the newest complete checkpoint in memory at the end of each step.
+
+    After step `kill_after`, simulates a kill; after step `remove_after`, renames `folder`.
+    """
 
     def __init__(self, kill_after: int | None, remove_after: int | None, folder: str) -> None:
         self.kill_after, self.remove_after, self.folder = kill_after, remove_after, folder
         self.steps: list[int] = []
+        self.newest_in_memory: list[int] = []
 
     def on_micro_batch_end(self, trainer: Trainer, batch: Any, part: Any, loss: Any) -> None:
         if trainer.progress.step == self.kill_after:
@@ -41,12 +49,20 @@ class Recorder(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         self.steps.append(trainer.progress.step)
+        found = sorted(Path(self.folder).glob("*/step-*"))
+        self.newest_in_memory.append(int(found[-1].name.removeprefix("step-")) if found else 0)
         if trainer.progress.step == self.remove_after and trainer.backend.rank == 0:
             Path(self.folder).rename(f"{self.folder}-removed")
 
 
 def run(
-    backend: Backend, folder: str, *, kill_after: int | None = None, remove_after: int | None = None, **settings: Any
+    backend: Backend,
+    folder: str,
+    *,
+    kill_after: int | None = None,
+    remove_after: int | None = None,
+    recorder: Recorder | None = None,
+    **settings: Any,
 ) -> tuple[list[int], list[str]]:
     """Train as an attempt of a supervised job. Return the steps and the parameters, without rounding."""
     memory = f"{folder}/memory"
@@ -64,7 +80,7 @@ def run(
             max_steps=STEPS, global_batch_size=6, output_dir=f"{folder}/run", checkpoint_every_steps=ON_DISK_EVERY,
             checkpoint_every_epochs=100, memory_checkpoint_every_steps=1, progress="off", **settings,
         )  # fmt: skip
-        recorder = Recorder(kill_after, remove_after, memory)
+        recorder = recorder or Recorder(kill_after, remove_after, memory)
         trainer = Trainer(
             model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=[recorder]
         )
@@ -137,6 +153,34 @@ def test_run_continues_if_the_memory_cannot_be_written(
         assert parameters == undisturbed
     assert not in_memory(tmp_path)
     assert (tmp_path / "run" / f"step-{STEPS:09d}").exists()
+
+
+def run_with_slow_memory(backend: Backend, folder: str, **settings: Any) -> list[int]:
+    """Return the newest step in memory at the end of each step, if writing takes much longer than a step."""
+
+    def slow(function: Any) -> Any:
+        def write(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(WRITING_SECONDS)
+            return function(*args, **kwargs)
+
+        return write
+
+    recorder = Recorder(None, None, f"{folder}/memory")
+    with (
+        mock.patch.object(files, "write", slow(files.write)),
+        mock.patch.object(sharded_files, "write_shard", slow(sharded_files.write_shard)),
+    ):
+        run(backend, folder, recorder=recorder, **settings)
+    return recorder.newest_in_memory
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+def test_a_step_ends_after_the_previous_one_is_in_memory(
+    group: RankGroup, tmp_path: Path, checkpoint_format: str
+) -> None:
+    """A rank that is killed at any time thus loses at most one completed step."""
+    for newest in group.run(partial(run_with_slow_memory, checkpoint_format=checkpoint_format), str(tmp_path)):
+        assert newest == list(range(STEPS))
 
 
 def test_sharded_state_is_restored_from_memory(group: RankGroup, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import recovery_training
+from hosts import Host
 from launches import SECONDS, Launch, running_launcher
 from recovery_training import CHECKPOINT_EVERY, GATES, STEPS
-from requirements import needs_mpi
+from requirements import needs_hosts, needs_mpi
 
 LAUNCH = [sys.executable, "-m", "unitrain", "launch"]
 VARIABLES = {"OMP_NUM_THREADS": "1"}
@@ -148,6 +149,56 @@ def test_standby_ranks_replace_killed_ranks_with_the_same_bits(
     assert not memory_folder(output).exists()
     # The launchers of standby ranks are not displayed.
     assert output.text.count("UNITRAIN_JOB=") == 1, output.text
+
+
+HOST_GATES = (15, 30, 45)
+
+
+@pytest.mark.nightly
+@needs_hosts
+@pytest.mark.parametrize(
+    ("backend", "launcher", "added"),
+    [
+        ("ddp", "torchrun", []),
+        ("horovod", "horovodrun", ["--elastic", "3:3"]),
+        pytest.param("horovod", "mpirun", [], marks=needs_mpi),
+    ],
+)
+def test_standby_ranks_on_two_hosts_replace_killed_ranks(
+    backend: str, launcher: str, added: list[str], two_hosts: list[Host], tmp_path: Path
+) -> None:
+    """One rank of the second host, rank 0, and all ranks of the second host are killed. Each kill costs at most one
+    step, and the final bits are those of one process."""
+    (undisturbed := tmp_path / "undisturbed").mkdir()
+    (folder := tmp_path / "killed").mkdir()
+    (undisturbed / "logical").touch()
+    open_gates(undisturbed)
+    with running_launcher([sys.executable, recovery_training.__file__, str(undisturbed)], VARIABLES) as alone:
+        text = alone.output()
+    assert alone.process.returncode == 0, text
+    for name in ("memory", "logical"):
+        (folder / name).touch()
+    first, second = two_hosts
+    options = ["-H", "h1:1,h2:2", *added, "--max-restarts", "3", "--standby"]
+    line = [*command(folder, backend, *options, launcher=launcher), *map(str, HOST_GATES)]
+    with first.start(line, VARIABLES | {"PYTHONPATH": str(Path(__file__).parents[2])}) as process:
+        output = Output(Launch(process, b""))
+        try:
+            for gate, host, ranks in zip(HOST_GATES, (second, first, second), ((2,), (0,), (1, 2)), strict=True):
+                wait_at_gate(folder, gate, size=3)
+                output.wait_for(READY)
+                host.run(["kill", "-KILL", *((folder / f"pid-{rank}").read_text() for rank in ranks)])
+                output.wait_for("was killed or crashed; restarting the job from its newest checkpoint")
+                (folder / f"pass-{gate}").touch()
+            assert output.wait_for_exit() == 0, output.text
+        finally:
+            for host in two_hosts:
+                host.kill_all()
+    assert json.loads((folder / "result.json").read_text()) == json.loads((undisturbed / "result.json").read_text())
+    for rank in range(3):
+        steps = completed_steps(folder, rank)
+        assert set(steps) == set(range(1, STEPS + 1))
+        assert len(steps) - STEPS <= len(HOST_GATES)
 
 
 def test_a_killed_standby_rank_does_not_affect_the_job(tmp_path: Path) -> None:

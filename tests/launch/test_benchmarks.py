@@ -233,3 +233,18 @@ def test_groups_benchmark_writes_its_table(tmp_path: Path) -> None:
     assert table.strip() in shown
     assert re.search(r"^Creating a group of 2 of 3 ranks takes \d+\.\d ms", table, re.M)
     assert len(re.findall(rf"^\| .* \| {RATIO} \| {RATIO} \| {RATIO} \|$", table, re.M)) == 3
+
+
+@needs_hosts
+@pytest.mark.nightly
+def test_recovery_benchmark_measures_two_hosts(tmp_path: Path) -> None:
+    """Each kill on two hosts costs at most one step, and the table contains all kills."""
+    options = ["--hosts", "2", "--backend", "ddp", "--way", "standby and memory", "--rounds", "1"]
+    shown = run("recovery.py", *options, "--output", tmp_path)
+    table = (tmp_path / "recovery.md").read_text()
+    assert table.strip() in shown
+    seconds = r"\*\*\d+\.\d\*\* s \[\d+\.\d, \d+\.\d\]"
+    assert re.search(rf"^\| 2 \| ddp \| standby and memory \| {seconds} \| {seconds} \| {seconds} \| ", table, re.M)
+    (row,) = json.loads((tmp_path / "recovery.json").read_text())["recoveries"]
+    assert [kill for kill, _, _ in row["recoveries"]] == ["a rank", "rank 0", "a host's ranks"]
+    assert all(lost <= 1 for _, _, lost in row["recoveries"])

@@ -1,8 +1,9 @@
-"""Training script for tests that kill ranks: `python recovery_training.py FOLDER`.
+"""Training script for tests that kill ranks: `python recovery_training.py FOLDER [GATE...]`.
 
 FOLDER/pid-N contains the process ID of rank N, FOLDER/steps-N.txt one line per completed step of rank N, and
-FOLDER/result.json the final parameters. Before steps 20 and 40, ranks wait until FOLDER/pass-20 or FOLDER/pass-40
-exists. FOLDER/memory makes the run save the state of every step in memory.
+FOLDER/result.json the final parameters. A gate is a step, by default 20 and 40, before which ranks wait until
+FOLDER/pass-GATE exists. FOLDER/memory makes the run save the state of every step in memory, and FOLDER/logical makes it
+use four logical ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,8 +28,8 @@ _GATE_SECONDS = 90.0
 class GateCallback(unitrain.Callback):
     """Records steps, and waits after the step before a gate."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, gates: Sequence[int]) -> None:
+        self._folder, self._gates = folder, gates
 
     def on_step_end(self, trainer: unitrain.Trainer) -> None:
         with (self._folder / f"steps-{trainer.backend.rank}.txt").open("a") as file:
@@ -36,11 +38,11 @@ class GateCallback(unitrain.Callback):
     def on_before_optimizer_step(self, trainer: unitrain.Trainer) -> None:
         step = trainer.progress.step + 1
         deadline = time.monotonic() + _GATE_SECONDS
-        while step in GATES and not (self._folder / f"pass-{step}").exists() and time.monotonic() < deadline:
+        while step in self._gates and not (self._folder / f"pass-{step}").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, gates: Sequence[int]) -> None:
     """Train, and write the parameters as text that represents every bit."""
     with unitrain.init(device="cpu", timeout_seconds=60) as backend:
         (folder / f"pid-{backend.rank}").write_text(str(os.getpid()))
@@ -54,11 +56,13 @@ def main(folder: Path) -> None:
             output_dir=folder / "run",
             checkpoint_every_steps=CHECKPOINT_EVERY,
             memory_checkpoint_every_steps=1 if (folder / "memory").exists() else None,
+            logical_ranks=4 if (folder / "logical").exists() else None,
             progress="off",
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        callbacks = [GateCallback(folder, gates)]
         trainer = unitrain.Trainer(
-            model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=[GateCallback(folder)]
+            model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks
         )
         trainer.fit(data)
         if backend.rank == 0:
@@ -67,4 +71,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), [int(gate) for gate in sys.argv[2:]] or GATES)

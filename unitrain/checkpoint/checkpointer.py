@@ -60,7 +60,7 @@ class Checkpointer:
             self._writer = CheckpointWriter(
                 self.folder, communicator, self._retention, asynchronous=config.async_checkpoints
             )
-        self._memory = MemoryCheckpoints.create(config, communicator)
+        self._memory = MemoryCheckpoints.create(config, communicator, is_sharded=self.is_sharded)
         self._last_saved = time.monotonic()
 
     def prepare(self) -> Path | None:
@@ -183,6 +183,14 @@ class Checkpointer:
         """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
         if self._writer is not None:
             self._writer.wait()
+        self.wait_for_memory()
+
+    def wait_for_memory(self) -> None:
+        """Wait until the last checkpoint in memory is written, without waiting for the disk.
+
+        The Trainer calls it before each optimizer step. When a rank completes a step, the previous checkpoint in memory
+        is then complete, so a restart repeats at most the steps of one interval.
+        """
         if self._memory is not None:
             self._memory.wait()
 

@@ -1,4 +1,7 @@
-"""Checkpoints in the memory of this host, from which a job that `unitrain launch` restarts loses at most two steps.
+"""Checkpoints in the memory of rank 0's host, from which a job that `unitrain launch` restarts loses at most one step.
+
+The checkpoint of a step is written during the next step, and is complete before the optimizer updates the parameters.
+With an interval of n steps, a restart repeats at most n completed steps.
 
 They have the format of checkpoints on disk, and are written to a folder in shared memory, which survives the processes
 of an attempt (`bootstrap.memory_folder`). Only the newest one is kept. They are a copy: if they cannot be written or
@@ -12,7 +15,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from unitrain.backends.base import Communicator
+from unitrain.backends.base import Backend, Communicator
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files
 from unitrain.checkpoint.output_folder import on_rank_zero
@@ -35,13 +38,23 @@ class MemoryCheckpoints:
         )
 
     @classmethod
-    def create(cls, config: TrainConfig, communicator: Communicator) -> MemoryCheckpoints | None:
-        """Return the checkpoints in memory of a run; None if it keeps none, or its job is not restarted on this host.
+    def create(cls, config: TrainConfig, communicator: Communicator, *, is_sharded: bool) -> MemoryCheckpoints | None:
+        """Return the checkpoints in memory of a run. Does not communicate.
 
-        Does not communicate. The folder is empty in the first attempt of the job.
+        Return None if the run keeps none, if its job is not restarted with rank 0 on the same host, or if ranks on
+        several hosts would write parts of the same checkpoint (`is_sharded`), because they do not share memory. The
+        folder is empty in the first attempt of the job.
         """
         root = environment.get_variable(environment.MEMORY_FOLDER)
         if config.memory_checkpoint_every_steps is None or config.output_dir is None or root is None:
+            return None
+        if is_sharded and isinstance(communicator, Backend) and communicator.num_nodes > 1:
+            if communicator.rank == 0:
+                _log.warning(
+                    "The run keeps no checkpoints in memory, because its checkpoints are sharded over %d hosts. Use "
+                    "TrainConfig(checkpoint_format='full').",
+                    communicator.num_nodes,
+                )
             return None
         output_folder = str(files.real_path(Path(config.output_dir)))
         folder = Path(root) / hashlib.sha256(output_folder.encode()).hexdigest()[:16]

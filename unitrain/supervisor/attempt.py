@@ -15,6 +15,7 @@ import click
 from unitrain import launchers
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
+from unitrain.bootstrap.network import free_port
 from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_this_host
 from unitrain.supervisor import standby_rank
 from unitrain.supervisor.ranks import RankConnections
@@ -28,8 +29,8 @@ class SupervisedJob:
     """A job that runs `spec` under `launcher`, in several attempts if `spec` allows restarts.
 
     `name` is the same for all attempts. A Trainer uses it to recognize checkpoints of earlier attempts. With
-    `uses_standby`, the ranks of the next attempt are started in advance. Attempts on this host use `memory_folder` for
-    checkpoints in memory.
+    `uses_standby`, the ranks of the next attempt are started in advance. Attempts whose rank 0 runs on this host use
+    `memory_folder` for checkpoints in memory.
     """
 
     launcher: str
@@ -51,6 +52,10 @@ class SupervisedJob:
     def uses_only_this_host(self, hosts: tuple[Host, ...] = ()) -> bool:
         """Return whether all ranks of an attempt on `hosts`, or on the hosts of the spec, run on this host."""
         return all(map(is_this_host, self._hosts(hosts)))
+
+    def starts_on_this_host(self, hosts: tuple[Host, ...] = ()) -> bool:
+        """Return whether rank 0 of an attempt on `hosts`, or on the hosts of the spec, runs on this host."""
+        return all(map(is_this_host, self._hosts(hosts)[:1]))
 
     def select_addresses(self, hosts: tuple[Host, ...]) -> tuple[str, str]:
         """Return an address to listen on, and an address that is likely reachable from all hosts of an attempt."""
@@ -76,12 +81,14 @@ class SupervisedJob:
             added[environment.JOB] = self.name
         if self.spec.elastic is not None:
             added[environment.ELASTIC] = str(self.spec.elastic)
-        if self.memory_folder is not None and self.uses_only_this_host(hosts):
+        if self.memory_folder is not None and self.starts_on_this_host(hosts):
             added[environment.MEMORY_FOLDER] = str(self.memory_folder)
         wrapper = (*self.spec.wrapper, *(standby_rank.wrapper_arguments() if standby else ()))
         spec = replace(self.spec, environment={**self.spec.environment, **added}, wrapper=wrapper)
         if hosts:
             spec = replace(spec, hosts=hosts, num_processes=sum(host.slots for host in hosts))
+        if standby and not self.uses_only_this_host(hosts):
+            spec = replace(spec, port=free_port())  # the running attempt uses the port of the spec
         return launchers.build(self.launcher, spec)
 
 

@@ -326,7 +326,7 @@ def _check_elastic(request: LaunchRequest, launcher: str, limits: ElasticRange) 
 
 
 def _check_standby(request: LaunchRequest, launcher: str, spec: LaunchSpec) -> None:
-    """Raise LaunchError unless --standby is supported: a job on this host that this command restarts."""
+    """Raise LaunchError unless --standby is supported: a job that this command restarts, with rank 0 on this host."""
     if launcher not in _STANDBY_LAUNCHERS:
         raise LaunchError(
             f"--standby starts the ranks of the next attempt in advance, which is not supported with --launcher "
@@ -337,12 +337,24 @@ def _check_standby(request: LaunchRequest, launcher: str, spec: LaunchSpec) -> N
             "--standby starts the ranks of the next attempt in advance, but this job has only one attempt. Add the "
             "number of restarts: --max-restarts 3"
         )
-    other_host = next(
-        (host for host in spec.hosts or launchers.allocated_hosts(launcher) if not launchers.is_this_host(host)), None
-    )
-    if other_host is not None:
+    allocated = () if spec.hosts else launchers.allocated_hosts(launcher)
+    if other := [host.name for host in allocated if not launchers.is_this_host(host)]:
         raise LaunchError(
-            f"--standby supports jobs on one host, but this job also runs on {other_host.name}. Leave --standby out"
+            f"--standby does not support Slurm allocations of several hosts, and this one also has {other[0]}. Leave "
+            "--standby out"
+        )
+    if all(map(launchers.is_this_host, spec.hosts)):
+        return
+    if not launchers.is_this_host(spec.hosts[0]):
+        raise LaunchError(
+            f"With --standby, rank 0 runs on the host of this command, but the first host is {spec.hosts[0].name}. "
+            "Name this host first, or leave --standby out"
+        )
+    port = spec.environment.get("MASTER_PORT") or environment.get_variable("MASTER_PORT")
+    if port:
+        raise LaunchError(
+            f"MASTER_PORT is {port}, but with --standby on several hosts, two attempts need different ports. Unset the "
+            "variable, so that free ports are chosen: unset MASTER_PORT"
         )
 
 
