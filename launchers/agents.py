@@ -27,6 +27,7 @@ from typing import Any
 import click
 
 from unitrain.launchers import host_agent
+from unitrain.launchers.errors import PREEMPTED_EXIT_CODE
 from unitrain.launchers.hosts import Host, is_this_host, processes_per_host
 from unitrain.launchers.spec import Command, LaunchSpec
 
@@ -46,7 +47,6 @@ _HEARTBEAT_SECONDS = 2.0
 # Time within which ranks that lose a peer can raise an error that is more specific than "terminated".
 _FAILURE_GRACE_SECONDS = 5.0
 _SHUTDOWN_TIMEOUT_SECONDS = 40.0  # torchrun allows its ranks 30 s
-_PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the ranks were preempted and saved a checkpoint
 
 
 def build_command(
@@ -167,7 +167,7 @@ class Agents:
                 if process.returncode and not exit_code:
                     exit_code, failed_at = process.returncode, time.monotonic()
                     reason = ": the connection to the host was lost" if process.returncode == 255 else ""
-                    if exit_code != _PREEMPTED_EXIT_CODE:
+                    if exit_code != PREEMPTED_EXIT_CODE:
                         click.echo(f"unitrain: {name} failed first, with exit code {exit_code}{reason}", err=True)
             now = time.monotonic()
             if exit_code and not is_terminated and now - failed_at > _FAILURE_GRACE_SECONDS:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 from unitrain.launchers import horovodrun, mpirun, srun, torchrun
-from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.errors import LaunchError, did_you_mean
 from unitrain.launchers.hosts import Host, check_is_this_host
 from unitrain.launchers.spec import Command, LaunchSpec
 
@@ -94,6 +93,4 @@ def _load(launcher: str) -> Callable[[LaunchSpec], Command]:
             ) from error
         return loaded
     names = available()
-    matches = difflib.get_close_matches(launcher, names, n=1)
-    suggestion = f"Did you mean {matches[0]!r}? " if matches else ""
-    raise LaunchError(f"Unknown launcher {launcher!r}. {suggestion}Available: {', '.join(names)}.")
+    raise LaunchError(f"Unknown launcher {launcher!r}. {did_you_mean(launcher, names)}Available: {', '.join(names)}.")

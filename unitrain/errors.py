@@ -35,6 +35,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# Exit code of preempted ranks after a checkpoint: EX_TEMPFAIL of sysexits.h, as in `unitrain.launchers.errors`, which
+# imports nothing from the other packages.
+PREEMPTED_EXIT_CODE = 75
+
 
 class UnitrainError(Exception):
     """Base of all errors that unitrain raises intentionally."""
@@ -148,13 +152,13 @@ class RankFailedError(UnitrainError, RuntimeError):
 
 
 class Preempted(SystemExit):
-    """A signal stopped the run, which has saved a checkpoint. The exit code is 75 (EX_TEMPFAIL of sysexits.h).
+    """A signal stopped the run, which has saved a checkpoint. The exit code is PREEMPTED_EXIT_CODE, 75.
 
     It is not a UnitrainError, because preemption is not a failure.
     """
 
     def __init__(self, reason: str | None) -> None:
-        super().__init__(75)
+        super().__init__(PREEMPTED_EXIT_CODE)
         self.reason = reason
 
 

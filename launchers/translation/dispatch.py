@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.errors import LaunchError, did_you_mean
 from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.torchrun import RESTART_VARIABLES
 from unitrain.launchers.translation import horovodrun, kubernetes, mpich, openmpi, sbatch, srun, torchrun, unitrain
@@ -73,9 +72,7 @@ def build(job: Job, target: str) -> Translation:
     Raises LaunchError for an unknown target and for a job that it cannot run.
     """
     if target not in TARGETS:
-        matches = difflib.get_close_matches(target, TARGETS, n=1)
-        suggestion = f"Did you mean {matches[0]!r}? " if matches else ""
-        raise LaunchError(f"Unknown target {target!r}. {suggestion}Available: {', '.join(TARGETS)}.")
+        raise LaunchError(f"Unknown target {target!r}. {did_you_mean(target, TARGETS)}Available: {', '.join(TARGETS)}.")
     if job.discovery is not None and target not in _TARGETS_WITH_DISCOVERY:
         raise LaunchError(
             f"The script {job.discovery!r} lists the hosts while the job runs, but {target} needs them at the start. "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.errors import LaunchError, did_you_mean
 from unitrain.launchers.translation.job import LauncherOption, number
 from unitrain.launchers.translation.words import as_typed, without_glob_marks
 
@@ -68,10 +67,8 @@ class Syntax:
                 return spelling, value
             if spelling in self.aliases:
                 return self.aliases[spelling], value
-        known = [*self.arity, *self.aliases]
         name = word.partition("=")[0]
-        matches = difflib.get_close_matches(name, known, n=1)
-        suggestion = f"Did you mean {matches[0]!r}? " if matches else ""
+        suggestion = did_you_mean(name, [*self.arity, *self.aliases])
         raise LaunchError(
             f"{self.launcher} has no option {as_typed(name)!r}. {suggestion}Options of the program go after the "
             "program."

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from unitrain.launchers.arguments import is_likely_secret, merge_options
-from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.errors import PREEMPTED_EXIT_CODE, LaunchError
 from unitrain.launchers.srun import task_options
 from unitrain.launchers.translation.job import Job
 from unitrain.launchers.translation.srun import rendezvous
@@ -15,8 +15,6 @@ from unitrain.launchers.translation.words import as_typed, has_expansion, join, 
 from unitrain.launchers.translation.writing import Translation, options_for, variables_for
 
 LAUNCHER = "sbatch"
-# Exit code of preempted ranks after a checkpoint: EX_TEMPFAIL of sysexits.h.
-_PREEMPTED_EXIT_CODE = 75
 _WARNING_SECONDS = 120
 # Preempted ranks exit one after another with a nonzero code. The first exit must not cause srun to kill the other
 # ranks, which would change their exit code. After a failure, the remaining ranks exit on their own, or after --wait.
@@ -90,7 +88,7 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
         # Since Slurm 22.05, srun does not inherit this option from sbatch, and each rank would have one core.
         f"{start} ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} {join(job.program)}",
         "code=$?",
-        f'if [ "$code" -eq {_PREEMPTED_EXIT_CODE} ]; then  # the ranks were warned and have saved',
+        f'if [ "$code" -eq {PREEMPTED_EXIT_CODE} ]; then  # the ranks were warned and have saved',
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",
         'exit "$code"',

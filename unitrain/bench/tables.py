@@ -35,7 +35,7 @@ def collectives(result: dict[str, Any]) -> Table:
     ranks = result["ranks"]
     nodes = "one host" if result["num_nodes"] == 1 else f"{result['num_nodes']} hosts"
     rounds = len(result["rows"][0]["seconds"]) if result["rows"] else 0
-    table = _create_table(
+    table = create_table(
         f"{ranks} ranks on {nodes}, {result['device']}; medians of {rounds} rounds; "
         "1 GB/s is 10^9 bytes per second; algorithm and bus bandwidth as in nccl-tests"
     )
@@ -69,7 +69,7 @@ def collectives(result: dict[str, Any]) -> Table:
 def train(result: dict[str, Any]) -> Table:
     """Return a row per setting, number of ranks and backend: throughput, efficiency, and time per phase."""
     rounds = len(result["rows"][0]["seconds"])
-    table = _create_table(
+    table = create_table(
         f"{result['target']}: {result['parameters']:,} parameters, {result['device']}; medians of {rounds} rounds of "
         f"{result['steps']} steps; efficiency relative to one rank; phases of a step in ms, mean over ranks"
     )
@@ -95,7 +95,7 @@ def train(result: dict[str, Any]) -> Table:
 
 def differences_table(found: list[Difference]) -> Table:
     """Return a row per measurement shared by two results."""
-    table = _create_table(
+    table = create_table(
         "ratio: time before / time after (above 1, the second result is faster); in brackets: lower and upper quartile"
     )
     table.add_column("")
@@ -114,7 +114,7 @@ def differences_table(found: list[Difference]) -> Table:
 def prediction(result: dict[str, Any]) -> Table:
     """Return a row per number of ranks: step time, exposed communication and efficiency."""
     model = result["model"]
-    table = _create_table(
+    table = create_table(
         f"{model['parameters']:,.0f} parameters of {model['bytes_per_parameter']:g} bytes, "
         f"{format_seconds(model['step_seconds'])} per step on one rank, {model['backward_share']:.0%} of it in backward"
     )
@@ -165,7 +165,7 @@ def table_notes(result: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _create_table(title: str) -> Table:
+def create_table(title: str) -> Table:
     """Return an empty table."""
     return Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
 

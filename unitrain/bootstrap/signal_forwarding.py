@@ -15,8 +15,6 @@ from pathlib import Path
 from types import FrameType
 
 WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-# Exit code of a rank that has saved a checkpoint after a warning: EX_TEMPFAIL of sysexits.h, as in `errors.Preempted`.
-PREEMPTED_EXIT_CODE = 75
 
 
 def forward_warning_signals(variable: str) -> None:

@@ -33,7 +33,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from unitrain.bootstrap.network import LOOPBACK, listen
-from unitrain.bootstrap.signal_forwarding import PREEMPTED_EXIT_CODE, WARNING_SIGNALS, forward_warning_signals
+from unitrain.bootstrap.signal_forwarding import WARNING_SIGNALS, forward_warning_signals
+from unitrain.errors import PREEMPTED_EXIT_CODE
 
 _BACKEND = "unitrain"
 _TIMEOUT_SECONDS = 600

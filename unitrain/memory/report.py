@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from unitrain.bench.results import format_bytes
+from unitrain.bench.tables import create_table
 from unitrain.memory.record import RankMemory
 from unitrain.memory.savings import Saving, Usage, list_savings, persistent_bytes
 
@@ -134,7 +134,7 @@ def show(records: Sequence[RankMemory], ranks: int, console: Console | None = No
 def _memory_table(usage: Usage) -> Table:
     record = usage.record
     optimizers = ", ".join(dict.fromkeys(record.optimizers))
-    table = _create_table(
+    table = create_table(
         f"Rank {record.rank} of {record.size}, {record.backend or 'own loop'}, {record.device}, {optimizers}"
     )
     table.add_column("")
@@ -157,7 +157,7 @@ def _memory_table(usage: Usage) -> Table:
 
 
 def _savings_table(usage: Usage, savings: Sequence[Saving], ranks: int) -> Table:
-    table = _create_table(f"What each setting would save per rank (shard: over {ranks} ranks; ~: estimate)")
+    table = create_table(f"What each setting would save per rank (shard: over {ranks} ranks; ~: estimate)")
     table.add_column("setting", overflow="fold")
     for heading in ("saves", "peak"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -204,10 +204,6 @@ def write_json(records: Sequence[RankMemory], ranks: int, settings: dict[str, An
         "ranks": [asdict(record) for record in records],
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def _create_table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
 
 
 def _percent(size: int, peak: int) -> str:

@@ -104,6 +104,10 @@ class _StageSequence:
 end_of_backward = EndOfBackwardCallbacks()
 
 
+def do_not_wait() -> None:
+    """Return immediately: the function that waits for a collective, where no collective has started."""
+
+
 def tensors_requiring_grad(output: Any) -> list[Tensor]:
     """Return the tensors in the output of a forward pass that require grad, from which a backward pass can start.
 

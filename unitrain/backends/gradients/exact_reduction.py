@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import ReduceOp
+from unitrain.backends.gradients.end_of_backward import do_not_wait
 from unitrain.errors import ModelError
 
 # Starts to reduce an integer tensor over processes in place, and returns a function that waits.
@@ -309,7 +310,7 @@ class ExactReduction:
             blocks = slice(piece.first_block, piece.first_block + piece.num_blocks)
             self._add_up(buffer[start:stop], self._pieces_of(step, piece), scales[blocks], bucket.number_format)
         total = buffer[:stop]
-        wait = self._start(total, "sum") if stop else _do_not_wait
+        wait = self._start(total, "sum") if stop else do_not_wait
         step.sums.append(_Sum(bucket, pieces, buffer, total, factors, wait))
 
     def _finish_sum(self, step: _Step) -> None:
@@ -327,7 +328,7 @@ class ExactReduction:
         self._free_buffers.append(reduced.buffer)
 
     def _start(self, tensor: Tensor, op: ReduceOp) -> Callable[[], None]:
-        return _do_not_wait if self._start_allreduce is None else self._start_allreduce(tensor, op)
+        return do_not_wait if self._start_allreduce is None else self._start_allreduce(tensor, op)
 
     def _take_buffer(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         for index, buffer in enumerate(self._free_buffers):
@@ -461,7 +462,3 @@ def _real(tensor: Tensor) -> Tensor:
 def _flat(tensor: Tensor) -> Tensor:
     """Return the elements, [n], in the order of the indices, as a view if `tensor` is contiguous."""
     return _real(tensor).reshape(-1)
-
-
-def _do_not_wait() -> None:
-    """Do nothing: there is a single process."""

@@ -31,11 +31,11 @@ from horovod.runner.util.threads import in_thread
 
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.signal_forwarding import (
-    PREEMPTED_EXIT_CODE,
     forward_warning_signals,
     ignore_warning_signals,
     install_no_op_warning_handlers,
 )
+from unitrain.errors import PREEMPTED_EXIT_CODE
 
 # Program that reads the output of `env -0` into its environment, except variables that horovodrun does not export, and
 # then replaces itself with the shell that runs the rank's command.
