@@ -16,7 +16,8 @@ VAGUE_NAMES = {"base_utils", "common", "core", "helper", "helpers", "lib", "misc
 ENVIRONMENT_READERS = ("unitrain/bootstrap/environment.py", "launchers/*", "unitrain/launchers/*")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
-# Private names of torch and other packages, outside of torch_compat.py, which may use all those of torch.
+# Private names of torch and other packages, outside of torch_compat.py and fsdp_compat.py, which may use all those
+# of torch.
 PRIVATE_NAMES = {
     "unitrain/backends/ddp.py": {"_dynamo"},  # imported early
     "unitrain/backends/horovod/horovodrun.py": {"_slot_info_to_command_fn"},
@@ -52,7 +53,7 @@ def only_one_module_reads_the_environment(path: str, source: str) -> Iterator[st
 
 def only_torch_compat_uses_private_names_of_torch(path: str, source: str) -> Iterator[str]:
     """And private names of other packages are listed above. Names that the file itself defines are not reported."""
-    if path == "unitrain/torch_compat.py":
+    if path in ("unitrain/torch_compat.py", "unitrain/backends/sharding/fsdp_compat.py"):
         return
     tree = ast.parse(source)
     allowed = NAMED_TUPLE | PRIVATE_NAMES.get(path, set())

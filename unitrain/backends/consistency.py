@@ -23,7 +23,6 @@ from unitrain.backends.row_exchange import RowExchange
 from unitrain.errors import CollectiveMismatchError, ConfigError, TensorError, UnitrainError
 from unitrain.monitoring.flight_recorder import CollectiveCall, describe_mismatch
 from unitrain.monitoring.monitor import FailureMonitor
-from unitrain.torch_compat import all_gather
 
 MAX_GATHERING_RANKS = 64
 # Header of a row: fingerprint, count, and the number of payload bytes in the row, or -1.
@@ -150,7 +149,7 @@ class ConsistencyCheck:
                 return self.row_exchange.allgather(row)
         rows = bytearray(self._backend.size * len(row))
         gathered, own = (torch.frombuffer(content, dtype=torch.int64) for content in (rows, row))
-        self._wait(all_gather(gathered, own, group=self._group, async_op=True))
+        self._wait(dist.all_gather_single(gathered, own, group=self._group, async_op=True))
         return rows
 
     def _exchange_sums(
@@ -242,7 +241,7 @@ class ConsistencyCheck:
         """Return every rank's one-dimensional `local_header`, of the same length on every rank, as [ranks, length]."""
         gathered = local_header.new_empty(self._backend.size, local_header.numel())
         if local_header.numel():
-            self._wait(all_gather(gathered.view(-1), local_header, group=self._group, async_op=True))
+            self._wait(dist.all_gather_single(gathered.view(-1), local_header, group=self._group, async_op=True))
         return gathered
 
     def _wait(self, work: dist.Work | None) -> None:

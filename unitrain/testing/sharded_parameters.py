@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
 from unitrain.backends.sharding.checks import choose_blocks
+from unitrain.backends.sharding.fsdp_compat import fsdp_parameters, unsharded_parameter
 from unitrain.backends.sharding.state_format import complete_tensor
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.modules.sync_batch_norm import sync_batch_norm
 from unitrain.testing.cases import assert_same_on_every_rank, contract
-from unitrain.torch_compat import fsdp_parameters, local_shard, unsharded_parameter
+from unitrain.torch_compat import local_shard
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 _WORDS, _WIDTH = 11, 6  # neither number is divisible by all of 2, 3 and 4

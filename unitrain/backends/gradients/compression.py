@@ -22,11 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
-from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
+from unitrain.backends.gradients.end_of_backward import (
+    BackwardStage,
+    do_not_wait,
+    end_of_backward,
+    tensors_requiring_grad,
+)
 from unitrain.backends.gradients.power_sgd import PowerSGDCompressor, Wait
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.errors import ModelError
-from unitrain.torch_compat import all_gather, current_backward
+from unitrain.torch_compat import current_backward
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Compressor = Literal["none", "fp16", "bf16"] | PowerSGDCompressor
@@ -97,7 +102,7 @@ class _BucketCompression:
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         stages = self._compress(bucket)
         if self._group().defers_allreduces:
-            stages = chain([_do_not_wait], stages)
+            stages = chain([do_not_wait], stages)
         in_flight = _BucketInFlight(buffer, stages, future)
         self._in_flight.append((in_flight, next(in_flight.stages)))
         if bucket.is_last():
@@ -164,7 +169,9 @@ class _BucketCompression:
         for part in others:
             total += part
         first.copy_(total)
-        yield self._wait_for(all_gather(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True))
+        yield self._wait_for(
+            dist.all_gather_single(own.view(torch.uint8), first.view(torch.uint8), group=group, async_op=True)
+        )
         buffer.copy_(own[: buffer.numel()])
 
     def _start_allreduce(self, tensor: Tensor) -> Wait:
@@ -173,7 +180,7 @@ class _BucketCompression:
     def _wait_for(self, work: dist.Work | None) -> Wait:
         """Return a function that waits for `work`."""
         if work is None:
-            return _do_not_wait
+            return do_not_wait
         self._group().add_work(work)
         return lambda: self._group().wait_for_ranks(work)
 
@@ -186,10 +193,6 @@ class _BucketCompression:
         reducer_group = self._reducer_group()
         assert reducer_group is not None
         return reducer_group
-
-
-def _do_not_wait() -> None:
-    """Do nothing: the first wait function of a bucket whose collectives start at the end of the backward pass."""
 
 
 def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gradients: Callable[[], bool]) -> None:
@@ -242,7 +245,7 @@ def _compress_gradients(parameters: list[nn.Parameter], compressor: Compressor) 
         if gradient is None:  # another hook has removed it
             continue
         if isinstance(compressor, PowerSGDCompressor):
-            for _ in compressor.reduce([parameter], [gradient], lambda total: _do_not_wait):
+            for _ in compressor.reduce([parameter], [gradient], lambda total: do_not_wait):
                 pass
         else:
             gradient.copy_(_round_to_dtype(gradient, HALF_DTYPES[compressor]))

@@ -10,7 +10,6 @@ DDP assigns gradients to buckets and reduces them during the backward pass, on a
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends import checks
 from unitrain.backends.base import Shard
@@ -377,9 +375,7 @@ def read_bucket_settings() -> dict[str, Any]:
     if environment.get_variable(BUCKETS.variable) is None:
         return settings
     first, others = read_bucket_megabytes()
-    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
-        return {**settings, "bucket_cap_mb_list": [first, others]}
-    return {**settings, "bucket_cap_mb": others}  # before torch 2.14, the size of the first bucket is fixed
+    return {**settings, "bucket_cap_mb_list": [first, others]}
 
 
 def read_bucket_megabytes() -> tuple[int, int]:

@@ -138,10 +138,7 @@ def _float_reduction(dtype: torch.dtype, op: Any, name: str) -> Reduction | None
         return Reduction(hvd_op, lambda values: ordered_keys(values, order), lambda r: from_ordered_keys(r, dtype))
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     if name == "PREMUL_SUM":
-        factor = getattr(op, "factor", None)
-        if factor is None:  # torch before 2.14 does not expose the factor
-            return None
-        return Reduction(hvd_op, lambda values: torch.mul(values.to(wide), factor), lambda result: result.to(dtype))
+        return Reduction(hvd_op, lambda values: torch.mul(values.to(wide), op.factor), lambda result: result.to(dtype))
     if dtype == wide or (dtype == torch.float16 and name == "SUM"):
         return Reduction(hvd_op)
     # This includes float16: the sum in an average may overflow, and MPI does not multiply float16.

@@ -9,7 +9,7 @@ from torch import nn
 
 from unitrain.backends.blocks import BlockChoice, find_blocks, find_large_blocks, find_repeated_blocks
 from unitrain.backends.compression_setting import Compression
-from unitrain.errors import ConfigError, ModelError, UnsupportedError
+from unitrain.errors import ConfigError, ModelError
 from unitrain.torch_compat import has_gradient_hooks, is_compiled
 from unitrain.validation import describe_value, is_positive_integer
 
@@ -39,8 +39,7 @@ def check_sharded_parameters(
 ) -> None:
     """Raise an error unless the parameters of `model` can be sharded with these arguments of `distributed_model`.
 
-    Raises ConfigError for incompatible arguments, ModelError for parameters that cannot be sharded, and
-    UnsupportedError if torch is too old.
+    Raises ConfigError for incompatible arguments, and ModelError for parameters that cannot be sharded.
     """
     if compression != "none":
         raise ConfigError(
@@ -53,7 +52,6 @@ def check_sharded_parameters(
             "find_unused_parameters=True. Use every parameter in every loss, for example with a factor of 0, "
             f"{_ALTERNATIVE}."
         )
-    _check_torch()
     if compiled := [name or type(model).__name__ for name, module in model.named_modules() if is_compiled(module)]:
         raise ModelError(
             f'Module {compiled[0]!r} is compiled, which distributed_model(shard="parameters") does not support. Leave '
@@ -125,16 +123,6 @@ def _check_any_block(model: nn.Module, elements: int, found: dict[str, nn.Module
         f"{_SETTING}={elements} selects modules with at least {elements:,} parameters, but {type(model).__name__} has "
         f"only {total:,}. Use a smaller number, such as {_SETTING}={max(1, total // 4)}, or leave {_SETTING} out."
     )
-
-
-def _check_torch() -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise UnsupportedError(
-            f'shard="parameters" needs torch 2.14 or newer, but torch is {torch.__version__}. Install a newer torch, '
-            f"{_ALTERNATIVE}."
-        )
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from unitrain.backends.composed_collectives import MAX_BROADCASTING_RANKS, MIN_BROADCAST_BYTES
 from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
-from unitrain.torch_compat import Work, all_gather, reduce_scatter
+from unitrain.torch_compat import Work
 
 GATHER, REDUCE = "parameter allgather", "gradient reducescatter"
 
@@ -61,7 +61,7 @@ class ParameterCollectives:
             return self._started(
                 phase, lambda: [dist.broadcast(part, root, async_op=True) for root, part in enumerate(parts)]
             )
-        return self._started(phase, lambda: [all_gather(output, own, async_op=True)])
+        return self._started(phase, lambda: [dist.all_gather_single(output, own, async_op=True)])
 
     def reduce(self, output: Tensor, complete: Tensor) -> None:
         """Sum `complete`, [ranks * elements], over ranks, and write this rank's shard to `output`, [elements].
@@ -72,7 +72,7 @@ class ParameterCollectives:
         if complete.device.type == "cpu":
             work = self._started(phase, lambda: [dist.all_reduce(complete, async_op=True)])
         else:
-            work = self._started(phase, lambda: [reduce_scatter(output, complete, async_op=True)])
+            work = self._started(phase, lambda: [dist.reduce_scatter_single(output, complete, async_op=True)])
         if work is not None:
             work.wait()
         if complete.device.type == "cpu":

@@ -27,6 +27,14 @@ from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.sharding.checks import choose_blocks
 from unitrain.backends.sharding.forward_passes import register_forward_without_batch
+from unitrain.backends.sharding.fsdp_compat import (
+    compute_norms_of_infinite_order,
+    fsdp_parameters,
+    is_fsdp_busy,
+    is_fsdp_initialized,
+    release_fsdp_groups,
+    unsharded_parameter,
+)
 from unitrain.backends.sharding.parameter_collectives import GatherParameters, ParameterCollectives, ReduceGradients
 from unitrain.backends.sharding.shards import make_state_dicts_complete
 from unitrain.bootstrap.rendezvous import Rendezvous
@@ -34,16 +42,10 @@ from unitrain.errors import ConfigError, ModelError
 from unitrain.monitoring.loop_counters import CountedForward
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import (
-    compute_norms_of_infinite_order,
     current_backward,
     disable_compile,
-    fsdp_parameters,
-    is_fsdp_busy,
-    is_fsdp_initialized,
     is_view,
-    release_fsdp_groups,
     tree_map_only,
-    unsharded_parameter,
     unwrap_compiled,
 )
 

@@ -1,0 +1,92 @@
+"""Private APIs of FSDP2 (`fully_shard`) and of DTensors that unitrain uses.
+
+Like those in `torch_compat`, each entry states the torch versions that it was checked with.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.torch_compat import tree_map_only
+
+
+def fsdp_parameters(module: nn.Module) -> list[Any]:
+    """Return FSDP's records of the parameters that `fully_shard(module)` manages, without those of nested modules. Each
+    has the attribute `sharded_param`. Checked with torch 2.14."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    return [parameter for group in state._fsdp_param_groups for parameter in group.fsdp_params]
+
+
+def unsharded_parameter(parameter: Any) -> Tensor | None:
+    """Return the complete parameter of one of `fsdp_parameters`, whose memory is allocated only during its use; None
+    before the first forward pass. Checked with torch 2.14.
+    """
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def is_fsdp_busy(module: nn.Module) -> bool:
+    """Return whether an exception interrupted the last forward or backward pass of the root module of `fully_shard`.
+    Checked with torch 2.14.
+    """
+    context: Any = module._get_fsdp_state()._state_ctx  # type: ignore[operator]
+    return context.iter_forward_root is not None or context.post_backward_final_callback_queued
+
+
+def is_fsdp_initialized(module: nn.Module) -> bool:
+    """Return whether the root module of `fully_shard` has run a forward pass. Checked with torch 2.14."""
+    return module._get_fsdp_state()._is_root is not None  # type: ignore[operator]
+
+
+def release_fsdp_groups(module: nn.Module) -> None:
+    """Delete the references of a module of `fully_shard` to process groups. Checked with torch 2.14."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    for group in state._fsdp_param_groups:
+        for holder in (group, *group.fsdp_params):
+            for name in ("mesh_info", "post_forward_mesh_info"):
+                if getattr(holder, name, None) is not None:
+                    holder.__dict__[name].shard_process_group = None
+
+
+def compute_norms_of_infinite_order() -> None:
+    """Make `torch.nn.utils.get_total_norm` and `clip_grad_norm_` support infinite and negative orders of DTensors.
+
+    torch 2.14 returns a partial result for infinite orders, which contains the norm of the elements on this rank. On a
+    rank without elements it raises a RuntimeError, because the norm of an empty tensor of such an order is undefined,
+    while the other ranks wait for it in an allreduce. Checked with torch 2.14.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    aten: Any = torch.ops.aten
+
+    def prepare(tensor: Any, order: float) -> Any:
+        """Return a reduced partial result. An empty local shard is replaced by an element that does not change the
+        norm."""
+        if any(placement.is_partial() for placement in tensor.placements):
+            kept = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+            return tensor.redistribute(placements=kept)
+        if not tensor.numel() or tensor._local_tensor.numel():
+            return tensor
+        sizes = [max(size, 1) for size in tensor._local_tensor.shape]
+        local = tensor._local_tensor.new_full(sizes, math.inf if order < 0 else 0.0)
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    def compute(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+        is_norm_of_all = len(args) <= 2 and not kwargs.keys() & {"dim", "keepdim"}
+        if is_norm_of_all and (order < 0 or math.isinf(order)):
+            args = (tree_map_only(DTensor, lambda tensor: prepare(tensor, order), args[0]), *args[1:])
+        handler = handlers.pop(operation)
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            handlers[operation] = handler
+
+    for operation in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
+        handlers.setdefault(operation, compute)
