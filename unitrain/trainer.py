@@ -45,7 +45,7 @@ from unitrain.progress.reporter import RunReporter
 from unitrain.progress.stopping import StopCoordinator, SyncPoint
 from unitrain.progress.timing import LoopTimer
 from unitrain.randomness import seed_after_step
-from unitrain.trainer_overrides import TrainerArguments, load_overrides
+from unitrain.trainer_arguments import TrainerArguments, load_overrides
 from unitrain.training_run import Stateful, TrainingRun
 from unitrain.validation import check_result_name, check_text
 

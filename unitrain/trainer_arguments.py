@@ -1,10 +1,12 @@
-"""Validation of the Trainer's arguments, before any communication."""
+"""Arguments of the Trainer: their validation, before any communication, and their overrides by tools, which need no
+changes of the user's script (see `unitrain.bootstrap.overrides`)."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -13,9 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from unitrain import validation
 from unitrain.backends.base import Backend
 from unitrain.backends.checks import check_is_optimizer, check_single_optimizer, check_unwrapped_model
+from unitrain.bootstrap.overrides import load_tool
 from unitrain.config import TrainConfig
 from unitrain.data.loading import Data
 from unitrain.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from unitrain.callbacks.callback import Callback
 
 _METRICS = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float()}'
 
@@ -124,3 +130,28 @@ def validation_data_by_argument(val_data: Data | Mapping[str, Data] | None) -> d
     if isinstance(val_data, Mapping):
         return {f"val_data[{name!r}]": data for name, data in val_data.items()}
     return {} if val_data is None else {"val_data": val_data}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerArguments:
+    """The arguments of the Trainer that a tool may replace. A tool may also change `model` in place."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    config: TrainConfig
+    callbacks: Sequence[Callback]
+    forward: Callable[..., Any] | None
+
+
+class TrainerOverrides(Protocol):
+    """The overrides of a tool. With overrides, loggers are always disabled."""
+
+    def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
+        """Return the arguments for training. Called on every rank, after the user's arguments are validated."""
+        ...
+
+
+def load_overrides() -> TrainerOverrides | None:
+    """Return the overrides of the tool that started this process, or None."""
+    overrides: TrainerOverrides | None = load_tool()
+    return overrides

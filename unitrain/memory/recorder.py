@@ -35,7 +35,7 @@ from unitrain.memory.tensor_bytes import (
     storages_of,
 )
 from unitrain.torch_compat import bucket_bytes
-from unitrain.trainer_overrides import TrainerArguments
+from unitrain.trainer_arguments import TrainerArguments
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend

@@ -15,7 +15,7 @@ from unitrain.callbacks.callback import Callback
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.errors import ConfigError
 from unitrain.processes import usable_cores
-from unitrain.trainer_overrides import TrainerArguments
+from unitrain.trainer_arguments import TrainerArguments
 from unitrain.tune.trial import Result, TrialRequest
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from unitrain.callbacks.callback import Callback
 from unitrain.data.batch import map_tensors
 from unitrain.errors import ConfigError
 from unitrain.optim.step import optimizer_parameters
-from unitrain.trainer_overrides import TrainerArguments
+from unitrain.trainer_arguments import TrainerArguments
 from unitrain.verify.digests import digest_samples, digest_tensor
 from unitrain.verify.pipeline_recorder import PipelineRecorder
 from unitrain.verify.record import TENSORS_FILE, RankRecord, RecordRequest, StepRecord
