@@ -199,7 +199,7 @@ class TrainConfig:
     """
     keep_last: int | None = 3
     """Number of newest checkpoints to keep; None keeps all."""
-    keep_every: int | None = None
+    keep_every_epochs: int | None = None
     """Also keep the checkpoint of every N-th epoch."""
     keep_best: str | None = None
     """Also keep the checkpoint with the best value of this result, such as "val_loss"."""
@@ -276,7 +276,7 @@ class TrainConfig:
                 "TrainConfig.resume=True looks for checkpoints in output_dir, which is not set. "
                 'Use TrainConfig(output_dir="runs/first", resume=True), or name a checkpoint: resume="runs/first".'
             )
-        for name in ("keep_every", "keep_best"):
+        for name in ("keep_every_epochs", "keep_best"):
             if self.keep_last is None and getattr(self, name) is not None:
                 raise ConfigError(
                     f"TrainConfig.{name}={getattr(self, name)!r} keeps checkpoints in addition to the last ones, but "
@@ -398,7 +398,7 @@ _OPTIONAL_INTEGER_SETTINGS = (
     ("checkpoint_every_steps", 1, "Leave it out to write a checkpoint after epochs only"),
     ("memory_checkpoint_every_steps", 1, "Leave it out to keep no checkpoints in memory"),
     ("keep_last", 1, "Use None to keep every checkpoint"),
-    ("keep_every", 1, "Use 10 to keep also the checkpoint of every tenth epoch"),
+    ("keep_every_epochs", 1, "Use 10 to keep also the checkpoint of every tenth epoch"),
     ("validate_every_steps", 1, "Leave it out to validate after epochs only"),
     ("limit_train_steps", 1, "Leave it out to train on all data"),
     ("limit_val_batches", 1, "Leave it out to evaluate all data"),
@@ -448,7 +448,7 @@ CHECKPOINT_SETTINGS = (
     "memory_checkpoint_every_steps",
     "checkpoint_format",
     "keep_last",
-    "keep_every",
+    "keep_every_epochs",
     "keep_best",
 )
 

@@ -361,10 +361,10 @@ def scripted(values: list[float]) -> dict[str, Any]:
         ({}, [4, 8, 12, 16, 20, 24]),
         ({"keep_last": 1}, [24]),
         ({"keep_last": 2}, [20, 24]),
-        ({"keep_last": 1, "keep_every": 2}, [8, 16, 24]),
+        ({"keep_last": 1, "keep_every_epochs": 2}, [8, 16, 24]),
         ({"keep_last": 1, "keep_best": "val_score"}, [12, 24]),
         ({"keep_last": 1, "keep_best": "val_score", "keep_best_mode": "max"}, [16, 24]),
-        ({"keep_last": 2, "keep_every": 4, "keep_best": "val_score"}, [12, 16, 20, 24]),
+        ({"keep_last": 2, "keep_every_epochs": 4, "keep_best": "val_score"}, [12, 16, 20, 24]),
     ],
 )
 def test_retention_keeps_last_periodic_and_best_checkpoints(

@@ -155,7 +155,7 @@ def _prepare(
         "checkpoint_every_epochs": 1,
         "checkpoint_every_steps": None,
         "keep_last": None,
-        "keep_every": None,
+        "keep_every_epochs": None,
         "keep_best": None,
         "progress": "off",
         "log_every_n_steps": None,

@@ -52,7 +52,7 @@ class Checkpointer:
         self.folder = None if config.output_dir is None else Path(config.output_dir)
         self.stored_batch_sizes: list[ElasticBatchSize] = []
         """Batch sizes stored by earlier attempts of an elastic job, one per call of `fit`."""
-        self._retention = Retention(config.keep_last, config.keep_every, config.keep_best, config.keep_best_mode)
+        self._retention = Retention(config.keep_last, config.keep_every_epochs, config.keep_best, config.keep_best_mode)
         self._lock: FolderLock | None = None
         self._writer: CheckpointWriter | None = None
         if self.folder is not None:
