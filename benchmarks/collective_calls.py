@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unitrain.backends.base import Backend
-from unitrain.torch_compat import all_gather, reduce_scatter
 
 # Bytes, and calls per turn.
 SIZES = {"1 MB": (1 << 20, 20), "10 MB": (10 << 20, 4), "100 MB": (100 << 20, 1)}
@@ -35,13 +35,13 @@ def _slice(backend: Backend, tensor: Tensor) -> Tensor:
 
 def _plain_reduce_scatter(backend: Backend, tensor: Tensor) -> Tensor:
     result = torch.empty_like(_slice(backend, tensor))
-    reduce_scatter(result, tensor)
+    dist.reduce_scatter_single(result, tensor)
     return result
 
 
 def _plain_all_gather(backend: Backend, tensor: Tensor) -> Tensor:
     result = torch.empty_like(tensor)
-    all_gather(result, _slice(backend, tensor))
+    dist.all_gather_single(result, _slice(backend, tensor))
     return result
 
 

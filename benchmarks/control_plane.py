@@ -37,7 +37,6 @@ from unitrain.backends.process_group import ProcessGroupBackend
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.monitoring.monitor import FailureMonitor
-from unitrain.torch_compat import all_gather
 
 SIZES = (2, 64, 256, 1024)  # powers of two, so that every rank transfers the same number of bytes in a sum
 MAX_READING_RANKS = 256  # limit for reading every rank's key on every rank, which takes minutes with 1,024 threads
@@ -131,7 +130,7 @@ def rows_of_all_ranks(size: int) -> None:
     row = torch.zeros(ROW, dtype=torch.int64)
     row[:HEADER] = torch.tensor([1, 0, 0, -1, 1, 1, -1, 1000, *[0] * (HEADER - 8)])
     rows = torch.empty(size, ROW, dtype=torch.int64)
-    all_gather(rows.view(-1), row)
+    dist.all_gather_single(rows.view(-1), row)
     contents = rows[:, HEADER:].view(torch.uint8)
     calls = []
     for header, content in zip(rows[:, :HEADER].tolist(), contents, strict=True):
@@ -146,7 +145,7 @@ def tables_of_all_ranks(backend: SimulatedBackend, model: nn.Module) -> None:
     own = {name: (str(value.dtype), list(value.shape)) for name, value in tensors}
     payload = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
     gathered = torch.empty(backend.size * payload.numel(), dtype=torch.uint8)
-    all_gather(gathered, payload)
+    dist.all_gather_single(gathered, payload)
     tables = [pickle.loads(part.numpy().tobytes()) for part in gathered.view(backend.size, -1)]
     assert all(table.get(name) == tables[0][name] for table in tables for name in tables[0])
     assert all(list(table) == list(tables[0]) for table in tables)
