@@ -27,7 +27,7 @@ CASES = [
     for name, case in CONTRACT.items()
     if case.__module__ in (collectives.__name__, gradients.__name__) and "compiled" not in name  # which takes long
 ]
-EXCHANGES = ("all_reduce", "broadcast", "isend")
+EXCHANGES = ("all_reduce", "all_gather_single", "broadcast", "isend")
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
@@ -98,7 +98,6 @@ def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
     results = []
     for name, original in originals.items():
         setattr(dist, name, noted(name, original))
-    gathered, consistency.all_gather = consistency.all_gather, noted("all_gather", consistency.all_gather)
     try:
         for collective in (
             backend.barrier,
@@ -110,7 +109,6 @@ def exchanges_of(backend: Backend) -> list[list[tuple[str, int]]]:
             collective()
             results.append(list(exchanges))
     finally:
-        consistency.all_gather = gathered
         for name, original in originals.items():
             setattr(dist, name, original)
     return results
@@ -171,7 +169,7 @@ def use_gloo_for_rows(backend: Backend) -> None:
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_few_ranks_exchange_one_row(*, is_direct: bool) -> None:
     num_bytes = 8 * 3 + 4096
-    row = [] if is_direct else [("all_gather", num_bytes)]
+    row = [] if is_direct else [("all_gather_single", num_bytes)]
     with RankGroup("ddp", 2) as group:
         if not is_direct:
             group.run(use_gloo_for_rows)
