@@ -13,6 +13,8 @@ assert version, "unitrain/__init__.py states the version"
 examples = ["scikit-learn>=1.3", "torchvision>=0.29"]
 # Horovod is not listed, because no release builds against a current torch: `unitrain horovod build` installs it.
 horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
+# 4.49 is the first version with ArgumentParser.instantiate.
+config = ["jsonargparse[ruamel,signatures]>=4.49,<5"]
 torchmetrics = ["torchmetrics>=1.4"]
 report = ["jinja2>=3.1", "matplotlib>=3.8"]
 tensorboard = ["pillow>=10.0", "tensorboard>=2.14"]
@@ -91,6 +93,7 @@ setup(
     extras_require={
         "horovod": horovod,
         "examples": examples,
+        "config": config,
         "torchmetrics": torchmetrics,
         "tensorboard": tensorboard,
         "wandb": wandb,
@@ -99,7 +102,7 @@ setup(
         "report": report,
         "peers": peers,
         "docs": docs,
-        "dev": [*dev, *docs, *manifests, *horovod, *examples, *torchmetrics, *report, *loggers, *notebook],
+        "dev": [*dev, *docs, *manifests, *horovod, *examples, *config, *torchmetrics, *report, *loggers, *notebook],
     },
     entry_points={"console_scripts": ["unitrain = unitrain.cli:unitrain"]},
 )

@@ -464,12 +464,20 @@ def dry_run_config(config: TrainConfig) -> TrainConfig:
     )
 
 
-def check_same_config(config: TrainConfig, communicator: Communicator) -> None:
-    """Raise ConfigError on every rank if `config` differs between ranks. All ranks call it."""
-    configs = gather_if_different(communicator, config) or []
+def check_same_config(config: TrainConfig, communicator: Communicator, config_text: str | None = None) -> None:
+    """Raise ConfigError on every rank if `config` or `config_text` differs between ranks. All ranks call it."""
+    gathered = gather_if_different(communicator, (config, config_text)) or []
+    configs = [config_of_rank for config_of_rank, _ in gathered]
     for field in fields(config):
         values = [getattr(config_of_rank, field.name) for config_of_rank in configs]
         if any(value != values[0] for value in values):
             raise ConfigError(
                 f"TrainConfig.{field.name} differs between ranks: {values}. Give every rank the same TrainConfig."
             )
+    texts = [text for _, text in gathered]
+    if any(text != texts[0] for text in texts):
+        rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        raise ConfigError(
+            f"Trainer(config_text=...) differs between ranks 0 and {rank}. Give every rank the same configuration: "
+            "with `unitrain train`, copy the files to all hosts and use the same options."
+        )

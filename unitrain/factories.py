@@ -11,12 +11,14 @@ from typing import Any
 
 from unitrain.errors import ConfigError, did_you_mean
 
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 FIT = ("train_data", "val_data")
 _REQUIRED = ("model", "optimizer", "loss_fn", "config", "train_data")
 
 
 def call_training_function(target: str) -> Mapping[str, Any]:
-    """Call the function `target`, package.module:function or file.py:function, and return its result.
+    """Call the function `target`, package.module:function or file.py:function, and return its result. Return the same
+    arguments for `target` "config.yaml", a configuration file of `unitrain train`.
 
     The function takes no arguments. It returns a dictionary with "model", "optimizer", "loss_fn", "config",
     "train_data" and optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises ConfigError if
@@ -24,6 +26,10 @@ def call_training_function(target: str) -> Mapping[str, Any]:
     """
     import unitrain
 
+    if Path(target).suffix in CONFIG_SUFFIXES:
+        from unitrain.config_files.building import load_arguments
+
+        return load_arguments([target])
     arguments = _function(target)()
     if not isinstance(arguments, Mapping):
         raise ConfigError(

@@ -63,6 +63,8 @@ class Trainer:
     whose states are merged exactly over ranks. A batch is a pair (inputs, targets), and the model is called with the
     inputs. For other batch structures, pass a function `forward(model, batch)` that calls `model` and returns (output,
     target). `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard", "wandb" and "mlflow"; rank 0 logs.
+    `config_text`, such as the configuration file of the script, is stored as config.yaml in `config.output_dir` and in
+    each checkpoint.
 
     With `config.resume`, the constructor restores the state. With `config.ema_decay`, `averaged_model` contains the
     averaged weights and is used for evaluation. For callbacks, `progress` counts epochs, steps and samples,
@@ -84,14 +86,17 @@ class Trainer:
         forward: ForwardFunction | None = None,
         callbacks: Sequence[Callback] = (),
         loggers: Sequence[Logger | str] = (),
+        config_text: str | None = None,
     ) -> None:
         trainer_arguments.check_backend("Trainer(backend=...)", backend)
         backend.check_running("Trainer")
         call_on_all_ranks(
             backend,
-            lambda: trainer_arguments.check_trainer(model, optimizer, loss_fn, config, scheduler, metrics, callbacks),
+            lambda: trainer_arguments.check_trainer(
+                model, optimizer, loss_fn, config, scheduler, metrics, callbacks, config_text
+            ),
         )
-        check_same_config(config, backend)
+        check_same_config(config, backend, config_text)
         check_logical_ranks("TrainConfig.logical_ranks", config.logical_ranks, backend)
         if config.dry_run:
             config, loggers = dry_run_config(config), ()
@@ -160,7 +165,7 @@ class Trainer:
         if self._weight_average is not None:
             parts["average"] = self._weight_average
         self.checkpointer = Checkpointer(config, backend)
-        self._run = TrainingRun(config, backend, self.checkpointer, parts)
+        self._run = TrainingRun(config, backend, self.checkpointer, parts, config_text)
         self.progress = self._run.progress
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
         self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)

@@ -40,6 +40,7 @@ def check_trainer(
     scheduler: Any,
     metrics: Any,
     callbacks: Any,
+    config_text: Any,
 ) -> None:
     """Raise ConfigError, ModelError or UnsupportedError for an invalid argument of the Trainer."""
     check_unwrapped_model("Trainer(model)", model)
@@ -63,6 +64,8 @@ def check_trainer(
     if isinstance(callbacks, str | Mapping):
         raise ConfigError(f"Trainer(callbacks=...) must be a list, got {validation.describe_value(callbacks)}. {fix}.")
     validation.check_instance("Trainer(callbacks=...)", callbacks, Sequence, "a list", fix)
+    fix = 'Use config_text=Path("config.yaml").read_text(), or leave it out'
+    validation.check_text("Trainer(config_text=...)", config_text, fix, optional=True)
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -20,7 +20,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsPowerSGD, require
 from unitrain.backends.compression_setting import PowerSGD, read_compression
 from unitrain.bootstrap import environment
-from unitrain.checkpoint import loading
+from unitrain.checkpoint import files, loading
 from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, Checkpointer
 from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
 from unitrain.config import TrainConfig
@@ -33,6 +33,7 @@ from unitrain.optim.local_steps import LocalTraining
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
 from unitrain.progress.preconditions import preconditions, report_differences, report_different_processes
 from unitrain.progress.training_progress import TrainingProgress
+from unitrain.regular_files import replace_file
 
 _LEARNING_RATE_SETTINGS = ("lr_scaling", "reference_batch_size", "warmup_steps")
 _PACKAGES = ("unitrain", "horovod", "numpy")
@@ -53,18 +54,24 @@ class TrainingRun:
     """The state of a training run, except model and optimizer. All ranks must call every method.
 
     Saves and restores `progress`, the RNG state and `parts` (other stateful objects) with the Checkpointer, and writes
-    the history. `description` is the description of the run for the history and the loggers. `is_elastic` is True if
-    the job may be restarted with a different number of ranks. Raises CheckpointError on every rank if the folder is not
-    writable, or contains a run that cannot be resumed.
+    the history. `config_text` is stored in the output folder and in checkpoints. `description` is the description of
+    the run for the history and the loggers. `is_elastic` is True if the job may be restarted with a different number of
+    ranks. Raises CheckpointError on every rank if the folder is not writable, or contains a run that cannot be resumed.
     """
 
     def __init__(
-        self, config: TrainConfig, backend: Backend, checkpointer: Checkpointer, parts: Mapping[str, Stateful]
+        self,
+        config: TrainConfig,
+        backend: Backend,
+        checkpointer: Checkpointer,
+        parts: Mapping[str, Stateful],
+        config_text: str | None = None,
     ) -> None:
         self.progress = TrainingProgress()
         self.description: dict[str, Any] = {}
         self.is_elastic = environment.is_elastic()
         self._config, self._backend, self._checkpointer, self._parts = config, backend, checkpointer, parts
+        self._config_text = config_text
         self._restored: dict[str, Any] | None = None
         self._rng_states: dict[str, Any] | None = None
         self._data_order: dict[str, Any] | None = None
@@ -219,6 +226,8 @@ class TrainingRun:
                 name: str(value) if isinstance(value, Path) else value for name, value in asdict(self._config).items()
             },
         }
+        if self._config_text is not None:
+            manifest[files.CONFIG] = self._config_text
         self._checkpointer.save(self.progress.step, model, optimizer, average, training, manifest, in_memory=in_memory)
 
     def _random_state(self) -> dict[str, Any]:
@@ -263,8 +272,15 @@ class TrainingRun:
         self._data, self._history_error = data, None
         self._store_batch_size(data)
         if not self.is_complete:
+            self._store_config_text()
             self.description |= _describe_start(self._config, self._backend, data)
             self._append(STARTS, {"step": self.progress.step, **self.description})
+
+    def _store_config_text(self) -> None:
+        folder, text = self._checkpointer.folder, self._config_text
+        if folder is not None and text is not None:
+            path = folder / files.CONFIG
+            on_rank_zero(self._backend, f"write '{path}'", CHECK_WRITABLE, lambda: replace_file(path, text))
 
     def _store_batch_size(self, data: TrainingData) -> None:
         fit_index, batch_size, global_batch_size = self._fit_count, data.batch_size, data.global_batch_size

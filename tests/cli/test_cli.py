@@ -54,6 +54,7 @@ OPTIONS = {
         "--memory", "--time", "--job-name", "--partition", "--account", "--output", "--signal-seconds", "--kind",
         "--image", "--namespace", "-x", "--dry-run", "[OPTION=VALUE]... SCRIPT [ARGS]...",
     },
+    "unitrain train": {"[CONFIG ...] [--KEY VALUE ...]"},
     "unitrain translate": {"--to", "-H", "--hosts", "--backend", "LINE"},
     "unitrain verify": {
         "-np", "-n", "--num-processes", "--steps", "--backends", "--tolerance", "--float64", "--cpu",
@@ -225,7 +226,7 @@ def test_invalid_arguments_are_reported_with_a_fix(script: str) -> None:
     assert "Did you mean 'build'?" in usage_error("horovod", "biuld")
     assert usage_error("lunch") == (
         "Unknown command 'lunch'. Did you mean 'launch'? "
-        "Available: bench, ckpt, doctor, horovod, launch, memory, report, submit, translate, tune, verify."
+        "Available: bench, ckpt, doctor, horovod, launch, memory, report, submit, train, translate, tune, verify."
     )
     assert usage_error("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."

@@ -66,7 +66,15 @@ def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Create the files that commands in the documentation refer to."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    for name in ("train.py", "examples/digits.py", "examples/hierarchical.py", "file.py", "old.ckpt"):
+    for name in (
+        "train.py",
+        "examples/digits.py",
+        "examples/hierarchical.py",
+        "file.py",
+        "old.ckpt",
+        "config.yaml",
+        "examples/digits.yaml",
+    ):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.touch()

@@ -81,7 +81,7 @@ ALL_OPTIONS = options_of(command_line)
 def long_options(words: list[str]) -> Iterator[str]:
     """Yield the names of the long options in front of the script, without their values."""
     for word in words:
-        if word.endswith(".py"):
+        if word.endswith((".py", ".yaml")):
             return
         if re.match(r"--[a-z]", word):
             yield word.split("=")[0]

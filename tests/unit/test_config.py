@@ -158,4 +158,7 @@ def test_different_settings_on_ranks_are_named() -> None:
     mine, other = TrainConfig(max_epochs=1, batch_size=8), TrainConfig(max_epochs=1, batch_size=16)
     check_same_config(mine, simulate_rank(0, 2))
     with pytest.raises(ConfigError, match=r"TrainConfig\.batch_size differs between ranks: \[8, 16\]\."):
-        check_same_config(mine, simulate_rank(0, 2, gathered=[mine, other]))
+        check_same_config(mine, simulate_rank(0, 2, gathered=[(mine, None), (other, None)]))
+    message = r"Trainer\(config_text=\.\.\.\) differs between ranks 0 and 1\."
+    with pytest.raises(ConfigError, match=message):
+        check_same_config(mine, simulate_rank(0, 2, gathered=[(mine, "seed: 0"), (mine, "seed: 1")]), "seed: 0")

@@ -1,10 +1,11 @@
 """The file format of checkpoints. torch and safetensors can read the files without unitrain.
 
-A checkpoint written by rank 0 is a folder `step-000000123` with three files:
+A checkpoint written by rank 0 is a folder `step-000000123` with these files:
 
     model.safetensors   parameters and buffers under the user's names
     training.pt         all other state; read it with `torch.load(..., weights_only=True)`
     manifest.json       size and sha256 of both files, versions, step, epoch, results and configuration
+    config.yaml         the text `Trainer(config_text=...)`, if there is one; without a digest
 
 `sharded_files` describes the checkpoints written by all ranks.
 
@@ -40,7 +41,7 @@ from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
 from unitrain.regular_files import read_regular_file
 
-MODEL, TRAINING, MANIFEST = "model.safetensors", "training.pt", "manifest.json"
+MODEL, TRAINING, MANIFEST, CONFIG = "model.safetensors", "training.pt", "manifest.json", "config.yaml"
 _FORMAT, _NEWEST_FORMAT = 1, 2  # 2: sharded
 # Names of files in a manifest. Other names, such as ../model.safetensors, are not read.
 _FILE_NAME_PATTERN = re.compile(
@@ -205,7 +206,14 @@ def save_object(value: Any, path: Path) -> None:
 def write_manifest(
     staging_folder: Path, file_format: int, manifest_fields: dict[str, Any], files: dict[str, Any]
 ) -> None:
-    """Write the manifest to folder `staging_folder` and flush it to disk. `files` are the sizes and digests by name."""
+    """Write the manifest to folder `staging_folder` and flush it to disk. `files` are the sizes and digests by name.
+
+    The field CONFIG, if there is one, is written to a file of this name instead.
+    """
+    manifest_fields = dict(manifest_fields)
+    if (text := manifest_fields.pop(CONFIG, None)) is not None:
+        (staging_folder / CONFIG).write_text(text, encoding="utf-8")
+        flush(staging_folder / CONFIG)
     versions = {"format": file_format, "unitrain": __version__, "torch": torch.__version__}
     manifest = {**versions, **manifest_fields, "files": files}
     (staging_folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")

@@ -25,6 +25,7 @@ _COMMANDS = {
     ),
     "report": ("unitrain.cli.report", "Create a report of the metrics and timings of a run."),
     "submit": ("unitrain.cli.submit", "Submit a training script to Slurm or Kubernetes."),
+    "train": ("unitrain.cli.train", "Train as described by configuration files."),
     "translate": ("unitrain.cli.translate", "Convert the command line of one launcher to another launcher."),
     "tune": ("unitrain.cli.tune", "Find settings that make a script train faster on this machine."),
     "verify": ("unitrain.cli.verify", "Train on every backend, and compare the results numerically."),

@@ -24,6 +24,7 @@ from unitrain.cli.bench_options import (
     user_errors,
 )
 from unitrain.errors import ConfigError, did_you_mean
+from unitrain.supervisor.checks import is_config_file
 
 if TYPE_CHECKING:
     from unitrain.bench.rank_sets import RankSetSpec
@@ -70,12 +71,14 @@ def train(
 ) -> None:
     """Train TARGET on every backend and transport, one at a time, and report throughput, time per phase and memory.
 
-    TARGET is tiny, 25M (MLPs), gpt, resnet18, resnet50, or a function that returns the arguments of Trainer as a
-    dictionary, as for unitrain verify. Each rank uses one thread, pinned to its own core if there are enough cores.
+    TARGET is tiny, 25M (MLPs), gpt, resnet18, resnet50, a configuration file of `unitrain train`, or a function that
+    returns the arguments of Trainer as a dictionary, as for unitrain verify. Each rank uses one thread, pinned to its
+    own core if there are enough cores.
 
     \b
       unitrain bench train 25M --ranks 1,2 --json before.json --output before.html
       unitrain bench train gpt --setting precision=bf16 --setting compression=fp16
+      unitrain bench train config.yaml
       unitrain bench train package.module:function
       unitrain bench train file.py:function
     """
@@ -124,6 +127,10 @@ def _check_target(target: str, function: str) -> None:
     """Raise ConfigError unless `target` names a built-in model or a function in an existing file or module."""
     from unitrain.bench.models import BUILT_IN_MODELS
 
+    if is_config_file(target):
+        if not Path(target).is_file():
+            raise ConfigError(f"There is no file {target!r}. Name a configuration file: config.yaml")
+        return
     module, _, name = function.rpartition(":")
     if not module or not name:
         suggestion = did_you_mean(target, BUILT_IN_MODELS)

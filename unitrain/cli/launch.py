@@ -97,7 +97,7 @@ from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_k
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def launch(untuned: bool, is_dry_run: bool, **arguments: object) -> None:
-    """Run SCRIPT with its ARGS on several ranks.
+    """Run SCRIPT with its ARGS on several ranks. SCRIPT may be a configuration file of `unitrain train`.
 
     Prints the launcher command and replaces itself with the launcher, which then handles signals and sets the exit
     code. The backend is passed to the script as UNITRAIN_BACKEND. Every backend runs under every launcher. With
@@ -106,6 +106,7 @@ def launch(untuned: bool, is_dry_run: bool, **arguments: object) -> None:
     \b
       unitrain launch -np 2 train.py --epochs 3
       unitrain launch -np 2 -m package.train --epochs 3
+      unitrain launch -np 2 config.yaml --batch_size 64
       unitrain launch --devices 1,3 train.py --epochs 3
       unitrain launch --backend horovod -np 8 -H node1:4,node2:4 train.py
       unitrain launch --backend horovod --launcher torchrun -np 2 train.py

@@ -8,7 +8,7 @@ import click
 
 from unitrain.errors import ConfigError, UnsupportedError
 from unitrain.processes import exit_on_termination_signals
-from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
+from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once, executed_script
 
 _DEFAULT_RANKS = 8
 _WARMUP_STEPS = 3
@@ -69,6 +69,7 @@ def memory(
 
     \b
       unitrain memory train.py
+      unitrain memory config.yaml
       unitrain memory -np 4 --backend horovod train.py --batch-size 64
       unitrain memory --ranks 64 --json memory.json train.py
     """
@@ -90,8 +91,7 @@ def memory(
     try:
         check_host_memory()
         records = measure(
-            str(script),
-            args,
+            *executed_script(str(script), args),
             launch_options=options,
             request=MemoryRequest(warmup=_WARMUP_STEPS, steps=steps),
             limit_seconds=timeout_seconds,

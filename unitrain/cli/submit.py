@@ -58,6 +58,8 @@ from unitrain.supervisor import submission
 def submit(scheduler: str, is_dry_run: bool, **arguments: object) -> None:
     """Submit SCRIPT with its ARGS to a scheduler, as a preemptible job that resumes from its checkpoint.
 
+    SCRIPT may be a configuration file of `unitrain train`.
+
     Prints the batch script or manifest first. Unknown options are passed to sbatch and must use the form --qos=high.
 
     \b

@@ -43,7 +43,8 @@ _STARTUP_SECONDS = 120.0
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def tune(launch: str, minutes: float, seconds: float, compression: bool, script: Path, args: tuple[str, ...]) -> None:
-    """Search for settings that reduce the step time of SCRIPT, which must use unitrain.Trainer.
+    """Search for settings that reduce the step time of SCRIPT, which must use unitrain.Trainer, or be a configuration
+    file of `unitrain train`.
 
     Runs the script repeatedly for a few seconds, with and without each setting. Settings with a significant speedup in
     additional pairs of runs are saved to unitrain-tuned.json. In the same folder, `unitrain launch` applies and prints
@@ -51,6 +52,7 @@ def tune(launch: str, minutes: float, seconds: float, compression: bool, script:
 
     \b
       unitrain tune train.py
+      unitrain tune config.yaml --batch_size 64
       unitrain tune --minutes 20 --launch "--backend horovod -np 8 -H a:4,b:4" train.py --batch-size 64
     """
     try:

@@ -16,7 +16,7 @@ from unitrain.bootstrap import environment
 from unitrain.cli.available import find_available, parse_backends
 from unitrain.errors import ConfigError
 from unitrain.processes import exit_on_termination_signals
-from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
+from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once, executed_script
 
 if TYPE_CHECKING:
     from unitrain.verify.verdict import Run
@@ -66,11 +66,11 @@ def verify(
 ) -> None:
     """Train TARGET on every backend and report whether the numerical results are the same.
 
-    TARGET is an unmodified training script that uses unitrain.Trainer or unitrain.Pipeline, with its ARGS, or a
-    function that returns the arguments of Trainer and fit as a dictionary. Each run stops after --steps steps without
-    executing the rest of the script. UNITRAIN_BACKEND selects the backend of each run. Runs with unexplained
-    differences are repeated in float64, to distinguish rounding errors from defects. The exit status is 0 if the
-    results are the same, and 1 if they differ or a run failed.
+    TARGET is an unmodified training script that uses unitrain.Trainer or unitrain.Pipeline, with its ARGS, a
+    configuration file of `unitrain train`, or a function that returns the arguments of Trainer and fit as a dictionary.
+    Each run stops after --steps steps without executing the rest of the script. UNITRAIN_BACKEND selects the backend of
+    each run. Runs with unexplained differences are repeated in float64, to distinguish rounding errors from defects.
+    The exit status is 0 if the results are the same, and 1 if they differ or a run failed.
 
     With --bits, every run must be bit-identical to the first one in the parameters, optimizer state, buffers and loss
     of every step, on every backend and number of ranks. The report names the first step and tensor that differ.
@@ -79,6 +79,7 @@ def verify(
       unitrain verify train.py --epochs 3
       unitrain verify -np 2,3 --float64 train.py
       unitrain verify -np 1,2,3 --bits train.py
+      unitrain verify config.yaml --batch_size 64
       unitrain verify package.module:function
       unitrain verify file.py:function
     """
@@ -89,7 +90,8 @@ def verify(
         names = parse_backends(backends)
         check_not_launched("Run unitrain verify without a launcher: it starts the ranks itself.")
         check_started_once()
-        is_function = not target.endswith(".py") and ":" in target
+        script, script_args = executed_script(target, args)
+        is_function = script == target and not target.endswith(".py") and ":" in target
         if is_function:
             _check_function(target, args)
         else:
@@ -107,7 +109,8 @@ def verify(
         tolerance = FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE
     controllers, skipped = find_available(names)
     exit_on_termination_signals()
-    script = str(_TRAIN_FUNCTION) if is_function else target
+    if is_function:
+        script, script_args = str(_TRAIN_FUNCTION), (target,)
     with tempfile.TemporaryDirectory(prefix="unitrain-verify-") as folder:
         verification = Verification(
             script=script,
@@ -116,9 +119,7 @@ def verify(
             float64=float64,
             limit_seconds=timeout_seconds,
             folder=Path(folder),
-            build_command=partial(
-                _build_command, script=script, args=(target,) if is_function else args, cpu=cpu, max_ranks=max(sizes)
-            ),
+            build_command=partial(_build_command, script=script, args=script_args, cpu=cpu, max_ranks=max(sizes)),
             report_progress=partial(click.echo, nl=False, err=True),
             bits=bits,
         )

@@ -1,14 +1,20 @@
-"""Checks of commands that start ranks: the script exists, and the command itself was not started by a launcher."""
+"""Checks of commands that start ranks: the script exists, and the command itself was not started by a launcher.
+
+These commands also accept a configuration file instead of a script, and then run `unitrain train`.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from unitrain import launchers
 from unitrain.bootstrap import environment
 from unitrain.errors import did_you_mean
+from unitrain.factories import CONFIG_SUFFIXES
 
+_MAIN = Path(__file__).parent.parent / "__main__.py"
 _RANK_LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "mpirun_rsh", "mpiexec", "jsrun")
 
 
@@ -24,6 +30,19 @@ def check_script(script: Path) -> None:
     suggestion = did_you_mean(script.name, [path.name for path in script.parent.glob("*.py")])
     problem = "is not a file" if script.exists() else "does not exist"
     raise launchers.LaunchError(f"Script '{script}' {problem}. {suggestion}Options of unitrain go before the script.")
+
+
+def is_config_file(script: str | Path) -> bool:
+    """Return whether `script` is the name of a configuration file, which `unitrain train` runs."""
+    return Path(script).suffix in CONFIG_SUFFIXES
+
+
+def executed_script(script: str, args: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the Python script and the arguments that run `script` with `args`.
+
+    For a configuration file, they are those of `unitrain train`.
+    """
+    return (str(_MAIN), ("train", script, *args)) if is_config_file(script) else (script, tuple(args))
 
 
 def check_module(name: str) -> None:

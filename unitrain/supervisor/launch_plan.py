@@ -28,7 +28,13 @@ from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers import Command, ElasticRange, Host, LaunchError, LaunchSpec, SelectedDevices
 from unitrain.supervisor import rank_logs
 from unitrain.supervisor.attempt import SupervisedJob
-from unitrain.supervisor.checks import check_module, check_not_launched, check_script, check_started_once
+from unitrain.supervisor.checks import (
+    check_module,
+    check_not_launched,
+    check_script,
+    check_started_once,
+    is_config_file,
+)
 from unitrain.supervisor.membership import Membership
 from unitrain.supervisor.supervisor import Supervisor
 from unitrain.tune.tuned_settings import BUILT_IN_VARIABLES, TUNED_FILE, TunedRun, find_tuned, format_settings
@@ -171,7 +177,9 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
         check_module(str(request.script))
     else:
         check_script(request.script)
-    check_not_launched(f"Run the script itself: python {'-m ' if request.module else ''}{request.script}")
+    runs_config = not request.module and is_config_file(request.script)
+    program = "unitrain train" if runs_config else f"python{' -m' if request.module else ''}"
+    check_not_launched(f"Run the script itself: {program} {request.script}")
     options = launchers.parse_launcher_args(request.launcher_args)
     # With explicit hosts or torchrun --nnodes, starting the command in each task is intended.
     if not hosts and launcher != "none" and not any(word.startswith("--nnodes") for word in options):
@@ -183,9 +191,9 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
             f"Use: --backend {values['UNITRAIN_BACKEND']}"
         )
     return launcher, LaunchSpec(
-        script=str(request.script),
-        module=request.module,
-        args=request.args,
+        script="unitrain" if runs_config else str(request.script),
+        module=request.module or runs_config,
+        args=("train", str(request.script), *request.args) if runs_config else request.args,
         hosts=hosts,
         interface=request.interface,
         backend=backend,
@@ -212,7 +220,8 @@ def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, use
     if num_processes is None:
         num_processes = sum(host.slots for host in spec.hosts) or launchers.allocated_slots(launcher) or 1
     if request.use_tuned_settings:
-        tuned = _tuned_variables(launcher, spec, num_processes)
+        # unitrain tune does not support modules.
+        tuned = {} if request.module else _tuned_variables(launcher, request, spec, num_processes)
         spec = replace(spec, environment=tuned | dict(spec.environment))
     spec = replace(spec, num_processes=num_processes, max_restarts=request.max_restarts or 0)
     if uses_other_hosts and not request.is_dry_run:
@@ -373,7 +382,7 @@ def _host_source(request: LaunchRequest, spec: LaunchSpec, limits: ElasticRange)
     return lambda: hosts
 
 
-def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dict[str, str]:
+def _tuned_variables(launcher: str, request: LaunchRequest, spec: LaunchSpec, num_processes: int) -> dict[str, str]:
     """Return and print the variables that `unitrain tune` stored for this run. Variables set by the user take
     precedence.
 
@@ -381,12 +390,14 @@ def _tuned_variables(launcher: str, spec: LaunchSpec, num_processes: int) -> dic
     ConfigError if the file sets any other variable: the file may be distributed with an untrusted script, and a
     variable such as LD_PRELOAD executes code.
     """
-    if spec.module or not TUNED_FILE.exists():  # unitrain tune does not support modules
+    if not TUNED_FILE.exists():
         return {}
     backend = spec.backend or "ddp"
     hosts = spec.hosts or launchers.allocated_hosts(launcher)
     nodes = len(launchers.processes_per_host(num_processes, hosts)) if hosts else 1
-    tuned, differences = find_tuned(TunedRun.on_this_machine(spec.script, spec.args, backend, num_processes, nodes))
+    tuned, differences = find_tuned(
+        TunedRun.on_this_machine(str(request.script), request.args, backend, num_processes, nodes)
+    )
     if differences:
         click.echo(
             f"unitrain: The settings in {TUNED_FILE} are not used: {'; '.join(differences)}. Find new ones with: "

@@ -18,7 +18,7 @@ from unitrain.launchers import LaunchError, parse_exports
 from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.translation import Job, Translation, kubernetes, sbatch
 from unitrain.launchers.translation.hosts import divide_evenly
-from unitrain.supervisor.checks import check_script
+from unitrain.supervisor.checks import check_script, is_config_file
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 _MEMORY = re.compile(r"(?P<amount>\d+)(?P<unit>[KMGT])i?", re.ASCII)
@@ -74,7 +74,12 @@ def write_submission(request: SubmitRequest) -> Translation:
     if size < request.nodes:
         raise LaunchError(f"-np {size} leaves some of {request.nodes} nodes without a rank. Use: --nodes {size}")
     job = Job(
-        program=(sys.executable if scheduler == "slurm" else "python", script, *args),
+        program=(
+            sys.executable if scheduler == "slurm" else "python",
+            *(("-m", "unitrain", "train") if is_config_file(script) else ()),
+            script,
+            *args,
+        ),
         counts=divide_evenly(size, request.nodes),
         backend=request.backend,
         environment=values,

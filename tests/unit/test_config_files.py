@@ -1,0 +1,306 @@
+"""Runs that a YAML file describes, on one process: keys, overrides, errors, stored configurations and repeated runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+
+import unitrain
+from unitrain.cli import unitrain as command_line
+from unitrain.config_files.building import build_arguments
+from unitrain.config_files.parser import parse
+from unitrain.errors import ConfigError
+
+PARTS = '''
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import Dataset, TensorDataset
+
+class Network(nn.Module):
+    """A network.
+
+    Args:
+        hidden: the width of the hidden layer.
+    """
+
+    def __init__(self, hidden: int = 4, scale: float | None = 2.0) -> None:
+        super().__init__()
+        if hidden == 13:
+            raise ValueError("13 is not supported")
+        self.layers = nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.scale = scale
+
+    def forward(self, x):
+        return self.layers(x)
+
+def create_data(samples: int = 24, seed: int = 0) -> Dataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(samples, 3, generator=generator), torch.randn(samples, 1, generator=generator))
+
+def error(output, target):
+    return (output - target).abs().mean(1)
+
+def decay(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+'''
+CONFIG = """\
+model:
+  class_path: config_parts.Network
+  init_args:
+    hidden: 5
+optimizer:
+  class_path: torch.optim.SGD
+  init_args:
+    lr: 0.1
+    momentum: 0.9
+loss_fn: torch.nn.MSELoss
+metrics:
+  error: config_parts.error
+train_data: config_parts.create_data
+val_data:
+  class_path: config_parts.create_data
+  init_args: {samples: 7, seed: 1}
+callbacks:
+- class_path: unitrain.EarlyStopping
+  init_args: {monitor: val_loss, patience: 9}
+max_epochs: 2
+batch_size: 5
+device: cpu
+progress: "off"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with config/run.yaml and config/config_parts.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "config_parts", raising=False)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config_parts.py").write_text(PARTS)
+    (tmp_path / "config" / "run.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def message_of(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build_arguments(parse(words))
+    return str(caught.value)
+
+
+def build(*words: str) -> dict[str, Any]:
+    return build_arguments(parse(words))
+
+
+def train(*words: str) -> str:
+    done = CliRunner().invoke(command_line, ["train", *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = max(folder.glob("step-*"))
+    return load_file(checkpoint / "model.safetensors")
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_files_and_options_are_merged_in_order(folder: Path) -> None:
+    (folder / "fast.yaml").write_text("batch_size: 8\noptimizer: {init_args: {lr: 0.2}}\nkeep_last: null\n")
+    arguments = build("config/run.yaml", "fast.yaml", "--max_epochs", "3", "--model.hidden=6", "--output_dir=runs")
+    config, model, optimizer = arguments["config"], arguments["model"], arguments["optimizer"]
+    assert (config.max_epochs, config.batch_size, config.keep_last) == (3, 8, None)
+    assert model.layers[0].out_features == 6
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.2, 0.9)
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+    assert isinstance(arguments["loss_fn"], nn.MSELoss)
+    assert arguments["callbacks"][0].patience == 9
+    assert (len(arguments["train_data"]), len(arguments["val_data"])) == (24, 7)
+    assert arguments["metrics"]["error"](torch.ones(2, 1), torch.zeros(2, 1)).tolist() == [1, 1]
+
+
+def test_settings_with_objects_and_several_validation_datasets(folder: Path) -> None:
+    (folder / "more.yaml").write_text(
+        "val_data: {one: config_parts.create_data, two: {class_path: config_parts.create_data}}\n"
+        "local_steps: {steps: 4}\nloggers: [csv, {class_path: unitrain.JSONLinesLogger}]\n"
+        "checkpoint_activations: [Linear]\noutput_dir: runs\n"
+    )
+    arguments = build("config/run.yaml", "more.yaml")
+    assert list(arguments["val_data"]) == ["one", "two"]
+    assert arguments["config"].local_steps == unitrain.LocalSteps(steps=4)
+    assert arguments["config"].checkpoint_activations == ("Linear",)
+    assert arguments["loggers"][0] == "csv"
+    assert isinstance(arguments["loggers"][1], unitrain.JSONLinesLogger)
+
+
+def test_initial_weights_depend_on_the_seed_only(folder: Path) -> None:
+    torch.manual_seed(3)
+    expected = nn.Linear(3, 5).weight
+    assert torch.equal(build("config/run.yaml", "--seed=3")["model"].layers[0].weight, expected)
+
+
+def test_scheduler_classes_and_functions(folder: Path) -> None:
+    cosine = build("config/run.yaml", "--scheduler=torch.optim.lr_scheduler.CosineAnnealingLR", "--scheduler.T_max=7")
+    assert isinstance(cosine["scheduler"], CosineAnnealingLR)
+    assert cosine["scheduler"].T_max == 7
+    assert cosine["scheduler"].optimizer is cosine["optimizer"]
+    cycle = build("config/run.yaml", "--scheduler=torch.optim.lr_scheduler.OneCycleLR", "--scheduler.max_lr=0.3")
+    planned = cycle["scheduler"](cycle["optimizer"], 11)
+    assert isinstance(planned, OneCycleLR)
+    assert planned.total_steps == 11
+    decay = build("config/run.yaml", "--scheduler=config_parts.decay")
+    assert decay["scheduler"](decay["optimizer"], 4).lr_lambdas[0](1) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch_size: large", r"bad.yaml, line 2: batch_size: expected int or None, got 'large'\. Print the types of"),
+        ("batch_size: 0", r"bad.yaml, line 2: batch_size: TrainConfig\.batch_size must be at least 1, got 0\. Use 32"),
+        ("batch_sise: 4", r"bad.yaml, line 2: unknown key 'batch_sise'\. Did you mean 'batch_size'\?"),
+        ("seed: 1\nseed: 2", r"bad.yaml, line 3: seed: the key is already set in line 2\. Remove one of them\."),
+        ("seed: [1", r"bad.yaml, line \d: .*Correct the YAML syntax"),
+        (
+            "model:\n  init_args:\n    hidden: x",
+            r"bad.yaml, line 4: model\.hidden: expected int, got 'x'\. Print the arg",
+        ),
+        ("model:\n  init_args:\n    hiden: 3", r"bad.yaml, line 4: model\.hiden: .*'hiden' is not accepted"),
+        ("model: config_parts.Net", r"bad.yaml, line 2: model: config_parts\.Net: module 'config_parts' has no attr"),
+        ("model: config_parts.error", r"bad.yaml, line 2: model: .*config_parts\.error does not correspond to a subcl"),
+        ("precision: fp17", r"bad.yaml, line 2: precision: expected one of 'fp32', 'bf16', 'fp16', got 'fp17'"),
+        (
+            "callbacks:\n- class_path: unitrain.GradientWatch\n- class_path: unitrain.EarlyStopping\n"
+            "  init_args: {patience: soon}",
+            r"bad.yaml, line 5: callbacks\.patience: expected int, got 'soon'",
+        ),
+        ("python_path: src", r"bad.yaml, line 2: python_path: .*src"),
+        ("- 1", r"bad.yaml, line 2: the file contains a list\. Use a mapping"),
+        ("model: null", r"The key 'model' is not set\. Add it to 'bad.yaml', as in model: torch"),
+        ("max_steps: 5", r"config/run.yaml, line 20: max_epochs: TrainConfig takes either max_epochs or max_s"),
+    ],
+)
+def test_errors_name_the_file_line_and_key(text: str, message: str, folder: Path) -> None:
+    (folder / "bad.yaml").write_text(f"# comment\n{text}\n")
+    assert re.match(message, message_of("config/run.yaml", "bad.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batch_size", "many"), r"--batch_size: expected int or None, got 'many'"),
+        (("--model.hidden=x",), r"--model\.hidden: expected int, got 'x'"),
+        (("--batch_size=0",), r"--batch_size: TrainConfig\.batch_size must be at least 1"),
+        (("--batch-size=3",), r"Unknown option --batch-size\. Did you mean 'batch_size'\?"),
+        (("--python_path=src",), r"--python_path is read from files only\. Use: export PYTHONPATH"),
+    ],
+)
+def test_errors_name_the_option(words: tuple[str, ...], message: str, folder: Path) -> None:
+    assert re.match(message, message_of("config/run.yaml", *words))
+
+
+def test_missing_files_and_keys_are_reported(folder: Path) -> None:
+    done = CliRunner().invoke(command_line, ["train", "config/rum.yaml"])
+    assert done.exit_code == 2
+    assert "Configuration file 'config/rum.yaml' does not exist. Did you mean 'run.yaml'?" in done.stderr
+    assert "The key 'model' is not set" in CliRunner().invoke(command_line, ["train", "--seed=1"]).stderr
+    assert "takes a configuration file" in CliRunner().invoke(command_line, ["train"]).stderr
+
+
+def test_exceptions_of_a_class_name_its_key(folder: Path) -> None:
+    with pytest.raises(ValueError, match="13 is not supported") as caught:
+        build("config/run.yaml", "--model.hidden=13")
+    assert caught.value.__notes__[0].startswith("config/run.yaml, line 1: model: the exception was raised")
+
+
+def test_without_jsonargparse_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    done = CliRunner().invoke(command_line, ["train", "config/run.yaml"])
+    assert done.exit_code == 1
+    assert 'with: pip install ".[config]"' in done.stderr
+    assert CliRunner().invoke(command_line, ["train", "--help"]).output.startswith("Usage: ")
+
+
+def test_help_and_starting_file(folder: Path) -> None:
+    shown = " ".join(train("--help").split())
+    assert "--max_grad_norm" in shown
+    assert "Clip the gradient norm of the global batch to this value." in shown
+    assert "known subclasses" not in shown
+    of_class = " ".join(train("config/run.yaml", "--model.help", "config_parts.Network").split())
+    assert "the width of the hidden layer. (type: int, default: 4)" in of_class
+    printed = yaml.safe_load(train("--print_config"))
+    assert {"model", "train_data", "max_epochs", "batch_size"} <= printed.keys()
+    printed = train("config/run.yaml", "--print_config=comments")
+    assert "# Clip the gradient norm" in printed
+    assert "known subclasses" not in printed
+    (folder / "start.yaml").write_text(printed + "python_path: [config]\n" * ("\npython_path" not in printed))
+    assert build("config/run.yaml", "start.yaml")["config"] == build("config/run.yaml")["config"]
+
+
+def test_a_stored_configuration_repeats_and_continues_the_run(folder: Path) -> None:
+    words = ["config/run.yaml", "--output_dir=runs/first", "--model.scale=null"]
+    assert re.search(r"final train_loss=\S+ val_loss=\S+ val_error=\S+\n", train(*words))
+    stored = folder / "runs" / "first" / "config.yaml"
+    content = yaml.safe_load(stored.read_text())
+    assert content["python_path"] == ["config"]
+    assert content["model"]["init_args"] == {"hidden": 5, "scale": None}
+    assert (content["batch_size"], content["keep_last"], content["output_dir"]) == (5, 3, "runs/first")
+    (checkpoint, *_) = sorted((folder / "runs" / "first").glob("step-*"))
+    assert (checkpoint / "config.yaml").read_text() == stored.read_text()
+
+    assert "in the new folder 'runs/first-2'" in train("runs/first/config.yaml")
+    assert equal(weights(folder / "runs" / "first"), weights(folder / "runs" / "first-2"))
+    train(f"{checkpoint.relative_to(folder)}/config.yaml", "--output_dir", "other")
+    assert equal(weights(folder / "runs" / "first"), weights(folder / "other"))
+
+    train("runs/first/config.yaml", "--resume", "true", "--max_epochs", "3")
+    train("config/run.yaml", "--max_epochs=3", "--output_dir=whole", "--model.scale=null")
+    assert equal(weights(folder / "runs" / "first"), weights(folder / "whole"))
+    assert yaml.safe_load(stored.read_text())["resume"] is False
+    assert yaml.safe_load(stored.read_text())["max_epochs"] == 3
+
+
+def test_the_run_has_the_numbers_of_the_script(folder: Path) -> None:
+    train("config/run.yaml", "--output_dir=from_file")
+    import config_parts  # type: ignore[import-not-found]
+
+    with unitrain.init(device="cpu") as backend:
+        torch.manual_seed(0)
+        model = config_parts.Network(hidden=5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        config = unitrain.TrainConfig(max_epochs=2, batch_size=5, output_dir="from_script", progress="off")
+        trainer = unitrain.Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config)
+        trainer.fit(config_parts.create_data(), config_parts.create_data(7, 1))
+    assert equal(weights(folder / "from_file"), weights(folder / "from_script"))
+    assert not (folder / "from_script" / "config.yaml").exists()
+
+
+def test_config_text_of_a_script_must_be_text(folder: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = unitrain.TrainConfig(max_epochs=1, batch_size=1)
+    with (
+        unitrain.init(device="cpu") as backend,
+        pytest.raises(ConfigError, match=r"Trainer\(config_text=\.\.\.\) must be a non-empty string"),
+    ):
+        unitrain.Trainer(
+            model,
+            optimizer,
+            nn.MSELoss(),
+            backend=backend,
+            config=config,
+            config_text={"seed": 1},  # type: ignore
+        )

@@ -1,0 +1,101 @@
+"""The arguments of `Trainer` and `fit` from a parsed configuration."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from unitrain.config import TrainConfig
+from unitrain.config_files.parser import ParsedConfig, parse, setting_names
+from unitrain.errors import ConfigError
+from unitrain.randomness import seed_generators
+
+_TOTAL_STEPS = "total_steps"
+
+
+def build_arguments(parsed: ParsedConfig) -> dict[str, Any]:
+    """Return the arguments of `Trainer` and `fit`, except "backend", as a dictionary.
+
+    Seeds the generators of torch, numpy and Python with the configuration's seed, and then creates the model first.
+    Raises ConfigError for invalid settings. Exceptions of the user's classes are raised with a note that names the key.
+    """
+    config = _build_config(parsed)
+    seed_generators(config.seed)
+    model = _build(parsed, "model")
+    optimizer = _build(parsed, "optimizer")
+    arguments = {
+        "model": model,
+        "optimizer": _call(parsed, "optimizer", lambda: optimizer(model.parameters())),
+        "loss_fn": _build(parsed, "loss_fn"),
+        "config": config,
+        "metrics": _build(parsed, "metrics"),
+        "forward": _build(parsed, "forward"),
+        "callbacks": _build(parsed, "callbacks"),
+        "loggers": _build(parsed, "loggers"),
+    }
+    scheduler = _build(parsed, "scheduler")
+    if scheduler is not None:
+        arguments["scheduler"] = _call(parsed, "scheduler", lambda: _build_scheduler(scheduler, arguments["optimizer"]))
+    return arguments | {name: _build(parsed, name) for name in ("train_data", "val_data")}
+
+
+def load_arguments(words: Sequence[str]) -> Mapping[str, Any]:
+    """Return the arguments of `Trainer` and `fit` for the command line `words` of `unitrain train`.
+
+    Raises ConfigError, or MissingDependencyError without jsonargparse.
+    """
+    return build_arguments(parse(words))
+
+
+def _build_config(parsed: ParsedConfig) -> TrainConfig:
+    settings = parsed.parser.instantiate(_part(parsed, setting_names()))
+    try:
+        return TrainConfig(**{name: settings[name] for name in setting_names()})
+    except ConfigError as error:
+        named = [word for word in re.findall(r"\w+", str(error)) if word in setting_names()]
+        if not named:
+            raise
+        raise parsed.error(named[:1], str(error)) from None
+
+
+def _build(parsed: ParsedConfig, name: str) -> Any:
+    """Create the object of the key `name`."""
+    return _call(parsed, name, lambda: parsed.parser.instantiate(_part(parsed, [name]))[name])
+
+
+def _call(parsed: ParsedConfig, name: str, function: Callable[[], Any]) -> Any:
+    """Call `function`. An exception receives a note with the place of the key `name`."""
+    try:
+        return function()
+    except Exception as error:
+        error.add_note(str(parsed.error([name], "the exception was raised while this object was created")))
+        raise
+
+
+def _part(parsed: ParsedConfig, names: Sequence[str]) -> Any:
+    part = type(parsed.values)()
+    for name in names:
+        part[name] = parsed.values[name]
+    return part
+
+
+def _build_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
+    """Return a scheduler, or a function scheduler(optimizer, total_steps) for the Trainer.
+
+    `scheduler` is a function of the user, or a partial object with the arguments of a class.
+    """
+    if isinstance(scheduler, partial):
+        if _TOTAL_STEPS in scheduler.keywords and scheduler.keywords[_TOTAL_STEPS] is None:
+            if scheduler.keywords.get("steps_per_epoch") is not None:  # from which OneCycleLR computes the number
+                return scheduler(optimizer)
+            return lambda optimizer, total_steps: scheduler(optimizer, total_steps=total_steps)
+        return scheduler(optimizer)
+    parameters = [
+        one for one in inspect.signature(scheduler).parameters.values() if one.default is inspect.Parameter.empty
+    ]
+    return scheduler if len(parameters) > 1 else scheduler(optimizer)

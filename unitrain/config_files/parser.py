@@ -1,0 +1,275 @@
+"""The keys of a configuration file and their types, command-line overrides, and errors with file, line and key."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from unitrain.callbacks.callback import Callback
+from unitrain.config import TrainConfig
+from unitrain.config_files.sources import ConfigFile
+from unitrain.errors import ConfigError, MissingDependencyError, did_you_mean
+from unitrain.loggers.logger import Logger
+
+PYTHON_PATH = "python_path"
+REQUIRED = ("model", "optimizer", "loss_fn", "train_data")
+_EXAMPLES = {
+    "model": "torch.nn.Linear",
+    "optimizer": "torch.optim.AdamW",
+    "loss_fn": "torch.nn.CrossEntropyLoss",
+    "train_data": "package.module.create_dataset",
+}
+_Data: Any = Dataset | DataLoader
+# Name, type, default and help of the keys that are not settings of TrainConfig.
+_KEYS: tuple[tuple[str, Any, Any, str], ...] = (
+    ("model", nn.Module, None, "Class of the model, or function that returns it."),
+    ("optimizer", Callable[[Iterable[Any]], Optimizer], None, "Class of the optimizer of the model's parameters."),
+    (
+        "scheduler",
+        Callable[[Optimizer], LRScheduler] | Callable[[Optimizer, int], LRScheduler] | None,
+        None,
+        "Class of the learning-rate scheduler, or function scheduler(optimizer, total_steps). A class with an argument "
+        "total_steps that is not set receives the number of steps of the run.",
+    ),
+    ("loss_fn", Callable[..., Any], None, "Function loss_fn(output, target), or a class such as torch.nn.MSELoss."),
+    ("metrics", dict[str, Callable[..., Any]] | None, None, "Metric functions or torchmetrics classes by name."),
+    ("forward", Callable[..., Any] | None, None, "Function forward(model, batch) that returns (output, target)."),
+    ("train_data", _Data, None, "Class of the dataset or DataLoader, or function that returns it."),
+    ("val_data", _Data | dict[str, _Data] | None, None, "Validation data, or several datasets by name."),
+    ("callbacks", list[Callback], [], "Classes of the callbacks."),
+    ("loggers", list[str | Logger], [], "Names or classes of the loggers."),
+    ("backend", str | None, None, "ddp, horovod, local or a plug-in. [default: UNITRAIN_BACKEND, or the launcher's]"),
+    ("device", str | None, None, "Device of each rank. [default: a GPU per rank if there are GPUs, otherwise cpu]"),
+    ("transport", str | None, None, "Transport, such as gloo or nccl. [default: UNITRAIN_TRANSPORT, or the device's]"),
+    ("timeout_seconds", float, 300.0, "Timeout of the rendezvous and of every collective."),
+    (
+        PYTHON_PATH,
+        list[str],
+        [],
+        "Folders, relative to the working directory, that are searched for modules, as the working directory itself. "
+        "Set it in a file. [default: the folder of the file]",
+    ),
+)
+_CLASS_KEYS = ("model", "optimizer", "scheduler", "loss_fn", "train_data", "val_data", "callbacks", "loggers")
+_UNION = "Does not validate against any of the Union subtypes"
+_KEY_PATTERN = re.compile(r'(?:Parser )?[Kk]ey "([^"]+)"')
+_CLASS_PATTERN = re.compile(r"<class '([\w.]+)'>")
+
+
+@dataclass(frozen=True)
+class ParsedConfig:
+    """A parsed configuration: the parser, the values of all keys, the files, and the command-line overrides."""
+
+    parser: Any
+    values: Any
+    files: Sequence[ConfigFile]
+    overrides: Sequence[str]
+
+    def text(self, **changes: Any) -> str:
+        """Return the YAML text of all keys with these `changes`. It does not depend on other files."""
+        values = self.values.clone()
+        for name, value in changes.items():
+            values[name] = value
+        text: str = self.parser.dump(values, skip_none=False, skip_validation=True)
+        return text
+
+    def error(self, names: Sequence[str], message: str, value: str | None = None) -> ConfigError:
+        """Return an error with the place of the key `names`, such as ("model", "hidden")."""
+        return ConfigError(f"{_place(self.files, self.overrides, names, value)}: {message}")
+
+
+def parse(words: Sequence[str]) -> ParsedConfig:
+    """Parse the command line of `unitrain train`: files, of which later ones take precedence, and options --key value.
+
+    Inserts the folders of modules into sys.path, and imports the modules that the values name. The options --help and
+    --print_config print and exit. Raises ConfigError, or MissingDependencyError without jsonargparse.
+    """
+    jsonargparse = _import_jsonargparse()
+    count = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
+    files, overrides = [ConfigFile.read(Path(word)) for word in words[:count]], list(words[count:])
+    parser = _create_parser(jsonargparse)
+    _check_keys(files, overrides)
+    _extend_module_search(files)
+    arguments = [word for file in files for word in ("--config", str(file.path))]
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            values = parser.parse_args([*arguments, *overrides])
+    except jsonargparse.ArgumentError as error:
+        raise _locate(str(error), files, overrides) from None
+    finally:
+        sys.stdout.write(_quote_off(_without_subclasses(printed.getvalue())))  # of --print_config and --KEY.help
+    values.pop("config", None)
+    parsed = ParsedConfig(parser, values, files, overrides)
+    for name in REQUIRED:
+        if values[name] is None:
+            where = f"'{files[-1].path}'" if files else "a configuration file"
+            raise ConfigError(
+                f"The key {name!r} is not set. Add it to {where}, as in {name}: {_EXAMPLES[name]}, or use --{name}"
+            )
+    return parsed
+
+
+def keys_help() -> str:
+    """Return a description of all keys with their types. Raises MissingDependencyError without jsonargparse."""
+    text: str = _create_parser(_import_jsonargparse()).format_help()
+    return text.partition("\n\n")[2]
+
+
+def search_folders(files: Iterable[ConfigFile]) -> list[str]:
+    """Return the folders to search for modules: those of the key python_path, or else the folder of each file.
+
+    The folders are relative to the working directory if they are inside it. The working directory is omitted.
+    """
+    folders: dict[str, None] = {}
+    for file in files:
+        names = file.content.get(PYTHON_PATH)
+        for name in names if names and isinstance(names, list) else [file.path.parent]:
+            path = Path(str(name)).resolve()
+            if path != Path.cwd():
+                folders[str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)] = None
+    return list(folders)
+
+
+def setting_names() -> list[str]:
+    """Return the names of the settings of TrainConfig."""
+    return [field.name for field in fields(TrainConfig)]
+
+
+def _import_jsonargparse() -> Any:
+    try:
+        return importlib.import_module("jsonargparse")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"unitrain train needs a package that is missing: {error}. Install it, in the source folder of unitrain, "
+            'with: pip install ".[config]"'
+        ) from error
+
+
+def _without_subclasses(text: str) -> str:
+    """Return a help text of jsonargparse without the lists of all imported subclasses: hundreds of modules of torch."""
+    return re.sub(r",\s+known\s+subclasses:[^()]*\)", ")", text)
+
+
+def _quote_off(text: str) -> str:
+    """Return a printed configuration with the value "off" in quotes, without which YAML 1.1 reads it as false."""
+    return re.sub(r"^(progress: )off$", r'\1"off"', text, flags=re.MULTILINE)
+
+
+def _create_parser(jsonargparse: Any) -> Any:
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+    def format_help(parser: Any) -> str:
+        return _without_subclasses(jsonargparse.ArgumentParser.format_help(parser))
+
+    parser_class = type("ConfigParser", (jsonargparse.ArgumentParser,), {"format_help": format_help})
+    parser = parser_class(
+        prog="unitrain train",
+        usage="unitrain train [CONFIG ...] [--KEY VALUE ...]",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="A configuration file, like CONFIG.")
+    for name, kind, default, text in _KEYS:
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+    parser.add_class_arguments(TrainConfig, None)
+    return parser
+
+
+def _check_keys(files: Iterable[ConfigFile], overrides: Sequence[str]) -> None:
+    """Raise ConfigError for unknown keys and for options that jsonargparse would not locate."""
+    known = [*(name for name, *_ in _KEYS), *setting_names()]
+    for file in files:
+        for entry in file.entries:
+            name = str(entry.key[0])
+            if len(entry.key) == 1 and name.partition(".")[0] not in known:
+                raise ConfigError(
+                    f"{file.place(entry)}: unknown key {name!r}. {did_you_mean(name, known)}Print all keys with: "
+                    "unitrain train --help"
+                )
+    for word in overrides:
+        if not word.startswith("--"):
+            continue
+        name = word[2:].partition("=")[0].rstrip("+")
+        if name == PYTHON_PATH:
+            raise ConfigError(f"--{PYTHON_PATH} is read from files only. Use: export PYTHONPATH=folder")
+        if name.partition(".")[0] not in (*known, "config", "print_config", "help"):
+            hyphen = name.replace("-", "_")
+            raise ConfigError(
+                f"Unknown option --{name}. {did_you_mean(hyphen, known)}Print all options with: unitrain train --help"
+            )
+
+
+def _extend_module_search(files: Iterable[ConfigFile]) -> None:
+    folders = [str(Path.cwd()), *(str(Path(name).resolve()) for name in search_folders(files))]
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+
+
+def _locate(text: str, files: Sequence[ConfigFile], overrides: Sequence[str]) -> ConfigError:
+    """Return the error of jsonargparse `text` with file, line and key."""
+    names = [part for found in _KEY_PATTERN.findall(text) for part in found.split(".")]
+    if not names:
+        return ConfigError(f"{text.strip()}. Print all keys with: unitrain train --help")
+    message, value = _shorten(text)
+    if (option := re.search(r"Option '([^']+)' is not accepted", text)) is not None:
+        names.append(option[1])
+    top = names[0]
+    fix = f"Print the arguments of a class with: unitrain train --{top}.help CLASS"
+    if top not in _CLASS_KEYS:
+        fix = "Print the types of all keys with: unitrain train --help"
+    place = _place(files, overrides, names, value)
+    return ConfigError(f"{place}: {message.rstrip('.')}. {fix}")
+
+
+def _shorten(text: str) -> tuple[str, str | None]:
+    """Return the message of jsonargparse in one line, and the invalid value if it is known."""
+    text = _CLASS_PATTERN.sub(lambda found: "None" if found[1] == "NoneType" else found[1], text)
+    text = re.sub(r"typing\.Literal\[([^\]]*)\]", r"one of \1", text)
+    types, given = re.search(r"Subtypes: \[(.*)\]$", text, re.MULTILINE), re.search(r"Given value: (.*)", text)
+    if text.count(_UNION) == 1 and types and given and "Problem with" not in text:
+        expected = sorted(types[1].split(", "), key=lambda name: name == "None")  # the order differs between versions
+        return f"expected {' or '.join(expected)}, got {given[1]!r}", given[1]
+    last = text.strip().splitlines()[-1].strip().removeprefix("- ")
+    if (found := re.fullmatch(r"Expected an? (.*)\. Got value: (.*)", last)) is not None:
+        return f"expected {found[1]}, got {found[2]!r}", found[2]
+    problem = re.search(r"Problem with given class_path '([^']+)':\s*(.*)", text)
+    if problem is not None and text.count("Problem with") == 1:
+        return f"{problem[1]}: {problem[2].strip()}", problem[1]
+    lines = text.strip().splitlines()[1:] or text.strip().splitlines()
+    return "; ".join(line.strip() for line in lines), None
+
+
+def _place(files: Sequence[ConfigFile], overrides: Sequence[str], names: Sequence[str], value: str | None) -> str:
+    """Return the option of the command line, or the file and line, that sets the key `names` last."""
+    key = ".".join(names)
+    for word in reversed(overrides):
+        option = word[2:].partition("=")[0].rstrip("+") if word.startswith("--") else ""
+        parts = option.split(".")
+        if parts[0] == names[0] and (len(parts) == 1 or parts[-1] in names):
+            return f"--{option}"
+    for file in reversed(files):
+        if (entry := file.find(names, value)) is not None:
+            return f"{file.place(entry)}: {key}"
+    return key
+
+
+@functools.cache
+def versions() -> str:
+    """Return the versions of unitrain and torch for the header of a file."""
+    import unitrain
+
+    return f"unitrain {unitrain.__version__}, torch {torch.__version__}"

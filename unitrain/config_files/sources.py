@@ -1,0 +1,108 @@
+"""Configuration files: reading them, and finding the line of a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unitrain.errors import ConfigError, did_you_mean
+from unitrain.factories import CONFIG_SUFFIXES
+
+Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key of a file, such as ("callbacks", 0, "init_args"), its line, and its value if it is a scalar."""
+
+    key: Key
+    line: int
+    value: str | None
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A configuration file: its path, content, and keys."""
+
+    path: Path
+    content: dict[str, Any]
+    entries: Sequence[Entry]
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigFile:
+        """Read a YAML or JSON file. Raises ConfigError if it does not exist, or with the line of a syntax error."""
+        if not path.is_file():
+            known = [one.name for one in path.parent.glob("*") if one.suffix in CONFIG_SUFFIXES]
+            raise ConfigError(
+                f"Configuration file '{path}' {'is not a file' if path.exists() else 'does not exist'}. "
+                f"{did_you_mean(path.name, known)}Create one with: unitrain train --print_config > config.yaml"
+            )
+        try:
+            text = path.read_text(encoding="utf-8")
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            content = yaml.safe_load(text)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = "" if mark is None else f", line {mark.line + 1}"
+            raise ConfigError(
+                f"{path}{line}: {error.problem or error.context}. Correct the YAML syntax, as in batch_size: 32"
+            ) from None
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"Cannot read configuration file '{path}': {error}. Use a YAML file.") from None
+        if node is None:
+            return cls(path, {}, ())
+        if not isinstance(content, dict):
+            raise ConfigError(
+                f"{path}, line {node.start_mark.line + 1}: the file contains a {type(content).__name__}. Use a mapping "
+                "of keys and values, as in batch_size: 32"
+            )
+        return cls(path, content, tuple(_entries(path, node, ())))
+
+    def place(self, entry: Entry) -> str:
+        """Return "file, line N"."""
+        return f"{self.path}, line {entry.line}"
+
+    def find(self, names: Sequence[str], value: str | None = None) -> Entry | None:
+        """Return the deepest entry whose key starts with the first of `names` and contains the others in order.
+
+        If several match, the one with this `value` is preferred.
+        """
+        for count in range(len(names), 0, -1):
+            found = [entry for entry in self.entries if _contains(entry.key, names[:count])]
+            if found:
+                same_value = [entry for entry in found if value is not None and entry.value == value]
+                return (same_value or found)[0]
+        return None
+
+
+def _contains(key: Key, names: Sequence[str]) -> bool:
+    if not key or key[0] != names[0]:
+        return False
+    rest = iter(key)
+    return all(name in rest for name in names)
+
+
+def _entries(path: Path, node: yaml.Node, key: Key) -> Iterator[Entry]:
+    """Yield the entries below `node`, in the order of the file. Raises ConfigError for a repeated key."""
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for name, value in node.value:
+            text, line = str(name.value), name.start_mark.line + 1
+            if text in lines:
+                raise ConfigError(
+                    f"{path}, line {line}: {text}: the key is already set in line {lines[text]}. Remove one of them."
+                )
+            lines[text] = line
+            inner = (*key, text)
+            yield Entry(inner, line, value.value if isinstance(value, yaml.ScalarNode) else None)
+            yield from _entries(path, value, inner)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            inner = (*key, number)
+            scalar = value.value if isinstance(value, yaml.ScalarNode) else None
+            yield Entry(inner, value.start_mark.line + 1, scalar)
+            yield from _entries(path, value, inner)

@@ -1,0 +1,85 @@
+"""Training as described by configuration files, and the resolved configuration of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from unitrain.backends.base import Backend
+from unitrain.checkpoint import files, output_folder
+from unitrain.config_files.building import build_arguments
+from unitrain.config_files.parser import PYTHON_PATH, ParsedConfig, parse, search_folders, versions
+from unitrain.factories import FIT
+
+
+def read_command_line(words: Sequence[str]) -> ParsedConfig:
+    """Parse the command line of `unitrain train`, before the ranks communicate. See `parser.parse`."""
+    return parse(words)
+
+
+def train(parsed: ParsedConfig) -> dict[str, float]:
+    """Train as described by `parsed`, and return the results of `Trainer.fit`. All ranks call it.
+
+    The resolved configuration is stored as config.yaml in the output folder and in each checkpoint. If `parsed` is such
+    a file, the run is repeated in a new folder, unless a new output folder or `resume` is selected.
+    """
+    import unitrain
+
+    values = parsed.values
+    with unitrain.init(
+        values.backend, device=values.device, transport=values.transport, timeout_seconds=values.timeout_seconds
+    ) as backend:
+        if (folder := _repetition_folder(parsed, backend)) is not None:
+            if backend.rank == 0:
+                click.echo(f"Repeating the run of '{parsed.files[-1].path}' in the new folder '{folder}'.")
+            values.output_dir = folder
+        arguments = build_arguments(parsed)
+        fit_arguments = [arguments.pop(name) for name in FIT]
+        trainer = unitrain.Trainer(**arguments, backend=backend, config_text=_resolved_text(parsed))
+        return trainer.fit(*fit_arguments)
+
+
+def _resolved_text(parsed: ParsedConfig) -> str:
+    """Return the resolved configuration. It describes the run, not this start of it, so `resume` is omitted unless it
+    selects the checkpoint of another run."""
+    values = parsed.values
+    changes: dict[str, Any] = {PYTHON_PATH: search_folders(parsed.files)}
+    own = None if values.output_dir is None else files.real_path(Path(values.output_dir))
+    if isinstance(values.resume, bool) or values.resume == "auto" or files.real_path(Path(values.resume)) == own:
+        changes["resume"] = False
+    stored = f"{values.output_dir or 'FOLDER'}/{files.CONFIG}"
+    return (
+        f"# Resolved configuration of a run of `unitrain train`. {versions()}\n"
+        f"# Repeat the run:    unitrain train {stored}\n"
+        f"# Continue the run:  unitrain train {stored} --resume true\n"
+    ) + parsed.text(**changes)
+
+
+def _repetition_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
+    """Return a new output folder if the run of a stored configuration is repeated, otherwise None.
+
+    The name is that of the run's folder with the next free number. A restarted job keeps its folder. All ranks call it.
+    """
+    values = parsed.values
+    is_selected = any(word.startswith(("--output_dir", "--resume")) for word in parsed.overrides)
+    if not parsed.files or values.output_dir is None or is_selected or values.resume:
+        return None
+    folder, file = Path(values.output_dir), files.real_path(parsed.files[-1].path)
+    if file.name != files.CONFIG or files.real_path(folder) not in (file.parent, file.parent.parent):
+        return None
+
+    def find() -> str:
+        number = 2
+        while True:
+            found = folder.with_name(f"{folder.name}-{number}")
+            if not found.exists() or output_folder.belongs_to_this_job(found):
+                return str(found)
+            number += 1
+
+    task = f"find a new folder for the run of '{folder}'"
+    found = output_folder.on_rank_zero(backend, task, output_folder.CHECK_WRITABLE, find)
+    new_folder: str = backend.broadcast_object(found)
+    return new_folder
