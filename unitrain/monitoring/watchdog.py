@@ -152,7 +152,9 @@ class Watchdog:
         if self._publish_failure(failure):
             self._has_reported = True
             other_ranks = [rank for rank in range(self._size) if rank != self._rank]
-            statuses = self._complete_statuses(self._collect_statuses(other_ranks), other_ranks)
+            # The launcher terminates this rank soon after the others exit: wait for ranks that respond only.
+            running = [rank for rank in other_ranks if not self._has_shut_down(rank)]
+            statuses = self._complete_statuses(self._collect_statuses(running), other_ranks)
             self._report = self._format_report(statuses)
             unresponsive = [rank for rank, status in statuses.items() if status.activity is Activity.NO_RESPONSE]
             continued = self._continue_stopped(unresponsive)
@@ -258,6 +260,11 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             return None
         return partial(self._thread_store.answer_requests, self._status)
+
+    def _has_shut_down(self, rank: int) -> bool:
+        with contextlib.suppress(dist.DistError):
+            return self._store.get_shutdown(rank) is not None
+        return False
 
     def _complete_statuses(self, statuses: Mapping[int, RankStatus], ranks: Sequence[int]) -> dict[int, RankStatus]:
         """Return `statuses`, with statuses added for the `ranks` that have shut down or do not respond."""
