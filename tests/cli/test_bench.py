@@ -164,7 +164,7 @@ def test_files_without_a_result_are_refused(tmp_path: Path) -> None:
         path = tmp_path / name
         if content is not None:
             path.write_text(content)
-        with pytest.raises(ReportError, match=rf"{name}.*unitrain bench collectives --json"):
+        with pytest.raises(ReportError, match=rf"{name}.*unitrain bench train --json"):
             results.read(path)
     path = tmp_path / "train"
     path.write_text('{"kind": "train", "rows": []}')

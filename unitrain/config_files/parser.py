@@ -152,12 +152,14 @@ def setting_names() -> list[str]:
 
 def _import_jsonargparse() -> Any:
     try:
-        return importlib.import_module("jsonargparse")
-    except ImportError as error:
+        jsonargparse = importlib.import_module("jsonargparse")
+        jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    except ImportError as error:  # also raised without the packages of jsonargparse's own extras
         raise MissingDependencyError(
             f"unitrain train needs a package that is missing: {error}. Install it, in the source folder of unitrain, "
             'with: pip install ".[config]"'
         ) from error
+    return jsonargparse
 
 
 def _without_subclasses(text: str) -> str:
@@ -171,8 +173,6 @@ def _quote_off(text: str) -> str:
 
 
 def _create_parser(jsonargparse: Any) -> Any:
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
     def format_help(parser: Any) -> str:
         return _without_subclasses(jsonargparse.ArgumentParser.format_help(parser))
 
