@@ -56,7 +56,9 @@ def build_command(
     hosts: list[dict[str, object]] = []
     for host, command in commands:
         start = (
-            [*_SRUN, f"--nodelist={host.name}", *_agent_loader(python)] if through_slurm else _start_agent(host, python)
+            [*_SRUN, f"--nodelist={host.name}", *_agent_loader(python)]
+            if through_slurm
+            else _agent_command(host, python)
         )
         variables = dict(command.environment)
         hosts.append({"name": host.name, "start": start, "argv": command.argv, "variables": variables})
@@ -76,7 +78,7 @@ def add_cleanup(command: Command, spec: LaunchSpec) -> Command:
         {"name": Path(command.argv[0]).name, "start": _agent_loader(spec.python), "argv": command.argv}
     ]
     hosts += [
-        {"name": host.name, "start": _start_agent(host, spec.python), "argv": None}
+        {"name": host.name, "start": _agent_command(host, spec.python), "argv": None}
         for host in used
         if not is_this_host(host)
     ]
@@ -88,7 +90,7 @@ def _agent_loader(python: str) -> list[str]:
     return [python, "-P", "-c", "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"]
 
 
-def _start_agent(host: Host, python: str) -> list[str]:
+def _agent_command(host: Host, python: str) -> list[str]:
     if is_this_host(host):
         return _agent_loader(python)
     return [*SSH, "--", host.name.strip("[]"), f"exec {shlex.join(_agent_loader(python))}"]

@@ -54,7 +54,8 @@ def merge_options(defaults: Iterable[Sequence[str]], options: Sequence[str]) -> 
     """Return `options`, preceded by the `defaults` that they do not override. Open MPI rejects an option that occurs
     twice.
 
-    The last word of a default is its value; the words before it identify the option, with one dash or two.
+    The last word of a default is its value; the words before it identify the option. The number of leading dashes is
+    ignored.
     """
     plain = [word.lstrip("-") for word in options]
     kept: list[str] = []

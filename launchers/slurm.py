@@ -73,9 +73,9 @@ def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
 
 
 def multi_host_allocation() -> Allocation | None:
-    """Return the allocation if it has several hosts. Return None otherwise, and in a task of a step with several tasks.
+    """Return the allocation if it has several hosts, otherwise None. In a step with several tasks, also return None.
 
-    In a step the host of this process comes first.
+    In a step, the host of this process comes first.
     """
     if is_one_of_several_tasks() or os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return None
@@ -87,8 +87,8 @@ def multi_host_allocation() -> Allocation | None:
 
 
 def allocated_hosts(launcher: str) -> tuple[Host, ...]:
-    """Return the hosts of the allocation; empty outside an allocation, and for a launcher that does not start ranks
-    there.
+    """Return the hosts of the allocation; empty outside an allocation, and for a launcher that does not start ranks on
+    its hosts.
     """
     job = None
     if launcher in ("mpirun", "srun"):
@@ -100,7 +100,7 @@ def allocated_hosts(launcher: str) -> tuple[Host, ...]:
 
 def allocated_slots(launcher: str) -> int | None:
     """Return the number of tasks of the allocation; None outside an allocation, and for a launcher that does not start
-    ranks there.
+    ranks on its hosts.
     """
     return sum(host.slots for host in allocated_hosts(launcher)) or None
 
@@ -194,8 +194,8 @@ def _expand_host_names(nodes: str) -> list[str]:
     return _scontrol(["show", "hostnames", nodes], f"list the hosts of {nodes!r}").split()
 
 
-def _scontrol(words: list[str], action: str) -> str:
-    """Return the output of `scontrol` with these words. Raises LaunchError; its message names the `action`."""
+def _scontrol(arguments: list[str], action: str) -> str:
+    """Return the output of `scontrol` with these arguments. Raises LaunchError, whose message names the `action`."""
     program = shutil.which("scontrol")
     if program is None:
         raise LaunchError(
@@ -204,13 +204,13 @@ def _scontrol(words: list[str], action: str) -> str:
         )
     try:
         done = subprocess.run(
-            [program, *words], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_SECONDS, check=False
+            [program, *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"scontrol did not {action} within {_SCONTROL_TIMEOUT_SECONDS} s. Try: sinfo") from None
     if done.returncode or not done.stdout.split():
         raise LaunchError(
             f"scontrol could not {action}: {done.stderr.strip() or 'it printed nothing'}. "
-            f"Try: scontrol {' '.join(words)}"
+            f"Try: scontrol {' '.join(arguments)}"
         )
     return done.stdout

@@ -95,13 +95,13 @@ def _read_placement(options: Options) -> tuple[tuple[int, ...], tuple[str, ...],
         whole, rest = divmod(size, per_host)
         return (per_host,) * whole + ((rest,) if rest else ()), (), ()
     if hosts and not has_slots:  # mpiexec assigns ranks to hosts round-robin
-        place_by_node = (
+        round_robin_note = (
             "mpiexec assigns ranks to hosts round-robin; other launchers assign consecutive ranks to each host."
         )
         several = len(hosts) > 1 and size > len(hosts)
         return (
             divide_evenly(size, len(hosts)),
             tuple(host.name for host in hosts[:size]),
-            (place_by_node,) if several else (),
+            (round_robin_note,) if several else (),
         )
     return place_processes(size, hosts)

@@ -83,7 +83,7 @@ def quote(word: str) -> str:
 
 
 def mark_expansion(text: str) -> str:
-    """Return text that a shell expands, marked as a word or a part of one."""
+    """Return `text`, which a shell would expand, enclosed in marks. It may be a word or a part of one."""
     return f"{_OPEN}{text}{_CLOSE}"
 
 

@@ -61,8 +61,8 @@ class PowerSGD:
                     f"Use PowerSGD({name}={getattr(PowerSGD, name)})."
                 )
         rate: Any = self.min_compression_rate
-        number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not (number and math.isfinite(rate) and rate > 0):
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if not (is_number and math.isfinite(rate) and rate > 0):
             raise ConfigError(
                 f"PowerSGD.min_compression_rate must be a number above 0, got {rate!r}. "
                 "Use PowerSGD(min_compression_rate=2)."

@@ -20,7 +20,7 @@ def local_logical_ranks(logical_ranks: int, rank: int, size: int) -> range:
 
 
 def check_logical_ranks(argument: str, logical_ranks: Any, communicator: Communicator) -> None:
-    """Raise ConfigError unless `logical_ranks` is None or an integer of at least the number of processes."""
+    """Raise ConfigError unless `logical_ranks` is None or an integer not smaller than the number of processes."""
     validation.check_integer(argument, logical_ranks, 1, "Use logical_ranks=8, or leave it out", optional=True)
     if logical_ranks is not None and logical_ranks < communicator.size:
         raise ConfigError(
@@ -55,7 +55,10 @@ def current_logical_rank() -> LogicalRank | None:
 
 
 def check_no_logical_rank() -> None:
-    """Raise ModelError if the last batch belongs to a logical rank, before a step of a model without logical ranks."""
+    """Raise ModelError if the last batch belongs to a logical rank.
+
+    It is called before the optimizer step of a model without logical ranks.
+    """
     if (current := _Current.logical_rank) is not None:
         raise ModelError(
             f"The batches come from a ShardedLoader with logical_ranks={current.count}, but the model was distributed "

@@ -1,4 +1,4 @@
-"""Store requests with a time limit.
+"""Requests to a torch.distributed store, with a time limit.
 
 torch's TCPStore has no time limit for responses. If the process that serves it is stopped (SIGSTOP, a frozen container)
 or its host loses the network connection, a request blocks forever, and cannot be interrupted.
@@ -24,7 +24,7 @@ class StoreNotRespondingError(dist.DistNetworkError):
 
 
 class ResponsiveStore:
-    """A connection to a store whose requests raise StoreNotRespondingError after `limit_seconds`.
+    """A connection to a store. A request raises StoreNotRespondingError if the response takes over `limit_seconds`.
 
     A daemon thread sends the requests. While it waits for the response to an earlier request, further requests also
     raise the error. After a late response, requests succeed again. `get` must only be called for existing keys.
@@ -40,7 +40,7 @@ class ResponsiveStore:
 
     @property
     def is_responding(self) -> bool:
-        """Return whether no request has exceeded the limit, or the late response has arrived."""
+        """Return False after a request has exceeded the limit, until its late response arrives; otherwise True."""
         return self._timed_out is None or self._timed_out.done()
 
     def set(self, key: str, value: str) -> None:
@@ -70,7 +70,7 @@ class ResponsiveStore:
     def _call(self, request: Callable[[], _ResultT]) -> _ResultT:
         with self._mutex:
             if not self.is_responding:
-                raise _not_responding(self._limit_seconds)
+                raise _not_responding_error(self._limit_seconds)
             result: Future[_ResultT] = Future()
             self._requests.put((request, result))
             try:
@@ -109,10 +109,10 @@ def _wait(result: Future[_ResultT], limit_seconds: float) -> _ResultT:
     except TimeoutError:
         if result.done():  # the request itself raised a TimeoutError, or was completed in the meantime
             return result.result()
-        raise _not_responding(limit_seconds) from None
+        raise _not_responding_error(limit_seconds) from None
 
 
-def _not_responding(limit_seconds: float) -> StoreNotRespondingError:
+def _not_responding_error(limit_seconds: float) -> StoreNotRespondingError:
     return StoreNotRespondingError(
         f"The rendezvous store has not responded for {limit_seconds:g} s: the process of rank 0 is stopped, or its "
         "host is unreachable."

@@ -149,7 +149,7 @@ class Callbacks:
                 callback.load_state_dict(states[name])
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
-        """Return (name, callback) pairs. From its second occurrence, a class name is followed by a number."""
+        """Return (name, callback) pairs. From its second occurrence on, a class name is followed by a number."""
         counts: dict[str, int] = {}
         named = []
         for callback in self._callbacks:

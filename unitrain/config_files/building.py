@@ -21,8 +21,9 @@ _TOTAL_STEPS = "total_steps"
 def build_arguments(parsed: ParsedConfig) -> dict[str, Any]:
     """Return the arguments of `Trainer` and `fit`, except "backend", as a dictionary.
 
-    Seeds the generators of torch, numpy and Python with the configuration's seed, and then creates the model first.
-    Raises ConfigError for invalid settings. Exceptions of the user's classes are raised with a note that names the key.
+    Seeds the generators of torch, numpy and Python with the configuration's seed, and then creates the model before any
+    other object. Raises ConfigError for invalid settings. To an exception that a user's class raises, a note is added
+    that names the key.
     """
     config = _build_config(parsed)
     seed_generators(config.seed)
@@ -64,12 +65,12 @@ def _build_config(parsed: ParsedConfig) -> TrainConfig:
 
 
 def _build(parsed: ParsedConfig, name: str) -> Any:
-    """Create the object of the key `name`."""
+    """Create the object that the key `name` specifies."""
     return _call(parsed, name, lambda: parsed.parser.instantiate(_part(parsed, [name]))[name])
 
 
 def _call(parsed: ParsedConfig, name: str, function: Callable[[], Any]) -> Any:
-    """Call `function`. An exception receives a note with the place of the key `name`."""
+    """Call `function`. If it raises an exception, add a note with the location of the key `name`."""
     try:
         return function()
     except Exception as error:
@@ -87,11 +88,11 @@ def _part(parsed: ParsedConfig, names: Sequence[str]) -> Any:
 def _build_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
     """Return a scheduler, or a function scheduler(optimizer, total_steps) for the Trainer.
 
-    `scheduler` is a function of the user, or a partial object with the arguments of a class.
+    `scheduler` is the user's function, or a functools.partial of a scheduler class with its arguments.
     """
     if isinstance(scheduler, partial):
         if _TOTAL_STEPS in scheduler.keywords and scheduler.keywords[_TOTAL_STEPS] is None:
-            if scheduler.keywords.get("steps_per_epoch") is not None:  # from which OneCycleLR computes the number
+            if scheduler.keywords.get("steps_per_epoch") is not None:  # OneCycleLR computes total_steps from it
                 return scheduler(optimizer)
             return lambda optimizer, total_steps: scheduler(optimizer, total_steps=total_steps)
         return scheduler(optimizer)

@@ -42,8 +42,8 @@ _KEYS: tuple[tuple[str, Any, Any, str], ...] = (
         "scheduler",
         Callable[[Optimizer], LRScheduler] | Callable[[Optimizer, int], LRScheduler] | None,
         None,
-        "Class of the learning-rate scheduler, or function scheduler(optimizer, total_steps). A class with an argument "
-        "total_steps that is not set receives the number of steps of the run.",
+        "Class of the learning-rate scheduler, or function scheduler(optimizer, total_steps). If a class has an "
+        "argument total_steps that is not set, it receives the number of steps of the run.",
     ),
     ("loss_fn", Callable[..., Any], None, "Function loss_fn(output, target), or a class such as torch.nn.MSELoss."),
     ("metrics", dict[str, Callable[..., Any]] | None, None, "Metric functions or torchmetrics classes by name."),
@@ -60,8 +60,8 @@ _KEYS: tuple[tuple[str, Any, Any, str], ...] = (
         PYTHON_PATH,
         list[str],
         [],
-        "Folders, relative to the working directory, that are searched for modules, as the working directory itself. "
-        "Set it in a file. [default: the folder of the file]",
+        "Folders, relative to the working directory, that are searched for modules in addition to the working "
+        "directory. Set it in a file. [default: the folder of the file]",
     ),
 )
 _CLASS_KEYS = ("model", "optimizer", "scheduler", "loss_fn", "train_data", "val_data", "callbacks", "loggers")
@@ -88,7 +88,7 @@ class ParsedConfig:
         return text
 
     def error(self, names: Sequence[str], message: str, value: str | None = None) -> ConfigError:
-        """Return an error with the place of the key `names`, such as ("model", "hidden")."""
+        """Return an error that begins with the location of the key `names`, such as ("model", "hidden")."""
         return ConfigError(f"{_place(self.files, self.overrides, names, value)}: {message}")
 
 
@@ -112,7 +112,8 @@ def parse(words: Sequence[str]) -> ParsedConfig:
     except jsonargparse.ArgumentError as error:
         raise _locate(str(error), files, overrides) from None
     finally:
-        sys.stdout.write(_quote_off(_without_subclasses(printed.getvalue())))  # of --print_config and --KEY.help
+        # The output of --print_config and --KEY.help.
+        sys.stdout.write(_quote_off(_without_subclasses(printed.getvalue())))
     values.pop("config", None)
     parsed = ParsedConfig(parser, values, files, overrides)
     for name in REQUIRED:
@@ -191,7 +192,7 @@ def _create_parser(jsonargparse: Any) -> Any:
 
 
 def _check_keys(files: Iterable[ConfigFile], overrides: Sequence[str]) -> None:
-    """Raise ConfigError for unknown keys and for options that jsonargparse would not locate."""
+    """Raise ConfigError for unknown keys of files, for unknown options, and for the option --python_path."""
     known = [*(name for name, *_ in _KEYS), *setting_names()]
     for file in files:
         for entry in file.entries:
@@ -220,7 +221,7 @@ def _extend_module_search(files: Iterable[ConfigFile]) -> None:
 
 
 def _locate(text: str, files: Sequence[ConfigFile], overrides: Sequence[str]) -> ConfigError:
-    """Return the error of jsonargparse `text` with file, line and key."""
+    """Return a ConfigError with file, line and key for `text`, an error message of jsonargparse."""
     names = [part for found in _KEY_PATTERN.findall(text) for part in found.split(".")]
     if not names:
         return ConfigError(f"{text.strip()}. Print all keys with: unitrain train --help")

@@ -34,7 +34,10 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
-        """Read a YAML or JSON file. Raises ConfigError if it does not exist, or with the line of a syntax error."""
+        """Read a YAML or JSON file. Raises ConfigError if it does not exist or is invalid.
+
+        For a syntax error, the message contains the line.
+        """
         if not path.is_file():
             known = [one.name for one in path.parent.glob("*") if one.suffix in CONFIG_SUFFIXES]
             raise ConfigError(

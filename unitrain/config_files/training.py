@@ -23,8 +23,9 @@ def read_command_line(words: Sequence[str]) -> ParsedConfig:
 def train(parsed: ParsedConfig) -> dict[str, float]:
     """Train as described by `parsed`, and return the results of `Trainer.fit`. All ranks call it.
 
-    The resolved configuration is stored as config.yaml in the output folder and in each checkpoint. If `parsed` is such
-    a file, the run is repeated in a new folder, unless a new output folder or `resume` is selected.
+    The resolved configuration is stored as config.yaml in the output folder and in each checkpoint. If `parsed` was
+    read from such a file, the run is repeated in a new folder, unless the command line sets an output folder, or
+    `resume` is set.
     """
     import unitrain
 
@@ -32,7 +33,7 @@ def train(parsed: ParsedConfig) -> dict[str, float]:
     with unitrain.init(
         values.backend, device=values.device, transport=values.transport, timeout_seconds=values.timeout_seconds
     ) as backend:
-        if (folder := _repetition_folder(parsed, backend)) is not None:
+        if (folder := _rerun_folder(parsed, backend)) is not None:
             if backend.rank == 0:
                 click.echo(f"Repeating the run of '{parsed.files[-1].path}' in the new folder '{folder}'.")
             values.output_dir = folder
@@ -43,8 +44,8 @@ def train(parsed: ParsedConfig) -> dict[str, float]:
 
 
 def _resolved_text(parsed: ParsedConfig) -> str:
-    """Return the resolved configuration. It describes the run, not this start of it, so `resume` is omitted unless it
-    selects the checkpoint of another run."""
+    """Return the resolved configuration. It describes the run independently of restarts, so `resume` is omitted unless
+    it selects the checkpoint of another run."""
     values = parsed.values
     changes: dict[str, Any] = {PYTHON_PATH: search_folders(parsed.files)}
     own = None if values.output_dir is None else files.real_path(Path(values.output_dir))
@@ -58,7 +59,7 @@ def _resolved_text(parsed: ParsedConfig) -> str:
     ) + parsed.text(**changes)
 
 
-def _repetition_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
+def _rerun_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
     """Return a new output folder if the run of a stored configuration is repeated, otherwise None.
 
     The name is that of the run's folder with the next free number. A restarted job keeps its folder. All ranks call it.

@@ -17,7 +17,8 @@ _REQUESTS, _FAILURE, _SHUTDOWN, _PROCESS = "requests", "failure", "shutdown", "p
 _FAILURE_STATUS, _REQUESTED_STATUS = "failure_status", "requested_status"
 _STATUS_TIMEOUT_SECONDS = 3.0
 _POLL_SECONDS = 0.02
-# Maximum number of requests answered at a time, because any program that connects to the store can add requests.
+# Maximum number of requests answered at a time. A limit is necessary, because any program that connects to the store
+# can add requests.
 _MAX_ANSWERED_REQUESTS = 100
 
 
@@ -52,7 +53,7 @@ class FailureStore:
 
     @property
     def is_responding(self) -> bool:
-        """Return whether no request has exceeded the limit, or the late response has arrived."""
+        """Return False after a request has exceeded the limit, until its late response arrives; otherwise True."""
         return self._responsive_store.is_responding
 
     def report_failure(self, failure: Failure, reporter: str) -> tuple[Failure, str]:

@@ -1,4 +1,6 @@
-"""Find the user's line, the function, and the DataLoader worker in the stack of a thread."""
+"""Inspect the stack of a thread: the current line of user code, the called functions, and the awaited DataLoader
+worker.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from unitrain.monitoring.stack_inspection import awaited_batch
 _PERIOD_SECONDS = 0.5
 # Time within which the main thread must raise an error after another rank has failed.
 _GRACE_SECONDS = 5.0
-# Time within which a rank that caused a failure must print the report.
+# Maximum time that a failing rank waits for another thread of its process to print the report.
 _REPORT_SECONDS = 3.5
 # Launchers whose ranks continue to run when the launcher is killed.
 _LAUNCHERS_WITHOUT_CLEANUP = ("torchrun",)
@@ -47,7 +47,7 @@ _LAST_CHECKPOINT_SECONDS = 60.0
 _FAILURE_REPORT_SECONDS = 4 * _PERIOD_SECONDS
 # A deadline expires this long after the timeout of the main thread's own wait.
 _DEADLINE_MARGIN_SECONDS = 5.0
-# Limits for a response of the store. While the watchdog thread waits for one, it does not check deadlines.
+# Time limits for a response from the store. While the watchdog thread waits for one, it does not check deadlines.
 _POLL_LIMIT_SECONDS, _STORE_LIMIT_SECONDS = 2.0, 10.0
 _PROCESS_ENDED = "its process was killed or crashed"
 _SHUTDOWN_TOO_EARLY = "it shut down while other ranks still waited for it"
@@ -66,8 +66,9 @@ class Watchdog:
     def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, loop_counters: LoopCounters) -> None:
         self._rank, self._size = rendezvous.rank_info.rank, rendezvous.rank_info.size
         self._flight_recorder, self._loop_counters = flight_recorder, loop_counters
-        self._thread_store = FailureStore(rendezvous.store, self._rank, _POLL_LIMIT_SECONDS)  # of this thread
-        self._store = FailureStore(rendezvous.store, self._rank, _STORE_LIMIT_SECONDS)  # used by all other threads
+        # The first store is used by the watchdog thread only, and the second by all other threads.
+        self._thread_store = FailureStore(rendezvous.store, self._rank, _POLL_LIMIT_SECONDS)
+        self._store = FailureStore(rendezvous.store, self._rank, _STORE_LIMIT_SECONDS)
         self._deadlines = Deadlines(rendezvous.timeout.total_seconds() + _DEADLINE_MARGIN_SECONDS)
         self._timeout_seconds = rendezvous.timeout.total_seconds()
         self._data_deadline = DataDeadline(self._timeout_seconds + _DEADLINE_MARGIN_SECONDS)
@@ -82,7 +83,7 @@ class Watchdog:
         self._reporter: threading.Thread | None = None
         self._original_excepthook, sys.excepthook = sys.excepthook, self._excepthook
         atexit.register(self._report_exit)
-        with contextlib.suppress(dist.DistError):  # it only serves to resume stopped processes
+        with contextlib.suppress(dist.DistError):  # the process ID is only needed to resume a stopped process
             self._store.publish_process(RankProcess(_process_namespace(), self._pid))
         self._thread = threading.Thread(target=self._run, name="unitrain watchdog", daemon=True)
         self._liveness = LivenessCheck(rendezvous, self._on_process_ended)
@@ -92,7 +93,7 @@ class Watchdog:
     def stop(self) -> None:
         """Stop the watchdog; ranks need not stop at the same time.
 
-        Report the shutdown first: if another rank still waits for this one, its failure report names this rank.
+        This first reports the shutdown, so that the failure report of a rank that still waits for this one names it.
         """
         self._report_shutdown("it called shutdown() or left its `with unitrain.init()` block")
         self._stop_event.set()
@@ -105,8 +106,8 @@ class Watchdog:
     def set_deadline(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
         """Terminate the process and print the text of `describe` unless `is_done` returns true in time.
 
-        Use it for waits that cannot be interrupted. The call costs about 1 µs. The limit is a few seconds longer than
-        the timeout, and starts immediately or when earlier work is done.
+        Use it for waits that cannot be interrupted. The call costs about 1 µs. The time limit is a few seconds longer
+        than the timeout. The time is counted from this call or, if earlier work is unfinished, from its completion.
         """
         return self._deadlines.add(is_done, describe)
 
@@ -213,8 +214,8 @@ class Watchdog:
     # --- failures ---
 
     def _missing_rank(self) -> Failure | None:
-        """After a timeout of this rank, return the first rank that is not waiting for other ranks, as the missing rank.
-        Return None if all ranks wait.
+        """After a timeout of this rank, return the failure of the missing rank, the first one that is not waiting for
+        other ranks. Return None if all ranks are waiting.
         """
         for rank, status in sorted(self._collected_statuses.items()):
             if not status.waits_for_ranks:
@@ -411,7 +412,7 @@ class Watchdog:
         if isinstance(error, Exception | KeyboardInterrupt) and os.getpid() == self._pid:
             self.report_failure(error)
         first, own = self._first_failure, _first_line(error)
-        place = f", at {_last_line(traceback)}" if traceback is not None else ""
+        place = f", at {_raise_location(traceback)}" if traceback is not None else ""
         is_consequence = first is not None and first.rank != self._rank
         text = f"rank {self._rank} of {self._size} ended with {own}{place}"
         if is_consequence and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
@@ -480,7 +481,7 @@ def _is_timeout(error: BaseException) -> bool:
     return isinstance(error, CollectiveTimeoutError) or (isinstance(error, RuntimeError) and "imed out" in str(error))
 
 
-def _last_line(traceback: TracebackType) -> str:
+def _raise_location(traceback: TracebackType) -> str:
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"

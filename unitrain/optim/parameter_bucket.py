@@ -1,6 +1,6 @@
-"""Parameters that local steps synchronize together, as one vector, and the arithmetic of a synchronization.
+"""Buckets of parameters for `local_steps` (local SGD and DiLoCo), each synchronized over ranks as one vector.
 
-`backends/local_steps_setting.py` specifies the formulas.
+`backends/local_steps_setting.py` specifies the formulas, and defines the errors that compression causes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ParameterBucket:
     """Parameters of one dtype that are synchronized together, as a vector in the dtype of the computation: float32 for
     half precision, otherwise the dtype of the parameters.
 
-    `anchor` contains the weights after the last synchronization, and `momentum` that of the outer optimizer,
-    [elements]. They are None if they are not needed.
+    `anchor`, [elements], contains the weights after the last synchronization. `momentum`, [elements], is the momentum
+    of the outer optimizer. Each is None if it is not needed.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class ParameterBucket:
         self._write(self._backend.allreduce(self._flatten(self._parameters)))
 
     def reduce_gradients(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Set each `.grad` to its mean over ranks, or to None if no rank has it. All ranks of the mean call it."""
+        """Set each `.grad` to its mean over ranks, or leave it None if it is None on every rank. All ranks of the
+        mean call it."""
         found = [parameter.grad for parameter in self._parameters]
         values = [
             torch.zeros_like(parameter) if gradient is None else gradient
@@ -87,14 +88,15 @@ class ParameterBucket:
             _real(parameter.grad).copy_(part)
 
     def gather_slice_error(self) -> Tensor | None:
-        """Return the errors of all slices, [elements]. All ranks call it."""
+        """Return the compression error of the mean, [elements], gathered from the slice of each rank; None if there
+        is none. All ranks call it."""
         if self.mean.slice_error is None:
             return None
         return self._backend.allgather(self.mean.slice_error)[: sum(self._sizes)]
 
     def load(self, outer: Mapping[str, Mapping[str, Tensor]], errors: Mapping[str, Tensor]) -> None:
-        """Load the state of the outer optimizer and this rank's error. A state that the settings do not use is
-        discarded."""
+        """Load the state of the outer optimizer and this rank's compression error. State that the settings do not
+        use is discarded."""
         settings = self._settings
         if not settings.averages_weights:
             self.anchor = self._join(outer["anchors"])
@@ -151,10 +153,10 @@ def _bucket_names(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex `tensor` as real numbers."""
+    """Return `tensor`, or its view as real numbers if it is complex."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def vector_shape(parameter: Tensor) -> list[int]:
-    """Return the shape of `parameter` as real numbers."""
+    """Return the shape of `parameter`, or that of its real view if it is complex."""
     return list(_real(parameter.detach()).shape)

@@ -17,11 +17,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Autocast format of the forward pass. Parameters keep their dtype.
+    """Autocast for the forward pass and, with fp16, loss scaling. Parameters keep their dtype.
 
     With fp16, the loss scale is dynamic. Gradients are reduced before GradScaler reads them, so an inf on one rank
     propagates to all ranks. All ranks therefore skip the same steps and update the loss scale identically, without
-    additional communication. Raises ConfigError if `device` does not support the format.
+    additional communication. Raises ConfigError if `device` does not support the dtype.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
@@ -45,9 +45,9 @@ class Precision:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def loss_scale(self, before: Tensor | None = None) -> Tensor | None:
-        """Return the current loss scale multiplied by `before`, an earlier scale; None if there is neither.
+        """Return the current loss scale multiplied by `before`, the factor by which the loss is already multiplied.
 
-        This method does not synchronize with the device.
+        A missing factor counts as 1; if both are missing, return None. Does not synchronize with the device.
         """
         if self._scaler is None:
             return before
@@ -82,7 +82,7 @@ class Precision:
         if skips_on_device:
             stepped = not found_non_finite(self._scaler, optimizer)
             if not stepped:
-                # torch 2.14's fused SGD creates momentum before it skips, and does not initialize it.
+                # torch 2.14's fused SGD creates momentum buffers even for a skipped step, and does not initialize them.
                 for parameter in [parameter for parameter in optimizer.state if parameter not in known]:
                     del optimizer.state[parameter]
         self._scaler.update()
@@ -96,7 +96,7 @@ class Precision:
             self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale; empty unless the format is fp16."""
+        """Return the state of the loss scale; empty unless the precision is fp16."""
         return {} if self._scaler is None else self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -190,7 +190,7 @@ class RankGroup:
                     answers[number] = (False, "ProcessDied", "the process has ended", "", time.time())
             failure_deadline = time.monotonic() + _AFTER_FAILURE_SECONDS
             if failure_deadline < deadline and any(not answer[0] for answer in answers.values()):
-                # Other ranks may also fail: wait some seconds, so that the error contains their messages.
+                # Other ranks may also fail: wait a few seconds, so that the error contains their messages.
                 deadline = failure_deadline
                 limit = f"{_AFTER_FAILURE_SECONDS:g} s after that failure"
         failures = {number: answer for number, answer in answers.items() if not answer[0]}
@@ -240,6 +240,6 @@ def run_ranks(
     timeout_seconds: float = 120.0,
 ) -> list[Any]:
     """Call `function(backend, *args)` on `size` new ranks, and return the results in rank order. The ranks import
-    `function` from its module, which cannot be the script that runs, `__main__`. See `RankGroup.run`."""
+    `function` from its module, which must not be `__main__`, the running script. See `RankGroup.run`."""
     with RankGroup(backend, size, command=command) as group:
         return group.run(function, *args, timeout_seconds=timeout_seconds)

@@ -280,7 +280,7 @@ def sharded_state_rejects_a_step_on_local_gradients(backend: Backend) -> None:
 
 @Communicator.register
 class _BroadcastOnly:
-    """A communicator with only blocking broadcasts, such as a third-party backend may be."""
+    """A communicator with only blocking broadcasts, as in a minimal third-party backend."""
 
     def __init__(self, backend: Backend) -> None:
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
@@ -347,7 +347,7 @@ class _Decay(torch.optim.Optimizer):
 
 @contract
 def sharded_state_of_user_defined_optimizers(backend: Backend) -> None:
-    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # the constructor adds calls of hooks to Adam.step
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # the constructor wraps Adam.step, so that it calls hooks
     for make in (_DecayingAdam, _Decay):
         for with_closure in (False, True):
             model, wrapped, optimizer = _setup(backend, make)

@@ -29,7 +29,7 @@ _TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the
 
 @dataclass(frozen=True)
 class Gain:
-    """The speedup by settings: the ratio of the step times without and with the settings, per pair of runs."""
+    """The speedup that settings cause: the step time without them divided by that with them, per pair of runs."""
 
     ratios: Sequence[float]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def create_recorder(folder: str) -> Recorder:
-    """Create the recorder of a run started by `unitrain verify` with `folder`. See `bootstrap.overrides`."""
+    """Create the recorder, which writes to `folder`, for a run of `unitrain verify`. See `bootstrap.overrides`."""
     return Recorder(Path(folder))
 
 

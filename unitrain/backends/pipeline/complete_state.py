@@ -109,8 +109,8 @@ def _load_stage(
     by_stage: list[list[list[str]]],
     state: Mapping[str, Any],
 ) -> None:
-    """Load the entries that `state` contains for the parameters `own` into `optimizer`. `by_stage` contains the
-    parameters by group."""
+    """Load the entries that `state` contains for this stage into `optimizer`. `own` contains the names of its
+    parameters by group, and `by_stage` those of every stage."""
     groups = [[name for names in by_stage for name in names[number]] for number in range(len(own))]
     saved = state["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group) for group in groups]:

@@ -65,7 +65,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     ) -> None:
         super().__init__()
         self.module = model
-        # Expanded buffers have been broadcast before.
+        # `Backend.distributed_model` has already broadcast the expanded buffers.
         buffers_to_send = [buffer for buffer in model.buffers() if not is_expanded(buffer)]
         broadcast_in_parts(communicator, [*model.parameters(), *buffers_to_send])
         self._device = communicator.device
