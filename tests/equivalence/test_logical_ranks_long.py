@@ -27,7 +27,7 @@ GROUPS = [
     *nightly(("ddp", 2, "gloo"), ("ddp", 4, "gloo"), ("horovod", 2, "gloo"), ("horovod", 3, "gloo")),
     pytest.param(("horovod", 4, "mpi"), marks=[needs_mpi, pytest.mark.nightly]),
 ]
-NUM_STEPS = [200, *nightly(1000)]
+NUM_STEPS = nightly(200, 1000)
 
 
 def train_long(backend: Backend, steps: int) -> tuple[str, Digests]:
