@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import io
 import re
@@ -268,7 +267,6 @@ def _place(files: Sequence[ConfigFile], overrides: Sequence[str], names: Sequenc
     return key
 
 
-@functools.cache
 def versions() -> str:
     """Return the versions of unitrain and torch for the header of a file."""
     import unitrain

@@ -153,7 +153,7 @@ class Watchdog:
         if self._publish_failure(failure):
             self._has_reported = True
             other_ranks = [rank for rank in range(self._size) if rank != self._rank]
-            # The launcher terminates this rank soon after the others exit: wait for ranks that respond only.
+            # The launcher terminates this rank soon after the others exit, so wait only for ranks that can respond.
             running = [rank for rank in other_ranks if not self._has_shut_down(rank)]
             statuses = self._complete_statuses(self._collect_statuses(running), other_ranks)
             self._report = self._format_report(statuses)
