@@ -131,6 +131,18 @@ def a_sampler_on_one_rank(backend: Backend, _: str) -> None:
     _train(backend, _loader(sampler=sampler))
 
 
+def no_model_to_broadcast_on_one_rank(backend: Backend, _: str) -> None:
+    unitrain.broadcast_buffers(None if backend.rank else nn.BatchNorm1d(3), backend)  # type: ignore[arg-type]
+
+
+def no_buffers_on_one_rank(backend: Backend, _: str) -> None:
+    unitrain.broadcast_buffers(nn.Linear(3, 1) if backend.rank else nn.BatchNorm1d(3), backend)
+
+
+def buffers_of_another_shape_on_one_rank(backend: Backend, _: str) -> None:
+    unitrain.broadcast_buffers(nn.BatchNorm1d(3 + backend.rank), backend)
+
+
 def no_batch_size_on_one_rank(backend: Backend, _: str) -> None:
     _train(backend, _loader() if backend.rank == 1 else 8, batch_size=None)
 
@@ -242,6 +254,17 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         scalar_validation_data_on_one_rank,
         "len() of a Tensor failed: TypeError",
         "from __len__",
+    ),
+    (
+        no_model_to_broadcast_on_one_rank,
+        "broadcast_buffers(model) must be a torch.nn.Module, got None",
+        "Use broadcast",
+    ),
+    (no_buffers_on_one_rank, "3 buffers on rank 0 and 0 on rank 1", "Pass the same model on every rank"),
+    (
+        buffers_of_another_shape_on_one_rank,
+        "a float32 buffer of shape [3] on rank 0 and a float32 buffer of shape [4] on rank 1",
+        "Pass the same model on every rank",
     ),
     (different_seeds_of_a_share, "differs between ranks in seed: [0, 1].", "Use seed=0 on every rank"),
     (a_sampler_on_one_rank, "differs between ranks in sampler: [None, 'WeightedRandomSampler']", "Use sampler=None on"),

@@ -389,6 +389,34 @@ def invalid_values_on_the_last_rank_raise_on_every_rank(backend: Backend, stages
     pipeline.load_optimizer_state_dict(optimizer, state)
 
 
+def an_error_that_the_last_rank_handles(backend: Backend, fault: str) -> str:
+    """Return the error that the last rank raises and handles. The other ranks would otherwise wait for it."""
+    is_last = backend.rank == backend.size - 1
+    model = build()
+    if fault == "block":
+        model.append(Failing() if is_last else nn.Identity())
+    pipeline = pipeline_of(backend, model, 2)
+    inputs, targets = data(8)[:]
+    try:
+        if fault == "forward":
+            pipeline.forward(None if is_last else inputs)  # type: ignore[arg-type]
+        broken = inputs[0, 0] if is_last and fault == "inputs" else inputs
+        pipeline.forward_backward(broken, targets[:3] if is_last and fault == "targets" else targets)
+        pipeline.clip_grad_norm_(float("nan") if is_last and fault == "max_norm" else 1.0)
+    except (unitrain.TensorError, unitrain.ConfigError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Failing(nn.Module):
+    """A block that raises an error when it trains."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.training and inputs.requires_grad and inputs.abs().sum():
+            raise ZeroDivisionError("of a block")
+        return inputs
+
+
 def train_as_verified_script(backend: Backend, folder: str, stages: int, replicas: int, wrong: bool) -> None:
     """Train like a script that `unitrain verify` has started, which ends it after 6 steps. The last batch of an epoch
     is uneven. With `wrong`, a gradient is 1% too large."""

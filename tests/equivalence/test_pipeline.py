@@ -87,6 +87,16 @@ def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(ot
     )
 
 
+@pytest.mark.parametrize(
+    ("backend", "fault"),
+    [("ddp", "inputs"), ("ddp", "forward"), ("ddp", "block"), ("horovod", "targets"), ("horovod", "max_norm")],
+)
+def test_an_error_that_one_rank_handles_ends_the_other_ranks(backend: str, fault: str) -> None:
+    with RankGroup(backend, 2) as group, pytest.raises(RankError) as caught:
+        group.run(cases.an_error_that_the_last_rank_handles, fault, timeout_seconds=30)
+    assert caught.value.errors == {0: "the process has ended"}, caught.value
+
+
 def test_a_backend_without_point_to_point_rejects_stages() -> None:
     with pytest.raises(UnsupportedError, match="needs SupportsPointToPoint, which backend 'fake' does not provide"):
         cases.pipeline_of(FakeBackend(size=2), cases.build(), 2)

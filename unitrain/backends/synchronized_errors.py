@@ -24,10 +24,14 @@ def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) 
     # A sum requires one exchange for any number of ranks.
     if not communicator.allreduce(torch.tensor(float(error is not None)), "sum"):
         return
-    for rank, found in enumerate(communicator.allgather_object(error)):
+    errors = communicator.allgather_object(error)
+    for rank, found in enumerate(errors):
         if found is not None:
-            # Pickling drops the cause and the traceback, so the failing rank raises its original error.
-            raise error if error is not None and rank == communicator.rank else found
+            if error is not None and rank == communicator.rank:
+                raise error  # pickling drops the cause and the traceback
+            if None in errors:
+                found.add_note(f"Rank {rank} raised this error, and all ranks raise it.")
+            raise found
 
 
 def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT]) -> ResultT:

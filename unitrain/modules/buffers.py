@@ -10,15 +10,22 @@ from torch import Tensor, nn
 from unitrain import validation
 from unitrain.backends.base import Communicator
 from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.backends.tensors import copy_into, is_expanded
+from unitrain.errors import ModelError, UnitrainError
 from unitrain.torch_compat import buffers_by_name
 
 
 def check_model_and_communicator(function: str, model: Any, communicator: Any) -> None:
     """Raise ConfigError unless `model` is a module and `communicator` is a Communicator."""
+    _check_model(function, model)
+    fix = f"Use {function}(model, backend)"
+    validation.check_instance(f"{function}(communicator)", communicator, Communicator, "a backend", fix)
+
+
+def _check_model(function: str, model: Any) -> None:
     fix = f"Use {function}(model, backend)"
     validation.check_instance(f"{function}(model)", model, nn.Module, "a torch.nn.Module", fix)
-    validation.check_instance(f"{function}(communicator)", communicator, Communicator, "a backend", fix)
 
 
 def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
@@ -28,10 +35,48 @@ def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
     its own samples. Training results do not change: the forward pass in training mode does not read running statistics,
     and the buffers that it reads are already equal. `model` is the module that `distributed_model` returned, or the
     user's module.
+
+    Raises, on every rank, ConfigError if the `model` of some rank is not a module, and ModelError if the shapes or
+    dtypes of the buffers differ between ranks.
     """
-    check_model_and_communicator("broadcast_buffers", model, communicator)
-    # Writes to `data` do not invalidate an earlier forward pass whose backward pass has not run yet.
-    broadcast_tensors(communicator, [buffer.data for buffer in model.buffers()])
+    passed: Any = communicator
+    if not isinstance(passed, Communicator):
+        check_model_and_communicator("broadcast_buffers", model, communicator)  # raises an error
+    buffers = list[Tensor]()
+    found: list[tuple[list[int], str]] | UnitrainError
+    try:
+        _check_model("broadcast_buffers", model)
+    except UnitrainError as error:
+        found = error
+    else:
+        # Writes to `data` do not invalidate an earlier forward pass whose backward pass has not run yet.
+        buffers = [buffer.data for buffer in model.buffers()]
+        found = [(list(buffer.shape), str(buffer.dtype)) for buffer in buffers]
+    by_rank = gather_if_different(communicator, found)
+    if by_rank is not None:
+        raise next((one for one in by_rank if isinstance(one, UnitrainError)), None) or _difference(by_rank)
+    if isinstance(found, UnitrainError):
+        raise found
+    broadcast_tensors(communicator, buffers)
+
+
+def _difference(by_rank: list[list[tuple[list[int], str]]]) -> ModelError:
+    """Return the error for buffers that differ between ranks. `by_rank` contains the shapes and dtypes of each rank."""
+    rank = next(rank for rank, found in enumerate(by_rank) if found != by_rank[0])
+    first, other = by_rank[0], by_rank[rank]
+    if len(first) != len(other):
+        text = f"{len(first)} buffers on rank 0 and {len(other)} on rank {rank}"
+    else:
+        index = next(index for index, pair in enumerate(zip(first, other, strict=True)) if pair[0] != pair[1])
+        text = f"{_describe(first[index])} on rank 0 and {_describe(other[index])} on rank {rank}"
+    return ModelError(
+        f"broadcast_buffers got models with different buffers: {text}. Pass the same model on every rank."
+    )
+
+
+def _describe(buffer: tuple[list[int], str]) -> str:
+    shape, dtype = buffer
+    return f"a {dtype.removeprefix('torch.')} buffer of shape {shape}"
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -133,6 +133,23 @@ class FailureMonitor:
     def report_failure(self, error: BaseException) -> None:
         """Report to the other ranks that this rank fails with `error`. They terminate within seconds."""
         if self._watchdog is not None:
+            self._watchdog.report_failure(error)
+
+    def report_unless_shared(self, error: BaseException, key: str, ranks: Collection[int]) -> None:
+        """Report `error` like `report_failure`, unless all of `ranks` call this with the same `key` within two seconds.
+
+        Use it for an error that leaves other ranks waiting only if they do not raise it too. `key` must be unique.
+        """
+        if self._watchdog is None:
+            return
+        try:
+            missing = call_with_limit(
+                partial(self._post_and_find_missing, f"error/{key}"),
+                _LATE_RANKS_TIMEOUT.total_seconds() + _STORE_LIMIT_SECONDS,
+            )
+        except RuntimeError:  # rank 0's process, which serves the store, has exited or does not respond
+            return
+        if not set(ranks).isdisjoint(missing):
             self._watchdog.report_failure(error)
 
     def _raise_cause_of_failed_wait(self, error: BaseException, phase: GradientPhase | None) -> None:

@@ -48,6 +48,11 @@ def order_by_replica(batch: Any, replicas: int) -> Any:
 def split_batch(inputs: Any, micro_batches: int, replicas: int = 1) -> list[Tensor]:
     """Return the micro-batches of `inputs`, a dense tensor [samples, ...], sorted by replica. Raises TensorError
     for anything else."""
+    if isinstance(inputs, Tensor) and inputs.is_nested:
+        raise TensorError(
+            "The inputs of a Pipeline must be one dense tensor, but the tensor is nested. Use "
+            "tensor.to_padded_tensor(0.0)."
+        )
     if not isinstance(inputs, Tensor) or inputs.dim() == 0 or len(inputs) == 0:
         found = f"shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
         raise TensorError(f"The inputs of a Pipeline must be one tensor [samples, ...], got {found}. Pass a batch.")

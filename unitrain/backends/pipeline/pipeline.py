@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsPointToPoint, require
 from unitrain.backends.gradients.unused_parameters import unused_error
 from unitrain.backends.objects import broadcast_tensors
+from unitrain.backends.pipeline.arguments import Balance, ScheduleName, check_pipeline_arguments
 from unitrain.backends.pipeline.complete_state import (
     gather_model_state,
     gather_optimizer_state,
@@ -21,21 +26,23 @@ from unitrain.backends.pipeline.complete_state import (
     load_optimizer_state,
 )
 from unitrain.backends.pipeline.measurement import measure_blocks, memory_of_stage, time_of_stage
-from unitrain.backends.pipeline.micro_batches import LossFunction, order_by_replica, split_batch, split_targets
+from unitrain.backends.pipeline.micro_batches import LossFunction, Target, order_by_replica, split_batch, split_targets
 from unitrain.backends.pipeline.overrides import PipelineArguments, load_pipeline_overrides
 from unitrain.backends.pipeline.partition import partition
 from unitrain.backends.pipeline.replicas import Replicas
 from unitrain.backends.pipeline.stage_runs import SingleStageRuns, StageModule, StageRuns
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.backends.synchronized_errors import call_on_all_ranks
-from unitrain.errors import ConfigError, ModelError
+from unitrain.errors import ModelError
 from unitrain.torch_compat import foreach_copy_
 
-Balance = Literal["time", "memory"]
-ScheduleName = Literal["1f1b", "gpipe"]
 # Gradients are reduced in pieces of about this size. A reduction needs as much additional memory.
 _BUCKET_BYTES = 25 * 2**20
 _MAX_LISTED = 4
+
+_numbers = itertools.count()  # all ranks create pipelines in the same order
+
+ResultT = TypeVar("ResultT")
 
 
 class Pipeline:
@@ -103,7 +110,9 @@ class Pipeline:
             model, loss_fn, stages = arguments.model, arguments.loss_fn, arguments.stages
             replicas_per_rank = arguments.replicas_per_rank
         settings = {"stages": stages, "micro_batches": micro_batches, "schedule": schedule, "balance": balance}
-        call_on_all_ranks(backend, lambda: _check_arguments(model, backend, loss_fn, example_inputs, **settings))
+        call_on_all_ranks(
+            backend, lambda: check_pipeline_arguments(model, backend, loss_fn, example_inputs, **settings)
+        )
         checks.check_same_settings(backend, "Pipeline", **settings)
         checks.check_same_model(backend, model)
         self._backend, self._micro_batches = backend, micro_batches
@@ -118,6 +127,7 @@ class Pipeline:
         self._module.train(model.training)
         checks.refuse_embedding_renorm(self._module)
         self._replica_group, self._stage_group = self._create_groups()
+        self._number, self._calls = next(_numbers), Counter[str]()
         self._runs = _create_runs(self._module, self._replica_group, schedule, loss_fn, backend.device)
         if self._overrides is not None:
             self._overrides.on_pipeline_start(self._module, stages, backend)
@@ -163,21 +173,29 @@ class Pipeline:
         loss is float64 [], and is the same on every rank.
 
         The first batch of each shape takes an additional forward pass, in which the stages exchange the shapes of their
-        outputs. Raises DataError if the ranks of a replica then have different batches.
+        outputs. Raises TensorError and ConfigError for invalid arguments, and DataError if the ranks of a replica have
+        different batches. With several stages, an error that does not occur on all ranks ends the other ranks, even if
+        the caller handles it, because their stages cannot continue.
         """
         self._backend.check_collective_allowed("Pipeline.forward_backward")
-        fix = "Use loss_weight=loader.loss_weight"
-        validation.check_non_negative("Pipeline.forward_backward(loss_weight=...)", loss_weight, fix)
+
+        def split() -> tuple[list[Tensor], list[Target]]:
+            fix = "Use loss_weight=loader.loss_weight"
+            validation.check_non_negative("Pipeline.forward_backward(loss_weight=...)", loss_weight, fix)
+            parts = split_batch(inputs, self._micro_batches, self._replicas.per_rank)
+            return parts, split_targets(targets, [len(values) for values in parts], loss_weight)
+
         if self._overrides is not None:
             self._overrides.on_batch_start()
         if self._replicas.per_rank > 1:
             inputs, targets = order_by_replica((inputs, targets), self._replicas.per_rank)
-        micro_batches = split_batch(inputs, self._micro_batches, self._replicas.per_rank)
+        micro_batches, weighted_targets = self._check("forward_backward", split, range(self._backend.size))
         sizes = [len(values) for values in micro_batches]
-        loss = self._runs.forward_backward(micro_batches, split_targets(targets, sizes, loss_weight))
-        self._reduce_gradients()
-        total = torch.zeros((), dtype=torch.float64, device=self._backend.device) if loss is None else loss
-        mean = self._backend.allreduce(total, "sum") / self._replicas.size
+        with self._reporting_errors():
+            loss = self._runs.forward_backward(micro_batches, weighted_targets)
+            self._reduce_gradients()
+            total = torch.zeros((), dtype=torch.float64, device=self._backend.device) if loss is None else loss
+            mean = self._backend.allreduce(total, "sum") / self._replicas.size
         if self._overrides is not None:
             self._overrides.on_batch_end((inputs, targets), sizes, loss_weight, mean)
         return mean
@@ -187,10 +205,15 @@ class Pipeline:
         """Return the output of the model for a batch, without gradients. All ranks of a replica call it with the same
         batch, and receive the same output. Other replicas need not call it.
 
-        Call `eval()` first, as for any model.
+        Call `eval()` first, as for any model. Raises the same errors as `forward_backward`.
         """
         self._backend.check_collective_allowed("Pipeline.forward")
-        return self._runs.forward(split_batch(inputs, self._micro_batches))
+        group = self._replica_group
+        if group is None:
+            return self._runs.forward(split_batch(inputs, self._micro_batches))
+        micro_batches = self._check("forward", lambda: split_batch(inputs, self._micro_batches), group.ranks)
+        with self._reporting_errors():
+            return self._runs.forward(micro_batches)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -199,7 +222,9 @@ class Pipeline:
 
         Equivalent to torch.nn.utils.clip_grad_norm_ for the complete model.
         """
-        validation.check_positive("Pipeline.clip_grad_norm_(max_norm)", max_norm, "Use max_norm=1.0")
+        name, fix = "Pipeline.clip_grad_norm_(max_norm)", "Use max_norm=1.0"
+        check = partial(validation.check_positive, name, max_norm, fix)
+        self._check("clip_grad_norm_", check, range(self._backend.size))
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients).double().to(self._backend.device)
         # The gradients of all replicas are equal.
@@ -258,6 +283,32 @@ class Pipeline:
         Raises CheckpointError on every rank if the numbers of parameters differ.
         """
         load_optimizer_state(self._backend, self._stages, self._module, optimizer, state)
+
+    def _check(self, method: str, check: Callable[[], ResultT], ranks: Sequence[int]) -> ResultT:
+        """Return the result of `check`, which raises an error for invalid arguments. If it raises on some of `ranks`
+        only, the other ranks end.
+
+        The good case needs no communication, because a message between all ranks in each step would take too long.
+        """
+        if self._replica_group is None:
+            return call_on_all_ranks(self._backend, check)
+        self._calls[method] += 1
+        try:
+            return check()
+        except Exception as error:
+            key = f"pipeline/{self._number}/{method}/{ranks[0]}-{ranks[-1]}/{self._calls[method]}"
+            self._replica_group.monitor.report_unless_shared(error, key, ranks)
+            raise
+
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        """Context manager that reports an error to the other ranks if other stages wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            if self._replica_group is not None:
+                self._backend.report_failure(error)
+            raise
 
     def _create_groups(self) -> tuple[Subgroup | None, Subgroup | None]:
         """Return the group of this rank's replica, and the group of this stage in all replicas. A group is None if it
@@ -321,84 +372,6 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
         if sum(gradient.nbytes for gradient in bucket) >= _BUCKET_BYTES:
             yield by_dtype.pop(gradient.dtype)
     yield from by_dtype.values()
-
-
-def _check_arguments(
-    model: Any,
-    backend: Backend,
-    loss_fn: Any,
-    example_inputs: Any,
-    *,
-    stages: Any,
-    micro_batches: Any,
-    schedule: Any,
-    balance: Any,
-) -> None:
-    validation.check_integer("Pipeline(stages=...)", stages, 1, "Use stages=2 to divide the model into two stages")
-    fix = "Use micro_batches=4 to start with"
-    validation.check_integer("Pipeline(micro_batches=...)", micro_batches, 1, fix)
-    validation.check_choice("Pipeline(schedule=...)", schedule, get_args(ScheduleName))
-    validation.check_function("Pipeline(loss_fn)", _get_forward(loss_fn), "Use a function loss_fn(output, targets)")
-    if backend.size % stages:
-        raise ConfigError(
-            f"Pipeline(stages={stages}) needs a number of ranks that is divisible by {stages}, but this job has "
-            f"{backend.size}. Start it with {stages} or {2 * stages} ranks, or use stages=1."
-        )
-    if stages > 1:
-        require(backend, SupportsPointToPoint, f"Pipeline(stages={stages})")
-    _check_model(model, backend, stages)
-    if stages == 1:
-        return
-    if isinstance(balance, str):
-        validation.check_choice("Pipeline(balance=...)", balance, get_args(Balance))
-        if example_inputs is None:
-            raise ConfigError(
-                f"Pipeline(balance={balance!r}) measures the blocks on a batch, but example_inputs is None. Pass a "
-                "batch, example_inputs=inputs, or the number of blocks of each stage, such as balance=[3, 5]."
-            )
-    elif not (
-        isinstance(balance, Sequence)
-        and all(isinstance(count, int) and count > 0 for count in balance)
-        and len(balance) == stages
-        and sum(balance) == len(model)
-    ):
-        raise ConfigError(
-            f"Pipeline(balance={validation.describe_value(balance)}) must be 'time', 'memory', or the numbers of "
-            f"blocks of {stages} stages, which add up to {len(model)}. Use balance='time'."
-        )
-
-
-def _get_forward(function: Any) -> Any:
-    return function.forward if isinstance(function, nn.Module) else function
-
-
-def _check_model(model: Any, backend: Backend, stages: int) -> None:
-    checks.check_unwrapped_model("Pipeline(model)", model)
-    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
-        raise ModelError(
-            f"Pipeline divides a torch.nn.Sequential into stages, got {type(model).__name__}. Write the model as "
-            "nn.Sequential(block, block, ...)."
-        )
-    if len(model) < stages:
-        raise ModelError(
-            f"Pipeline(stages={stages}) needs at least one block per stage, but the model has {len(model)}. Use fewer "
-            "stages, or divide the model into more blocks."
-        )
-    if next(model.parameters(recurse=False), None) is not None:
-        raise ModelError(
-            "The nn.Sequential has parameters that belong to no block, so they have no stage. Move them into a block."
-        )
-    for name, module in model.named_modules():
-        if any(kind.__name__ in ("SyncBatchNorm", "SyncedForward") for kind in type(module).__mro__):
-            raise ModelError(
-                f"Module {name!r} is a synchronized BatchNorm, whose ranks would wait for other stages. Use BatchNorm, "
-                "whose statistics are those of a micro-batch, or GroupNorm."
-            )
-    checks.check_trainable_model(model, "none", torch.device("cpu") if _is_on_cpu(model) else backend.device)
-
-
-def _is_on_cpu(model: nn.Module) -> bool:
-    return all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def _divide(
