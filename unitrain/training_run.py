@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -72,6 +73,7 @@ class TrainingRun:
         self.is_elastic = environment.is_elastic()
         self._config, self._backend, self._checkpointer, self._parts = config, backend, checkpointer, parts
         self._config_text = config_text
+        self._id = secrets.token_hex(8)
         self._restored: dict[str, Any] | None = None
         self._rng_states: dict[str, Any] | None = None
         self._data_order: dict[str, Any] | None = None
@@ -93,6 +95,8 @@ class TrainingRun:
             report_different_processes(self._backend)
         own_folder = self._checkpointer.prepare()
         restored = own_folder is not None and self._restore(own_folder, *parts, required=False)
+        if restored and self._restored is not None:
+            self._id = self._restored.get(files.RUN_ID) or self._id
         if not restored and not isinstance(resume, bool):
             self._restore(Path(resume), *parts, required=True)
         self._is_row_from_own_folder, self._is_history_rewound = restored, False
@@ -220,6 +224,7 @@ class TrainingRun:
             **self._random_state(),
         }
         manifest = {
+            files.RUN_ID: self._id,
             **self.progress.state_dict(),
             "results": {name: value if math.isfinite(value) else None for name, value in results.items()},
             "config": {

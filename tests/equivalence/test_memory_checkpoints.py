@@ -145,6 +145,24 @@ def test_restarted_run_resumes_from_disk_otherwise(
         assert parameters == undisturbed
 
 
+@pytest.mark.parametrize("case", ["the folder was removed", "of another run"])
+def test_a_checkpoint_in_memory_of_an_earlier_run_is_not_loaded(
+    case: str, group: RankGroup, undisturbed: list[str], tmp_path: Path
+) -> None:
+    group.run(run, str(tmp_path))
+    (newest,) = in_memory(tmp_path)
+    assert newest.name.endswith(str(STEPS))
+    if case == "of another run":
+        newest.rename(tmp_path / newest.name)
+    shutil.rmtree(tmp_path / "run")
+    group.run(partial(run, kill_after=KILLED_AFTER), str(tmp_path))
+    if case == "of another run":
+        (tmp_path / newest.name).rename(newest)
+    for steps, parameters in group.run(run, str(tmp_path)):
+        assert steps == list(range(KILLED_AFTER + 1, STEPS + 1))
+        assert parameters == undisturbed
+
+
 def test_run_continues_if_the_memory_cannot_be_written(
     group: RankGroup, undisturbed: list[str], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,36 @@ def test_learning_rate_changed_by_a_scheduler_causes_no_warning(
             assert (
                 "has lr=0.1 in parameter group 0, and the optimizer of this run was built with lr=0.2." in caplog.text
             )
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+def test_a_checkpoint_of_another_run_is_named_once(
+    checkpoint_format: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, other, renamed, fork = (str(tmp_path / name) for name in ("own", "other", "renamed", "fork"))
+    settings: dict[str, Any] = {"checkpoint_format": checkpoint_format}
+
+    def warnings() -> list[str]:
+        texts = [record.getMessage() for record in caplog.records if "another run" in record.getMessage()]
+        caplog.clear()
+        return texts
+
+    with init(backend="local", device="cpu") as backend:
+        train(backend, own, 1, **settings)
+        train(backend, own, 2, **settings)
+        train(backend, other, 3, **settings)
+        shutil.copytree(own, renamed)
+        train(backend, renamed, 3, **settings)
+        newest = files.list_checkpoints(Path(other))[0]
+        shutil.copytree(newest, Path(fork) / newest.name)
+        train(backend, fork, 4, **settings)
+        assert warnings() == []
+        ids = [files.read_manifest(files.list_checkpoints(Path(folder))[0])["run_id"] for folder in (own, other)]
+        shutil.copytree(newest, Path(own) / newest.name)
+        train(backend, own, 4, **settings)
+        (text,) = warnings()
+        train(backend, own, 5, **settings)
+        assert warnings() == []
+    assert f"'{Path(own) / newest.name}' was written by another run (ID {ids[1]}, output_dir='{other}')" in text
+    assert f"(ID {ids[0]}, output_dir='{own}')" in text
+    assert f"rm -r '{Path(own) / newest.name}'" in text

@@ -4,7 +4,7 @@ A checkpoint written by rank 0 is a folder `step-000000123` with these files:
 
     model.safetensors   parameters and buffers under the user's names
     training.pt         all other state; read it with `torch.load(..., weights_only=True)`
-    manifest.json       size and sha256 of both files, versions, step, epoch, results and configuration
+    manifest.json       size and sha256 of both files, versions, step, epoch, results, configuration and run ID
     config.yaml         the text `Trainer(config_text=...)`, if there is one; without a digest
 
 `sharded_files` describes the checkpoints written by all ranks.
@@ -42,6 +42,9 @@ from unitrain.modules.buffers import load_state
 from unitrain.regular_files import read_regular_file
 
 MODEL, TRAINING, MANIFEST, CONFIG = "model.safetensors", "training.pt", "manifest.json", "config.yaml"
+RUN_ID = "run_id"
+"""Field of the manifest: a random ID of the run that wrote the checkpoint. It does not change when the run resumes from
+its own output_dir."""
 _FORMAT, _NEWEST_FORMAT = 1, 2  # 2: sharded
 # Names of files in a manifest. Other names, such as ../model.safetensors, are not read.
 _FILE_NAME_PATTERN = re.compile(
@@ -118,9 +121,9 @@ def find_newest_valid(
 ) -> Path | None:
     """Return the checkpoint `where`, or the newest valid checkpoint in folder `where`; None if there is none.
 
-    `check` returns the reason why a checkpoint is corrupt, or None. Skipped checkpoints are logged. Raises
-    CheckpointError if all checkpoints are corrupt, if there is none and `required` is True, or if one has a newer
-    format.
+    `check` returns the reason why a checkpoint is corrupt, or None. Skipped checkpoints are logged, and so is a
+    checkpoint of another run than the next older one. Raises CheckpointError if all checkpoints are corrupt, if there
+    is none and `required` is True, or if one has a newer format.
     """
     found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else list_checkpoints(where)
     damages: list[str | None] = []
@@ -128,6 +131,7 @@ def find_newest_valid(
         _check_format(path)
         damages.append(damaged := check(path))
         if damaged is None:
+            _warn_of_other_run(path, found)
             return path
         _log.warning("Checkpoint '%s' is skipped: %s.", path, damaged)
     if found:
@@ -138,6 +142,32 @@ def find_newest_valid(
     if required:
         raise CheckpointError(f"There is no checkpoint in '{where}'. Give the output_dir of an earlier run.")
     return None
+
+
+def _warn_of_other_run(path: Path, checkpoints: list[Path]) -> None:
+    """Log a warning if the next older one of `checkpoints` was written by another run than `path`.
+
+    Only neighbors are compared, so that a run which continues deliberately from a copied checkpoint warns once.
+    """
+    older = next((other for other in checkpoints if other.name < path.name and read_manifest(other)), None)
+    if older is None:
+        return
+    (run, folder), (older_run, older_folder) = map(_read_origin, (path, older))
+    if None in (run, older_run) or run == older_run:
+        return
+    _log.warning(
+        "Checkpoint '%s' was written by another run (ID %s, output_dir='%s') than '%s' (ID %s, output_dir='%s'). It is "
+        "loaded, because it has the highest step. If it was copied here by mistake, remove it and start again: "
+        "rm -r '%s'",
+        path, run, folder, older.name, older_run, older_folder, path,
+    )  # fmt: skip
+
+
+def _read_origin(path: Path) -> tuple[Any, Any]:
+    """Return the ID of the run that wrote checkpoint `path`, and its output folder, or None if they are unknown."""
+    manifest = read_manifest(path)
+    config = manifest.get("config")
+    return manifest.get(RUN_ID), config.get("output_dir") if isinstance(config, dict) else None
 
 
 def _check_format(path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unitrain.backends.sharding.tensor_chunks import is_distributed_tensor
 from unitrain.checkpoint import sharded_files
-from unitrain.checkpoint.files import MODEL, TRAINING, load_model_file, read_tensors
+from unitrain.checkpoint.files import MODEL, RUN_ID, TRAINING, load_model_file, read_manifest, read_tensors
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
 
@@ -40,6 +40,7 @@ def load(
     Raises CheckpointError if the checkpoint does not match the arguments.
     """
     training: dict[str, Any] = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+    training[RUN_ID] = read_manifest(path).get(RUN_ID)
     _check_classes(path, training.get("classes", {}), optimizer, scheduler)
     # A checkpoint of another program may have no scheduler state. In this case, the scheduler starts from its initial
     # state.

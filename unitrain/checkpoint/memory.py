@@ -60,10 +60,12 @@ class MemoryCheckpoints:
         folder = Path(root) / hashlib.sha256(output_folder.encode()).hexdigest()[:16]
         return cls(folder, communicator, asynchronous=config.async_checkpoints)
 
-    def find_newer(self, disk_folder: Path) -> Path | None:
+    def find_newer(self, disk_folder: Path, *, continues: bool) -> Path | None:
         """Return the newest valid checkpoint in memory if it is newer than those in `disk_folder`, else None.
 
-        The result of rank 0 is returned on every rank, so that all ranks resume at the same step.
+        Unless the run `continues`, remove the checkpoints of an earlier run with the same output folder, which would
+        otherwise remain the newest ones. Checkpoints of another run than those in `disk_folder` are ignored. The result
+        of rank 0 is returned on every rank, so that all ranks resume at the same step.
         """
         wait_for_earlier_writer(self._folder, self._communicator)
 
@@ -71,10 +73,16 @@ class MemoryCheckpoints:
             self._folder.mkdir(exist_ok=True)
             files.remove_unfinished(self._folder)
             on_disk = files.list_checkpoints(disk_folder)
+            run_ids = {files.read_manifest(path).get(files.RUN_ID) for path in on_disk}
             for path in files.list_checkpoints(self._folder):
+                if not continues:
+                    files.remove(path)
+                    continue
                 if on_disk and path.name <= on_disk[0].name:
                     return None
                 damage = files.find_corruption(path)
+                if damage is None and run_ids and files.read_manifest(path).get(files.RUN_ID) not in run_ids:
+                    damage = f"it was written by another run than the checkpoints in '{disk_folder}'"
                 if damage is None:
                     return path
                 _log.warning("Checkpoint '%s' is skipped: %s.", path, damage)
