@@ -6,6 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 HOROVOD := $(VENV)/.horovod
+TRAINERS := $(VENV)/.trainers
 
 # Test processes: more than the two cores of CI, because many tests wait. Files are not split, because their tests share
 # ranks.
@@ -29,7 +30,7 @@ test: $(INSTALLED) $(HOROVOD)
 	$(PYTEST)
 
 # The nightly tier: every test, then CASES random runs.
-test-all: $(INSTALLED) $(HOROVOD)
+test-all: $(INSTALLED) $(HOROVOD) $(TRAINERS)
 	$(PYTEST) -m "nightly or not nightly"
 	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
 
@@ -89,6 +90,11 @@ $(INSTALLED): setup.py constraints.txt
 # The wheel is built once for this torch and compiler and kept outside the checkout: minutes the first time, seconds later.
 $(HOROVOD): $(INSTALLED) unitrain/horovod_wheel/patches.py unitrain/horovod_wheel/process_set_patch.py
 	$(BIN)/unitrain horovod build
+	touch $@
+
+# Lightning, Accelerate and ignite, which nightly tests run on Horovod's process group.
+$(TRAINERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,peers]"
 	touch $@
 
 clean:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from launches import running_launcher
+from requirements import needs_package
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 SCRIPT = Path(__file__).parents[1] / "support" / "trainers_on_process_groups.py"
@@ -28,10 +28,11 @@ def train(trainer: str, backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("trainer", ["lightning", "accelerate", "ignite"])
+@pytest.mark.parametrize(
+    "trainer",
+    [pytest.param(name, marks=needs_package(name, "peers")) for name in ("lightning", "accelerate", "ignite")],
+)
 def test_another_trainer_computes_the_same_on_horovod(trainer: str) -> None:
-    if importlib.util.find_spec(trainer) is None:
-        pytest.skip(f"needs {trainer}: pip install '.[peers]'")
     expected, found = train(trainer, "gloo"), train(trainer, "horovod")
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert found["parameters"] == pytest.approx(expected["parameters"], abs=1e-6)

@@ -4,6 +4,7 @@ UNITRAIN_TEST_ALL is set, as in CI, no test is skipped, and tests with a missing
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 
@@ -15,6 +16,11 @@ import slurm
 
 def _needs(present: bool, reason: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not present and not os.environ.get("UNITRAIN_TEST_ALL"), reason=reason)
+
+
+def needs_package(name: str, extra: str) -> pytest.MarkDecorator:
+    """Return a marker for a test that imports a package of an extra of unitrain."""
+    return _needs(importlib.util.find_spec(name) is not None, f"needs {name}: pip install '.[{extra}]'")
 
 
 needs_open_mpi = _needs(shutil.which("mpirun") is not None, "needs Open MPI: sudo apt-get install openmpi-bin")
