@@ -37,13 +37,16 @@ if __name__ == "__main__":
     print("finished")
 """
 
-# The ranks initialize and destroy groups in one process, and then request groups with other ranks.
+# The ranks initialize and destroy groups in one process, then groups with other ranks and other numbers of ranks, and
+# finally a group that includes a new process.
 REPEATED = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 import unitrain
 
 def train(rank, folder):
     unitrain.register_process_group()
+    if rank == 3:
+        return join(folder, "other7", rank, [3, 0])
     for turn in range(4):
         dist.init_process_group("horovod", init_method=f"file://{folder}/{turn}", rank=rank, world_size=3)
         total = torch.full((3,), rank + 1.0)
@@ -56,16 +59,51 @@ def train(rank, folder):
             assert total.tolist() == [3.0] * 2, (turn, total)
         dist.barrier()
         dist.destroy_process_group()
-    try:
-        dist.init_process_group("horovod", init_method=f"file://{folder}/other", rank=2 - rank, world_size=3)
-    except unitrain.UnsupportedError as error:
-        assert f"rank {2 - rank} of 3 was requested, but Horovod already runs with other ranks" in str(error)
-    else:
-        raise AssertionError("not raised")
+    for turn, ranks in enumerate(([2, 1, 0], [1, 0], [0, 1, 2], [1, 2], [2, 0, 1], [2, 0, 1], [1], [3, 0])):
+        join(folder, f"other{turn}", rank, ranks)
+
+def join(folder, name, rank, ranks):
+    if rank not in ranks:
+        return
+    size, own = len(ranks), ranks.index(rank)
+    store = dist.FileStore(f"{folder}/{name}", size)
+    dist.init_process_group("horovod", store=store, rank=own, world_size=size)
+    parts = [torch.zeros(1) for _ in ranks]
+    dist.all_gather(parts, torch.tensor([float(rank)]))
+    assert torch.cat(parts).tolist() == ranks, (name, parts)
+    if size > 1:
+        pair = dist.new_group([0, 1])
+        if own < 2:
+            total = torch.full((2,), own + 1.0)
+            dist.all_reduce(total, group=pair)
+            assert total.tolist() == [3.0] * 2, (name, total)
+    dist.barrier()
+    dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(train, args=(sys.argv[1],), nprocs=3)
+    mp.spawn(train, args=(sys.argv[1],), nprocs=4)
     print("finished")
+"""
+
+# A Horovod that its launcher has started keeps its ranks.
+OTHER_RANKS_OF_A_LAUNCHER = """
+import sys, torch, torch.distributed as dist
+import unitrain
+
+unitrain.register_process_group()
+dist.init_process_group("horovod")
+rank = dist.get_rank()
+dist.destroy_process_group()
+try:
+    dist.init_process_group("horovod", init_method=f"file://{sys.argv[1]}/other", rank=1 - rank, world_size=2)
+except unitrain.UnsupportedError as error:
+    assert f"rank {1 - rank} of 2 was requested, but Horovod already runs with other ranks" in str(error)
+    print("refused")
+dist.init_process_group("horovod", init_method=f"file://{sys.argv[1]}/same", rank=rank, world_size=2)
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 2.0
+dist.destroy_process_group()
 """
 
 # Without a default backend, torch 2.14 logs a warning, and torch 2.15 cannot attach its flight recorder to the group.
@@ -82,8 +120,10 @@ print("finished")
 
 # Horovod's own start and end, repeated under horovodrun.
 REPEATED_HOROVOD = """
-import torch, horovod.torch as hvd
+import os, torch, horovod.torch as hvd
+os.environ["HOROVOD_FUSION_THRESHOLD"] = "1048576"
 for turn in range(12):
+    os.environ["HOROVOD_CYCLE_TIME"] = str(1 + turn % 2)
     hvd.init()
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name="x").tolist() == [2.0] * 3
     hvd.shutdown()
@@ -116,10 +156,17 @@ def test_groups_have_a_default_backend(tmp_path: Path) -> None:
     assert _run([sys.executable, str(script)]) == "finished\n"
 
 
-def test_groups_are_initialized_repeatedly_and_other_ranks_are_refused(tmp_path: Path) -> None:
+def test_groups_are_initialized_repeatedly_with_the_same_and_with_other_ranks(tmp_path: Path) -> None:
     script = tmp_path / "repeated.py"
     script.write_text(REPEATED)
     assert "finished" in _run([sys.executable, str(script), str(tmp_path)])
+
+
+def test_other_ranks_than_those_of_the_launcher_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "other_ranks.py"
+    script.write_text(OTHER_RANKS_OF_A_LAUNCHER)
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    assert _run([horovodrun, "--gloo", "-np", "2", sys.executable, str(script), str(tmp_path)]).count("refused") == 2
 
 
 def test_horovod_is_initialized_repeatedly_under_horovodrun(tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ class Rendezvous:
         It is derived from the values of all ranks, because launchers do not provide a reliable node rank: Horovod's is
         wrong if hosts have different numbers of ranks, and Open MPI provides none.
         """
-        host_name = environment.get_variable("HOROVOD_HOSTNAME") or socket.gethostname()
+        host_name = socket.gethostname()
+        if environment.get_variable(environment.HOROVOD_SET_BY_UNITRAIN) is None:
+            host_name = environment.get_variable("HOROVOD_HOSTNAME") or host_name
         values = self.allgather("positions", [host_name, self.rank_info.node_rank, self.rank_info.local_rank])
         hosts = [(host, node_rank) for host, node_rank, _ in values]
         local_sizes = Counter(hosts)

@@ -367,6 +367,21 @@ PATCHES: tuple[Patch, ...] = (
         ),
     ),
     Patch(
+        name="repeated-settings",
+        kind="fix",
+        reason="If HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are set, the second hvd.init() of a process ends "
+        "with a segmentation fault. Horovod assigns its default values to elements that the first call has removed "
+        "from a vector. If only one variable is set, it changes the other setting.",
+        edits=(
+            Edit(
+                file="horovod/common/parameter_manager.cc",
+                before="    fixed_values_[variable] = value;\n    ResetBayes();\n  } else {\n",
+                after="    fixed_values_[variable] = value;\n    ResetBayes();\n"
+                "  } else if (fixed_values_.find(variable) == fixed_values_.end()) {\n",
+            ),
+        ),
+    ),
+    Patch(
         name="mpi-signals",
         kind="fix",
         reason="horovodrun --mpi replaces itself with a shell that waits for mpirun. The SIGTERM of a scheduler ends "

@@ -61,6 +61,11 @@ class BoundRendezvousServer(RendezvousServer):  # type: ignore[misc]
         self._listen_thread = in_thread(target=self._httpd.serve_forever)
         return int(self._httpd.server_address[1])
 
+    def stop(self) -> None:
+        """Stop the server and release its port."""
+        super().stop()
+        self._httpd.server_close()
+
 
 def _rank_command(run_command: str, variables: Mapping[str, str]) -> Callable[[SlotInfo], str]:
     """Return a function that creates the command of a rank. The rank inherits this environment plus `variables`."""

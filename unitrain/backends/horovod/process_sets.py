@@ -103,6 +103,12 @@ def remove_process_set(ranks: Sequence[int]) -> None:
             time.sleep(_POLL_SECONDS)
 
 
+def forget_process_sets() -> None:
+    """Forget all process sets, after Horovod has been shut down."""
+    with _lock:
+        _users.clear()
+
+
 def check_support(ranks: Sequence[int]) -> None:
     """Raise UnsupportedError if the installed Horovod cannot create a group of `ranks`."""
     if not hasattr(_library, "horovod_request_process_set"):

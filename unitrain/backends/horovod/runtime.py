@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
 
 import horovod.torch as hvd
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from horovod.torch import mpi_lib_v2  # noqa: F401 (Horovod itself only prints t
 
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.horovod.horovodrun import BoundRendezvousServer
+from unitrain.backends.horovod.process_sets import forget_process_sets
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.network import (
@@ -48,11 +50,13 @@ _IDLE_CYCLE_MS = "5"
 _CONNECT_TIMEOUT_SECONDS = (
     3.0  # timeout for a connection to rank 0; the kernel retransmits a lost packet after one second
 )
-_servers: list[Any] = []  # keeps rank 0's rendezvous server alive until the process exits
+_servers: list[BoundRendezvousServer] = []  # rank 0's rendezvous server, which runs as long as Horovod
+_exported_settings: dict[str, str] = {}  # environment variables that the user has not set
 _group_numbers: Counter[tuple[int, ...]] = Counter()  # groups per list of ranks since Horovod has started
 _own_address = LOOPBACK
+_OF_LAUNCHER = "launcher"
 # Identifier of the running Horovod, equal on the ranks that have started it together; a launcher starts only one.
-_horovod = "launcher"
+_horovod = _OF_LAUNCHER
 
 
 def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
@@ -67,7 +71,7 @@ def start_horovod(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
         # its default fusion threshold of 128 MiB, Horovod fuses entire buckets, which then wait for each other and are
         # copied twice. Separate transfers are faster. Horovod's autotuning changes only unset variables.
         chosen = (CYCLE, FUSION) if environment.get_variable("HOROVOD_AUTOTUNE") in (None, "0") else ()
-        environment.export_defaults(
+        _export_settings(
             {
                 # At its timeout, 30 s by default, Horovod aborts the process or shuts down without naming the missing
                 # ranks. unitrain's timeout must expire first.
@@ -92,8 +96,10 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
     """Initialize Horovod with the rank and size passed to torch's `init_process_group`. All ranks call it.
 
     If Horovod already runs with these ranks, it is used. If Horovod is not running, the ranks start it: under the
-    launcher if the launcher has set the same ranks, or else through `store`. Raises UnsupportedError on every rank if
-    Horovod runs with other ranks.
+    launcher if the launcher has set the same ranks, or else through `store`. If an earlier call has started it with
+    other ranks through a store, it is ended and started again. Some of its ranks may be missing now, and others may be
+    new. Raises UnsupportedError on every rank if the launcher, `unitrain.init` or `hvd.init()` has started Horovod with
+    other ranks.
     """
     global _own_address, _horovod
     host = store_host(store) or environment.get_variable("MASTER_ADDR") or LOOPBACK
@@ -102,18 +108,20 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
     exchange = Rendezvous(RankInfo("init_process_group", rank, size, rank), store, host, timeout)
     has_launcher_rank = found is not None and (found.rank, found.size) == (rank, size)
     own = [
-        _horovod if running else None, hvd.is_initialized(), has_launcher_rank, uuid.uuid4().hex, socket.gethostname(),
+        _horovod if running else None, _can_start(), has_launcher_rank, uuid.uuid4().hex, socket.gethostname(),
         own_addresses()[0],
     ]  # fmt: skip
-    horovods, are_initialized, have_launcher_rank, new, names, addresses = zip(
+    horovods, can_start, have_launcher_rank, new, names, addresses = zip(
         *exchange.allgather("starts", own), strict=True
     )
     if None in horovods or len(set(horovods)) > 1:
-        if any(are_initialized):
+        if not all(can_start):
             raise UnsupportedError(
                 f"A default group with rank {rank} of {size} was requested, but Horovod already runs with other ranks. "
                 "Start new processes, for example with torch.multiprocessing.spawn, or use the same ranks again."
             )
+        if hvd.is_initialized():
+            _end_horovod()
         _horovod = new[0]
         if len(set(names)) > 1 and is_loopback(host):
             host = addresses[0]
@@ -122,6 +130,33 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
         _group_numbers.clear()
         start_horovod(found, Rendezvous(found, store, host, timeout))
     _own_address = _find_own_address(exchange if exchange.host == host else replace(exchange, host=host))
+
+
+def _can_start() -> bool:
+    """Return whether this process can start Horovod: it is not running, or an earlier group has started it through a
+    store.
+
+    MPI can start only once in a process, and a Horovod that was started in another way may have other users. Without
+    the patch `repeated-settings`, the second start ends with a segmentation fault.
+    """
+    if not hvd.is_initialized():
+        return True
+    is_served_by_unitrain = environment.get_variable(environment.HOROVOD_SET_BY_UNITRAIN) is not None
+    if not is_served_by_unitrain or _horovod == _OF_LAUNCHER:
+        return False
+    try:
+        record = json.loads(Path(hvd.__file__).parents[1].joinpath("unitrain_build.json").read_text())
+    except (OSError, ValueError):  # this Horovod was not built by unitrain
+        return False
+    return "repeated-settings" in record.get("mended", ())
+
+
+def _end_horovod() -> None:
+    """End the Horovod of an earlier default group, which has been destroyed. Horovod then ends on all its ranks."""
+    hvd.shutdown()
+    forget_process_sets()
+    while _servers:
+        _servers.pop().stop()
 
 
 def _launcher_rank_info() -> RankInfo | None:
@@ -236,7 +271,18 @@ def _serve_horovod_rendezvous(rank_info: RankInfo, rendezvous: Rendezvous) -> No
         }
     )
     if interface := interface_with_address(address):
-        environment.export_defaults({"HOROVOD_GLOO_IFACE": interface})
+        _export_settings({"HOROVOD_GLOO_IFACE": interface})
+
+
+def _export_settings(values: Mapping[str, str]) -> None:
+    """Set the variables that the user has not set. Values of an earlier start of Horovod are replaced."""
+    chosen = {
+        name: value
+        for name, value in values.items()
+        if environment.get_variable(name) in (None, _exported_settings.get(name))
+    }
+    environment.export(chosen)
+    _exported_settings.update(chosen)
 
 
 def _slot_info(positions: list[NodePosition], rank: int) -> SlotInfo:
