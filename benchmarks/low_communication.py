@@ -30,7 +30,7 @@ RANKS = 2
 PARAMETERS = sum(parameter.numel() for parameter in build().parameters())
 
 
-def measure(rate: str, backend: str, arguments: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
+def measure(rate: str, backend: str, arguments: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
     """Return the runs of each method: seconds, bytes sent by the first host, and validation losses."""
     with tempfile.TemporaryDirectory() as folder, hosts(2, Path(folder)) as both:
         for host in both:
@@ -38,7 +38,7 @@ def measure(rate: str, backend: str, arguments: dict[str, Any], limit_seconds: f
         launch = [sys.executable, "-m", "unitrain", "launch", "--backend", backend, "-H", "h1:1,h2:1"]
         script = str(HERE / "low_communication_training.py")
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-        done = both[0].run([*launch, script, json.dumps(arguments)], variables, limit_seconds, fresh=True)
+        done = both[0].run([*launch, script, json.dumps(arguments)], variables, timeout_seconds, fresh=True)
     lines = [line for line in done.stdout.splitlines() if '{"results"' in line]
     if done.returncode or not lines:
         raise click.ClickException(done.stdout)
@@ -113,7 +113,7 @@ def main(
     evaluate_every: int,
     seeds: int,
     target: float,
-    limit_seconds: float,
+    timeout_seconds: float,
 ) -> None:
     """Measure at each bandwidth and on each backend, and save the table."""
     names = list(dict.fromkeys([BASELINE, *names]))
@@ -146,7 +146,7 @@ def main(
     ]
     for rate in rates:
         for backend in backends:
-            measured = measure(rate, backend, arguments, limit_seconds)
+            measured = measure(rate, backend, arguments, timeout_seconds)
             found[f"{rate}, {backend}"] = measured
             lines += rows(rate, backend, measured, arguments, target)
     save_results(lines, "low_communication", output, **found)

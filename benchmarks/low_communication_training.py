@@ -30,7 +30,7 @@ class Method:
     """Synchronous training with gradient `compression`, or local steps."""
 
     compression: Any = "none"
-    local: unitrain.LocalSteps | None = None
+    local: unitrain.LocalSGDConfig | None = None
 
 
 def methods(steps: int) -> dict[str, Method]:
@@ -39,10 +39,10 @@ def methods(steps: int) -> dict[str, Method]:
         "synchronous": Method(),
         "synchronous, bf16": Method("bf16"),
         "synchronous, PowerSGD": Method(unitrain.PowerSGD(rank=4, start_step=20)),
-        "local SGD": Method(local=unitrain.LocalSteps(steps=steps)),
-        "DiLoCo": Method(local=unitrain.LocalSteps(steps=steps, **DILOCO)),
-        "DiLoCo, bf16": Method(local=unitrain.LocalSteps(steps=steps, compression="bf16", **DILOCO)),
-        "DiLoCo, int8": Method(local=unitrain.LocalSteps(steps=steps, compression="int8", **DILOCO)),
+        "local SGD": Method(local=unitrain.LocalSGDConfig(steps=steps)),
+        "DiLoCo": Method(local=unitrain.LocalSGDConfig(steps=steps, **DILOCO)),
+        "DiLoCo, bf16": Method(local=unitrain.LocalSGDConfig(steps=steps, compression="bf16", **DILOCO)),
+        "DiLoCo, int8": Method(local=unitrain.LocalSGDConfig(steps=steps, compression="int8", **DILOCO)),
     }
 
 
@@ -75,7 +75,7 @@ def train(backend: unitrain.Backend, method: Method, steps: int, evaluate_every:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps + 1, pct_start=0.1)
-    local = None if method.local is None else unitrain.LocalTraining(model, optimizer, backend, method.local)
+    local = None if method.local is None else unitrain.LocalSGD(model, optimizer, backend, method.local)
     wrapped = model
     if local is None:
         wrapped = backend.distributed_model(model, compression=method.compression)

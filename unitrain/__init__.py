@@ -40,8 +40,8 @@ _EXPORTS = {
     "HorovodBuildError": "unitrain.errors",
     "JSONLinesLogger": "unitrain.loggers.json_lines",
     "LauncherMismatchError": "unitrain.errors",
-    "LocalSteps": "unitrain.backends.local_steps_setting",
-    "LocalTraining": "unitrain.optim.local_steps",
+    "LocalSGDConfig": "unitrain.backends.local_sgd_config",
+    "LocalSGD": "unitrain.optim.local_sgd",
     "Logger": "unitrain.loggers.logger",
     "LoggerError": "unitrain.errors",
     "MLflowLogger": "unitrain.loggers.mlflow",
@@ -79,7 +79,7 @@ _EXPORTS = {
     "differentiable_allgather": "unitrain.modules.differentiable_allgather",
     "init": "unitrain.initialize",
     "register_process_group": "unitrain.backends.horovod",
-    "require": "unitrain.backends.capabilities",
+    "require_capability": "unitrain.backends.capabilities",
     "run": "unitrain.functions.run",
     "shard_optimizer_state": "unitrain.backends.sharding.optimizer_state",
     "sync_batch_norm": "unitrain.modules.sync_batch_norm",
@@ -108,8 +108,8 @@ __all__ = [
     "HorovodBuildError",
     "JSONLinesLogger",
     "LauncherMismatchError",
-    "LocalSteps",
-    "LocalTraining",
+    "LocalSGD",
+    "LocalSGDConfig",
     "Logger",
     "LoggerError",
     "MLflowLogger",
@@ -148,7 +148,7 @@ __all__ = [
     "differentiable_allgather",
     "init",
     "register_process_group",
-    "require",
+    "require_capability",
     "run",
     "shard_optimizer_state",
     "sync_batch_norm",
@@ -162,11 +162,11 @@ if TYPE_CHECKING:
         SupportsPointToPoint,
         SupportsPowerSGD,
         SupportsShardedParameters,
-        require,
+        require_capability,
     )
     from unitrain.backends.compression_setting import PowerSGD
     from unitrain.backends.horovod import register_process_group
-    from unitrain.backends.local_steps_setting import LocalSteps
+    from unitrain.backends.local_sgd_config import LocalSGDConfig
     from unitrain.backends.pipeline.pipeline import Pipeline
     from unitrain.backends.registry import available as available_backends
     from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
@@ -219,7 +219,7 @@ if TYPE_CHECKING:
     from unitrain.modules.buffers import broadcast_buffers
     from unitrain.modules.differentiable_allgather import differentiable_allgather
     from unitrain.modules.sync_batch_norm import sync_batch_norm
-    from unitrain.optim.local_steps import LocalTraining
+    from unitrain.optim.local_sgd import LocalSGD
     from unitrain.progress.training_progress import TrainingProgress
     from unitrain.trainer import Trainer
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from unitrain import validation
 from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
-from unitrain.backends.local_steps_setting import LocalSteps, read_local_steps
+from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.errors import ConfigError, did_you_mean
 
@@ -74,10 +74,10 @@ class TrainConfig:
     """
 
     # --- Local steps --------------------------------------------------------------------------------------------------
-    local_steps: int | LocalSteps | None = None
+    local_sgd: int | LocalSGDConfig | None = None
     """Low-communication training: every rank trains its own copy of the model, and the ranks synchronize after this
-    number of steps. A number averages the weights (local SGD); a LocalSteps object selects an outer optimizer (DiLoCo),
-    compression and warm-up. Evaluation and checkpoints use the mean of the weights.
+    number of steps. A number averages the weights (local SGD); a LocalSGDConfig object selects an outer optimizer
+    (DiLoCo), compression and warm-up. Evaluation and checkpoints use the mean of the weights.
     """
 
     # --- Data ---------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class TrainConfig:
     """
     ema_decay: float | None = None
     """Maintain an exponential moving average of the weights, updated after each step: average = ema_decay * average +
-    (1 - ema_decay) * weight. Buffers are copied. Evaluation uses the average. With `local_steps`, the average is
+    (1 - ema_decay) * weight. Buffers are copied. Evaluation uses the average. With `local_sgd`, the average is
     updated at each synchronization, with ema_decay**steps.
     """
 
@@ -133,7 +133,7 @@ class TrainConfig:
     tf32: bool | None = None
     """Whether float32 matrix multiplications on GPUs may use TF32; None keeps torch's setting."""
     max_grad_norm: float | None = None
-    """Clip the gradient norm of the global batch to this value. With `local_steps`, each rank clips its own gradients.
+    """Clip the gradient norm of the global batch to this value. With `local_sgd`, each rank clips its own gradients.
     """
     compression: Compression = "none"
     """Gradient compression for communication: "none", "fp16", "bf16", "powersgd" or a PowerSGD object (its state is
@@ -222,7 +222,7 @@ class TrainConfig:
             self._check_class_names("shard_blocks")
         self._check_sharded_parameters()
         self._check_logical_ranks()
-        self._check_local_steps()
+        self._check_local_sgd()
         if not isinstance(self.compile, bool):
             validation.check_choice(_full_name("compile"), self.compile, get_args(CompileMode))
         read_compression(self.compression, "TrainConfig.compression")
@@ -334,21 +334,21 @@ class TrainConfig:
                     "logical_ranks out."
                 )
 
-    def _check_local_steps(self) -> None:
-        if self.local_steps is None:
+    def _check_local_sgd(self) -> None:
+        if self.local_sgd is None:
             return
-        read_local_steps(self.local_steps, "TrainConfig.local_steps")
-        for name, reason, fix in _NOT_WITH_LOCAL_STEPS:
+        read_local_sgd(self.local_sgd, "TrainConfig.local_sgd")
+        for name, reason, fix in _NOT_WITH_LOCAL_SGD:
             value = getattr(self, name)
             if value not in (None, False, getattr(TrainConfig, name)):
                 raise ConfigError(
-                    f"TrainConfig.{name}={value!r} is not supported with local_steps, because {reason}. {fix}, or "
-                    "leave local_steps out."
+                    f"TrainConfig.{name}={value!r} is not supported with local_sgd, because {reason}. {fix}, or "
+                    "leave local_sgd out."
                 )
         if self.precision == "fp16":
             raise ConfigError(
-                "TrainConfig.precision='fp16' is not supported with local_steps, because each rank would skip other "
-                "steps. Use precision='bf16', or leave local_steps out."
+                "TrainConfig.precision='fp16' is not supported with local_sgd, because each rank would skip other "
+                "steps. Use precision='bf16', or leave local_sgd out."
             )
 
     def _check_length(self) -> None:
@@ -424,14 +424,14 @@ _BOOLEAN_SETTINGS = (
     "async_checkpoints",
     "dry_run",
 )
-# Settings that cannot be combined with `local_steps`: name, reason and fix.
-_NOT_WITH_LOCAL_STEPS = (
+# Settings that cannot be combined with `local_sgd`: name, reason and fix.
+_NOT_WITH_LOCAL_SGD = (
     ("logical_ranks", "logical ranks have one common copy of the model", "Leave logical_ranks out"),
     ("shard", "each rank trains its own copy of the model", "Leave shard out"),
     (
         "compression",
         "gradients are not communicated in local steps",
-        "Use local_steps=LocalSteps(steps=25, compression='bf16')",
+        "Use local_sgd=LocalSGDConfig(steps=25, compression='bf16')",
     ),
     ("sync_batch_norm", "it communicates in every forward pass", "Leave sync_batch_norm out"),
     (

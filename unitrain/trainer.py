@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from unitrain import trainer_arguments
 from unitrain.backends.base import Backend
-from unitrain.backends.capabilities import SupportsShardedParameters, require
+from unitrain.backends.capabilities import SupportsShardedParameters, require_capability
 from unitrain.backends.logical_ranks import check_logical_ranks, set_current_logical_rank
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.callbacks.callback import Callback, Callbacks
@@ -36,7 +36,7 @@ from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.sync_batch_norm import exclude_from_statistics, sync_batch_norm
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor
-from unitrain.optim.local_steps import LocalTraining
+from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.loss_weighting import LossWeighting, read_training_loss
 from unitrain.optim.precision import Precision, allow_tf32
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory
@@ -172,8 +172,8 @@ class Trainer:
         self._sync_point = SyncPoint(self._stopping, self._timer, self._reporter)
         self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
         self.model, self.optimizer = model, optimizer
-        self._local: LocalTraining | None = None
-        if config.local_steps is None:
+        self._local: LocalSGD | None = None
+        if config.local_sgd is None:
             self.model = backend.distributed_model(
                 model,
                 shard=config.shard,
@@ -184,14 +184,16 @@ class Trainer:
                 **({"logical_ranks": config.logical_ranks} if has_logical_ranks else {}),
             )
         else:
-            self._local = LocalTraining(
-                model, optimizer, backend, config.local_steps, broadcast_buffers=config.broadcast_buffers
+            self._local = LocalSGD(
+                model, optimizer, backend, config.local_sgd, broadcast_buffers=config.broadcast_buffers
             )
-            self._run.track_local_steps(self._local)
+            self._run.track_local_sgd(self._local)
         if self._weight_average is not None:
             if config.shard == "parameters":
                 feature = "TrainConfig.shard 'parameters'"
-                require(backend, SupportsShardedParameters, feature).shard_copy(self._weight_average.model, self.model)
+                require_capability(backend, SupportsShardedParameters, feature).shard_copy(
+                    self._weight_average.model, self.model
+                )
             self._weight_average.start()
         self._run.track_compression_state(
             self.model, lambda: self._precision.loss_scale(self._loss_weighting.loss_scale())
@@ -483,7 +485,7 @@ class Trainer:
         self._loss.add(loss.value, micro_batch.samples, loss.tokens)
         self._callbacks.call("on_micro_batch_end", self, batch, micro_batch, loss)
 
-    def _end_local_step(self, local: LocalTraining) -> None:
+    def _end_local_step(self, local: LocalSGD) -> None:
         """Synchronize the weights if a synchronization is due, and update their average."""
         if (steps := local.step()) and self._weight_average is not None:
             self._weight_average.update(steps)

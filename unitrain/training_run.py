@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from unitrain import randomness
 from unitrain.backends.base import Backend
-from unitrain.backends.capabilities import SupportsPowerSGD, require
+from unitrain.backends.capabilities import SupportsPowerSGD, require_capability
 from unitrain.backends.compression_setting import PowerSGD, read_compression
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files, loading
-from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, Checkpointer
+from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, Checkpointer, TrainingState
 from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
 from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
@@ -30,7 +30,7 @@ from unitrain.data.training_data import TrainingData
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.ema import WeightAverage
-from unitrain.optim.local_steps import LocalTraining
+from unitrain.optim.local_sgd import LocalSGD
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
 from unitrain.progress.preconditions import preconditions, report_differences, report_different_processes
 from unitrain.progress.training_progress import TrainingProgress
@@ -120,18 +120,18 @@ class TrainingRun:
         if not isinstance(read_compression(self._config.compression), PowerSGD):
             return
         feature = f"TrainConfig.compression {self._config.compression!r}"
-        state = require(self._backend, SupportsPowerSGD, feature).compression_state(model)
+        state = require_capability(self._backend, SupportsPowerSGD, feature).compression_state(model)
         state.get_loss_scale = get_loss_scale
         self._parts = {**self._parts, COMPRESSION_STATE: state}
         if self._restored is not None:
             state.load_state_dict(self._restored.pop(COMPRESSION_STATE, {}))
 
-    def track_local_steps(self, local: LocalTraining) -> None:
+    def track_local_sgd(self, local: LocalSGD) -> None:
         """Also save the state of `local` in checkpoints, and restore it. Raises CheckpointError if the state does not
         match."""
-        self._parts = {**self._parts, loading.LOCAL_STEPS: local}
+        self._parts = {**self._parts, loading.LOCAL_SGD: local}
         if self._restored is not None:
-            local.load_state_dict(self._restored.pop(loading.LOCAL_STEPS, {}))
+            local.load_state_dict(self._restored.pop(loading.LOCAL_SGD, {}))
 
     @property
     def is_complete(self) -> bool:
@@ -233,7 +233,15 @@ class TrainingRun:
         }
         if self._config_text is not None:
             manifest[files.CONFIG] = self._config_text
-        self._checkpointer.save(self.progress.step, model, optimizer, average, training, manifest, in_memory=in_memory)
+        state = TrainingState(
+            step=self.progress.step,
+            model=model,
+            optimizer=optimizer,
+            average=average,
+            training=training,
+            manifest=manifest,
+        )
+        self._checkpointer.save(state, in_memory=in_memory)
 
     def _random_state(self) -> dict[str, Any]:
         """Return the RNG states of all ranks or, with logical ranks, the properties that must be equal in all processes

@@ -433,7 +433,7 @@ def test_a_file_that_cannot_be_written_is_reported_before_the_search(script: Pat
     with pytest.raises(ConfigError, match="cannot be written"):
         tuned(script).save(Path("/proc/unitrain-tuned.json"))
     TUNED_FILE.write_text("x")
-    tuner = Tuner((), str(script), (), step_seconds=1, limit_seconds=60, folder=script.parent)
+    tuner = Tuner((), str(script), (), step_seconds=1, timeout_seconds=60, folder=script.parent)
     with pytest.raises(ConfigError, match="cannot be read"):
         tuner.tune(60, with_compression=False, report=print, report_run=print)
     assert tuner.runs == 0

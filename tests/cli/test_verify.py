@@ -705,9 +705,9 @@ def test_the_first_different_bits_are_named(
     assert find_first_difference(shorter, reference) == "the run ended after 4 steps, the reference after 5"
 
 
-def test_local_steps_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"differ with local steps\. Leave TrainConfig\.local_steps out"):
-        record(tmp_path / "run", monkeypatch, local_steps=4)
+def test_local_sgd_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"differ with local steps\. Leave TrainConfig\.local_sgd out"):
+        record(tmp_path / "run", monkeypatch, local_sgd=4)
 
 
 def test_bits_require_logical_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

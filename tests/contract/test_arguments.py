@@ -398,10 +398,10 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "shard_optimizer_state(communicator) must be a backend, got 'ddp'.",
         "Use shard_optimizer_state(optimizer, backend).",
     ),
-    "require of a text": (
-        lambda p: unitrain.require(p.backend, "SupportsPowerSGD", "PowerSGD"),  # type: ignore[arg-type]
-        "The capability of require must be a class, got 'SupportsPowerSGD'.",
-        "Use require(backend, SupportsPowerSGD",
+    "require_capability of a text": (
+        lambda p: unitrain.require_capability(p.backend, "SupportsPowerSGD", "PowerSGD"),  # type: ignore[arg-type]
+        "The capability of require_capability must be a class, got 'SupportsPowerSGD'.",
+        "Use require_capability(backend, SupportsPowerSGD",
     ),
     "load_weights without a path": (
         lambda p: p.trainer().load_weights(None),  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS
 from unitrain.backends.sharding.state_chunks import load_own_state
 from unitrain.checkpoint import files
+from unitrain.checkpoint.checkpointer import Checkpointer, TrainingState
 from unitrain.checkpoint.consolidation import consolidate_model
 from unitrain.checkpoint.sharded_files import StoredOptimizerState, collect_shard, load_module
 from unitrain.checkpoint.writer import CheckpointWriter, Retention
@@ -309,6 +310,22 @@ class Remembering(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
+
+
+def test_saving_does_not_modify_the_training_state(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    config = TrainConfig(max_steps=1, output_dir=tmp_path, checkpoint_format="sharded", async_checkpoints=False)
+    average = {"model": model.state_dict(), "updates": 3}
+    training: dict[str, Any] = {"scheduler": None, "local_sgd": {"steps": 1, "own": {"momentum": torch.ones(2)}}}
+    state = TrainingState(
+        step=1, model=model, optimizer=optimizer, average=average, training=training, manifest={"step": 1}
+    )
+    Checkpointer(config, LocalBackend(torch.device("cpu"))).save(state)
+    assert (tmp_path / "step-000000001" / "average" / "rank-00000.safetensors").exists()
+    assert set(training) == {"scheduler", "local_sgd"}
+    assert set(training["local_sgd"]) == {"steps", "own"}
+    assert set(average) == {"model", "updates"}
 
 
 def run_trainer(folder: Path, max_steps: int, checkpoint_format: Any, **settings: Any) -> tuple[Trainer, Remembering]:

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend, Shard
 from unitrain.checkpoint import files, sharded_files
-from unitrain.checkpoint.checkpointer import Checkpointer
+from unitrain.checkpoint.checkpointer import Checkpointer, TrainingState
 from unitrain.errors import CheckpointError
 from unitrain.testing import RankError, RankGroup
 
@@ -252,12 +252,19 @@ def checkpointer_for(backend: Backend, folder: str, checkpoint_format: Any) -> C
     return Checkpointer(config, backend)
 
 
+def state_of(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+    training, manifest = {"scheduler": None}, {"step": step}
+    return TrainingState(
+        step=step, model=model, optimizer=optimizer, average=None, training=training, manifest=manifest
+    )
+
+
 def save_and_load_with_little_memory(backend: Backend, folder: str) -> None:
     model, optimizer = build_large(backend)
     checkpointer = checkpointer_for(backend, folder, "sharded")
     for step in (1, 2):  # the first one imports modules
         with limited_memory(20 if step == 2 else 1000):
-            checkpointer.save(step, model, optimizer, None, {"scheduler": None}, {"step": step})
+            checkpointer.save(state_of(step, model, optimizer))
     expected = [value.double().sum().item() for entry in optimizer.state.values() for value in entry.values()]
     weights = [parameter.double().sum().item() for parameter in model.parameters()]
     optimizer.state.clear()
@@ -278,7 +285,7 @@ def gather_with_little_memory(backend: Backend, folder: str) -> None:
     checkpointer = checkpointer_for(backend, folder, "full")
     try:
         with limited_memory(20):
-            checkpointer.save(1, model, optimizer, None, {"scheduler": None}, {"step": 1})
+            checkpointer.save(state_of(1, model, optimizer))
     except BaseException as error:
         backend.report_failure(error)
         raise

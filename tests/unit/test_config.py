@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from one_rank import simulate_rank
 
-from unitrain.backends.local_steps_setting import LocalSteps
+from unitrain.backends.local_sgd_config import LocalSGDConfig
 from unitrain.config import TrainConfig, check_same_config
 from unitrain.errors import ConfigError
 
@@ -55,23 +55,23 @@ from unitrain.errors import ConfigError
             r"ema_decay must be a number above 0, got 0\. Use 0\.999, or None not to average",
         ),
         (
-            {"max_epochs": 1, "local_steps": 0},
-            r"TrainConfig\.local_steps must be at least 1, got 0\. Use a number of steps, or unitrain\.LocalSteps\(",
+            {"max_epochs": 1, "local_sgd": 0},
+            r"TrainConfig\.local_sgd must be at least 1, got 0\. Use a number of steps, or unitrain\.LocalSGDConfig\(",
         ),
-        ({"max_epochs": 1, "local_steps": "25"}, r"TrainConfig\.local_steps must be a whole number, got '25'\."),
+        ({"max_epochs": 1, "local_sgd": "25"}, r"TrainConfig\.local_sgd must be a whole number, got '25'\."),
         (
-            {"max_epochs": 1, "local_steps": 4, "shard": "state"},
-            r"shard='state' is not supported with local_steps, because each rank trains .* Leave shard out, or leave ",
+            {"max_epochs": 1, "local_sgd": 4, "shard": "state"},
+            r"shard='state' is not supported with local_sgd, because each rank trains .* Leave shard out, or leave ",
         ),
         (
-            {"max_epochs": 1, "local_steps": 4, "compression": "bf16"},
-            r"compression='bf16' is not supported .* Use local_steps=LocalSteps\(steps=25, compression='bf16'\), or ",
+            {"max_epochs": 1, "local_sgd": 4, "compression": "bf16"},
+            r"compression='bf16' is not supported .* Use local_sgd=LocalSGDConfig\(steps=25, compression='bf16'\), or ",
         ),
-        ({"max_epochs": 1, "local_steps": 4, "logical_ranks": 4}, r"logical_ranks=4 is not supported with local_steps"),
-        ({"max_epochs": 1, "local_steps": 4, "sync_batch_norm": True}, r"sync_batch_norm=True is not supported with"),
+        ({"max_epochs": 1, "local_sgd": 4, "logical_ranks": 4}, r"logical_ranks=4 is not supported with local_sgd"),
+        ({"max_epochs": 1, "local_sgd": 4, "sync_batch_norm": True}, r"sync_batch_norm=True is not supported with"),
         (
-            {"max_epochs": 1, "local_steps": 4, "precision": "fp16"},
-            r"precision='fp16' is not supported with local_steps, .* Use precision='bf16', or leave local_steps out\.$",
+            {"max_epochs": 1, "local_sgd": 4, "precision": "fp16"},
+            r"precision='fp16' is not supported with local_sgd, .* Use precision='bf16', or leave local_sgd out\.$",
         ),
         ({"max_epochs": 1, "ema_decay": 1.0}, r"ema_decay must be below 1, got 1\.0: at 1 it never changes\."),
         ({"max_epochs": 1, "sync_batch_norm": "yes"}, r"sync_batch_norm must be True or False, got 'yes'\."),
@@ -120,25 +120,25 @@ def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 0}, r"LocalSteps\.steps must be at least 1, got 0\. Use LocalSteps\(steps=25\)\.$"),
-        ({"steps": 2.5}, r"LocalSteps\.steps must be a whole number, got 2\.5\."),
+        ({"steps": 0}, r"LocalSGDConfig\.steps must be at least 1, got 0\. Use LocalSGDConfig\(steps=25\)\.$"),
+        ({"steps": 2.5}, r"LocalSGDConfig\.steps must be a whole number, got 2\.5\."),
         ({"steps": 4, "outer_lr": 0}, r"outer_lr must be a number above 0, got 0\. Use outer_lr=0\.7"),
         ({"steps": 4, "outer_momentum": 1}, r"outer_momentum must be a number from 0 to below 1, got 1\. Use outer_"),
         ({"steps": 4, "outer_momentum": "0.9"}, r"got '0\.9'\. Use outer_momentum=0\.9, or 0 to average the weights\."),
         (
             {"steps": 4, "compression": "int4"},
-            r"Unknown LocalSteps\.compression 'int4'\. .*Available: none, bf16, int8",
+            r"Unknown LocalSGDConfig\.compression 'int4'\. .*Available: none, bf16, int8",
         ),
         (
             {"steps": 4, "synchronous_ranks": 0},
             r"synchronous_ranks must be at least 1, got 0\. Use sync",
         ),
-        ({"steps": 4, "warmup_steps": -1}, r"LocalSteps\.warmup_steps must be at least 0, got -1\."),
+        ({"steps": 4, "warmup_steps": -1}, r"LocalSGDConfig\.warmup_steps must be at least 0, got -1\."),
     ],
 )
-def test_invalid_local_steps_are_rejected(settings: dict[str, Any], message: str) -> None:
+def test_invalid_local_sgd_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LocalSteps(**settings)
+        LocalSGDConfig(**settings)
 
 
 def test_config_is_frozen_and_keyword_only() -> None:

@@ -136,12 +136,12 @@ def test_files_and_options_are_merged_in_order(folder: Path) -> None:
 def test_settings_with_objects_and_several_validation_datasets(folder: Path) -> None:
     (folder / "more.yaml").write_text(
         "val_data: {one: config_parts.create_data, two: {class_path: config_parts.create_data}}\n"
-        "local_steps: {steps: 4}\nloggers: [csv, {class_path: unitrain.JSONLinesLogger}]\n"
+        "local_sgd: {steps: 4}\nloggers: [csv, {class_path: unitrain.JSONLinesLogger}]\n"
         "checkpoint_activations: [Linear]\noutput_dir: runs\n"
     )
     arguments = build("config/run.yaml", "more.yaml")
     assert list(arguments["val_data"]) == ["one", "two"]
-    assert arguments["config"].local_steps == unitrain.LocalSteps(steps=4)
+    assert arguments["config"].local_sgd == unitrain.LocalSGDConfig(steps=4)
     assert arguments["config"].checkpoint_activations == ("Linear",)
     assert arguments["loggers"][0] == "csv"
     assert isinstance(arguments["loggers"][1], unitrain.JSONLinesLogger)

@@ -47,7 +47,7 @@ def test_the_time_of_a_backward_begins_when_the_previous_one_is_done() -> None:
 def test_wait_for_rank_that_shut_down_before_the_operation_is_endless_after_one_period() -> None:
     clock = Clock()
     wait = ShutdownWaitDetector(0.5, clock)
-    shutdown = Shutdown(1, "its process exited", num_recorded=7)
+    shutdown = Shutdown(1, "its process exited", operation_count=7)
     assert not wait.is_endless(shutdown, True, 8)
     clock.now = 0.4
     assert not wait.is_endless(shutdown, True, 8)
@@ -59,9 +59,9 @@ def test_wait_is_not_endless_if_the_rank_took_part_or_this_rank_does_not_wait() 
     clock = Clock()
     wait = ShutdownWaitDetector(0.5, clock)
     for clock.now in (0.0, 100.0):
-        assert not wait.is_endless(Shutdown(1, "its process exited", num_recorded=8), True, 8)
+        assert not wait.is_endless(Shutdown(1, "its process exited", operation_count=8), True, 8)
         assert not wait.is_endless(None, True, 8)
-        assert not wait.is_endless(Shutdown(1, "its process exited", num_recorded=7), False, 8)
+        assert not wait.is_endless(Shutdown(1, "its process exited", operation_count=7), False, 8)
 
 
 def test_wait_is_endless_after_30_seconds_if_participation_of_rank_0_is_unknown() -> None:

@@ -161,6 +161,23 @@ def reduce_in_backward(terms: Sequence[Term], process: int, processes: Processes
     return in_backward, [torch.equal(*both) for both in zip(first, reduction.finish(last), strict=True)]
 
 
+def test_lazy_conjugates_are_reduced() -> None:
+    terms = [[torch.randn(70, dtype=torch.complex64).conj()] for _ in range(2)]
+    expected = ((terms[0][0] + terms[1][0]) / 2).resolve_conj()
+    assert all(term[0].is_conj() for term in terms)
+    reduction = ExactReduction(
+        ["p0"],
+        [torch.zeros(70, dtype=torch.complex64, requires_grad=True)],
+        logical_ranks=2,
+        bucket_bytes=100_000,
+        start_allreduce=None,
+        allows_unused=False,
+    )
+    (mean,) = reduction.mean(terms, is_complete=True)
+    assert mean is not None
+    torch.testing.assert_close(mean.resolve_conj(), expected)
+
+
 def test_gradients_are_reduced_while_others_are_computed() -> None:
     terms, size = random_terms(5), 3
     processes = Processes(size)

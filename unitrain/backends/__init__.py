@@ -2,7 +2,7 @@
 
 base                 the interface: `Communicator` and `Backend`, with the contract of both
 lifecycle            methods that all backends share: on_rank_zero, shutdown, failure reports
-capabilities         features that only some backends provide, such as PowerSGD state; `require`; tunables
+capabilities         features that only some backends provide, such as PowerSGD state; `require_capability`; tunables
 registry             backend names and their classes, including those of installed packages
 local                one process without communication, the reference for the others
 ddp                  torch.distributed with NCCL or Gloo
@@ -19,7 +19,7 @@ checks               validation of arguments, the same on every backend
 synchronized_errors  raise an error of one rank on all ranks
 tensors, objects     tensors as bytes and ordered keys; Python objects as tensors
 compression_setting  the values of `compression=` and their formulas
-local_steps_setting  the values of `local_steps=` and their formulas
+local_sgd_config  the values of `local_sgd=` and their formulas
 sharding/            ZeRO: optimizer state, gradients and parameters sharded across ranks
 gradients/           DDP's reducer, extensions of DDP, and the steps at the end of a backward pass
 

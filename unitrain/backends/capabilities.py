@@ -1,8 +1,8 @@
 """Features that only some backends provide.
 
 A capability is a small abstract class named `Supports...`. A backend provides it by subclassing it, and a feature
-requests it once with `require`, before any communication. A tunable is a setting that `unitrain tune` may change. This
-module does not import torch, because `unitrain tune` reads tunables without it.
+requests it once with `require_capability`, before any communication. A tunable is a setting that `unitrain tune` may
+change. This module does not import torch, because `unitrain tune` reads tunables without it.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ class SupportsShardedParameters(ABC):
         """
 
 
-def require(backend: object, capability: type[CapabilityT], feature: str) -> CapabilityT:
+def require_capability(backend: object, capability: type[CapabilityT], feature: str) -> CapabilityT:
     """Return `backend` if it provides `capability`. Otherwise raise UnsupportedError, which names `feature`."""
     if not isinstance(capability, type):
         raise ConfigError(
-            f"The capability of require must be a class, got {describe_value(capability)}. "
-            'Use require(backend, SupportsPowerSGD, "PowerSGD").'
+            f"The capability of require_capability must be a class, got {describe_value(capability)}. "
+            'Use require_capability(backend, SupportsPowerSGD, "PowerSGD").'
         )
     if not isinstance(backend, capability):
         name = getattr(backend, "name", type(backend).__name__)

@@ -32,6 +32,11 @@ def has_unit_stride(elements: Tensor) -> bool:
     return elements.stride(0) == 1
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or its view [..., 2] of real numbers if it is complex. It must not be a lazy conjugate."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return `tensor` as uint8 [bytes], sharing its memory if it is contiguous. A transport can transfer bytes of any
     dtype."""

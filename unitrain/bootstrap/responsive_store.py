@@ -24,14 +24,14 @@ class StoreNotRespondingError(dist.DistNetworkError):
 
 
 class ResponsiveStore:
-    """A connection to a store. A request raises StoreNotRespondingError if the response takes over `limit_seconds`.
+    """A connection to a store. A request raises StoreNotRespondingError if the response takes over `timeout_seconds`.
 
     A daemon thread sends the requests. While it waits for the response to an earlier request, further requests also
     raise the error. After a late response, requests succeed again. `get` must only be called for existing keys.
     """
 
-    def __init__(self, store: dist.Store, limit_seconds: float) -> None:
-        self._store, self._limit_seconds = store, limit_seconds
+    def __init__(self, store: dist.Store, timeout_seconds: float) -> None:
+        self._store, self._timeout_seconds = store, timeout_seconds
         self._requests: _Requests = queue.SimpleQueue()
         self._mutex = threading.Lock()  # one request at a time
         self._timed_out: Future[Any] | None = None  # the latest request that exceeded the limit
@@ -70,23 +70,23 @@ class ResponsiveStore:
     def _call(self, request: Callable[[], _ResultT]) -> _ResultT:
         with self._mutex:
             if not self.is_responding:
-                raise _not_responding_error(self._limit_seconds)
+                raise _not_responding_error(self._timeout_seconds)
             result: Future[_ResultT] = Future()
             self._requests.put((request, result))
             try:
-                return _wait(result, self._limit_seconds)
+                return _wait(result, self._timeout_seconds)
             except StoreNotRespondingError:
                 self._timed_out = result
                 raise
 
 
-def call_with_limit(function: Callable[[], _ResultT], limit_seconds: float) -> _ResultT:
+def call_with_limit(function: Callable[[], _ResultT], timeout_seconds: float) -> _ResultT:
     """Return `function()`, which uses a store. Raises StoreNotRespondingError if it does not return within
-    `limit_seconds`; the call then remains blocked in another thread.
+    `timeout_seconds`; the call then remains blocked in another thread.
     """
     result: Future[_ResultT] = Future()
     threading.Thread(target=_complete, args=(result, function), name="unitrain store", daemon=True).start()
-    return _wait(result, limit_seconds)
+    return _wait(result, timeout_seconds)
 
 
 def _answer(requests: _Requests) -> None:
@@ -103,17 +103,17 @@ def _complete(result: Future[_ResultT], function: Callable[[], _ResultT]) -> Non
         result.set_exception(error)
 
 
-def _wait(result: Future[_ResultT], limit_seconds: float) -> _ResultT:
+def _wait(result: Future[_ResultT], timeout_seconds: float) -> _ResultT:
     try:
-        return result.result(limit_seconds)
+        return result.result(timeout_seconds)
     except TimeoutError:
         if result.done():  # the request itself raised a TimeoutError, or was completed in the meantime
             return result.result()
-        raise _not_responding_error(limit_seconds) from None
+        raise _not_responding_error(timeout_seconds) from None
 
 
-def _not_responding_error(limit_seconds: float) -> StoreNotRespondingError:
+def _not_responding_error(timeout_seconds: float) -> StoreNotRespondingError:
     return StoreNotRespondingError(
-        f"The rendezvous store has not responded for {limit_seconds:g} s: the process of rank 0 is stopped, or its "
+        f"The rendezvous store has not responded for {timeout_seconds:g} s: the process of rank 0 is stopped, or its "
         "host is unreachable."
     )

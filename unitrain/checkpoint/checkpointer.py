@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,24 @@ from unitrain.errors import CheckpointError, ConfigError
 
 COMPRESSION_STATE, AVERAGE = "gradients", "average"
 # Parts of the training state that only rank 0 reads, because they may be much larger than the model.
-_RANK_ZERO_PARTS = (COMPRESSION_STATE, loading.LOCAL_STEPS)
+_RANK_ZERO_PARTS = (COMPRESSION_STATE, loading.LOCAL_SGD)
 _FIX = "Read it with the versions of torch and unitrain that wrote it."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """State of a run after `step` optimizer steps, which `Checkpointer.save` writes without modifying it.
+
+    `average` is the state of the averaged weights, or None. Only rank 0's `training` state and `manifest` values are
+    saved.
+    """
+
+    step: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    average: dict[str, Any] | None
+    training: dict[str, Any]
+    manifest: dict[str, Any]
 
 
 class Checkpointer:
@@ -111,49 +127,29 @@ class Checkpointer:
         task = f"restore the averaged weights from '{path}'"
         _load_modules(self._communicator, [average], task, lambda: load_module(path, AVERAGE_FOLDER, average))
 
-    def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        average: dict[str, Any] | None,
-        training: dict[str, Any],
-        manifest: dict[str, Any],
-        *,
-        in_memory: bool = False,
-    ) -> None:
-        """Save the checkpoint of `step` to disk, or `in_memory`.
+    def save(self, state: TrainingState, *, in_memory: bool = False) -> None:
+        """Save a checkpoint of `state` to disk, or to host memory if `in_memory` is True.
 
-        It contains the weights of `model`, the state of `optimizer`, and the state `average` of the averaged weights.
-        Only rank 0's `training` state and `manifest` values are saved.
-
-        In the sharded format, every rank writes a portion of the state. With `async_checkpoints` this returns as soon
-        as the state is copied to host memory.
+        In the sharded format, every rank writes a portion of the state. With `async_checkpoints`, this method returns
+        as soon as the state is copied to host memory.
         """
         if self._writer is None:
             return
         if in_memory:
             assert self._memory is not None
-            self._memory.save(lambda writer: self._save(writer, step, model, optimizer, average, training, manifest))
+            self._memory.save(lambda writer: self._save(writer, state))
             return
         self._last_saved = time.monotonic()
-        self._save(self._writer, step, model, optimizer, average, training, manifest)
+        self._save(self._writer, state)
 
-    def _save(
-        self,
-        writer: CheckpointWriter,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        average: dict[str, Any] | None,
-        training: dict[str, Any],
-        manifest: dict[str, Any],
-    ) -> None:
+    def _save(self, writer: CheckpointWriter, state: TrainingState) -> None:
+        model, optimizer, average, training = state.model, state.optimizer, state.average, dict(state.training)
         if not self.is_sharded:
             with self.state_format():
-                training = {**training, "optimizer": optimizer.state_dict()}
-                training |= {} if average is None else {AVERAGE: average}
-                writer.save(step, model, training, manifest)
+                training["optimizer"] = optimizer.state_dict()
+                if average is not None:
+                    training[AVERAGE] = average
+                writer.save(state.step, model, training, state.manifest)
             return
         communicator = self._communicator
         weights = None
@@ -161,15 +157,15 @@ class Checkpointer:
             weights = average["model"]
             training[AVERAGE] = {name: value for name, value in average.items() if name != "model"}
         with self.state_format():
-            training = {**training, "optimizer": {"param_groups": parameter_groups(optimizer)}}
+            training["optimizer"] = {"param_groups": parameter_groups(optimizer)}
             shard = call_on_all_ranks(
                 communicator, lambda: collect_shard(model, optimizer, weights, communicator.rank, communicator.size)
             )
-        if loading.LOCAL_STEPS in training:
-            local = dict(training[loading.LOCAL_STEPS])
+        if loading.LOCAL_SGD in training:
+            local = dict(training[loading.LOCAL_SGD])
             shard = replace(shard, local_state=local.pop("own"))
-            training[loading.LOCAL_STEPS] = local
-        writer.save_sharded(step, shard, training, manifest)
+            training[loading.LOCAL_SGD] = local
+        writer.save_sharded(state.step, shard, training, state.manifest)
 
     def state_format(self) -> AbstractContextManager[None]:
         """Return the context manager in which sharded models and optimizers return state dicts for saving.

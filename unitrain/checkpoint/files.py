@@ -48,7 +48,7 @@ its own output_dir."""
 _FORMAT, _NEWEST_FORMAT = 1, 2  # 2: sharded
 # Names of files in a manifest. Other names, such as ../model.safetensors, are not read.
 _FILE_NAME_PATTERN = re.compile(
-    r"model\.safetensors|training\.pt|(model|optimizer|average|local_steps)/rank-\d{5,}(-\d+)?\.(safetensors|pt)"
+    r"model\.safetensors|training\.pt|(model|optimizer|average|local_sgd)/rank-\d{5,}(-\d+)?\.(safetensors|pt)"
 )
 _MAX_MANIFEST_BYTES = 64 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux for renameat2

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 SHARDED = "sharded"
 """Key in the training state that `load` returns: the path of a sharded checkpoint."""
-LOCAL_STEPS = "local_steps"
+LOCAL_SGD = "local_sgd"
 """Key in the training state: the state of local steps."""
 
 
@@ -61,8 +61,8 @@ def load(
                 stored = {} if defer_optimizer_state else sharded_files.StoredOptimizerState.open(path).full_state()
                 state = {**state, "state": stored}
             optimizer.load_state_dict(state)
-        if is_sharded and LOCAL_STEPS in training:
-            training[LOCAL_STEPS]["ranks"] = sharded_files.read_local_states(path)
+        if is_sharded and LOCAL_SGD in training:
+            training[LOCAL_SGD]["ranks"] = sharded_files.read_local_states(path)
         if scheduler is not None and has_scheduler:
             scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))  # CyclicLR removes a key
     except (RuntimeError, ValueError, LookupError) as error:

@@ -6,7 +6,7 @@ A checkpoint is a folder `step-000000123`:
     optimizer/rank-00000.safetensors   chunks of the optimizer state, named state.PARAMETER.KEY
     optimizer/rank-00000.pt            values of the optimizer state that are not tensors, if there are any
     average/rank-00000.safetensors     chunks of the averaged weights, with `ema_decay`
-    local_steps/rank-00000.pt          the rank's weights, optimizer state and error, with `local_steps`
+    local_sgd/rank-00000.pt            the rank's weights, optimizer state and error, with `local_sgd`
     training.pt                        all other state, and the hyperparameters of the optimizer
     manifest.json                      size and sha256 of all files, sha256 of this list, versions, step, epoch, results
                                        and configuration
@@ -59,7 +59,7 @@ from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
 from unitrain.torch_compat import loads_state_unchanged
 
-MODEL_FOLDER, OPTIMIZER_FOLDER, AVERAGE_FOLDER, LOCAL_FOLDER = "model", "optimizer", "average", "local_steps"
+MODEL_FOLDER, OPTIMIZER_FOLDER, AVERAGE_FOLDER, LOCAL_FOLDER = "model", "optimizer", "average", "local_sgd"
 # The metadata entry that contains the index of the parameter and the key of each state tensor, as JSON.
 _STATE_KEYS_METADATA = "unitrain.optimizer"
 _MAX_POLL_SECONDS = 0.25

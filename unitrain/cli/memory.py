@@ -94,7 +94,7 @@ def memory(
             *executed_script(str(script), args),
             launch_options=options,
             request=MemoryRequest(warmup=_WARMUP_STEPS, steps=steps),
-            limit_seconds=timeout_seconds,
+            timeout_seconds=timeout_seconds,
         )
     except (ConfigError, UnsupportedError) as error:
         raise click.ClickException(str(error)) from error

@@ -72,7 +72,7 @@ def tune(launch: str, minutes: float, seconds: float, compression: bool, script:
             script=str(script),
             args=args,
             step_seconds=seconds,
-            limit_seconds=_STARTUP_SECONDS + 20 * seconds,
+            timeout_seconds=_STARTUP_SECONDS + 20 * seconds,
             folder=Path(folder),
         )
         try:

@@ -117,7 +117,7 @@ def verify(
             steps=steps,
             tolerance=tolerance,
             float64=float64,
-            limit_seconds=timeout_seconds,
+            timeout_seconds=timeout_seconds,
             folder=Path(folder),
             build_command=partial(_build_command, script=script, args=script_args, cpu=cpu, max_ranks=max(sizes)),
             report_progress=partial(click.echo, nl=False, err=True),

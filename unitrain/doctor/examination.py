@@ -68,7 +68,7 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
     ]  # fmt: skip
     # With backend horovod, the launcher would not provide a rendezvous address.
     variables = {"UNITRAIN_BACKEND": environment.get_variable("UNITRAIN_BACKEND") or "ddp"}
-    limit_seconds = timeout_seconds + _LAUNCH_SECONDS
+    launch_timeout_seconds = timeout_seconds + _LAUNCH_SECONDS
     try:
         done = subprocess.run(
             command,
@@ -76,11 +76,11 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=limit_seconds,
+            timeout=launch_timeout_seconds,
         )
     except subprocess.TimeoutExpired as expired:
         raise ExaminationError(
-            f"The launch did not finish within {limit_seconds:g} s. Allow more with --timeout-seconds."
+            f"The launch did not finish within {launch_timeout_seconds:g} s. Allow more with --timeout-seconds."
         ) from expired
     for line in done.stdout.splitlines():
         _, found, report = line.partition(MARKER)

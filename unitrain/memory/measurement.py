@@ -18,11 +18,11 @@ _PROGRAM = Path(__file__).with_name("run_script.py")
 
 
 def measure(
-    script: str, args: Sequence[str], *, launch_options: Sequence[str], request: MemoryRequest, limit_seconds: float
+    script: str, args: Sequence[str], *, launch_options: Sequence[str], request: MemoryRequest, timeout_seconds: float
 ) -> list[RankMemory]:
     """Run `script` with `args` under `unitrain launch` on this host, and return the record of each rank.
 
-    The run ends after the requested steps, and is terminated after `limit_seconds`. Raises ConfigError with the last
+    The run ends after the requested steps, and is terminated after `timeout_seconds`. Raises ConfigError with the last
     lines of the output if the record of any rank is missing.
     """
     with tempfile.TemporaryDirectory(prefix="unitrain-memory-") as name:
@@ -41,14 +41,14 @@ def measure(
             marker=OVERRIDES_VARIABLE,
             script=str(_PROGRAM),
             output=folder / "output.txt",
-            limit_seconds=limit_seconds,
+            timeout_seconds=timeout_seconds,
         )
         records = read_records(folder)
         if ended.code == 0 and records is not None:
             return records
         steps = request.warmup + 1
         if ended.code is None:
-            end = f"did not finish within {limit_seconds:g} s and was terminated. Allow more: --timeout-seconds"
+            end = f"did not finish within {timeout_seconds:g} s and was terminated. Allow more: --timeout-seconds"
         elif ended.code:
             end = f"ended with exit code {ended.code}"
         else:

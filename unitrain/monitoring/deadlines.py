@@ -72,20 +72,20 @@ class ShutdownWaitDetector:
         self._operation: int | None = None  # the latest operation in which this rank has waited
         self._start_time = 0.0
 
-    def is_endless(self, shutdown: Shutdown | None, is_waiting: bool, num_recorded: int) -> bool:
-        """Return whether the wait in this rank's latest operation, number `num_recorded`, can never end.
+    def is_endless(self, shutdown: Shutdown | None, is_waiting: bool, operation_count: int) -> bool:
+        """Return whether the wait in this rank's latest operation, number `operation_count`, can never end.
 
         `shutdown` is the first shutdown of another rank, if any.
         """
         if shutdown is None or not is_waiting:
             self._operation = None
             return False
-        if self._operation != num_recorded:
-            self._operation, self._start_time = num_recorded, self._clock()
-        if shutdown.num_recorded is not None and num_recorded <= shutdown.num_recorded:
+        if self._operation != operation_count:
+            self._operation, self._start_time = operation_count, self._clock()
+        if shutdown.operation_count is not None and operation_count <= shutdown.operation_count:
             return False  # that rank took part in the operation
-        limit_seconds = _UNKNOWN_PARTICIPATION_SECONDS if shutdown.num_recorded is None else self._period_seconds
-        return self._clock() >= self._start_time + limit_seconds
+        timeout_seconds = _UNKNOWN_PARTICIPATION_SECONDS if shutdown.operation_count is None else self._period_seconds
+        return self._clock() >= self._start_time + timeout_seconds
 
 
 class DataDeadline:
@@ -99,14 +99,14 @@ class DataDeadline:
         self._waiting_for: tuple[object, ...] | None = None
         self._start_time = 0.0
 
-    def expired(self, batch: tuple[int, int] | None, num_recorded: int) -> bool:
+    def expired(self, batch: tuple[int, int] | None, operation_count: int) -> bool:
         """Return whether the main thread has waited for the same `batch` longer than the timeout. Only the watchdog
         thread calls it.
 
-        `batch` is None if the main thread does not wait. `num_recorded`, the number of collectives and backward passes,
-        distinguishes batches of different epochs.
+        `batch` is None if the main thread does not wait. `operation_count`, the number of collectives and backward
+        passes, distinguishes batches of different epochs.
         """
-        waiting_for = None if batch is None else (*batch, num_recorded)
+        waiting_for = None if batch is None else (*batch, operation_count)
         if waiting_for is None or waiting_for != self._waiting_for:
             self._waiting_for, self._start_time = waiting_for, self._clock()
         return waiting_for is not None and self._clock() > self._start_time + self._timeout_seconds

@@ -27,7 +27,7 @@ class Shutdown(NamedTuple):
 
     rank: int
     reason: str
-    num_recorded: int | None = None
+    operation_count: int | None = None
 
 
 class RankProcess(NamedTuple):
@@ -42,12 +42,12 @@ class FailureStore:
 
     Each object has a separate connection to the store, because waiting for a response blocks other users of a
     connection. Every method raises dist.DistError if rank 0's process, which serves the store, has exited, or does not
-    respond within `limit_seconds`.
+    respond within `timeout_seconds`.
     """
 
-    def __init__(self, store: dist.Store, rank: int, limit_seconds: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, timeout_seconds: float) -> None:
         self._rank = rank
-        self._responsive_store = ResponsiveStore(dist.PrefixStore("failures", store).clone(), limit_seconds)
+        self._responsive_store = ResponsiveStore(dist.PrefixStore("failures", store).clone(), timeout_seconds)
         self.messages = MessageStore(self._responsive_store, "failures", counters=[_REQUESTS])
         self._num_answered = 0
 
@@ -72,9 +72,9 @@ class FailureStore:
         rank, error, _ = json.loads(self.messages.get(_FAILURE))
         return Failure(rank, error)
 
-    def report_shutdown(self, reason: str, num_recorded: int) -> None:
+    def report_shutdown(self, reason: str, operation_count: int) -> None:
         """Report that this rank shuts down without an error."""
-        content = json.dumps(Shutdown(self._rank, reason, num_recorded))
+        content = json.dumps(Shutdown(self._rank, reason, operation_count))
         self.messages.set(f"{_SHUTDOWN}/{self._rank}", content)
         self.messages.compare_set(_SHUTDOWN, "", content)
 

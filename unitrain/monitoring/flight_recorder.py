@@ -120,15 +120,15 @@ class FlightRecorder:
     def __init__(self) -> None:
         self.is_main_thread_waiting = False
         self._entries: deque[tuple[int, CollectiveCall | GradientPhase, str, int]] = deque(maxlen=_MAX_KEPT)
-        self._num_recorded = 0
+        self._operation_count = 0
         # Stack position of the user's frame per kind of operation. In a loop, it is the same in every step.
         self._positions: dict[str, _UserFramePosition] = {}
 
     def record(self, operation: CollectiveCall | GradientPhase) -> None:
         """Record that this rank starts `operation`."""
         frame = self._user_frame(operation.kind if isinstance(operation, GradientPhase) else "collective")
-        self._entries.append((self._num_recorded, operation, frame.f_code.co_filename, frame.f_lineno))
-        self._num_recorded += 1
+        self._entries.append((self._operation_count, operation, frame.f_code.co_filename, frame.f_lineno))
+        self._operation_count += 1
 
     def _user_frame(self, kind: str) -> FrameType:
         """Return the user's frame from which `record` was called, directly or indirectly.
@@ -152,9 +152,9 @@ class FlightRecorder:
         return user
 
     @property
-    def num_recorded(self) -> int:
+    def operation_count(self) -> int:
         """Number of operations recorded so far. It is equal on ranks that have called the same operations."""
-        return self._num_recorded
+        return self._operation_count
 
     @property
     def latest_operation(self) -> str:

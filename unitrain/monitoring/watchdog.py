@@ -181,7 +181,7 @@ class Watchdog:
         if latest := self._flight_recorder.latest_entry:
             reason += f"; last operation: {latest}"
         with contextlib.suppress(dist.DistError):  # rank 0's process has exited, and the store with it
-            self._store.report_shutdown(reason, self._flight_recorder.num_recorded)
+            self._store.report_shutdown(reason, self._flight_recorder.operation_count)
 
     def _report_exit(self) -> None:
         self._report_shutdown("its process exited")
@@ -206,7 +206,7 @@ class Watchdog:
         """
         shutdown = self._first_shutdown()
         is_waiting = shutdown is not None and self._status().waits_for_ranks
-        if not self._shutdown_wait_detector.is_endless(shutdown, is_waiting, self._flight_recorder.num_recorded):
+        if not self._shutdown_wait_detector.is_endless(shutdown, is_waiting, self._flight_recorder.operation_count):
             return None
         assert shutdown is not None
         return Failure(shutdown.rank, f"{_SHUTDOWN_TOO_EARLY}: {shutdown.reason}")
@@ -326,7 +326,7 @@ class Watchdog:
                     return
             if (deadline := self._deadlines.expired()) is not None:
                 self._handle_expired(deadline)
-            if self._data_deadline.expired(awaited_batch(), self._flight_recorder.num_recorded):
+            if self._data_deadline.expired(awaited_batch(), self._flight_recorder.operation_count):
                 self._terminate_without_data()
 
     def _poll_store(self) -> bool:

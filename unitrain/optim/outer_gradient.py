@@ -1,4 +1,4 @@
-"""Mean of outer gradients over ranks, with compression. `local_steps_setting.py` specifies the formulas.
+"""Mean of outer gradients over ranks, with compression. `local_sgd_config.py` specifies the formulas.
 
 A compressed mean takes two collectives, which together transfer as many elements as an allreduce: an all-to-all, after
 which each rank computes its slice of the mean, and an allgather of the slices. An allreduce would add in the format,
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.capabilities import SupportsAllToAll
-from unitrain.backends.local_steps_setting import BLOCK, OuterCompression
+from unitrain.backends.local_sgd_config import BLOCK, OuterCompression
 from unitrain.backends.tensors import as_bytes
 
 _SCALE_BYTES = 4

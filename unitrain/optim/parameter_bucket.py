@@ -1,6 +1,6 @@
-"""Buckets of parameters for `local_steps` (local SGD and DiLoCo), each synchronized over ranks as one vector.
+"""Buckets of parameters for `local_sgd` (local SGD and DiLoCo), each synchronized over ranks as one vector.
 
-`backends/local_steps_setting.py` specifies the formulas, and defines the errors that compression causes.
+`backends/local_sgd_config.py` specifies the formulas, and defines the errors that compression causes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
-from unitrain.backends.local_steps_setting import LocalSteps
+from unitrain.backends.local_sgd_config import LocalSGDConfig
+from unitrain.backends.tensors import as_real
 from unitrain.optim.outer_gradient import OuterMean
 
 # Maximum number of elements that are reduced together, unless a single parameter has more.
@@ -28,13 +29,13 @@ class ParameterBucket:
     """
 
     def __init__(
-        self, names: Sequence[str], parameters: Mapping[str, nn.Parameter], backend: Backend, settings: LocalSteps
+        self, names: Sequence[str], parameters: Mapping[str, nn.Parameter], backend: Backend, settings: LocalSGDConfig
     ) -> None:
         self._names, self._backend, self._settings = names, backend, settings
         self._parameters = [parameters[name] for name in names]
         self._shapes = [torch.Size(vector_shape(parameter)) for parameter in self._parameters]
         self._sizes = [shape.numel() for shape in self._shapes]
-        first = _real(self._parameters[0])
+        first = as_real(self._parameters[0])
         self._parameter_dtype = first.dtype
         self._dtype = torch.float32 if first.dtype in _HALF_DTYPES else first.dtype
         self.mean = OuterMean(backend, settings.compression, sum(self._sizes))
@@ -85,7 +86,7 @@ class ParameterBucket:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            _real(parameter.grad).copy_(part)
+            as_real(parameter.grad).copy_(part)
 
     def gather_slice_error(self) -> Tensor | None:
         """Return the compression error of the mean, [elements], gathered from the slice of each rank; None if there
@@ -121,18 +122,18 @@ class ParameterBucket:
         return torch.cat([parts[name].to(device, self._dtype).reshape(-1) for name in self._names])
 
     def _flatten(self, tensors: Iterable[Tensor]) -> Tensor:
-        return torch.cat([_real(tensor.detach()).to(self._dtype).reshape(-1) for tensor in tensors])
+        return torch.cat([as_real(tensor.detach()).to(self._dtype).reshape(-1) for tensor in tensors])
 
     def _split(self, vector: Tensor) -> list[Tensor]:
         return [part.view(shape) for part, shape in zip(vector.split(self._sizes), self._shapes, strict=True)]
 
     def _write(self, vector: Tensor) -> None:
         for parameter, part in zip(self._parameters, self._split(vector), strict=True):
-            _real(parameter.detach()).copy_(part)
+            as_real(parameter.detach()).copy_(part)
 
 
 def create_buckets(
-    parameters: Mapping[str, nn.Parameter], backend: Backend, settings: LocalSteps
+    parameters: Mapping[str, nn.Parameter], backend: Backend, settings: LocalSGDConfig
 ) -> list[ParameterBucket]:
     """Return the buckets of `parameters`. Only parameters of the same dtype share a bucket."""
     return [ParameterBucket(names, parameters, backend, settings) for names in _bucket_names(parameters)]
@@ -152,11 +153,6 @@ def _bucket_names(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
     return buckets
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or its view as real numbers if it is complex."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def vector_shape(parameter: Tensor) -> list[int]:
     """Return the shape of `parameter`, or that of its real view if it is complex."""
-    return list(_real(parameter.detach()).shape)
+    return list(as_real(parameter.detach()).shape)

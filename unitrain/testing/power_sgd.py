@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
-from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, require
+from unitrain.backends.capabilities import CompressionState, SupportsPowerSGD, require_capability
 from unitrain.backends.compression_setting import Compression, PowerSGD
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
@@ -37,7 +37,7 @@ def with_compression_state(
 ) -> tuple[nn.Module, CompressionState]:
     """Return the distributed model and its compression state."""
     wrapped = backend.distributed_model(model, compression=settings)
-    return wrapped, require(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
+    return wrapped, require_capability(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
 
 
 def mean_errors(backend: Backend, compression_state: CompressionState) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ class Branches(nn.Module):
 def powersgd_skips_parameters_unused_on_every_rank(backend: Backend) -> None:
     model = Branches()
     wrapped = backend.distributed_model(model, find_unused_parameters=True, compression=LOW_RANK)
-    compression_state = require(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
+    compression_state = require_capability(backend, SupportsPowerSGD, "PowerSGD").compression_state(wrapped)
 
     def step(part: int, weight: float = 1.0) -> None:
         model.zero_grad()
@@ -396,7 +396,7 @@ def powersgd_state_of_another_model_raises(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def only_powersgd_has_compression_state(backend: Backend) -> None:
-    able = require(backend, SupportsPowerSGD, "PowerSGD")
+    able = require_capability(backend, SupportsPowerSGD, "PowerSGD")
     for compression in STATELESS_SETTINGS:
         model = backend.distributed_model(build(), compression=compression)
         raises(ModelError, "not compressed by PowerSGD", lambda model=model: able.compression_state(model))

@@ -93,13 +93,13 @@ def measure_ratio(
 def search(
     measure: Measure,
     tunables: Sequence[Tunable],
-    limit_seconds: float,
+    budget_seconds: float,
     *,
     run_seconds: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
     seed: int | None = None,
 ) -> SearchResult:
-    """Search for the fastest settings for about `limit_seconds`. The settings are empty if no gain is significant.
+    """Search for the fastest settings for about `budget_seconds`. The settings are empty if no gain is significant.
 
     The search first measures each value separately, and measures promising values again. It then combines the best
     values one at a time. The final check takes a large fraction of the time. `run_seconds` is the estimated duration of
@@ -118,7 +118,7 @@ def search(
         return ratio
 
     def has_time_for(pairs: int) -> bool:
-        return clock() - start_time + (pairs + PAIRS) * pair_seconds <= limit_seconds
+        return clock() - start_time + (pairs + PAIRS) * pair_seconds <= budget_seconds
 
     def measure_ratios(settings: Settings) -> list[float]:
         name = " ".join(f"{name}={value}" for name, value in sorted(settings.items()))

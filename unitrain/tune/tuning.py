@@ -29,7 +29,7 @@ _COMPRESSIONS = ("fp16", "bf16")
 class Tuner:
     """Tunes one script. `launch_options` are options of `unitrain launch`.
 
-    Each run times steps for `step_seconds` and is terminated after `limit_seconds`. Temporary files are written to
+    Each run times steps for `step_seconds` and is terminated after `timeout_seconds`. Temporary files are written to
     `folder`.
     """
 
@@ -37,7 +37,7 @@ class Tuner:
     script: str
     args: tuple[str, ...]
     step_seconds: float
-    limit_seconds: float
+    timeout_seconds: float
     folder: Path
     runs: int = 0
 
@@ -104,7 +104,7 @@ class Tuner:
             marker=OVERRIDES_VARIABLE,
             script=self.script,
             output=Path(f"{name}.txt"),
-            limit_seconds=self.limit_seconds,
+            timeout_seconds=self.timeout_seconds,
         )
         result = Result.parse_output(ended.output)
         if result is None:

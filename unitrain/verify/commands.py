@@ -48,11 +48,11 @@ def run_command(
     marker: str,
     script: str,
     output: Path,
-    limit_seconds: float,
+    timeout_seconds: float,
 ) -> CommandResult:
     """Run `command`, which executes `script`, in this environment. Write its output to the file `output`.
 
-    After `limit_seconds`, the ranks print their stacks and the command is terminated. All processes started by
+    After `timeout_seconds`, the ranks print their stacks and the command is terminated. All processes started by
     the command are always terminated: its process group, and every process with the same value of the environment
     variable `marker`, because launchers start ranks in separate process groups.
     """
@@ -69,7 +69,7 @@ def run_command(
         )
         code, text = None, None
         try:
-            code = process.wait(limit_seconds)
+            code = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             _print_stacks(tag, script)
             text = output.read_text(errors="replace")

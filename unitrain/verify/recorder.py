@@ -66,10 +66,10 @@ class Recorder(Callback):
                 "unitrain verify --bits compares runs on different numbers of ranks, which have the same bits only "
                 "with logical ranks. Use TrainConfig(logical_ranks=8, ...) in the script, or leave --bits out."
             )
-        if config.local_steps is not None:
+        if config.local_sgd is not None:
             raise ConfigError(
                 "unitrain verify compares runs on different numbers of ranks, whose results differ with local steps. "
-                "Leave TrainConfig.local_steps out to verify the script."
+                "Leave TrainConfig.local_sgd out to verify the script."
             )
         changes: dict[str, Any] = {"max_seconds": None}
         if config.output_dir is not None:

@@ -44,7 +44,7 @@ class Verification:
     steps: int
     tolerance: float
     float64: bool
-    limit_seconds: float
+    timeout_seconds: float
     folder: Path
     build_command: Callable[[Run, Mapping[str, str]], EnvironmentCommand]
     report_progress: Callable[[str], None]
@@ -147,7 +147,7 @@ class Verification:
             marker=OVERRIDES_VARIABLE,
             script=self.script,
             output=folder / "output.txt",
-            limit_seconds=self.limit_seconds,
+            timeout_seconds=self.timeout_seconds,
         )
         self.report_progress(f"{result.seconds:.0f} s\n")
         record = Record.read(folder)
@@ -160,7 +160,7 @@ class Verification:
         """Return the reason why the run produced no numbers to compare, or None."""
         if code is None:
             return (
-                f"it did not finish within {self.limit_seconds:g} s and was terminated. Allow more: --timeout-seconds"
+                f"it did not finish within {self.timeout_seconds:g} s and was terminated. Allow more: --timeout-seconds"
             )
         if code != 0:
             return f"it ended with exit code {code}" if code > 0 else f"it was terminated by signal {-code}"

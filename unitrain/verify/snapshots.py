@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain import randomness
+from unitrain.backends.tensors import as_real
 from unitrain.modules.sync_batch_norm import SyncedForward
 from unitrain.torch_compat import BatchNormBase
 from unitrain.verify.digests import digest_tensor
@@ -46,7 +47,7 @@ def copy_state(name: str, entry: dict[Any, Any]) -> dict[str, Tensor]:
 def copy_to_cpu(tensor: Tensor) -> Tensor:
     """Return a contiguous copy on the CPU. Complex numbers become pairs of real numbers."""
     tensor = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return as_real(tensor)
 
 
 def largest_difference(left: Tensor, right: Tensor) -> float:

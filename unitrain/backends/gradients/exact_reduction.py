@@ -24,6 +24,7 @@ from torch import Tensor
 
 from unitrain.backends.base import ReduceOp
 from unitrain.backends.gradients.end_of_backward import do_not_wait
+from unitrain.backends.tensors import as_real
 from unitrain.errors import ModelError
 
 # Starts to reduce an integer tensor over processes in place, and returns a function that waits.
@@ -227,7 +228,7 @@ class ExactReduction:
             mean = step.means[number]
             assert mean is not None
             if flat_mean.data_ptr() != mean.data_ptr():
-                _real(mean).copy_(flat_mean.view(_real(mean).shape))
+                as_real(mean).copy_(flat_mean.view(as_real(mean).shape))
         return step.means
 
     def mean(self, terms: Sequence[Gradients], *, is_complete: bool) -> list[Tensor | None]:
@@ -419,7 +420,9 @@ class ExactReduction:
         """Return the tensor for the mean of a parameter: the memory of its first gradient if possible."""
         parameter = self._parameters[number]
         for gradient in step.gradients(number):
-            if gradient is not None and gradient.is_contiguous() and parameter.is_contiguous():
+            if gradient is None or gradient.is_conj():  # a lazy conjugate has no view of real numbers
+                continue
+            if gradient.is_contiguous() and parameter.is_contiguous():
                 return gradient
         return torch.empty_like(parameter, requires_grad=False)
 
@@ -455,10 +458,6 @@ def _exponents(maxima: Tensor) -> Tensor:
     return exponents.masked_fill(~maxima.isfinite(), _NOT_FINITE)
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
 def _flat(tensor: Tensor) -> Tensor:
     """Return the elements, [n], in the order of the indices, as a view if `tensor` is contiguous."""
-    return _real(tensor).reshape(-1)
+    return as_real(tensor.resolve_conj()).reshape(-1)

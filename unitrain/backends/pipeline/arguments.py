@@ -11,7 +11,7 @@ from torch import nn
 from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend
-from unitrain.backends.capabilities import SupportsPointToPoint, require
+from unitrain.backends.capabilities import SupportsPointToPoint, require_capability
 from unitrain.errors import ConfigError, ModelError
 
 Balance = Literal["time", "memory"]
@@ -41,7 +41,7 @@ def check_pipeline_arguments(
             f"{backend.size}. Start it with {stages} or {2 * stages} ranks, or use stages=1."
         )
     if stages > 1:
-        require(backend, SupportsPointToPoint, f"Pipeline(stages={stages})")
+        require_capability(backend, SupportsPointToPoint, f"Pipeline(stages={stages})")
     _check_model(model, backend, stages)
     if stages == 1:
         return

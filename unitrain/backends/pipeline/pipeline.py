@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend
-from unitrain.backends.capabilities import SupportsPointToPoint, require
+from unitrain.backends.capabilities import SupportsPointToPoint, require_capability
 from unitrain.backends.gradients.unused_parameters import unused_error
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.pipeline.arguments import Balance, ScheduleName, check_pipeline_arguments
@@ -317,7 +317,7 @@ class Pipeline:
         if self._stages == 1:
             return None, None
         replicas, stages = range(self._replicas.size), range(self._stages)
-        point_to_point = require(self._backend, SupportsPointToPoint, f"Pipeline(stages={self._stages})")
+        point_to_point = require_capability(self._backend, SupportsPointToPoint, f"Pipeline(stages={self._stages})")
         groups = [[replica * self._stages + stage for stage in stages] for replica in replicas]
         if self._replicas.size == 1:
             return point_to_point.create_rank_groups(groups)[0], None

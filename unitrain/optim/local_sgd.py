@@ -1,6 +1,6 @@
 """Low-communication training: local steps on every rank, and an outer step that synchronizes the ranks.
 
-`backends/local_steps_setting.py` specifies the formulas. This module uses only the interface of a backend.
+`backends/local_sgd_config.py` specifies the formulas. This module uses only the interface of a backend.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend
-from unitrain.backends.capabilities import SupportsPointToPoint, require
+from unitrain.backends.capabilities import SupportsPointToPoint, require_capability
 from unitrain.backends.gradients.forward_buffers import buffers_by_use
-from unitrain.backends.local_steps_setting import LocalSteps, read_local_steps
+from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
 from unitrain.backends.objects import broadcast_in_parts, broadcast_tensors, broadcast_with_tensors
 from unitrain.backends.rank_groups import Subgroup
 from unitrain.backends.sharding.state_format import keeps_shards
@@ -33,10 +33,10 @@ from unitrain.torch_compat import tensor_version
 _log = logging.getLogger(__name__)
 
 
-class LocalTraining:
-    """Trains `model` with local steps, and synchronizes the ranks after every `local_steps.steps` steps.
+class LocalSGD:
+    """Local SGD and DiLoCo: every rank trains its own copy of `model`, and the ranks synchronize periodically.
 
-        local = unitrain.LocalTraining(model, optimizer, backend, unitrain.LocalSteps(steps=25))
+        local = unitrain.LocalSGD(model, optimizer, backend, unitrain.LocalSGDConfig(steps=25))
         for inputs, targets in loader:
             (loss_fn(model(inputs), targets) * loader.loss_weight).backward()
             local.reduce_gradients()
@@ -46,8 +46,9 @@ class LocalTraining:
         local.synchronize()
 
     `model` is the user's module on `backend.device`, not a module that `distributed_model` returned, and `optimizer`
-    contains its parameters. `local_steps` is a LocalSteps object, or a number of steps, for LocalSteps(steps=number).
-    The constructor broadcasts parameters, buffers and optimizer state from rank 0. All ranks must make the same calls.
+    contains its parameters. `local_sgd` is a LocalSGDConfig object or a number of steps, which is short for
+    LocalSGDConfig(steps=number). The constructor broadcasts parameters, buffers and optimizer state from rank 0. All
+    ranks must make the same calls.
 
     Only parameters that are in `optimizer` and require grad are synchronized. Each rank keeps its own optimizer state.
     The running statistics of normalization layers are averaged at each synchronization and in each step of the warm-up,
@@ -61,18 +62,18 @@ class LocalTraining:
         model: nn.Module,
         optimizer: Optimizer,
         backend: Backend,
-        local_steps: LocalSteps | int,
+        local_sgd: LocalSGDConfig | int,
         *,
         broadcast_buffers: bool = True,
     ) -> None:
         fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
-        validation.check_instance("LocalTraining(backend)", backend, Backend, "a backend", fix)
-        backend.check_running("LocalTraining")
+        validation.check_instance("LocalSGD(backend)", backend, Backend, "a backend", fix)
+        backend.check_running("LocalSGD")
 
-        def check() -> LocalSteps:
-            settings = read_local_steps(local_steps, "LocalTraining(local_steps)")
-            validation.check_boolean("LocalTraining(broadcast_buffers=...)", broadcast_buffers)
-            checks.check_unwrapped_model("LocalTraining(model)", model)
+        def check() -> LocalSGDConfig:
+            settings = read_local_sgd(local_sgd, "LocalSGD(local_sgd)")
+            validation.check_boolean("LocalSGD(broadcast_buffers=...)", broadcast_buffers)
+            checks.check_unwrapped_model("LocalSGD(model)", model)
             checks.check_trainable_model(model, "none", backend.device)
             checks.check_optimizer_of_model(optimizer, model)
             return settings
@@ -80,8 +81,8 @@ class LocalTraining:
         self.settings = call_on_all_ranks(backend, check)
         checks.check_same_settings(
             backend,
-            "LocalTraining",
-            local_steps=self.settings,
+            "LocalSGD",
+            local_sgd=self.settings,
             optimizer=type(optimizer).__name__,
             parameters_by_group=[len(group["params"]) for group in optimizer.param_groups],
             broadcast_buffers=broadcast_buffers,
@@ -292,9 +293,9 @@ class LocalTraining:
             if parameter.requires_grad and parameter not in self._synchronized:
                 name = next((name for name, one in self._model.named_parameters() if one is parameter), "a parameter")
                 raise ModelError(
-                    f"Parameter {name!r} was unfrozen, or added to the optimizer, after LocalTraining was built, so "
-                    "the ranks would train different values of it. Freeze it after LocalTraining is built instead, or "
-                    "call local.synchronize() and build another LocalTraining."
+                    f"Parameter {name!r} was unfrozen, or added to the optimizer, after LocalSGD was built, so "
+                    "the ranks would train different values of it. Freeze it after LocalSGD is built instead, or "
+                    "call local.synchronize() and build another LocalSGD."
                 )
 
     def _start_from_weights(self) -> None:
@@ -384,7 +385,7 @@ def _check_state(state: Any) -> None:
     found = _describe_invalid_state(state)
     if found is not None:
         raise CheckpointError(
-            f"LocalTraining.load_state_dict takes a result of LocalTraining.state_dict, got {found}. Pass the state "
+            f"LocalSGD.load_state_dict takes a result of LocalSGD.state_dict, got {found}. Pass the state "
             "that rank 0 saved, such as local.load_state_dict(checkpoint['local']), or {} to start without one."
         )
 
@@ -422,7 +423,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def _create_group(backend: Backend, settings: LocalSteps) -> Subgroup | None:
+def _create_group(backend: Backend, settings: LocalSGDConfig) -> Subgroup | None:
     """Return the group of ranks that average their gradients in every step, or None if every rank trains on its own.
     All ranks call it."""
     count = settings.synchronous_ranks
@@ -432,7 +433,7 @@ def _create_group(backend: Backend, settings: LocalSteps) -> Subgroup | None:
     hosts = backend.allgather_object(backend.node_rank)
     for rank, host in enumerate(hosts):
         groups.setdefault(host if count == "host" else rank // count, []).append(rank)
-    supported = require(backend, SupportsPointToPoint, f"LocalSteps.synchronous_ranks={count!r}")
+    supported = require_capability(backend, SupportsPointToPoint, f"LocalSGDConfig.synchronous_ranks={count!r}")
     (own,) = supported.create_rank_groups(list(groups.values()))
     return own if own.size > 1 else None
 

@@ -1,4 +1,4 @@
-"""Values of `local_steps=`, the setting of low-communication training, and their formulas.
+"""Values of `local_sgd=`, the setting of low-communication training, and their formulas.
 
 In each step, every rank updates its own copy w of the weights with the gradient of its own samples, or with the mean
 gradient of the ranks in its group. After every `steps` steps, the ranks synchronize. Let x be the weights after the
@@ -36,7 +36,7 @@ BLOCK = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSteps:
+class LocalSGDConfig:
     """Low-communication training: every rank trains on its own, and the ranks synchronize after every `steps` steps.
 
     With the defaults, a synchronization averages the weights over ranks (local SGD; Stich, arXiv 1805.09767). With an
@@ -60,20 +60,20 @@ class LocalSteps:
     synchronous_ranks: int | Literal["host"] = 1
 
     def __post_init__(self) -> None:
-        validation.check_integer("LocalSteps.steps", self.steps, 1, "Use LocalSteps(steps=25)")
-        validation.check_integer("LocalSteps.warmup_steps", self.warmup_steps, 0, "Use 0 to start with local steps")
-        validation.check_positive("LocalSteps.outer_lr", self.outer_lr, "Use outer_lr=0.7 with outer_momentum=0.9")
+        validation.check_integer("LocalSGDConfig.steps", self.steps, 1, "Use LocalSGDConfig(steps=25)")
+        validation.check_integer("LocalSGDConfig.warmup_steps", self.warmup_steps, 0, "Use 0 to start with local steps")
+        validation.check_positive("LocalSGDConfig.outer_lr", self.outer_lr, "Use outer_lr=0.7 with outer_momentum=0.9")
         momentum: Any = self.outer_momentum
         is_number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
         if not (is_number and math.isfinite(momentum) and 0 <= momentum < 1):
             raise ConfigError(
-                f"LocalSteps.outer_momentum must be a number from 0 to below 1, got "
+                f"LocalSGDConfig.outer_momentum must be a number from 0 to below 1, got "
                 f"{validation.describe_value(momentum)}. Use outer_momentum=0.9, or 0 to average the weights."
             )
-        validation.check_choice("LocalSteps.compression", self.compression, get_args(OuterCompression))
+        validation.check_choice("LocalSGDConfig.compression", self.compression, get_args(OuterCompression))
         if self.synchronous_ranks != "host":
             fix = "Use synchronous_ranks='host', or 1 to train every rank on its own"
-            validation.check_integer("LocalSteps.synchronous_ranks", self.synchronous_ranks, 1, fix)
+            validation.check_integer("LocalSGDConfig.synchronous_ranks", self.synchronous_ranks, 1, fix)
 
     @property
     def averages_weights(self) -> bool:
@@ -81,10 +81,10 @@ class LocalSteps:
         return self.outer_lr == 1 and self.outer_momentum == 0 and self.compression == "none"
 
 
-def read_local_steps(local_steps: int | LocalSteps, setting: str) -> LocalSteps:
-    """Return `local_steps`, with a number replaced by LocalSteps(steps=number). Raises ConfigError for an invalid
+def read_local_sgd(local_sgd: int | LocalSGDConfig, setting: str) -> LocalSGDConfig:
+    """Return `local_sgd`, with a number replaced by LocalSGDConfig(steps=number). Raises ConfigError for an invalid
     value."""
-    if isinstance(local_steps, LocalSteps):
-        return local_steps
-    fix = "Use a number of steps, or unitrain.LocalSteps(steps=25, outer_lr=0.7, outer_momentum=0.9)"
-    return LocalSteps(steps=validation.check_integer(setting, local_steps, 1, fix))
+    if isinstance(local_sgd, LocalSGDConfig):
+        return local_sgd
+    fix = "Use a number of steps, or unitrain.LocalSGDConfig(steps=25, outer_lr=0.7, outer_momentum=0.9)"
+    return LocalSGDConfig(steps=validation.check_integer(setting, local_sgd, 1, fix))

@@ -1,5 +1,5 @@
 """Local steps through the Trainer: compared with plain torch in one process that simulates all ranks, with synchronous
-training, and with interrupted runs. The contract suite tests `LocalTraining` in a loop."""
+training, and with interrupted runs. The contract suite tests `LocalSGD` in a loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-from unitrain import Callback, LocalSteps, TrainConfig, Trainer
+from unitrain import Callback, LocalSGDConfig, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.checkpoint import files
@@ -22,17 +22,17 @@ from unitrain.testing import RankGroup
 LOCAL = LocalBackend(torch.device("cpu"))
 SAMPLES, GLOBAL_BATCH, EPOCHS, SEED = 67, 12, 3, 6  # the last step of an epoch has 7 samples
 DECAY = 0.8
-PLAIN = LocalSteps(steps=4)
-DILOCO = LocalSteps(steps=4, outer_lr=0.7, outer_momentum=0.9)
-COMPRESSED = LocalSteps(steps=4, outer_lr=0.7, outer_momentum=0.9, compression="int8")
+PLAIN = LocalSGDConfig(steps=4)
+DILOCO = LocalSGDConfig(steps=4, outer_lr=0.7, outer_momentum=0.9)
+COMPRESSED = LocalSGDConfig(steps=4, outer_lr=0.7, outer_momentum=0.9, compression="int8")
 # Settings of the Trainer; "kind" is the inner optimizer and "tokens" a loss over tokens.
 CASES: dict[str, dict[str, Any]] = {
-    "local SGD": {"local_steps": 4},
-    "post-local SGD": {"local_steps": LocalSteps(steps=4, warmup_steps=5), "ema_decay": DECAY},
-    "DiLoCo": {"local_steps": DILOCO, "kind": "adamw", "max_grad_norm": 0.3},
-    "accumulated": {"local_steps": DILOCO, "gradient_accumulation_steps": 2, "count": 60},
-    "tokens": {"local_steps": LocalSteps(steps=4, warmup_steps=3), "tokens": True},
-    "average": {"local_steps": DILOCO, "ema_decay": DECAY},
+    "local SGD": {"local_sgd": 4},
+    "post-local SGD": {"local_sgd": LocalSGDConfig(steps=4, warmup_steps=5), "ema_decay": DECAY},
+    "DiLoCo": {"local_sgd": DILOCO, "kind": "adamw", "max_grad_norm": 0.3},
+    "accumulated": {"local_sgd": DILOCO, "gradient_accumulation_steps": 2, "count": 60},
+    "tokens": {"local_sgd": LocalSGDConfig(steps=4, warmup_steps=3), "tokens": True},
+    "average": {"local_sgd": DILOCO, "ema_decay": DECAY},
 }
 
 
@@ -90,9 +90,9 @@ class Simulation:
     """All ranks in plain torch."""
 
     def __init__(self, size: int, settings: dict[str, Any]) -> None:
-        given = settings["local_steps"]
+        given = settings["local_sgd"]
         self.size, self.settings = size, settings
-        self.local = LocalSteps(steps=given) if isinstance(given, int) else given
+        self.local = LocalSGDConfig(steps=given) if isinstance(given, int) else given
         self.models = [network() for _ in range(size)]
         self.optimizers = [optimizer_of(model, settings.get("kind", "sgd")) for model in self.models]
         self.outer = network()
@@ -237,10 +237,10 @@ def trained(values: Tensor) -> Tensor:
     return torch.cat([part for part, is_parameter in zip(parts, kept, strict=True) if is_parameter])
 
 
-def in_float32(backend: Backend, local_steps: LocalSteps, precision: str) -> Tensor:
+def in_float32(backend: Backend, local_sgd: LocalSGDConfig, precision: str) -> Tensor:
     model = network().float()
     inputs, targets = data().tensors
-    trainer = make(backend, model, local_steps=local_steps, precision=precision, kind="adamw")
+    trainer = make(backend, model, local_sgd=local_sgd, precision=precision, kind="adamw")
     trainer.fit(TensorDataset(inputs.float(), targets))
     return vector(model)
 
@@ -248,7 +248,7 @@ def in_float32(backend: Backend, local_steps: LocalSteps, precision: str) -> Ten
 FLOAT32 = {
     "averaged": (PLAIN, "fp32"),
     "DiLoCo": (DILOCO, "fp32"),
-    "bf16": (LocalSteps(steps=2, outer_lr=0.7, outer_momentum=0.9, compression="bf16"), "bf16"),
+    "bf16": (LocalSGDConfig(steps=2, outer_lr=0.7, outer_momentum=0.9, compression="bf16"), "bf16"),
     "int8": (COMPRESSED, "fp32"),
 }
 
@@ -274,7 +274,7 @@ class Evaluating(Callback):
 
 def disturbed(backend: Backend, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the results of an undisturbed run, and of one that evaluates and saves checkpoints after each step."""
-    settings = {"local_steps": COMPRESSED, "kind": "adamw"}
+    settings = {"local_sgd": COMPRESSED, "kind": "adamw"}
     often = {"output_dir": folder, "checkpoint_every_steps": 1, "validate_every_steps": 1, "callbacks": [Evaluating()]}
     return fit(backend, settings, validation=False), fit(backend, {**settings, **often})
 
@@ -296,7 +296,7 @@ def checkpoint_weights(folder: Path, step: int) -> dict[str, Tensor]:
 def test_run_interrupted_ten_times_on_two_backends_is_bit_equal(
     both: list[RankGroup], checkpoint_format: str, tmp_path: Path
 ) -> None:
-    settings = {"local_steps": COMPRESSED, "kind": "adamw", "ema_decay": DECAY}
+    settings = {"local_sgd": COMPRESSED, "kind": "adamw", "ema_decay": DECAY}
     expected = both[0].run(fit, {**settings, "max_steps": 11}, timeout_seconds=120)[0]
     saved = {"output_dir": str(tmp_path), "resume": True, "checkpoint_format": checkpoint_format}
     for steps in range(1, 12):
@@ -307,7 +307,7 @@ def test_run_interrupted_ten_times_on_two_backends_is_bit_equal(
         assert result["results"] == results[0]["results"]
     if checkpoint_format == "full":
         folder = tmp_path / "step-000000011"
-        training = torch.load(folder / "training.pt", weights_only=True)["local_steps"]
+        training = torch.load(folder / "training.pt", weights_only=True)["local_sgd"]
         assert len(training["ranks"]) == 2
         assert training["steps_since_synchronization"] == 3
         assert not torch.equal(*(rank["weights"]["0.weight"] for rank in training["ranks"])), "each rank has its own"
@@ -323,7 +323,7 @@ def evaluate_resumed(backend: Backend, settings: dict[str, Any]) -> tuple[float,
 
 
 def test_run_resumes_on_other_numbers_of_ranks(both: list[RankGroup], tmp_path: Path) -> None:
-    settings = {"local_steps": COMPRESSED, "kind": "adamw", "output_dir": str(tmp_path), "resume": True}
+    settings = {"local_sgd": COMPRESSED, "kind": "adamw", "output_dir": str(tmp_path), "resume": True}
     before = both[0].run(fit, {**settings, "max_steps": 6}, timeout_seconds=120)[0]["results"]
     (loss, results) = evaluate_resumed(LOCAL, {**settings, "max_steps": 13})
     assert loss == pytest.approx(before["val_loss"], abs=1e-12)
@@ -331,17 +331,17 @@ def test_run_resumes_on_other_numbers_of_ranks(both: list[RankGroup], tmp_path: 
         assert loss == pytest.approx(results["val_loss"], abs=1e-12)
 
 
-def test_checkpoint_resumes_with_and_without_local_steps(tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_and_without_local_sgd(tmp_path: Path) -> None:
     saved = {"output_dir": str(tmp_path), "resume": True}
-    for number, local_steps in enumerate((None, 4, DILOCO, None, COMPRESSED, LocalSteps(steps=2)), 1):
-        fit(LOCAL, {**saved, "local_steps": local_steps, "max_steps": 3 * number})
+    for number, local_sgd in enumerate((None, 4, DILOCO, None, COMPRESSED, LocalSGDConfig(steps=2)), 1):
+        fit(LOCAL, {**saved, "local_sgd": local_sgd, "max_steps": 3 * number})
     assert files.list_checkpoints(tmp_path)[0].name == "step-000000018"
 
 
 def test_loaded_weights_replace_those_of_all_ranks(tmp_path: Path) -> None:
     fit(LOCAL, {"output_dir": str(tmp_path), "max_steps": 3})
     model = network()
-    trainer = make(LOCAL, model, local_steps=DILOCO, max_steps=7)
+    trainer = make(LOCAL, model, local_sgd=DILOCO, max_steps=7)
     trainer.load_weights(tmp_path)
     expected, loaded = vector(model), vector(model)
     assert (expected - vector(network())).abs().max() > 0.01
@@ -357,7 +357,7 @@ def everything(backend: Backend, folder: str) -> dict[str, Any]:
     return {
         "fits": {name: fit(backend, settings) for name, settings in CASES.items()},
         "synchronous": {name: fit(backend, settings) for name, settings in SYNCHRONOUS.items()},
-        "one step": {name: fit(backend, {**settings, "local_steps": 1}) for name, settings in SYNCHRONOUS.items()},
+        "one step": {name: fit(backend, {**settings, "local_sgd": 1}) for name, settings in SYNCHRONOUS.items()},
         "float32": {name: in_float32(backend, *case) for name, case in FLOAT32.items()},
         "disturbed": disturbed(backend, folder),
     }

@@ -1,4 +1,4 @@
-"""Contract of `LocalTraining`: low-communication training, compared with a simulation of all ranks in plain torch."""
+"""Contract of `LocalSGD`: low-communication training, compared with a simulation of all ranks in plain torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import Backend, Communicator, ReduceOp
 from unitrain.backends.capabilities import SupportsAllToAll
-from unitrain.backends.local_steps_setting import LocalSteps
+from unitrain.backends.local_sgd_config import LocalSGDConfig
 from unitrain.errors import CheckpointError, CollectiveMismatchError, ConfigError, ModelError, TensorError
-from unitrain.optim.local_steps import LocalTraining
+from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.outer_gradient import OuterMean
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.compression import may_raise_unsupported_error
@@ -22,7 +22,7 @@ from unitrain.testing.models import batch, build, compute_loss
 from unitrain.testing.parameters import TwoHeads
 
 Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-DILOCO = LocalSteps(steps=3, outer_lr=0.7, outer_momentum=0.9)
+DILOCO = LocalSGDConfig(steps=3, outer_lr=0.7, outer_momentum=0.9)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -35,9 +35,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
-def train(
-    backend: Backend, local: LocalTraining, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
-) -> None:
+def train(backend: Backend, local: LocalSGD, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Train on the batches of this rank."""
     for step in steps:
         compute_loss(model(batch(backend.rank, step))).backward()
@@ -48,12 +46,12 @@ def train(
 
 
 def start(
-    backend: Backend, settings: LocalSteps | int, kind: Build = sgd, seed: int = 0
-) -> tuple[LocalTraining, nn.Module, torch.optim.Optimizer]:
+    backend: Backend, settings: LocalSGDConfig | int, kind: Build = sgd, seed: int = 0
+) -> tuple[LocalSGD, nn.Module, torch.optim.Optimizer]:
     """Return a model with its optimizer, and local training of them."""
     model = build(seed)
     optimizer = kind(list(model.parameters()))
-    return LocalTraining(model, optimizer, backend, settings), model, optimizer
+    return LocalSGD(model, optimizer, backend, settings), model, optimizer
 
 
 def vector(model: nn.Module) -> Tensor:
@@ -69,7 +67,7 @@ def set_vector(model: nn.Module, values: Tensor) -> None:
 class Simulation:
     """All ranks in one process, in plain torch. `weights` are the parameters of each rank, [elements]."""
 
-    def __init__(self, size: int, settings: LocalSteps, kind: Build) -> None:
+    def __init__(self, size: int, settings: LocalSGDConfig, kind: Build) -> None:
         self.settings = settings
         self.models = [build() for _ in range(size)]
         self.optimizers = [kind(list(model.parameters())) for model in self.models]
@@ -147,8 +145,8 @@ def to_int8(values: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def check(backend: Backend, settings: LocalSteps, kind: Build, steps: int, tolerance: float = 1e-12) -> None:
-    """Compare `LocalTraining` with the simulation after each step, and in `averaged_weights`."""
+def check(backend: Backend, settings: LocalSGDConfig, kind: Build, steps: int, tolerance: float = 1e-12) -> None:
+    """Compare `LocalSGD` with the simulation after each step, and in `averaged_weights`."""
     local, model, optimizer = start(backend, settings, kind)
     simulation = Simulation(backend.size, settings, kind)
     initial = vector(model)
@@ -169,38 +167,38 @@ def check(backend: Backend, settings: LocalSteps, kind: Build, steps: int, toler
 
 @contract
 def local_sgd_averages_weights_after_each_interval(backend: Backend) -> None:
-    check(backend, LocalSteps(steps=3), sgd, steps=7)
-    check(backend, LocalSteps(steps=2), adamw, steps=5)
+    check(backend, LocalSGDConfig(steps=3), sgd, steps=7)
+    check(backend, LocalSGDConfig(steps=2), adamw, steps=5)
 
 
 @contract
-def local_steps_start_after_a_synchronous_warm_up(backend: Backend) -> None:
-    check(backend, LocalSteps(steps=2, warmup_steps=3), sgd, steps=6)
-    check(backend, LocalSteps(steps=2, warmup_steps=2, outer_lr=0.7, outer_momentum=0.9), adamw, steps=6)
+def local_sgd_start_after_a_synchronous_warm_up(backend: Backend) -> None:
+    check(backend, LocalSGDConfig(steps=2, warmup_steps=3), sgd, steps=6)
+    check(backend, LocalSGDConfig(steps=2, warmup_steps=2, outer_lr=0.7, outer_momentum=0.9), adamw, steps=6)
 
 
 @contract
 def outer_optimizer_equals_nesterov_sgd_of_torch(backend: Backend) -> None:
     check(backend, DILOCO, adamw, steps=13)
-    check(backend, LocalSteps(steps=2, outer_lr=0.5), sgd, steps=5)
+    check(backend, LocalSGDConfig(steps=2, outer_lr=0.5), sgd, steps=5)
 
 
 @contract
 def outer_gradients_are_compressed_with_error_feedback(backend: Backend) -> None:
     for compression in ("bf16", "int8"):
-        settings = LocalSteps(steps=2, outer_lr=0.7, outer_momentum=0.9, compression=compression)
+        settings = LocalSGDConfig(steps=2, outer_lr=0.7, outer_momentum=0.9, compression=compression)
         check(backend, settings, adamw, steps=9)
 
 
 @contract
 def error_feedback_communicates_small_differences(backend: Backend) -> None:
     """A constant difference that int8 would always round to 0 is communicated after some synchronizations."""
-    settings = LocalSteps(steps=1, compression="int8")
+    settings = LocalSGDConfig(steps=1, compression="int8")
     model = nn.Linear(4, 1, bias=False)
     with torch.no_grad():
         model.weight.zero_()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    local = LocalTraining(model, optimizer, backend, settings)
+    local = LocalSGD(model, optimizer, backend, settings)
     for _ in range(200):
         model.weight.grad = torch.tensor([[1.0, 0.001, -0.001, 0.0]])
         optimizer.step()
@@ -211,8 +209,8 @@ def error_feedback_communicates_small_differences(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def groups_of_ranks_train_synchronously(backend: Backend) -> None:
-    check(backend, LocalSteps(steps=2, synchronous_ranks=2, warmup_steps=1), sgd, steps=6)
-    settings = LocalSteps(steps=2, synchronous_ranks="host", outer_lr=0.7, outer_momentum=0.9, compression="int8")
+    check(backend, LocalSGDConfig(steps=2, synchronous_ranks=2, warmup_steps=1), sgd, steps=6)
+    settings = LocalSGDConfig(steps=2, synchronous_ranks="host", outer_lr=0.7, outer_momentum=0.9, compression="int8")
     check(backend, settings, adamw, steps=5)
 
 
@@ -241,7 +239,10 @@ def local_training_starts_from_rank_0(backend: Backend) -> None:
 
 @contract
 def local_training_resumes_with_the_same_bits(backend: Backend) -> None:
-    for settings in (LocalSteps(steps=3), LocalSteps(steps=3, outer_lr=0.7, outer_momentum=0.9, compression="int8")):
+    for settings in (
+        LocalSGDConfig(steps=3),
+        LocalSGDConfig(steps=3, outer_lr=0.7, outer_momentum=0.9, compression="int8"),
+    ):
         expected, uninterrupted, optimizer = start(backend, settings, adamw)
         train(backend, expected, uninterrupted, optimizer, range(11))
         local, model, optimizer = start(backend, settings, adamw)
@@ -258,7 +259,7 @@ def local_training_resumes_with_the_same_bits(backend: Backend) -> None:
 
 @contract
 def checkpoint_of_another_number_of_ranks_loads_means(backend: Backend) -> None:
-    settings = LocalSteps(steps=3, outer_lr=0.7, outer_momentum=0.9, compression="bf16")
+    settings = LocalSGDConfig(steps=3, outer_lr=0.7, outer_momentum=0.9, compression="bf16")
     local, model, optimizer = start(backend, settings, adamw)
     train(backend, local, model, optimizer, range(4))
     with local.averaged_weights():
@@ -274,11 +275,11 @@ def checkpoint_of_another_number_of_ranks_loads_means(backend: Backend) -> None:
 
 
 @contract
-def settings_of_local_steps_may_change_at_a_resume(backend: Backend) -> None:
-    local, model, optimizer = start(backend, LocalSteps(steps=3), adamw)
+def settings_of_local_sgd_may_change_at_a_resume(backend: Backend) -> None:
+    local, model, optimizer = start(backend, LocalSGDConfig(steps=3), adamw)
     train(backend, local, model, optimizer, range(4))
     state = local.state_dict()
-    for changed in (DILOCO, LocalSteps(steps=2, compression="int8"), LocalSteps(steps=5)):
+    for changed in (DILOCO, LocalSGDConfig(steps=2, compression="int8"), LocalSGDConfig(steps=5)):
         other, model, optimizer = start(backend, changed, adamw, seed=7)
         other.load_state_dict(state)
         train(backend, other, model, optimizer, range(4, 12))
@@ -308,7 +309,7 @@ def buffers_are_synchronized_with_the_weights(backend: Backend) -> None:
     model = _Normalized()
     twins = [copy.deepcopy(model) for _ in range(backend.size)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = LocalTraining(model, optimizer, backend, 2)
+    local = LocalSGD(model, optimizer, backend, 2)
 
     def check_means() -> None:
         assert model.norm.running_mean is not None
@@ -338,7 +339,7 @@ def buffers_are_synchronized_with_the_weights(backend: Backend) -> None:
 def unused_parameters_of_the_warm_up_keep_no_gradient(backend: Backend) -> None:
     model = TwoHeads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    local = LocalTraining(model, optimizer, backend, LocalSteps(steps=2, warmup_steps=1))
+    local = LocalSGD(model, optimizer, backend, LocalSGDConfig(steps=2, warmup_steps=1))
     heads = "left" if backend.rank == 0 else "left right"
     compute_loss(model(batch(backend.rank), heads)).backward()
     local.reduce_gradients()
@@ -349,11 +350,11 @@ def unused_parameters_of_the_warm_up_keep_no_gradient(backend: Backend) -> None:
 
 @contract
 def half_precision_weights_are_synchronized_in_float32(backend: Backend) -> None:
-    for settings in (LocalSteps(steps=2), DILOCO, LocalSteps(steps=1, outer_lr=0.7, compression="int8")):
+    for settings in (LocalSGDConfig(steps=2), DILOCO, LocalSGDConfig(steps=1, outer_lr=0.7, compression="int8")):
         model = build().bfloat16()
         bias = model.get_parameter("0.bias")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        local = LocalTraining(model, optimizer, backend, settings)
+        local = LocalSGD(model, optimizer, backend, settings)
         before = vector(model)
         for _ in range(settings.steps):  # if no rank changes its weights, synchronization does not either
             local.step()
@@ -369,24 +370,24 @@ def half_precision_weights_are_synchronized_in_float32(backend: Backend) -> None
 
 
 @contract
-def invalid_local_steps_raise_on_every_rank(backend: Backend) -> None:
+def invalid_local_sgd_raise_on_every_rank(backend: Backend) -> None:
     model = build()
     optimizer = sgd(list(model.parameters()))
     cases: tuple[tuple[Any, type[BaseException], str], ...] = (
-        ((model, optimizer, backend, 0), ConfigError, "LocalTraining(local_steps) must be at least 1, got 0"),
-        ((model, optimizer, backend, "25"), ConfigError, "Use a number of steps, or unitrain.LocalSteps(steps=25"),
-        ((model, optimizer, None, 2), ConfigError, "LocalTraining(backend) must be a backend, got None"),
+        ((model, optimizer, backend, 0), ConfigError, "LocalSGD(local_sgd) must be at least 1, got 0"),
+        ((model, optimizer, backend, "25"), ConfigError, "Use a number of steps, or unitrain.LocalSGDConfig(steps=25"),
+        ((model, optimizer, None, 2), ConfigError, "LocalSGD(backend) must be a backend, got None"),
         ((model, sgd(list(build().parameters())), backend, 2), ModelError, "do not belong to Sequential"),
         ((optimizer, model, backend, 2), ModelError, "Pass the model first and the optimizer second"),
     )
     for arguments, kind, message in cases:
-        raises(kind, message, lambda arguments=arguments: LocalTraining(*arguments))
+        raises(kind, message, lambda arguments=arguments: LocalSGD(*arguments))
     if backend.size > 1:
         steps = 2 + (backend.rank > 0)
         raises(
             ConfigError,
-            "LocalTraining was called with local_steps=LocalSteps(steps=2",
-            lambda: LocalTraining(model, optimizer, backend, steps),
+            "LocalSGD was called with local_sgd=LocalSGDConfig(steps=2",
+            lambda: LocalSGD(model, optimizer, backend, steps),
         )
 
 
@@ -396,7 +397,7 @@ def parameters_that_are_unfrozen_later_raise(backend: Backend) -> None:
     frozen = next(model.parameters()).requires_grad_(False)
     before = frozen.clone()
     optimizer = sgd(list(model.parameters()))
-    local = LocalTraining(model, optimizer, backend, 2)
+    local = LocalSGD(model, optimizer, backend, 2)
     train(backend, local, model, optimizer, range(2))
     assert torch.equal(frozen, before)
     assert_same_on_every_rank(backend, vector(model).tolist())
@@ -410,10 +411,10 @@ def state_of_another_model_raises(backend: Backend) -> None:
     train(backend, local, model, optimizer, range(2))
     state = local.state_dict()
     wide = nn.Sequential(nn.Linear(7, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)).double()
-    other = LocalTraining(wide, sgd(list(wide.parameters())), backend, DILOCO)
+    other = LocalSGD(wide, sgd(list(wide.parameters())), backend, DILOCO)
     raises(CheckpointError, "'0.weight' with shape [8, 6]", lambda: other.load_state_dict(state))
     small = nn.Sequential(nn.Linear(6, 8)).double()
-    other = LocalTraining(small, sgd(list(small.parameters())), backend, DILOCO)
+    other = LocalSGD(small, sgd(list(small.parameters())), backend, DILOCO)
     raises(CheckpointError, "Train the same parameters", lambda: other.load_state_dict(state))
 
 
