@@ -1,4 +1,4 @@
-"""Selection and start of a backend."""
+"""`unitrain.init`: select and start a backend."""
 
 from __future__ import annotations
 

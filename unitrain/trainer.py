@@ -222,7 +222,7 @@ class Trainer:
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason for which the last `fit` stopped early, or None. It is the same on every rank."""
+        """Why the last `fit` stopped early, or None if it did not. The same on every rank."""
         return self._stopping.reason
 
     def fit(self, train_data: Data, val_data: Data | Mapping[str, Data] | None = None) -> dict[str, float]:
@@ -354,7 +354,7 @@ class Trainer:
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """The fp16 loss scale, by which gradients in `on_before_optimizer_step` are multiplied; None without fp16."""
+        """The fp16 loss scale; None without fp16. In `on_before_optimizer_step`, gradients are multiplied by it."""
         return self._precision.loss_scale()
 
     def _check_data(self, method: str, **data: Any) -> None:

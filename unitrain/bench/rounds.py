@@ -96,8 +96,8 @@ def measure_training(
 ) -> dict[str, Any]:
     """Train `target` with each of `settings` on every set of ranks, `steps` steps per turn, for about `seconds`.
 
-    The key None of `settings` is the unchanged configuration. The warm-up round is not recorded. The result is plain
-    data: "rows" with the slowest rank's seconds per step in each round, and the mean over ranks for each phase.
+    In `settings`, the key None stands for the unchanged configuration. The warm-up round is not recorded. The result is
+    plain data: "rows" with the slowest rank's seconds per step in each round, and the mean over ranks for each phase.
     """
     turns: dict[tuple[int, str | None], list[list[TrainTurn]]] = {}
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
@@ -151,7 +151,7 @@ def describe_machine() -> dict[str, Any]:
 class _Rounds:
     """Iterates over (round, index of a rank set) for a warm-up round 0 and at least three rounds.
 
-    Further rounds follow until the turns have taken `seconds` in total. `subtract_turn` subtracts the duration of a
+    It adds rounds until the total duration of the turns reaches `seconds`. `subtract_turn` subtracts the duration of a
     turn from the remaining time. Durations are equal on all ranks and the random order is seeded, so launched ranks
     make the same decisions.
     """

@@ -38,7 +38,7 @@ def _copy(value: Any, copied: dict[Any, Any]) -> Any:
     if isinstance(value, Tensor):
         return _copy_tensor(value, copied) if value.layout == torch.strided else value.detach().cpu().clone()
     if isinstance(value, dict):
-        # From a dict, not from pairs: Counter(pairs) would count the pairs.
+        # Pass a dict, because Counter would count the elements of a list of pairs.
         inner = {key: _copy(item, copied) for key, item in value.items()}
         return kind(inner) if kind in _MAPPINGS else inner
     if kind in (list, tuple):
@@ -83,7 +83,7 @@ def _plain(value: Any, path: str) -> Any:
     if kind in _PLAIN or (kind is Tensor and not vars(value)):
         return value
     if kind in (dict, OrderedDict, Counter):
-        # From a dict, not from pairs: Counter(pairs) would count the pairs.
+        # Pass a dict, because Counter would count the elements of a list of pairs.
         return kind({_plain(key, f"{path}.keys()"): _plain(inner, f"{path}[{key!r}]") for key, inner in value.items()})
     if kind in (list, tuple):
         return kind(_plain(inner, f"{path}[{index}]") for index, inner in enumerate(value))

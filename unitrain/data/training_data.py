@@ -25,7 +25,7 @@ class ShardSettings:
         elastic_batch_size: In later attempts of an elastic job, the batch sizes of the first attempt.
         allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to iterable datasets.
         logical_ranks: Number of logical ranks, or None. Each process gets the shards of its logical ranks.
-        owner: The public class that error messages name.
+        owner: Name of the public class, for error messages.
     """
 
     batch_size: int | None = None

@@ -51,7 +51,7 @@ class ExactSum:
 
     @property
     def parts(self) -> list[float]:
-        """The floats whose exact sum this is, in order of increasing magnitude."""
+        """Floats in order of increasing magnitude, whose exact sum equals this sum."""
         return self._parts if self._non_finite == 0.0 else [*self._parts, self._non_finite]
 
 
@@ -92,8 +92,8 @@ class ExactMeans(Means):
         self._pending_tokens.clear()
 
     def local_sums(self) -> Tensor:
-        """Return four floats per name whose exact sum is this rank's sum, followed by its number of samples or tokens,
-        float64 [4 * names + 1]."""
+        """Return four floats per name, which add up exactly to this rank's sum, followed by its number of samples or
+        tokens, float64 [4 * names + 1]."""
         self.flush()
         rows: list[float] = []
         for exact in self._exact:

@@ -302,7 +302,8 @@ def _merge_moments(part: Any, states: Sequence[Mapping[str, Tensor]]) -> dict[st
 
 
 def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, default: Any) -> Any:
-    """Merge one state over ranks, according to the `reduction` of `add_state`. `values` are (number of updates, state).
+    """Merge one state over ranks, according to the `reduction` of `add_state`. `values` contains a pair (number of
+    updates, state) per rank.
 
     Without a `reduction`, or with a custom one, tensors are stacked, as in torchmetrics, and the metric merges them.
     """

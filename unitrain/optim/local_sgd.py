@@ -353,7 +353,7 @@ class LocalSGD:
         broadcast_tensors(self._backend, [*counts, *(others if self._broadcasts_buffers else ())])
 
     def _by_name(self, vectors: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Return the parts of the `vectors` of all buckets by parameter name. Vectors that are None are left out."""
+        """Return the parts of the `vectors` of all buckets by parameter name. Vectors that are None are skipped."""
         return {
             name: part
             for bucket, vector in zip(self._buckets, vectors, strict=True)
