@@ -2,7 +2,8 @@
 
 The ways of each comparison take turns on the same ranks in every round. A message is the half of a round trip between
 ranks 0 and 1. A bare operation is a broadcast by `horovod.torch` in the process set of these ranks. An allreduce uses
-the default group, without other groups and after a group of ranks 0 and 1 was created and used.
+the default group. It is measured without other groups, after a group of ranks 0 and 1 was created and used, and again
+without groups. The mean of the first and the last time is the base of the ratio, and their ratio shows the noise.
 
     python benchmarks/groups.py            # starts 4 ranks; writes benchmarks/results/groups.*
 """
@@ -50,6 +51,10 @@ def measure(rounds: int, ranks: int) -> dict[str, dict[str, list[float]]]:
                 ):
                     taken[way] = max(group.run(function, count))
                 group.run(destroy_group)
+                taken["allreduce, no group again"] = max(group.run(reduce_in_default_group, count))
+                taken["allreduce, no group on average"] = statistics.mean(
+                    (taken["allreduce, no group"], taken["allreduce, no group again"])
+                )
                 if number:
                     results["creation"].setdefault("seconds", []).append(created)
                     for way, seconds in taken.items():
@@ -78,6 +83,11 @@ def table(results: dict[str, dict[str, list[float]]], ranks: int) -> list[str]:
         (
             "allreduce of all ranks with an idle group, divided by without",
             "allreduce, idle group",
+            "allreduce, no group on average",
+        ),
+        (
+            "the same without a group, second time divided by the first",
+            "allreduce, no group again",
             "allreduce, no group",
         ),
     )
