@@ -146,14 +146,14 @@ def _copy_to_cpu(path: str, tensor: Tensor, samples: int) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _mismatch_message(between: str, one: list[_OutputSpec], other: list[_OutputSpec]) -> str:
+def _mismatch_message(compared: str, one: list[_OutputSpec], other: list[_OutputSpec]) -> str:
     first, second = (
         ", ".join(str(spec) for spec in specs if spec not in others) or "no other output"
         for specs, others in ((one, other), (other, one))
     )
     return (
-        f"predict concatenates the outputs of all samples, but they differ between {between}: {first} (per sample) and "
-        f"{second}. Let forward return the same shapes for every batch, for example padded to one length."
+        f"predict concatenates the outputs of all samples, but they differ between {compared}: {first} (per sample) "
+        f"and {second}. Let forward return the same shapes for every batch, for example padded to one length."
     )
 
 

@@ -230,7 +230,7 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
             )
 
 
-def refuse_embedding_renorm(model: nn.Module) -> None:
+def check_no_embedding_renorm(model: nn.Module) -> None:
     """Make `torch.nn.functional.embedding` and `embedding_bag` raise ModelError if they are called with `max_norm` and
     a parameter of `model`.
 

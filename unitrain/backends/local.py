@@ -139,7 +139,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
         if logical_ranks is not None:
             check_logical_ranks_arguments(model, logical_ranks, self, shard=shard, compression=compression)
-            checks.refuse_embedding_renorm(model)
+            checks.check_no_embedding_renorm(model)
             distributed = LogicalRanksModel(
                 model,
                 self,
@@ -155,7 +155,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             check_sharded_parameters(
                 model, shard_blocks, find_unused_parameters=find_unused_parameters, compression=compression
             )
-        checks.refuse_embedding_renorm(model)
+        checks.check_no_embedding_renorm(model)
         if not find_unused_parameters:
             check_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
         compressor = self._compression_states.create(compression, self.unwrap(model), self)

@@ -62,10 +62,10 @@ def unpack(payload: Tensor, device: torch.device) -> Any:
     if content.endswith(_PICKLE_FORMAT):
         return pickle.loads(content)
 
-    def place(storage: Any, location: str) -> Any:
+    def map_storage(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.to(device=device)
 
-    return torch.load(io.BytesIO(content[:-1]), map_location=place, weights_only=False)
+    return torch.load(io.BytesIO(content[:-1]), map_location=map_storage, weights_only=False)
 
 
 class _GPUTensorError(Exception):

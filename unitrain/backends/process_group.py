@@ -167,7 +167,7 @@ class ProcessGroupBackend(
             **{environment.DEBUG: is_debugging},
         )
         checks.check_same_model(self, model)
-        checks.refuse_embedding_renorm(model)
+        checks.check_no_embedding_renorm(model)
         check_bucket = (lambda bucket: self._check_consistency("gradients", bucket)) if is_debugging else None
         broadcaster = ForwardBufferBroadcaster(model, self, every_pass=broadcast_buffers)
         buffers = broadcaster if broadcaster.is_needed else None

@@ -164,10 +164,10 @@ class HorovodProcessGroup(OperationStarter):
     @signatures.accepts(signatures.allreduce_coalesced)
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         # A tensor may occur several times. Each operation reduces the original values.
-        places = [tensor.data_ptr() for tensor in tensors]
+        addresses = [tensor.data_ptr() for tensor in tensors]
         sources = [
-            tensor.clone() if place in places[:index] else tensor
-            for index, (tensor, place) in enumerate(zip(tensors, places, strict=True))
+            tensor.clone() if address in addresses[:index] else tensor
+            for index, (tensor, address) in enumerate(zip(tensors, addresses, strict=True))
         ]
         works = [
             self._reduce("allreduce", source, tensor, opts.reduceOp, tensors)
@@ -186,8 +186,8 @@ class HorovodProcessGroup(OperationStarter):
         tensor = tensors[opts.rootTensor]
         payload, target = dense_bytes(tensor), Destination(tensor, copies=tensors)
         works = []
-        for place in piece_slices(len(payload), 1):
-            piece, part = payload[place], target.bytes[place]
+        for byte_range in piece_slices(len(payload), 1):
+            piece, part = payload[byte_range], target.bytes[byte_range]
             shared = piece.data_ptr() == part.data_ptr()
             works.append(
                 self._issue(
@@ -197,7 +197,7 @@ class HorovodProcessGroup(OperationStarter):
                     tensors,
                     None
                     if shared and len(tensors) == 1
-                    else _copy_function(part, target if place.stop == len(payload) else None),
+                    else _copy_function(part, target if byte_range.stop == len(payload) else None),
                 )
             )
         return join_works(works, tensors, tensor.device)
@@ -251,15 +251,15 @@ class HorovodProcessGroup(OperationStarter):
         target, size = Destination(local_tensor), self.size()
         parts = [dense_bytes(part) for part in inputs[0]] if self.rank() == opts.rootRank else []
         works = []
-        for place in piece_slices(len(target.bytes), size):
-            count = place.stop - place.start
+        for byte_range in piece_slices(len(target.bytes), size):
+            count = byte_range.stop - byte_range.start
             block = local_tensor.new_empty(size, count, dtype=torch.uint8)
             for rank, part in enumerate(parts):
-                block[rank] = part[place]
+                block[rank] = part[byte_range]
 
-            def finish(block: Tensor, place: slice = place) -> None:
-                target.bytes[place] = block[self.rank()]
-                if place.stop == len(target.bytes):
+            def finish(block: Tensor, byte_range: slice = byte_range) -> None:
+                target.bytes[byte_range] = block[self.rank()]
+                if byte_range.stop == len(target.bytes):
                     target.finish()
 
             works.append(
@@ -314,12 +314,12 @@ class HorovodProcessGroup(OperationStarter):
             sent = input_splits or [rows // size] * size
             return join_works(self._exchange(payload, sent, target, [output]), [output], local_tensor.device)
         works = []
-        for place in piece_slices(row_bytes, rows):
-            piece = payload[:, place].contiguous()
+        for byte_range in piece_slices(row_bytes, rows):
+            piece = payload[:, byte_range].contiguous()
 
-            def finish(result: tuple[Tensor, Tensor], place: slice = place) -> None:
-                target.bytes.view(-1, row_bytes)[:, place] = result[0]
-                if place.stop == row_bytes:
+            def finish(result: tuple[Tensor, Tensor], byte_range: slice = byte_range) -> None:
+                target.bytes.view(-1, row_bytes)[:, byte_range] = result[0]
+                if byte_range.stop == row_bytes:
                     target.finish()
 
             works.append(self._issue_exchange(piece, [rows // size] * size, [output], finish))

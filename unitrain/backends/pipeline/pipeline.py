@@ -125,7 +125,7 @@ class Pipeline:
         start = sum(self._blocks_per_stage[: self._stage])
         self._module = _take_stage(blocks, start, start + self._blocks_per_stage[self._stage], backend)
         self._module.train(model.training)
-        checks.refuse_embedding_renorm(self._module)
+        checks.check_no_embedding_renorm(self._module)
         self._replica_group, self._stage_group = self._create_groups()
         self._number, self._calls = next(_numbers), Counter[str]()
         self._runs = _create_runs(self._module, self._replica_group, schedule, loss_fn, backend.device)
