@@ -16,6 +16,7 @@ horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "p
 # 4.49 is the first version with ArgumentParser.instantiate.
 config = ["jsonargparse[ruamel,signatures]>=4.49,<5"]
 torchmetrics = ["torchmetrics>=1.4"]
+data = ["datasets>=5.0", "torchdata>=0.11"]
 report = ["jinja2>=3.1", "matplotlib>=3.8"]
 tensorboard = ["pillow>=10.0", "tensorboard>=2.14"]
 wandb = ["pillow>=10.0", "wandb>=0.17"]
@@ -95,6 +96,7 @@ setup(
         "examples": examples,
         "config": config,
         "torchmetrics": torchmetrics,
+        "data": data,
         "tensorboard": tensorboard,
         "wandb": wandb,
         "mlflow": mlflow,
@@ -102,7 +104,19 @@ setup(
         "report": report,
         "peers": peers,
         "docs": docs,
-        "dev": [*dev, *docs, *manifests, *horovod, *examples, *config, *torchmetrics, *report, *loggers, *notebook],
+        "dev": [
+            *dev,
+            *docs,
+            *manifests,
+            *horovod,
+            *examples,
+            *config,
+            *data,
+            *torchmetrics,
+            *report,
+            *loggers,
+            *notebook,
+        ],
     },
     entry_points={"console_scripts": ["unitrain = unitrain.cli:unitrain"]},
 )

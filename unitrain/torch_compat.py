@@ -366,6 +366,19 @@ def hide_worker_info() -> Iterator[None]:
         _dataloader_worker._worker_info = info
 
 
+def has_shuffle_buffer(items: Any) -> bool:
+    """Return whether `items` is a Hugging Face dataset with a shuffle buffer. Checked with datasets 5.2."""
+    waiting = [getattr(items, "_ex_iterable", None)]
+    while waiting:
+        part = waiting.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        if (inner := getattr(part, "ex_iterable", None)) is not None:
+            waiting.append(inner)
+        waiting += getattr(part, "ex_iterables", [])
+    return False
+
+
 def stop_workers(batches: Any) -> None:
     """Terminate the worker processes of `batches`, an iterator of a DataLoader with workers. Checked with torch
     2.14."""

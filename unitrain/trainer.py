@@ -395,6 +395,7 @@ class Trainer:
             self._loss.finish_step()  # counted after the update, so that an interrupted step is repeated
             self._timer.end_step(micro_batch.step_samples)
             progress.advance(micro_batch.step_samples, micro_batch.step_end)
+            self._run.data_state = micro_batch.data_state
             self._reporter.count_step(epoch, micro_batch.step_samples)
             self._callbacks.call("on_step_end", self)
             if _is_multiple(progress.step, config.checkpoint_every_steps):

@@ -26,7 +26,8 @@ from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, Checkpo
 from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
 from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
-from unitrain.data.training_data import TrainingData
+from unitrain.data.stream_state import StreamState
+from unitrain.data.training_data import TrainingData, describe_order_fix
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.ema import WeightAverage
@@ -55,9 +56,10 @@ class TrainingRun:
     """The state of a training run, except model and optimizer. All ranks must call every method.
 
     Saves and restores `progress`, the RNG state and `parts` (other stateful objects) with the Checkpointer, and writes
-    the history. `config_text` is stored in the output folder and in checkpoints. `description` is the description of
-    the run for the history and the loggers. `is_elastic` is True if the job may be restarted with a different number of
-    ranks. Raises CheckpointError on every rank if the folder is not writable, or contains a run that cannot be resumed.
+    the history. `data_state` is the state of a stateful dataset on this rank after the last step. `config_text` is
+    stored in the output folder and in checkpoints. `description` is the description of the run for the history and the
+    loggers. `is_elastic` is True if the job may be restarted with a different number of ranks. Raises CheckpointError
+    on every rank if the folder is not writable, or contains a run that cannot be resumed.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class TrainingRun:
         config_text: str | None = None,
     ) -> None:
         self.progress = TrainingProgress()
+        self.data_state: StreamState | None = None
         self.description: dict[str, Any] = {}
         self.is_elastic = environment.is_elastic()
         self._config, self._backend, self._checkpointer, self._parts = config, backend, checkpointer, parts
@@ -77,6 +80,7 @@ class TrainingRun:
         self._restored: dict[str, Any] | None = None
         self._rng_states: dict[str, Any] | None = None
         self._data_order: dict[str, Any] | None = None
+        self._saved_data_state: dict[str, Any] | None = None
         self._restored_row: dict[str, Any] | None = None
         self._is_row_from_own_folder = self._is_history_rewound = False
         self._is_seeded = False
@@ -178,8 +182,7 @@ class TrainingRun:
                 raise CheckpointError(
                     f"The run is {self.progress.sample} samples into epoch {self.progress.epoch + 1} of training data "
                     f"with {name}={had}, but this data has {name}={has}: samples would be repeated or skipped. "
-                    "Continue "
-                    "with the same data, or from a checkpoint at the end of an epoch."
+                    f"{describe_order_fix(name, had)} Or continue from a checkpoint at the end of an epoch."
                 )
         self._checkpointer.lock_folder()
         try:
@@ -219,6 +222,7 @@ class TrainingRun:
             "seed": self._config.seed,
             "learning_rate": {name: getattr(self._config, name) for name in _LEARNING_RATE_SETTINGS},
             "order": self._data_order,
+            **self._gather_data_state(),
             "row": None if row is None else self._with_epoch_count(row),
             "logical_ranks": self._config.logical_ranks,
             **self._random_state(),
@@ -251,6 +255,18 @@ class TrainingRun:
             return {"preconditions": preconditions(self._backend.device)}
         return {"generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device))}
 
+    def _gather_data_state(self) -> dict[str, Any]:
+        """Return the state of a stateful dataset under the name "data". All ranks call it."""
+        epoch, position = self.progress.epoch, self.progress.position
+        data = self._data
+        if data is None or not (data.is_stateful and position):
+            return {}
+        state = data.gather_state(self.data_state, epoch, position)
+        if state is None:  # no step since the run was restored
+            saved = self._saved_data_state or {}
+            return {"data": saved} if (saved.get("epoch"), saved.get("position")) == (epoch, position) else {}
+        return {"data": state}
+
     def record_epoch(self, row: dict[str, Any]) -> None:
         """Append the `row` of an epoch to the history."""
         self._append(EPOCHS, row)
@@ -282,7 +298,8 @@ class TrainingRun:
             path = (self.progress.step, self._backend.rank)
             randomness.seed_generators(randomness.derive_seed(self._config.seed, randomness.SeedPurpose.RANK, *path))
         self._rng_states, self._is_seeded = None, True
-        self._data, self._history_error = data, None
+        data.resume_from(self._saved_data_state)
+        self._data, self.data_state, self._history_error = data, None, None
         self._store_batch_size(data)
         if not self.is_complete:
             self._store_config_text()
@@ -332,6 +349,7 @@ class TrainingRun:
                 )
         self.progress.load_state_dict(training["progress"])
         self._data_order, self._restored_row = training.get("order"), training.get("row")
+        self._saved_data_state = training.get("data")
         for name, part in self._parts.items():
             part.load_state_dict(training.get(name, {}))
         sharded, average = training.get(loading.SHARDED), self._parts.get(AVERAGE)

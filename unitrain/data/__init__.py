@@ -9,6 +9,7 @@ batch_size         batch size per rank, gradient accumulation and global batch s
 dummy_batches      equal numbers of steps for ranks with different numbers of batches
 loading            loading of batches by index from a Dataset or DataLoader
 seeded_batches     loading of each batch with its own random seed, for logical ranks
+stream_state       states of iterable datasets that resume without reading earlier items
 iterable           loading of batches from an iterable dataset
 samplers           custom samplers, drawn on rank 0 and broadcast
 workers            initialization of DataLoader workers, and reports of their activity

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.tensors import as_bytes
+from unitrain.data.stream_state import StreamState
 from unitrain.errors import DataError
 
 
@@ -101,12 +102,13 @@ def _move_object(batch: Any, device: torch.device) -> Any:
 class CountedBatch(NamedTuple):
     """A batch with two counts: the number of items passed to the `collate_fn`, and the number of samples in the batch.
 
-    The counts differ if a `collate_fn` drops items.
+    The counts differ if a `collate_fn` drops items. `state` is the state of a stateful dataset after the batch.
     """
 
     items: int
     samples: int
     batch: Any
+    state: StreamState | None = None
 
 
 class CountingCollate:

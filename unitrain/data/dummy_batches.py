@@ -14,6 +14,7 @@ from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.config import Uneven
 from unitrain.data.batch import CountedBatch, copy_batch
 from unitrain.data.order import MicroBatch
+from unitrain.data.stream_state import StreamState
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators
 
@@ -67,21 +68,37 @@ class StepAligner:
         # A batch on which this rank or another rank has trained.
         self._dummy_batch: CountedBatch | None = None
         self._error: DataError | None = None
+        # State of a stateful dataset after this rank's last batch.
+        self._data_state: StreamState | None = None
 
     def micro_batches(
-        self, batches: Callable[[], Generator[CountedBatch]], *, start: int, stride: int, skipped: int
+        self,
+        batches: Callable[[], Generator[CountedBatch]],
+        *,
+        start: int,
+        stride: int,
+        skipped: int,
+        repeated: Callable[[], Generator[CountedBatch]] | None = None,
+        data_state: StreamState | None = None,
     ) -> Generator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each micro-batch of this rank until the epoch ends on all ranks.
 
         `batches` starts this rank's iteration; the batches of the first `skipped` micro-batches are skipped. `start` is
-        the position after the skipped micro-batches, and `stride` the number of positions per micro-batch. Raises
-        DataError on every rank if any rank cannot load its batches.
+        the position after the skipped micro-batches, and `stride` the number of positions per micro-batch. `repeated`
+        starts the iteration over batches to repeat (default: `batches`). `data_state` is the state from which `batches`
+        resumes; if this state is within repeated batches, `batches` yields the remainder of them. Raises DataError on
+        every rank if any rank cannot load its batches.
         """
+        is_repeating = data_state is not None and data_state.repeats
+        self._data_state = data_state
         # Without `closing`, the traceback of an error would keep the iterators and their workers alive until a garbage
         # collection.
-        with closing(batches()) as batches_here, closing(_repeat_endlessly(batches)) as repeated:
+        with (
+            closing(_no_batches() if is_repeating else batches()) as batches_here,
+            closing(_repeat_endlessly(repeated or batches, batches if is_repeating else None)) as repeated_batches,
+        ):
             self._error = None
-            self._skip_batches(batches_here, repeated, skipped)
+            self._skip_batches(batches_here, repeated_batches, skipped)
             window_length, per_step = (
                 self._steps * self._gradient_accumulation_steps,
                 self._gradient_accumulation_steps * stride,
@@ -98,7 +115,7 @@ class StepAligner:
                     index for step in steps for index in step if any(counts[index] == NO_BATCH for counts in items)
                 ]
                 if self._uneven == "pad" and missing:
-                    self._fetch(window, [index for index in missing if window[index] is None], repeated)
+                    self._fetch(window, [index for index in missing if window[index] is None], repeated_batches)
                     items, samples = self._exchange_counts(window)
                 for step in steps:
                     end = start + per_step
@@ -148,15 +165,23 @@ class StepAligner:
         """Yield the micro-batches of one step. This rank's batches are `window[index]` for each `index` in `step`."""
         nonempty = [index for index in step if any(counts[index] > 0 for counts in samples)]
         total = sum(max(0, counts[index]) for counts in samples for index in nonempty)
+        for index in step:
+            if (counted := window[index]) is not None and counted.state is not None:
+                self._data_state = counted.state
         for index, micro_batch in zip(step, micro_batches, strict=True):
             if index not in nonempty:
                 window[index] = None
                 continue
-            _, samples_here, batch = window[index] or CountedBatch(0, 0, None)
+            _, samples_here, batch, _ = window[index] or CountedBatch(0, 0, None)
             window[index] = None  # so that only the training loop holds a reference to the batch
             if not samples_here and self._dummy_batch is not None:
                 batch = self._dummy_batch.batch
-            yield batch, micro_batch._replace(samples=samples_here, step_samples=total, ends_step=index == nonempty[-1])
+            ends_step = index == nonempty[-1]
+            state = self._data_state if ends_step else None
+            yield (
+                batch,
+                micro_batch._replace(samples=samples_here, step_samples=total, ends_step=ends_step, data_state=state),
+            )
 
     def _skip_batches(
         self, batches_here: Iterator[CountedBatch], repeated: Iterator[CountedBatch], skipped: int
@@ -188,7 +213,7 @@ class StepAligner:
                     )
                 fetched += 1
                 if counted.samples:
-                    self._dummy_batch = counted
+                    self._dummy_batch = counted._replace(state=None)
         except DataError as error:
             self._error = error
         except Exception as error:  # raised by `_exchange_counts` on all ranks
@@ -252,8 +277,17 @@ def plan_steps(
     return steps, False
 
 
-def _repeat_endlessly(batches: Callable[[], Generator[CountedBatch]]) -> Generator[CountedBatch]:
-    """Yield batches, and start the iteration again at its end, until an iteration is empty."""
+def _no_batches() -> Generator[CountedBatch]:
+    yield from ()
+
+
+def _repeat_endlessly(
+    batches: Callable[[], Generator[CountedBatch]], first: Callable[[], Generator[CountedBatch]] | None = None
+) -> Generator[CountedBatch]:
+    """Yield batches, and start the iteration again at its end, until an iteration is empty. The batches of `first`
+    precede them."""
+    if first is not None:
+        yield from first()
     found = True
     while found:
         found = False

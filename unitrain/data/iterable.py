@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import chain, count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
@@ -13,16 +13,25 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import StreamKind
-from unitrain.data.batch import CountedBatch, CountingCollate, count_batch_samples, fingerprint
+from unitrain.data.batch import CountedBatch, CountingCollate, copy_batch, count_batch_samples, fingerprint
 from unitrain.data.loading import (
     Data,
     check_same_data,
     count_prefetched_batches,
+    is_stream,
     iterate_loader,
     per_rank_batch_size,
     worker_settings,
 )
 from unitrain.data.samplers import custom_sampler, seed_epoch
+from unitrain.data.stream_state import (
+    END_OF_STREAM,
+    StreamState,
+    is_stateful,
+    is_stateful_loader,
+    load_snapshot,
+    take_snapshot,
+)
 from unitrain.data.workers import WorkerInit
 from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 from unitrain.torch_compat import hide_worker_info
@@ -36,6 +45,10 @@ class StreamSource:
     workers, and the number of items differs by at most 1 between ranks. Every rank and worker iterates over the entire
     stream. If `batch_size` is None, each item is a batch; if the dataset loads batches by index, each rank loads only
     its own batches. With `every_item`, `drop_last` is ignored.
+
+    If the dataset is stateful, each batch of training has the state after it, from which an iteration can resume. The
+    states of a shared stream are at positions that are common to all ranks and workers. A stateful loader is a stream
+    of batches, which it loads with its own workers.
 
     Raises DataError and ConfigError like `IndexedSource`.
     """
@@ -59,17 +72,21 @@ class StreamSource:
         limit_batch_size: int | None,
     ) -> None:
         self.batch_size = per_rank_batch_size(data, batch_size, setting, owner)
-        self.drop_last = (data.drop_last if isinstance(data, DataLoader) else drop_last) and not every_item
-        dataset: Any = data.dataset if isinstance(data, DataLoader) else data
+        yields_batches = is_stateful_loader(data)
+        loader = data if isinstance(data, DataLoader) and not yields_batches else None
+        self.drop_last = (drop_last if loader is None else loader.drop_last) and not every_item
+        dataset: Any = data if loader is None else loader.dataset
         self.name = type(dataset).__name__
         items, load_item = dataset, None
-        if isinstance(data, DataLoader) and not isinstance(dataset, IterableDataset):
+        if loader is not None and not is_stream(dataset):
             # The dataset returns a batch per index, so the stream consists of indices.
-            items, load_item, stream_kind = custom_sampler(data), dataset.__getitem__, "shared"
+            items, load_item, stream_kind = custom_sampler(loader), dataset.__getitem__, "shared"
+        # Evaluation starts each iteration at the beginning.
+        self.is_stateful = load_item is None and not every_item and is_stateful(items)
         self.stream_kind: StreamKind = stream_kind
         self._rank, self._seed = rank, seed
         self._generator = torch.Generator()
-        collate = data.collate_fn if isinstance(data, DataLoader) else default_collate
+        collate = _identity if yields_batches else default_collate if loader is None else loader.collate_fn
         # For a shared stream, the limit counts batches of all ranks, otherwise batches of this rank.
         self._limit_batches = limit_batches if stream_kind == "own" else None
         max_items = None
@@ -86,8 +103,10 @@ class StreamSource:
             stream_kind=stream_kind,
             seed=seed,
             max_items=max_items,
+            is_stateful=self.is_stateful,
         )
-        self._loader = _create_loader(data, self._batches, num_workers, pin_memory, self._generator)
+        self._settings = _loader_settings(loader, 0 if yields_batches else num_workers, pin_memory)
+        self._loader = self._create_loader()
         # Fingerprint of the first item of a shared stream in the worker that loaded the last batch.
         self.first_item: int | None = None
         # Number of positions per micro-batch: items of all ranks for a shared stream, otherwise 1.
@@ -117,14 +136,37 @@ class StreamSource:
         """The number of batches that the workers prefetch."""
         return count_prefetched_batches(self._loader)
 
-    def batches(self, epoch: int, start: int = 0) -> Generator[CountedBatch]:
-        """Yield each batch of an epoch. For a shared stream, skip the first `start` items."""
-        self._batches.set_start(epoch, start)
+    def batches(
+        self, epoch: int, start: int = 0, state: StreamState | None = None, *, repeats: bool = False
+    ) -> Generator[CountedBatch]:
+        """Yield each batch of an epoch. With `state`, yield the batches after it; for a shared stream, `start` is its
+        position. Without it, skip the first `start` items of a shared stream.
+
+        The states of the batches have the attribute `repeats`.
+        """
+        if state is not None and self._loader.persistent_workers:
+            self._loader = self._create_loader()  # running workers would not receive the state
+        self._batches.set_start(epoch, start, state)
         self._generator.manual_seed(derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank))
+        snapshots = {} if state is None else dict(state.snapshots)
+        position = start
         with closing(iterate_loader(self._loader)) as batches_of_workers:
-            for batch, first_item in islice(batches_of_workers, self._limit_batches):
-                self.first_item = first_item
+            for loaded in islice(batches_of_workers, self._limit_batches):
+                if loaded is None:  # see `_Batches`
+                    continue
+                self.first_item, position = loaded.first_item, position + self.stride
+                batch: CountedBatch = loaded.batch
+                if loaded.snapshot is not None:
+                    is_shared = self.stream_kind == "shared"
+                    snapshots = {**snapshots, 0 if is_shared else loaded.worker: loaded.snapshot}
+                    after = position if is_shared else None
+                    batch = batch._replace(state=StreamState(snapshots, loaded.worker, after, repeats))
                 yield batch
+
+    def _create_loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._batches, batch_size=None, collate_fn=_identity, generator=self._generator, **self._settings
+        )
 
 
 def open_stream(
@@ -174,12 +216,23 @@ def open_stream(
     return source
 
 
-# A batch, and the fingerprint of the first item in the stream.
-_FingerprintedBatch = tuple[CountedBatch, int | None]
+class _LoadedBatch(NamedTuple):
+    """A batch, the fingerprint of the first item in the stream, the worker that loaded the batch, and a snapshot of the
+    state of a stateful dataset after the batch.
+    """
+
+    batch: CountedBatch
+    first_item: int | None
+    worker: int
+    snapshot: bytes | None
 
 
-class _Batches(IterableDataset[_FingerprintedBatch]):
-    """Iterable over the batches that the current worker (or, without workers, this process) collates for one rank."""
+class _Batches(IterableDataset[_LoadedBatch | None]):
+    """Iterable over the batches that the current worker (or, without workers, this process) collates for one rank.
+
+    A DataLoader takes the first batch from worker 0. If an iteration resumes after a batch of another worker, each
+    worker up to this one first yields None, so that the workers take turns as in the interrupted iteration.
+    """
 
     def __init__(
         self,
@@ -194,32 +247,46 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
         stream_kind: StreamKind,
         seed: int,
         max_items: int | None,
+        is_stateful: bool,
     ) -> None:
-        self._max_items = max_items
+        self._max_items, self._is_stateful = max_items, is_stateful
+        self._state: StreamState | None = None
+        self._has_ended = False  # whether the stream has ended in this iteration
         self._items, self._load, self.collate = items, load_item, collate
         self._batch_size, self._drop_last = batch_size, drop_last
         self._rank, self._size, self._kind, self._seed = rank, size, stream_kind, seed
         self._first_item: int | None = None
         # In shared memory, because persistent workers have a copy of this object.
-        self._epoch_and_start = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._start = torch.zeros(3, dtype=torch.int64).share_memory_()
 
-    def set_start(self, epoch: int, start: int) -> None:
-        """Set the epoch and start of the next iteration."""
-        self._epoch_and_start.copy_(torch.tensor([epoch, start]))
+    def set_start(self, epoch: int, start: int, state: StreamState | None) -> None:
+        """Set the epoch, the start and the state of the next iteration. Running workers receive only the numbers."""
+        self._state = state
+        self._start.copy_(torch.tensor([epoch, start, state is not None]))
 
-    def __iter__(self) -> Iterator[_FingerprintedBatch]:
-        epoch, start = map(int, self._epoch_and_start.tolist())
+    def __iter__(self) -> Iterator[_LoadedBatch | None]:
+        epoch, start, has_state = map(int, self._start.tolist())
+        state = self._state if has_state else None
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if self._kind == "shared":
             seed = derive_seed(self._seed, SeedPurpose.SHARED, epoch)
-            batches = self._batches_of_shared_stream(start, worker, workers)
         else:
             seed = derive_seed(self._seed, SeedPurpose.WORKERS, epoch, self._rank, worker)
-            batches = self._batches_of_own_stream()
         generators = IsolatedGenerators(seed)
+        stream: Any = self._items
         with generators:
-            seed_epoch(self._items, seed=seed, epoch=epoch)
+            seed_epoch(stream, seed=seed, epoch=epoch)
+            if state is not None:
+                snapshot = state.snapshots.get(0 if self._kind == "shared" else worker)
+                stream = stream if snapshot is None else load_snapshot(stream, snapshot)
+        self._has_ended = False
+        if self._kind == "shared":
+            batches = self._batches_of_shared_stream(stream, 0 if state is not None else start, worker, workers)
+        else:
+            batches = self._batches_of_own_stream(stream)
+            if state is not None and worker <= state.last_worker < workers - 1:
+                yield None
         while True:
             # Only the stream uses these generators. If loading or collating a batch advanced them, the rest of a shared
             # stream would differ between ranks and workers.
@@ -229,7 +296,16 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
                 return
             if self._load is not None:
                 items = [self._load(item) for item in items]
-            yield self._collate(items), self._first_item
+            batch = self._collate(items)
+            snapshot = None
+            if self._is_stateful:
+                if self._kind == "shared" and self.collate is not default_collate:
+                    # The items of other ranks, which are read before the snapshot, may overwrite the memory.
+                    batch = batch._replace(batch=copy_batch(batch.batch))
+                with generators:
+                    next(batches)
+                    snapshot = END_OF_STREAM if self._has_ended else take_snapshot(stream)
+            yield _LoadedBatch(batch, self._first_item, worker, snapshot)
 
     def _collate(self, items: list[Any]) -> CountedBatch:
         if self._batch_size is None:
@@ -240,9 +316,14 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
             return CountedBatch(len(items), len(items), self.collate(items))
         return CountingCollate(self.collate)(items)
 
-    def _batches_of_shared_stream(self, start: int, worker: int, workers: int) -> Iterator[list[Any]]:
-        """Yield the items of each batch of this rank and worker, from a shared stream."""
-        stream: Iterator[Any] = _iterate_outside_worker(self._items)
+    def _batches_of_shared_stream(
+        self, dataset: Iterable[Any], start: int, worker: int, workers: int
+    ) -> Iterator[list[Any]]:
+        """Yield the items of each batch of this rank and worker, from a shared stream.
+
+        If the dataset is stateful, an empty list follows each batch, when the items of the other ranks are read.
+        """
+        stream: Iterator[Any] = self._note_end(_iterate_outside_worker(dataset))
         _skip_items(stream, start)
         first = list(islice(stream, 1))
         self._first_item = fingerprint(first)
@@ -260,13 +341,22 @@ class _Batches(IterableDataset[_FingerprintedBatch]):
                 return
             yield items
             _skip_items(stream, self._size - 1 - self._rank)
+            if self._is_stateful:
+                yield []
 
-    def _batches_of_own_stream(self) -> Iterator[list[Any]]:
-        """Yield the items of each batch, from a stream that differs per rank and worker."""
-        stream, length = iter(self._items), self._batch_size or 1
+    def _note_end(self, stream: Iterator[Any]) -> Iterator[Any]:
+        yield from stream
+        self._has_ended = True
+
+    def _batches_of_own_stream(self, dataset: Iterable[Any]) -> Iterator[list[Any]]:
+        """Yield the items of each batch, from a stream that differs per rank and worker. If the dataset is stateful, an
+        empty list follows each batch."""
+        stream, length = self._note_end(iter(dataset)), self._batch_size or 1
         while items := list(islice(stream, length)):
             if len(items) == length or not self._drop_last:
                 yield items
+                if self._is_stateful:
+                    yield []
 
 
 def _skip_items(stream: Iterator[Any], items: int) -> None:
@@ -291,12 +381,7 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _create_loader(
-    data: Data, batches: _Batches, num_workers: int, pin_memory: bool, generator: torch.Generator
-) -> DataLoader[Any]:
-    settings = (
-        worker_settings(data)
-        if isinstance(data, DataLoader)
-        else {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": WorkerInit(workers=num_workers)}
-    )
-    return DataLoader(batches, batch_size=None, collate_fn=_identity, generator=generator, **settings)
+def _loader_settings(loader: DataLoader[Any] | None, num_workers: int, pin_memory: bool) -> dict[str, Any]:
+    if loader is not None:
+        return worker_settings(loader)
+    return {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": WorkerInit(workers=num_workers)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unitrain.backends.base import Communicator
@@ -11,6 +11,7 @@ from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.loading import Data, check_same_data, format_call
 from unitrain.data.order import MicroBatch
+from unitrain.data.stream_state import StreamState
 from unitrain.data.training_data import DEFAULT_SHARD_SETTINGS, ShardSettings, TrainingData
 from unitrain.errors import DataError
 from unitrain.randomness import capture_generators, restore_generators
@@ -24,7 +25,8 @@ class TrainingStream(TrainingData):
     The length of an epoch is unknown until it ends; `__len__` of the dataset is not used. For a shared stream, a
     position counts items, so a run can resume with a different number of ranks or workers or a different batch size.
     Otherwise, it counts micro-batches. A run that resumes within an epoch reads and discards the items before the
-    position. This is exact if the stream depends only on the seed.
+    position. This is exact if the stream depends only on the seed. A stateful dataset resumes from its state instead,
+    without reading these items.
 
     Raises on all ranks: DataError if the data cannot be sharded, raises an error or ends before its first step;
     ConfigError for a missing or contradictory batch size.
@@ -53,7 +55,10 @@ class TrainingStream(TrainingData):
             None,
             {"uneven": uneven, "gradient_accumulation_steps": batch_sizes.gradient_accumulation_steps},
         )
-        sizes: list[int | None] = communicator.allgather_object(source.batch_size)
+        sizes_and_kinds = communicator.allgather_object((source.batch_size, source.is_stateful))
+        sizes: list[int | None] = [size for size, _ in sizes_and_kinds]
+        self._is_stateful = all(is_stateful for _, is_stateful in sizes_and_kinds)
+        self._resume_state: Mapping[str, Any] | None = None
         self.batch_size = source.batch_size
         self.global_batch_size = None
         if all(sizes):
@@ -74,7 +79,7 @@ class TrainingStream(TrainingData):
             min_step_items=full,
             copies_batches=source.may_reuse_memory,
         )
-        self._steps = _Steps(source, self._aligner, communicator, 0, 0, self._owner)
+        self._steps = _Steps(source, self._aligner, communicator, 0, 0, None, self._owner)
 
     @property
     def order_settings(self) -> dict[str, Any]:
@@ -107,8 +112,62 @@ class TrainingStream(TrainingData):
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`."""
-        self._steps = _Steps(self._source, self._aligner, self._communicator, epoch, start, self._owner)
+        state = self._read_resume_state(epoch, start)
+        self._steps = _Steps(self._source, self._aligner, self._communicator, epoch, start, state, self._owner)
         return self._steps
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the data is stateful on all ranks."""
+        return self._is_stateful
+
+    def describe_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
+        """Return what a checkpoint stores of this rank's `state`, see TrainingData."""
+        if not (self._is_stateful and position):
+            return None
+        kind, rank = self._source.stream_kind, self._communicator.rank
+        if kind == "shared":
+            # In the last step of an epoch, a rank without a batch has an older state.
+            if state is None or state.repeats or state.position != position:
+                return None
+            rank = 0  # the state is the same on all ranks
+        if state is None:
+            return None
+        expected = self._state_properties(epoch, position)
+        return {**expected, "ranks": {rank: state.to_dict()}}
+
+    def gather_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
+        """Return the merged results of `describe_state` of all ranks. All ranks call it."""
+        own = self.describe_state(state, epoch, position)
+        if self._source.stream_kind == "shared":
+            # Rank 0 has a batch of each step. Its state is broadcast, so that the result is the same on all ranks.
+            state_of_rank_zero: dict[str, Any] | None = self._communicator.broadcast_object(own)
+            return state_of_rank_zero
+        known = [one for one in self._communicator.allgather_object(own) if one is not None]
+        return (
+            {**known[0], "ranks": {rank: one for each in known for rank, one in each["ranks"].items()}}
+            if known
+            else None
+        )
+
+    def _state_properties(self, epoch: int, position: int) -> dict[str, Any]:
+        """Return the properties that must be equal in a resumed run."""
+        return {"epoch": epoch, "position": position, "stream": self._source.stream_kind, "dataset": self._source.name}
+
+    def resume_from(self, state: Mapping[str, Any] | None) -> None:
+        """Let the next `micro_batches` call start from `state`, see TrainingData."""
+        self._resume_state = state
+
+    def _read_resume_state(self, epoch: int, position: int) -> StreamState | None:
+        """Return the state from which this rank resumes; None if it skips the items before `position`."""
+        state, self._resume_state = self._resume_state, None
+        kind, expected = self._source.stream_kind, self._state_properties(epoch, position)
+        if not position or not self._is_stateful or state is None:
+            return None
+        if any(state.get(name) != value for name, value in expected.items()):
+            return None
+        own = state["ranks"].get(self._communicator.rank if kind == "own" else 0)
+        return None if own is None else StreamState.from_dict(own)
 
     def is_epoch_finished(self, position: int) -> bool:
         """Return whether `position` is the end of the epoch, and close the iterator and its workers.
@@ -137,16 +196,26 @@ class _Steps(Iterator[tuple[Any, MicroBatch]]):
     """
 
     def __init__(
-        self, source: StreamSource, aligner: StepAligner, communicator: Communicator, epoch: int, start: int, owner: str
+        self,
+        source: StreamSource,
+        aligner: StepAligner,
+        communicator: Communicator,
+        epoch: int,
+        start: int,
+        state: StreamState | None,
+        owner: str,
     ) -> None:
         self._source, self._communicator, self._epoch, self._owner = source, communicator, epoch, owner
         shared = source.stream_kind == "shared"
         self._has_started, self._checks_first_items, self.position = start > 0, shared and epoch == 0, start
         self._steps = aligner.micro_batches(
-            lambda: source.batches(epoch, start if shared else 0),
+            lambda: source.batches(epoch, start if shared else 0, state, repeats=state is not None and state.repeats),
             start=start,
             stride=source.stride,
-            skipped=0 if shared else start,
+            skipped=0 if shared or state is not None else start,
+            repeated=lambda: source.batches(epoch, repeats=True),
+            # With start 0, a rank without batches has the state before the first one.
+            data_state=StreamState({}) if state is None and start == 0 and source.is_stateful else state,
         )
 
     def __next__(self) -> tuple[Any, MicroBatch]:

@@ -13,7 +13,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Sampler,
     Subset,
     TensorDataset,
@@ -24,8 +23,9 @@ from unitrain import validation
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.data.batch import CountedBatch, CountingCollate
-from unitrain.data.samplers import custom_sampler
+from unitrain.data.samplers import custom_sampler, is_random_sampler
 from unitrain.data.seeded_batches import SeededDataset, SeededIndices, isolate_generators
+from unitrain.data.stream_state import has_custom_iter, is_stateful_loader
 from unitrain.data.workers import WorkerInit
 from unitrain.errors import ConfigError, DataError
 from unitrain.torch_compat import stop_workers
@@ -63,7 +63,7 @@ class IndexedSource:
         self.sampler: Iterable[Any] | None = None
         if isinstance(data, DataLoader):
             self.sampler = custom_sampler(data)
-            shuffle = self.sampler is None and isinstance(data.sampler, RandomSampler)
+            shuffle = self.sampler is None and is_random_sampler(data.sampler)
         self.shuffle = shuffle
         self.drop_last: bool = data.drop_last if isinstance(data, DataLoader) else drop_last
         self.length = _data_length(data)
@@ -291,8 +291,15 @@ def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner:
     Return None if the DataLoader's dataset or batch_sampler creates the batches. Raises DataError for a DataLoader with
     a custom `__iter__`, and ConfigError if the batch size is missing, or set both here and in the DataLoader.
     """
+    if is_stateful_loader(data):
+        if batch_size is not None:
+            raise ConfigError(
+                f"A batch size of {batch_size} was requested, but {type(data).__name__} creates the batches itself. "
+                f"Leave one of them out: with a loader, {owner} does not need {setting}."
+            )
+        return None
     if isinstance(data, DataLoader):
-        if type(data).__iter__ is not DataLoader.__iter__:
+        if has_custom_iter(data):
             raise DataError(
                 f"{type(data).__name__} is a DataLoader with a custom __iter__, which cannot be sharded exactly. "
                 "Use DataLoader(dataset, batch_size=32, shuffle=True), and move the code of __iter__ into the dataset."
@@ -322,6 +329,8 @@ def format_call(owner: str, arguments: str) -> str:
 def is_stream(data: Any) -> bool:
     """Return whether `data` is iterable only, or is indexed by batches of unknown size."""
     if isinstance(data, DataLoader):
+        if is_stateful_loader(data):
+            return True
         return is_stream(data.dataset) or (data.batch_size is None and data.batch_sampler is None)
     # Iterable datasets of Hugging Face are not subclasses of torch's. An iterator, unlike an iterable, can be iterated
     # only once.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unitrain.backends.logical_ranks import LogicalRank, set_current_logical_rank
 from unitrain.config import Uneven
+from unitrain.data.stream_state import StreamState
 from unitrain.randomness import seed_micro_batch
 
 StrideUnit = Literal["samples", "batches"]
@@ -25,6 +26,8 @@ class MicroBatch(NamedTuple):
 
     With logical ranks, `logical_rank` computes the micro-batch, and `number` is its index among the micro-batches of
     this logical rank in the step. `ends_step` is True for the last micro-batch of the process.
+
+    `data_state` of the last micro-batch of a step is the state of a stateful dataset after the step.
     """
 
     positions: slice
@@ -34,6 +37,7 @@ class MicroBatch(NamedTuple):
     ends_step: bool
     logical_rank: int | None = None
     number: int = 0
+    data_state: StreamState | None = None
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:

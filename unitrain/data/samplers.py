@@ -44,15 +44,25 @@ def _is_default(sampler: Iterable[Any], dataset: Any) -> bool:
     Checking the type is not sufficient: a SequentialSampler or RandomSampler may have been created for a smaller
     dataset.
     """
-    if type(sampler) not in (SequentialSampler, RandomSampler):
+    if type(sampler) is not SequentialSampler and not is_random_sampler(sampler):
         return False
     source: Any = sampler.data_source  # type: ignore[attr-defined]
     # A DataLoader creates these samplers with its dataset as the source, which may not have a length.
     if source is not dataset and not (hasattr(dataset, "__len__") and len(source) == len(dataset)):
         return False
-    if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == len(source)
+    if is_random_sampler(sampler):
+        return not sampler.replacement and sampler.num_samples == len(source)  # type: ignore[attr-defined]
     return True
+
+
+def is_random_sampler(sampler: Any) -> bool:
+    """Return whether `sampler` is a RandomSampler of torch or of torchdata. The latter has its own class, which its
+    StatefulDataLoader creates for shuffle=True."""
+    kind = type(sampler)
+    is_from_torchdata = (
+        kind.__module__.startswith("torchdata.stateful_dataloader.") and kind.__name__ == "RandomSampler"
+    )
+    return kind is RandomSampler or is_from_torchdata
 
 
 class DrawnOrder(NamedTuple):

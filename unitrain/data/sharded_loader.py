@@ -20,7 +20,8 @@ from unitrain.data.order import begin_micro_batch
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.seeded_batches import seed_batches
 from unitrain.data.sharding import EvaluationShard, open_training_data
-from unitrain.data.training_data import ShardSettings, TrainingData
+from unitrain.data.stream_state import StreamState
+from unitrain.data.training_data import ShardSettings, TrainingData, describe_order_fix
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.modules.sync_batch_norm import set_current_batch
 
@@ -115,6 +116,7 @@ class ShardedLoader:
         self._seed, self._logical_ranks = seed, logical_ranks
         self._epoch, self._position = 0, 0
         self._is_within_epoch = False
+        self._data_state: StreamState | None = None  # after the last complete step
         # Properties of the last yielded batch: number of samples, loss weight, and whether it ends a step.
         self._num_samples, self._loss_weight, self._ends_step = 0, 0.0, True
         self._shard: TrainingData | EvaluationShard
@@ -160,7 +162,7 @@ class ShardedLoader:
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         validation.check_integer(f"{_OWNER}.epoch", epoch, 0, "Use loader.epoch = 0")
-        self._epoch, self._position, self._is_within_epoch = epoch, 0, False
+        self._set_position(epoch, 0)
 
     @property
     def num_samples(self) -> int:
@@ -210,7 +212,7 @@ class ShardedLoader:
                 "evaluated like samples. Use ShardedLoader(data, backend, shuffle=False) for evaluation."
             )
         if self._is_within_epoch:  # the last iteration stopped within its epoch
-            self._epoch, self._position = self._epoch + 1, 0
+            self._set_position(self._epoch + 1, 0)
         self._check_same_position()
         try:
             # Do not assign the iterator to a variable, so that its workers terminate as soon as this generator is
@@ -223,7 +225,7 @@ class ShardedLoader:
                 self._loss_weight = micro_batch.samples * self._ranks / micro_batch.step_samples
                 self._ends_step = micro_batch.ends_step
                 if micro_batch.ends_step:
-                    self._position = micro_batch.step_end
+                    self._position, self._data_state = micro_batch.step_end, micro_batch.data_state
                 set_current_batch(is_dummy=not micro_batch.samples)
                 begin_micro_batch(self._seed, self._epoch, micro_batch, self._logical_ranks)
                 yield batch
@@ -231,15 +233,23 @@ class ShardedLoader:
             set_current_batch(is_dummy=False)
             set_current_logical_rank(None)
             self._shard.end_epoch()
-        self._epoch, self._position, self._is_within_epoch = self._epoch + 1, 0, False
+        self._set_position(self._epoch + 1, 0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """Return the position after the last complete step. Any number of ranks can load it with `load_state_dict`.
 
         Call it after `optimizer.step()`, on any rank; the state is the same on all ranks.
+
+        With `all_ranks`, the state also contains the states of a stateful dataset on all ranks; every rank must call
+        the method. Use it with stream="own", so that a resumed run does not read the items that were already used. With
+        stream="shared", the state of one rank is sufficient.
         """
         self._check_is_for_training("state_dict()")
-        return {"epoch": self._epoch, "position": self._position, "order": self._order_settings()}
+        assert isinstance(self._shard, TrainingData)
+        describe = self._shard.gather_state if all_ranks else self._shard.describe_state
+        data = describe(self._data_state, self._epoch, self._position)
+        state = {"epoch": self._epoch, "position": self._position, "order": self._order_settings()}
+        return state if data is None else {**state, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`: the next iteration yields the remainder of its epoch. All ranks call it.
@@ -261,10 +271,14 @@ class ShardedLoader:
                 raise CheckpointError(
                     f"The state of the ShardedLoader is within epoch {epoch} of data with {name}={saved.get(name)}, "
                     f"but this loader has {name}={order.get(name)}: samples would be repeated or left out. "
-                    "Use the same data, seed and arguments, or start the next epoch: loader.epoch = "
-                    f"{epoch + 1}."
+                    f"{describe_order_fix(name, saved.get(name))} Or start the next epoch: loader.epoch = {epoch + 1}."
                 )
-        self._epoch, self._position, self._is_within_epoch = epoch, position, False
+        self._set_position(epoch, position)
+        assert isinstance(self._shard, TrainingData)
+        self._shard.resume_from(state.get("data"))
+
+    def _set_position(self, epoch: int, position: int) -> None:
+        self._epoch, self._position, self._is_within_epoch, self._data_state = epoch, position, False, None
 
     def _check_same_position(self) -> None:
         """Raise ConfigError on every rank if the positions differ between ranks: batches would overlap."""

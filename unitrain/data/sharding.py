@@ -204,7 +204,7 @@ class TrainingShard(TrainingData):
         with closing(
             self._source.counted_batches(order, map(itemgetter(0), to_load), worker_seed=0, seeds=seeds)
         ) as batches:
-            for (items, samples, batch), micro_batch in zip(batches, micro_batches, strict=True):
+            for (items, samples, batch, _), micro_batch in zip(batches, micro_batches, strict=True):
                 if samples != items:
                     raise DataError(
                         f"With logical_ranks, a collate_fn must keep all samples, but it made a batch of {samples} "
@@ -418,12 +418,12 @@ class EvaluationShard:
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Yield (batch, number of samples), and skip batches without samples."""
         with closing(self._counted_batches()) as batches:
-            yield from ((batch, samples) for _, samples, batch in batches if samples)
+            yield from ((counted.batch, counted.samples) for counted in batches if counted.samples)
 
     def complete_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield (batch, number of samples). Raises DataError, on this rank only, if the collate_fn dropped a sample."""
         with closing(self._counted_batches()) as batches:
-            for items, samples, batch in batches:
+            for items, samples, batch, _ in batches:
                 if samples != items:
                     raise DataError(
                         f"predict returns one output per sample, but on rank {self._rank} the DataLoader's collate_fn "

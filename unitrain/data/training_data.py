@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from unitrain.config import StreamKind, TrainConfig, Uneven
 from unitrain.data.batch_size import BatchSizes, ElasticBatchSize, resolve_batch_sizes
 from unitrain.data.loading import Data
 from unitrain.data.order import MicroBatch
+from unitrain.data.stream_state import StreamState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,17 @@ class ShardSettings:
 DEFAULT_SHARD_SETTINGS = ShardSettings()
 
 
+def describe_order_fix(name: str, value: Any) -> str:
+    """Return the text of an error message on how to continue with data whose order setting `name` was `value`."""
+    if name == "ranks":
+        return (
+            f'A dataset with stream="own" continues on the same number of ranks: unitrain launch -np {value} train.py.'
+        )
+    if name == "workers":
+        return f'A dataset with stream="own" continues with the same number of workers: num_workers={value}.'
+    return "Continue with the same data, seed and arguments."
+
+
 class TrainingData(ABC):
     """This rank's shard of the training data, for any number of epochs. All ranks make the same calls.
 
@@ -132,6 +144,30 @@ class TrainingData(ABC):
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`.
 
         All ranks call it; the number of micro-batches is the same on all of them. Raises DataError on every rank.
+        """
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the data is a stateful iterable dataset. The same on all ranks."""
+        return False
+
+    def gather_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
+        """Return the merged results of `describe_state` of all ranks. All ranks call it."""
+        return None
+
+    def describe_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
+        """Return what a checkpoint contains of this rank's `state` after the step that ends at `position`.
+
+        Does not communicate. Return None if the data is not stateful, or the state at this position is unknown.
+        """
+        return None
+
+    def resume_from(self, state: Mapping[str, Any] | None) -> None:  # noqa: B027
+        """Let the next `micro_batches` call start from `state`, a result of `describe_state` or `gather_state`, if the
+        call has the same epoch and position.
+
+        Otherwise, and on a rank whose state is missing, it reads and skips the items before the position, with the same
+        results.
         """
 
     @abstractmethod

@@ -1,0 +1,366 @@
+"""Datasets and loaders with `state_dict` resume within an epoch without reading the items that were already used."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset as HuggingFaceDataset
+from datasets.distributed import split_dataset_by_node
+from groups import GROUPS
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import unitrain
+from unitrain import CheckpointError, DataError, TrainConfig, Trainer
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.data.sharding import open_training_data
+from unitrain.data.stream_state import is_stateful
+from unitrain.data.training_data import ShardSettings
+from unitrain.testing import RankGroup
+
+# Constructors of StatefulDataLoader in torchdata 0.11 call a function that torch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+LOCAL = LocalBackend(torch.device("cpu"))
+LENGTHS = (31, 22, 9)  # items of the ranks' own streams
+
+
+class Numbers(IterableDataset[Tensor]):
+    """Numbers in a random order, of which each worker takes its part. Counts how often each number is read."""
+
+    def __init__(self, first: int, length: int, *, seed: int = 0) -> None:
+        self.first, self.length, self.seed, self.epoch, self.next = first, length, seed, 0, 0
+        self.reads = torch.zeros(200, dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        info = get_worker_info()
+        order = order if info is None else order[info.id :: info.num_workers]
+        while self.next < len(order):
+            number = self.first + order[self.next]
+            self.reads[number] += 1
+            self.next += 1
+            yield number
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Unpredictable(Numbers):
+    """Has a state that a checkpoint cannot store."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": {self.next}}
+
+
+class Batches(DataLoader[Any]):
+    """A loader that creates its own batches, which differ between ranks."""
+
+    def __init__(self, first: int, length: int) -> None:
+        super().__init__(range(length))  # type: ignore[arg-type]
+        self.first, self.length, self.used, self.reads = first, length, 0, torch.zeros(200, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.used = self.used, 0
+        for at in range(start, self.length, 3):
+            batch = torch.arange(self.first + at, self.first + min(at + 3, self.length))
+            self.reads[batch] += 1
+            self.used = at + 3
+            yield batch
+        self.used = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"used": self.used}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.used = state["used"]
+
+
+def hugging_face(length: int, shards: int = 6) -> Any:
+    return HuggingFaceDataset.from_dict({"number": list(range(length))}).to_iterable_dataset(num_shards=shards)
+
+
+def data_of(kind: str, backend: Backend, workers: int, persistent: bool) -> tuple[Any, Any]:
+    """Return the data, and the dataset or loader that counts what is read."""
+    first, length = sum(LENGTHS[: backend.rank]), LENGTHS[backend.rank]
+    settings: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": persistent}
+    if kind == "loader":
+        loader = Batches(first, length)
+        return loader, loader
+    if kind in ("own", "stateful"):
+        dataset: Any = Numbers(first, length)
+    elif kind == "shared":
+        dataset = Numbers(0, 62)
+    elif kind == "hugging face":
+        dataset = split_dataset_by_node(hugging_face(62), backend.rank, backend.size)
+    else:
+        dataset = hugging_face(62).map(lambda rows: {"number": rows["number"]}, batched=True, batch_size=5)
+    return (StatefulDataLoader if kind == "stateful" else DataLoader)(dataset, **settings), dataset
+
+
+def numbers_of(batch: Any) -> list[int]:
+    return list((batch["number"] if isinstance(batch, dict) else batch).tolist())
+
+
+def steps_of(shard: Any, epoch: int, start: int = 0) -> list[tuple[list[int], int, int, Any]]:
+    """Return this rank's samples in each step, the samples of the step, its end, and the state after it."""
+    steps, numbers = [], list[int]()
+    for batch, micro_batch in shard.micro_batches(epoch, start):
+        numbers += numbers_of(batch) if micro_batch.samples else []
+        if micro_batch.ends_step:
+            steps.append((numbers, micro_batch.step_samples, micro_batch.step_end, micro_batch.data_state))
+            numbers = []
+    return steps
+
+
+def compare_remainders(
+    backend: Backend, kind: str, workers: int, persistent: bool, accumulate: int, uneven: str
+) -> list[list[list[int]]]:
+    """Resume after steps of the second epoch, and return this rank's samples of each step of both epochs."""
+    shared = kind in ("shared", "hugging face shared")
+    settings = ShardSettings(
+        seed=3, stream="shared" if shared else "own", gradient_accumulation_steps=accumulate, uneven=uneven  # type: ignore[arg-type]
+    )  # fmt: skip
+    data, _ = data_of(kind, backend, workers, persistent)
+    uninterrupted = open_training_data(data, backend, settings)
+    epochs = [steps_of(uninterrupted, epoch) for epoch in (0, 1)]
+    steps = epochs[1]
+    for number in sorted({0, len(steps) // 2, len(steps) - 1}):
+        *_, position, state = steps[number]
+        saved = uninterrupted.gather_state(state, 1, position)
+        # In the last step of an epoch, the position of an accumulated step may be beyond the end of the stream.
+        assert saved is not None or number == len(steps) - 1
+        data, dataset = data_of(kind, backend, workers, persistent)
+        resumed = open_training_data(data, backend, settings)
+        resumed.resume_from(saved)
+        remainder = steps_of(resumed, 1, position)
+        assert [step[:3] for step in remainder] == [step[:3] for step in steps[number + 1 :]]
+        if saved is not None and hasattr(dataset, "reads") and uneven != "pad":
+            used = [one for step in steps[: number + 1] for one in step[0]]
+            assert dataset.reads[used].sum() == 0
+        if kind != "shared" and number:  # later epochs start at the beginning
+            assert [step[:3] for step in steps_of(resumed, 0)] == [step[:3] for step in epochs[0]]
+    return [[numbers for numbers, *_ in epoch] for epoch in epochs]
+
+
+@pytest.fixture(scope="module", params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
+    with RankGroup(*request.param) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "persistent", "accumulate", "uneven"),
+    [
+        ("own", 0, False, 1, "weight"),
+        pytest.param("own", 2, False, 1, "weight", marks=pytest.mark.nightly),
+        ("own", 3, True, 2, "weight"),
+        pytest.param("own", 0, False, 2, "drop", marks=pytest.mark.nightly),
+        ("own", 2, False, 1, "pad"),
+        pytest.param("shared", 0, False, 2, "weight", marks=pytest.mark.nightly),
+        ("shared", 2, True, 1, "weight"),
+        pytest.param("stateful", 2, False, 1, "weight", marks=pytest.mark.nightly),
+        ("loader", 0, False, 2, "weight"),
+        ("hugging face", 0, False, 1, "weight"),
+        pytest.param("hugging face", 2, False, 1, "weight", marks=pytest.mark.nightly),
+        ("hugging face shared", 0, False, 1, "weight"),
+    ],
+)
+def test_a_stateful_dataset_resumes_with_the_remaining_samples_and_reads_no_others(
+    group: RankGroup, kind: str, workers: int, persistent: bool, accumulate: int, uneven: str
+) -> None:
+    ranks = group.run(compare_remainders, kind, workers, persistent, accumulate, uneven)
+    shared = "shared" in kind or "hugging face" in kind
+    expected = list(range(62 if shared else sum(LENGTHS[: group.size])))
+    for epoch in (0, 1):
+        seen = sorted(itertools.chain.from_iterable(step for rank in ranks for step in rank[epoch]))
+        assert (sorted(set(seen)) if uneven == "pad" else seen) == expected or (
+            uneven == "drop" and set(seen) < set(expected) and len(set(seen)) == len(seen)
+        )
+
+
+# The Trainer.
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        values = numbers.double()[:, None]
+        result: Tensor = self.layers(torch.sin(values * torch.tensor([0.1, 0.3, 0.7, 1.1])))
+        return result
+
+
+def fit(backend: Backend, folder: str | None, stream: str, max_steps: int, batch_size: int) -> tuple[list[Any], int]:
+    """Train, resuming if possible; return the parameters, and the number of items that this rank read."""
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = Numbers(0, 62) if stream == "shared" else Numbers(sum(LENGTHS[: backend.rank]), LENGTHS[backend.rank])
+    settings: dict[str, Any] = {"batch_size": batch_size, "stream": stream, "max_steps": max_steps, "progress": "off"}
+    if folder is not None:
+        settings |= {"output_dir": folder, "checkpoint_every_steps": 1, "resume": True}
+    config = TrainConfig(**settings)
+    loss_fn = nn.functional.cross_entropy
+    trainer = Trainer(
+        model,
+        optimizer,
+        loss_fn,
+        backend=backend,
+        config=config,
+        forward=lambda model, batch: (model(batch), batch % 2),
+    )
+    trainer.fit(data)
+    return [parameter.detach().tolist() for parameter in model.parameters()], int(data.reads.sum())
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("stream", ["shared", "own"])
+def test_the_trainer_resumes_from_the_state_in_the_checkpoint(group: RankGroup, stream: str, tmp_path: Path) -> None:
+    batch_size = 12 // group.size if stream == "shared" else 4
+    expected, folder = group.run(fit, None, stream, 8, batch_size), str(tmp_path / "run")
+    group.run(fit, folder, stream, 3, batch_size)
+    resumed = group.run(fit, folder, stream, 4, batch_size)
+    # The next step and the item that shows whether the epoch has ended, but no item of the first three steps.
+    limit = 2 * batch_size * (group.size if stream == "shared" else 1) + 1
+    assert all(reads <= limit for _, reads in resumed)
+    # A shared stream also resumes on another number of ranks.
+    found = [fit(LOCAL, folder, stream, 8, 12)] if stream == "shared" else group.run(fit, folder, stream, 8, batch_size)
+    assert_close(found[0][0], expected[0][0])
+    if stream == "shared":  # the same as one process with the global batch size
+        assert_close(found[0][0], fit(LOCAL, None, stream, 8, 12)[0])
+
+
+def refuse(backend: Backend, folder: str) -> str:
+    with pytest.raises(CheckpointError) as error:
+        fit(backend, folder, "own", 8, 4)
+    return str(error.value)
+
+
+def test_an_own_stream_resumes_on_the_same_number_of_ranks_only(group: RankGroup, tmp_path: Path) -> None:
+    folder, other = str(tmp_path / "run"), 2 if group.size != 2 else 3
+    group.run(fit, folder, "own", 2, 4)
+    if group.size > 1:
+        messages = [refuse(LOCAL, folder)]
+    else:
+        with RankGroup("ddp", other) as ranks:
+            messages = ranks.run(refuse, folder)
+    assert len(set(messages)) == 1
+    assert f"with ranks={group.size}, but this data has ranks=" in messages[0]
+    assert f"unitrain launch -np {group.size} train.py" in messages[0]
+
+
+# ShardedLoader.
+
+
+def resume_loader(backend: Backend, stream: str, all_ranks: bool) -> None:
+    def create() -> tuple[unitrain.ShardedLoader, Numbers]:
+        shared = stream == "shared"
+        data = Numbers(0, 62) if shared else Numbers(sum(LENGTHS[: backend.rank]), LENGTHS[backend.rank])
+        return unitrain.ShardedLoader(data, backend, batch_size=4, stream=stream, gradient_accumulation_steps=2), data  # type: ignore[arg-type]
+
+    loader, _ = create()
+    state: dict[str, Any] = {}
+    remainder = []
+    for number, batch in enumerate(loader):
+        if number >= 4:
+            remainder.append(batch.tolist() if loader.num_samples else [])
+        if number == 3:
+            assert loader.ends_step
+            state = loader.state_dict(all_ranks=all_ranks)
+    resumed, data = create()
+    # Without `all_ranks`, rank 0 saves the state as in the documentation.
+    resumed.load_state_dict(state if all_ranks else backend.broadcast_object(state))
+    found = [batch.tolist() if resumed.num_samples else [] for batch in resumed]
+    assert found[: len(remainder)] == remainder
+    if all_ranks or stream == "shared" or backend.rank == 0:
+        remaining = 62 - 16 * backend.size if stream == "shared" else sum(map(len, remainder))
+        assert data.reads.max() <= 1
+        assert data.reads.sum() == remaining
+
+
+@pytest.mark.parametrize(("stream", "all_ranks"), [("shared", False), ("own", True), ("own", False)])
+def test_a_sharded_loader_resumes_from_the_state(group: RankGroup, stream: str, all_ranks: bool) -> None:
+    group.run(resume_loader, stream, all_ranks)
+
+
+# What is stateful.
+
+
+def test_a_shuffle_buffer_is_not_resumed_because_its_items_would_be_lost() -> None:
+    assert is_stateful(hugging_face(62))
+    shuffled = hugging_face(62).shuffle(seed=1, buffer_size=10).filter(lambda row: row["number"] % 3 > 0)
+    assert not is_stateful(shuffled)
+    data = DataLoader(shuffled, batch_size=4)
+    shard = open_training_data(data, LOCAL, ShardSettings())
+    steps = steps_of(shard, 0)
+    assert shard.gather_state(steps[2][3], 0, steps[2][2]) is None
+    resumed = steps_of(open_training_data(data, LOCAL, ShardSettings()), 0, steps[2][2])
+    assert [step[0] for step in resumed] == [step[0] for step in steps[3:]]
+
+
+class ListedStates(IterableDataset[int]):
+    """Methods with other parameters, as in MosaicML streaming."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_methods_with_other_parameters_are_not_called() -> None:
+    assert not is_stateful(ListedStates())
+    assert len(steps_of(open_training_data(ListedStates(), LOCAL, ShardSettings(batch_size=3)), 0)) == 3
+
+
+def read_unpredictable(backend: Backend) -> str:
+    data = (Unpredictable if backend.rank == 0 else Numbers)(0, 62)  # only the data of rank 0 is invalid
+    shard = open_training_data(data, backend, ShardSettings(batch_size=4))
+    with pytest.raises(DataError) as error:
+        steps_of(shard, 0)
+    return str(error.value)
+
+
+def test_a_state_that_cannot_be_stored_raises_the_same_error_on_every_rank(group: RankGroup) -> None:
+    messages = group.run(read_unpredictable)
+    assert len(set(messages)) == 1
+    assert (
+        "Unpredictable.state_dict() returns state['next'] of type set, which a checkpoint cannot store" in messages[0]
+    )
+
+
+def test_a_loader_with_its_own_batches_rejects_a_batch_size() -> None:
+    with pytest.raises(unitrain.ConfigError, match="Batches creates the batches itself"):
+        open_training_data(Batches(0, 9), LOCAL, ShardSettings(batch_size=4, stream="own"))
+
+
+def test_a_stateful_data_loader_has_the_order_of_a_data_loader() -> None:
+    dataset = torch.utils.data.TensorDataset(torch.arange(30))
+    orders = [
+        [batch[0].tolist() for batch, _ in open_training_data(kind(dataset, batch_size=4, shuffle=True), LOCAL,
+                                                             ShardSettings(seed=2)).micro_batches(0)]
+        for kind in (DataLoader, StatefulDataLoader)
+    ]  # fmt: skip
+    assert orders[0] == orders[1]

@@ -1,0 +1,143 @@
+"""States of iterable datasets and loaders that resume at a position without reading the items before it.
+
+A stateful dataset has the methods `state_dict()` and `load_state_dict(state)`, as in torchdata and Hugging Face
+datasets. The worker that collates a batch takes a snapshot of the state after the batch, and sends it with the batch.
+The state of the last batch that the training loop has used is therefore known, whatever the workers have prefetched.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from unitrain.errors import DataError
+from unitrain.torch_compat import has_shuffle_buffer
+
+# Replaces the snapshot after the last item. Many datasets return the state of the beginning after the end.
+END_OF_STREAM = b""
+_TYPES = (type(None), bool, int, float, str, bytes, torch.Tensor)
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """State of this rank's iteration over a stream after one of its batches.
+
+    Attributes:
+        snapshots: Pickled state of the dataset in each worker that has loaded a batch. A shared stream has the same
+            state in each worker, which has the key 0.
+        last_worker: The worker that loaded the last batch; -1 before the first batch.
+        position: The position after the batch, for a shared stream.
+        repeats: Whether the batch was repeated, with uneven="pad".
+    """
+
+    snapshots: Mapping[int, bytes]
+    last_worker: int = -1
+    position: int | None = None
+    repeats: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state in types that load with `weights_only=True`."""
+        snapshots = {
+            worker: {"state": pickle.loads(snapshot)} if snapshot else {} for worker, snapshot in self.snapshots.items()
+        }
+        return {"snapshots": snapshots, "last_worker": self.last_worker, "repeats": self.repeats}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> StreamState:
+        """Return the state that `to_dict` converted."""
+        snapshots = {
+            worker: pickle.dumps(snapshot["state"]) if snapshot else END_OF_STREAM
+            for worker, snapshot in state["snapshots"].items()
+        }
+        return cls(snapshots, state["last_worker"], repeats=state["repeats"])
+
+
+def has_state_methods(items: Any) -> bool:
+    """Return whether `items` has the methods `state_dict()` and `load_state_dict(state)`.
+
+    Methods of these names with other required parameters, as in MosaicML's StreamingDataset, do not count.
+    """
+    return _accepts(items, "state_dict", 0) and _accepts(items, "load_state_dict", 1)
+
+
+def is_stateful(items: Any) -> bool:
+    """Return whether `items` resumes exactly from its state.
+
+    Hugging Face datasets do not store the contents of a shuffle buffer, so its items would be lost.
+    """
+    return has_state_methods(items) and not has_shuffle_buffer(items)
+
+
+def is_stateful_loader(data: Any) -> bool:
+    """Return whether `data` is a loader that creates its own batches, and has the methods of a stateful dataset.
+
+    This includes the loaders of MosaicML streaming and litData. A StatefulDataLoader of torchdata is not one: unitrain
+    uses its dataset and settings, like those of a DataLoader.
+    """
+    return has_custom_iter(data) and has_state_methods(data)
+
+
+def has_custom_iter(data: Any) -> bool:
+    """Return whether `data` is a DataLoader with an `__iter__` that may yield other batches than torch's DataLoader."""
+    if not isinstance(data, DataLoader):
+        return False
+    iterate = type(data).__iter__
+    return iterate is not DataLoader.__iter__ and not iterate.__module__.startswith("torchdata.stateful_dataloader.")
+
+
+def take_snapshot(items: Any) -> bytes:
+    """Return the pickled state of `items`. Raises DataError if it cannot be stored in a checkpoint."""
+    state = items.state_dict()
+    if (problem := _find_invalid_part(state)) is not None:
+        raise DataError(
+            f"{type(items).__name__}.state_dict() returns {problem}, which a checkpoint cannot store. Return only "
+            "numbers, strings, tensors, lists and dictionaries, for example array.tolist() instead of a numpy array."
+        )
+    return pickle.dumps(state)
+
+
+def load_snapshot(items: Iterable[Any], snapshot: bytes) -> Iterable[Any]:
+    """Return `items` with the state `snapshot`.
+
+    The result is a shallow copy, so that later epochs do not start from the state. A loader is not copied: it starts
+    from the state once. After the end of the stream, the result is empty.
+    """
+    if snapshot == END_OF_STREAM:
+        return ()
+    resumed = items if isinstance(items, DataLoader) else copy.copy(items)
+    stateful: Any = resumed
+    stateful.load_state_dict(pickle.loads(snapshot))
+    return resumed
+
+
+def _accepts(items: Any, name: str, arguments: int) -> bool:
+    method = getattr(items, name, None)
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*range(arguments))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _find_invalid_part(state: Any, path: str = "a state") -> str | None:
+    """Return a description of a part of `state` that does not load with `weights_only=True`, or None."""
+    parts: Iterable[tuple[Any, Any]]
+    if type(state) in _TYPES:
+        return None
+    if type(state) is dict:
+        parts = [*((key, key) for key in state), *state.items()]
+    elif type(state) in (list, tuple):
+        parts = enumerate(state)
+    else:
+        return f"{path} of type {type(state).__name__}"
+    found = (_find_invalid_part(part, f"{path if path != 'a state' else 'state'}[{key!r}]") for key, part in parts)
+    return next((problem for problem in found if problem is not None), None)
