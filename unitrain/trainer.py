@@ -35,8 +35,8 @@ from unitrain.modules.acceleration import compile_forward, use_channels_last
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.sync_batch_norm import exclude_from_statistics, sync_batch_norm
 from unitrain.optim.ema import WeightAverage
-from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.optim.local_sgd import LocalSGD
+from unitrain.optim.learning_rate import LearningRateFactor, check_same_learning_rates, learning_rate_sum
 from unitrain.optim.loss_weighting import LossWeighting, read_training_loss
 from unitrain.optim.precision import Precision, allow_tf32
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory
@@ -111,7 +111,7 @@ class Trainer:
             self._scheduler = scheduler
         else:
             self._scheduler = PlannedScheduler(scheduler, optimizer)
-        self._epoch_scheduler = EpochScheduler(self._scheduler, config)
+        self._epoch_scheduler = call_on_all_ranks(backend, lambda: EpochScheduler(self._scheduler, config))
         self._precision = call_on_all_ranks(backend, lambda: Precision(config.precision, backend.device))
         self._callbacks = call_on_all_ranks(backend, lambda: Callbacks(callbacks))
         self._forward = call_on_all_ranks(backend, lambda: Forward(forward))
@@ -538,11 +538,14 @@ class Trainer:
             self._scheduler.plan(total, self.backend)
 
     def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Synchronize stop requests and due checkpoints, and return the `numbers` of every rank."""
-        ranks = self._sync_point.exchange(self.progress.step, [self.checkpointer.is_due, *numbers])
+        """Synchronize stop requests and due checkpoints, and return the `numbers` of every rank. Raises ConfigError on
+        every rank if the learning rates differ between ranks."""
+        own = [self.checkpointer.is_due, learning_rate_sum(self.optimizer), *numbers]
+        ranks = self._sync_point.exchange(self.progress.step, own)
+        check_same_learning_rates([row[1] for row in ranks], self.progress.step)
         if ranks[0][0]:  # according to rank 0's clock
             self._save({}, None)
-        return [row[1:] for row in ranks]
+        return [row[2:] for row in ranks]
 
     def _report_loss(self, epoch: int) -> None:
         """Synchronize the ranks, and show, log and record the mean loss since the last sync point."""

@@ -14,7 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unitrain import validation
 from unitrain.backends.base import Backend
-from unitrain.backends.checks import check_is_optimizer, check_single_optimizer, check_unwrapped_model
+from unitrain.backends.checks import (
+    check_is_optimizer,
+    check_no_meta_tensors,
+    check_single_optimizer,
+    check_unwrapped_model,
+)
 from unitrain.bootstrap.overrides import load_tool
 from unitrain.config import TrainConfig
 from unitrain.data.loading import Data
@@ -44,8 +49,10 @@ def check_trainer(
 ) -> None:
     """Raise ConfigError, ModelError or UnsupportedError for an invalid argument of the Trainer."""
     check_unwrapped_model("Trainer(model)", model)
+    check_no_meta_tensors(model)
     check_single_optimizer(optimizer)
     check_is_optimizer("Trainer(optimizer)", optimizer)
+    _check_learning_rates(optimizer)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
@@ -66,6 +73,16 @@ def check_trainer(
     validation.check_instance("Trainer(callbacks=...)", callbacks, Sequence, "a list", fix)
     fix = 'Use config_text=Path("config.yaml").read_text(), or leave it out'
     validation.check_text("Trainer(config_text=...)", config_text, fix, optional=True)
+
+
+def _check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
+    name, fix = type(optimizer).__name__, "Build the optimizer with a learning rate, such as lr=0.1"
+    if not optimizer.param_groups:
+        raise ConfigError(f"Trainer(optimizer) is a {name} without parameter groups. {fix}.")
+    for number, group in enumerate(optimizer.param_groups):
+        rate = group.get("lr")
+        plain = float(rate) if isinstance(rate, torch.Tensor) and rate.numel() == 1 else rate
+        validation.check_non_negative(f"lr in parameter group {number} of the Trainer's {name}", plain, fix)
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

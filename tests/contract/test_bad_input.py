@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,107 @@ def different_seeds_of_a_share(backend: Backend, _: str) -> None:
 def a_sampler_on_one_rank(backend: Backend, _: str) -> None:
     sampler = WeightedRandomSampler([1.0] * 8, 8) if backend.rank == 1 else None
     _train(backend, _loader(sampler=sampler))
+
+
+def _distribute(backend: Backend, model: nn.Module) -> None:
+    backend.distributed_model(model)
+
+
+def frozen_on_one_rank(backend: Backend, _: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(backend.rank == 0)
+    _distribute(backend, model)
+
+
+def another_stride_on_one_rank(backend: Backend, _: str) -> None:
+    model = nn.Linear(3, 2)
+    if backend.rank:
+        model.weight.data = model.weight.data.t().contiguous().t()
+    _distribute(backend, model)
+
+
+def a_sparse_parameter_on_one_rank(backend: Backend, _: str) -> None:
+    model = nn.Linear(3, 2)
+    if backend.rank:
+        model.weight = nn.Parameter(model.weight.detach().to_sparse())
+    _distribute(backend, model)
+
+
+def _train_with(
+    backend: Backend,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    callbacks: Any = (),
+    **settings: Any,
+) -> None:
+    model = model or nn.Linear(3, 1)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    config = TrainConfig(max_epochs=1, batch_size=2, progress="off", **settings)
+    trainer = Trainer(
+        model, optimizer, nn.functional.mse_loss, backend=backend, config=config, callbacks=callbacks,
+        scheduler=None if scheduler is None else scheduler(optimizer),
+    )  # fmt: skip
+    trainer.fit(_data(8))
+
+
+def a_model_on_meta_on_one_rank(backend: Backend, _: str) -> None:
+    model = nn.Linear(3, 1, device="meta" if backend.rank else None)
+    _train_with(backend, model=model)
+
+
+def another_order_in_the_optimizer_of_one_rank(backend: Backend, _: str) -> None:
+    model = nn.Linear(3, 1)
+    parameters = list(model.parameters())
+    _train_with(
+        backend, model=model, optimizer=torch.optim.SGD(parameters[::-1] if backend.rank else parameters, lr=0.1)
+    )
+
+
+def no_learning_rate_on_one_rank(backend: Backend, _: str) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if backend.rank:
+        optimizer.param_groups[0]["lr"] = None
+    _train_with(backend, model=model, optimizer=optimizer)
+
+
+def no_groups_on_one_rank(backend: Backend, _: str) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if backend.rank:
+        optimizer.param_groups.clear()
+    _train_with(backend, model=model, optimizer=optimizer)
+
+
+def another_schedule_on_one_rank(backend: Backend, _: str) -> None:
+    gamma = 0.9 if backend.rank else 0.5
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=gamma)
+    _train_with(backend, scheduler=schedule, scheduler_interval="step")
+
+
+def a_schedule_on_one_rank(backend: Backend, _: str) -> None:
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 1.0 / (1 + epoch))
+    _train_with(backend, scheduler=schedule if backend.rank else None)
+
+
+def a_wrong_interval_on_one_rank(backend: Backend, _: str) -> None:
+    schedule = (
+        torch.optim.lr_scheduler.ReduceLROnPlateau
+        if backend.rank
+        else partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    )
+    _train_with(backend, scheduler=schedule, scheduler_interval="step")
+
+
+class ChangesLearningRate(unitrain.Callback):
+    def on_step_end(self, trainer: Any) -> None:
+        trainer.optimizer.param_groups[0]["lr"] *= 1 + 0.01 * trainer.backend.rank
+
+
+def a_callback_that_changes_the_learning_rate_on_one_rank(backend: Backend, _: str) -> None:
+    _train_with(backend, callbacks=[ChangesLearningRate()])
 
 
 def no_model_to_broadcast_on_one_rank(backend: Backend, _: str) -> None:

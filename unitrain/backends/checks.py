@@ -204,12 +204,14 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
             f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "
             "Unfreeze some with parameter.requires_grad_(True), or use backend.broadcast to share its weights."
         )
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
-        raise ModelError(
-            f"{type(model).__name__} has tensors on device meta, which have no values: {', '.join(meta[:4])}. Use "
-            "model.to_empty(device=backend.device), initialize or load the weights, then call distributed_model."
-        )
+    tensors = dict(_named_tensors(model))
+    check_no_meta_tensors(model)
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise ModelError(
+                f"{name!r} of {type(model).__name__} is a tensor of layout {tensor.layout}, which cannot be broadcast "
+                "or reduced. Use a dense tensor: tensor.to_dense()."
+            )
     elsewhere = [p.device for p in model.parameters() if p.device.type != device.type]
     if elsewhere:
         raise ModelError(
@@ -265,6 +267,15 @@ def _check_renormalized_weight(weight: Tensor, max_norm: float, norm_type: float
                 )
 
 
+def check_no_meta_tensors(model: nn.Module) -> None:
+    """Raise ModelError if a parameter or buffer is on device meta."""
+    if meta := [name for name, tensor in _named_tensors(model) if tensor.is_meta]:
+        raise ModelError(
+            f"{type(model).__name__} has tensors on device meta, which have no values: {', '.join(meta[:4])}. Use "
+            "model.to_empty(device=backend.device), initialize or load the weights, then call distributed_model."
+        )
+
+
 def check_single_optimizer(optimizer: Any) -> None:
     """Raise ModelError for several optimizers, and for an optimizer whose state is sharded over ranks."""
     if isinstance(optimizer, list | tuple | dict):
@@ -313,10 +324,14 @@ def check_same_settings(communicator: Communicator, method: str, **settings: obj
 
 
 def check_same_model(communicator: Communicator, model: nn.Module) -> None:
-    """Raise ModelError on every rank if parameters or buffers differ in name, shape or dtype between ranks. All ranks
-    call it."""
-    own = {name: (dtype_name(value.dtype), list(value.shape)) for name, value in _named_tensors(model)}
-    tables: list[dict[str, tuple[str, list[int]]]] = gather_if_different(communicator, own) or []
+    """Raise ModelError on every rank if parameters or buffers differ in name, shape or dtype between ranks, or
+    parameters in stride or requires_grad. All ranks call it."""
+    tensors = {name: (dtype_name(value.dtype), list(value.shape)) for name, value in _named_tensors(model)}
+    parameters = dict(model.named_parameters())
+    strides = {name: _stride_of(parameter) for name, parameter in parameters.items()}
+    requires_grad = [parameter.requires_grad for parameter in parameters.values()]
+    by_rank = gather_if_different(communicator, (tensors, strides, requires_grad)) or []
+    tables: list[dict[str, tuple[str, list[int]]]] = [table for table, _, _ in by_rank]
     for rank, table in enumerate(tables):
         for name in dict.fromkeys([*tables[0], *table]):
             expected, found = tables[0].get(name), table.get(name)
@@ -329,6 +344,35 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
         raise ModelError(
             "The model's parameters are in a different order on some ranks. Build it by the same steps on every rank."
         )
+    for rank, (_, found_strides, _) in enumerate(by_rank):
+        for name, stride in by_rank[0][1].items():
+            if found_strides[name] != stride:
+                raise ModelError(
+                    f"The model differs between ranks: {name!r} has stride {stride} on rank 0 and "
+                    f"{found_strides[name]} on rank {rank}. Use the same memory format on every rank."
+                )
+    if by_rank:
+        check_same_trained_parameters(list(parameters), [flags for _, _, flags in by_rank])
+
+
+def _stride_of(tensor: Tensor) -> list[int]:
+    return list(tensor.stride()) if tensor.layout == torch.strided else []
+
+
+def check_same_order(communicator: Communicator, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ModelError on every rank if the groups of `optimizer` contain other parameters of `model`, or in another
+    order, on some rank. All ranks call it, with the same number of parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    own = [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
+    by_rank: list[list[str]] = gather_if_different(communicator, own) or []
+    for rank, found in enumerate(by_rank):
+        for number, (expected, name) in enumerate(zip(by_rank[0], found, strict=True)):
+            if name != expected:
+                raise ModelError(
+                    f"Parameter {number} of the optimizer is {expected!r} on rank 0 and {name!r} on rank {rank}, so "
+                    "they would be trained with each other's settings and state. Build the optimizer from the "
+                    "parameters in the same order on every rank."
+                )
 
 
 def check_same_trained_parameters(names: Sequence[str], requires_grad_by_rank: Sequence[Sequence[bool]]) -> None:

@@ -305,6 +305,7 @@ class ProcessGroupBackend(
             optimizer=type(optimizer).__name__,
             parameters_by_group=[len(group["params"]) for group in optimizer.param_groups],
         )
+        checks.check_same_order(self, optimizer, inner)
         if isinstance(distributed, WrappedModel):
             check_before_step(optimizer, distributed.check_reduced)
         if shard == "parameters":

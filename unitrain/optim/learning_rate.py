@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from unitrain.config import LrScaling, TrainConfig
 from unitrain.errors import ConfigError
+
+_RELATIVE_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,22 @@ class LearningRateFactor:
             f"learning rates x {self.full_factor:g}: {self.policy} from batches of {self.reference_batch_size} to "
             f"{self.global_batch_size}{warmup}"
         )
+
+
+def learning_rate_sum(optimizer: Optimizer) -> float:
+    """Return a number that differs if a learning rate differs: the sum of the learning rates, weighted by group."""
+    return sum(number * float(group["lr"]) for number, group in enumerate(optimizer.param_groups, start=1))
+
+
+def check_same_learning_rates(sums: Sequence[float], step: int) -> None:
+    """Raise ConfigError if the results of `learning_rate_sum` differ between ranks, after `step` steps."""
+    for rank, found in enumerate(sums):
+        # The mathematical functions of different hosts may round differently.
+        if found != sums[0] and not math.isclose(found, sums[0], rel_tol=_RELATIVE_TOLERANCE):
+            if math.isnan(found) and math.isnan(sums[0]):
+                continue
+            raise ConfigError(
+                f"The learning rates of rank 0 and rank {rank} differ after step {step}: their sums over the parameter "
+                f"groups are {sums[0]:g} and {found:g}. Build the same scheduler on every rank, and let callbacks "
+                "change the learning rate on every rank."
+            )
