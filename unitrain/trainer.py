@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 from unitrain import trainer_arguments
 from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsShardedParameters, require_capability
+from unitrain.backends.capabilities import SupportsShardedParameters, require
+from unitrain.backends.checks import check_same_settings
 from unitrain.backends.logical_ranks import check_logical_ranks, set_current_logical_rank
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.callbacks.callback import Callback, Callbacks
@@ -162,6 +164,7 @@ class Trainer:
             "weighting": self._loss_weighting,
         }  # fmt: skip
         call_on_all_ranks(backend, lambda: trainer_arguments.check_results(self._evaluation.names[1:]))
+        check_same_settings(backend, "Trainer", metrics=list(self._evaluation.names[1:]))
         if self._weight_average is not None:
             parts["average"] = self._weight_average
         self.checkpointer = Checkpointer(config, backend)
@@ -243,7 +246,8 @@ class Trainer:
         )
         shard = open_training_data(train_data, self.backend, settings)
         self._train_batch_size = shard.batch_size
-        named = trainer_arguments.validation_data_by_prefix(val_data)
+        named = call_on_all_ranks(self.backend, lambda: trainer_arguments.validation_data_by_prefix(val_data))
+        check_same_settings(self.backend, "Trainer.fit", val_data=list(named))
         self.result_names = ("train_loss", *(prefix + name for prefix in named for name in self._evaluation.names))
         self._epoch_scheduler.check(self.result_names)
         if config.keep_best is not None:

@@ -233,6 +233,23 @@ def a_callback_that_changes_the_learning_rate_on_one_rank(backend: Backend, _: s
     _train_with(backend, callbacks=[ChangesLearningRate()])
 
 
+def another_order_of_metrics_on_one_rank(backend: Backend, _: str) -> None:
+    names = ("a", "b") if backend.rank else ("b", "a")
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    metrics = dict.fromkeys(names, nn.functional.l1_loss)
+    config = TrainConfig(max_epochs=1, batch_size=2)
+    Trainer(model, optimizer, nn.functional.mse_loss, backend=backend, config=config, metrics=metrics)
+
+
+def no_validation_sets_on_one_rank(backend: Backend, _: str) -> None:
+    _train(backend, val_data={} if backend.rank else {"a": _data(8)})
+
+
+def another_validation_set_on_one_rank(backend: Backend, _: str) -> None:
+    _train(backend, val_data={"b" if backend.rank else "a": _data(8)})
+
+
 def no_model_to_broadcast_on_one_rank(backend: Backend, _: str) -> None:
     unitrain.broadcast_buffers(None if backend.rank else nn.BatchNorm1d(3), backend)  # type: ignore[arg-type]
 
