@@ -6,6 +6,7 @@ Drawn by hypothesis: an example gives every size of data, from 0 to 3N + 1 sampl
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from groups import nightly
 from hypothesis import given, settings
 from one_rank import simulate_rank
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unitrain import TrainConfig, Trainer, prediction
 from unitrain.backends.base import Backend
@@ -233,6 +234,7 @@ def test_prediction_is_exact_on_ranks(backend: str, size: int) -> None:
         expected_bytes = as_bytes(7)
         for found in group.run(predicted_as_bytes, 7):
             assert found == expected_bytes
+        assert group.run(predicted_stream_of_one_sample) == [[1, 2]] * size
         if size == 2:
             rank_results, other = group.run(ragged)
             assert rank_results == other
@@ -386,3 +388,15 @@ def ragged(backend: Backend) -> str:
     except UnitrainError as error:
         return str(error)
     return "accepted"
+
+
+class OneSample(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield samples(1)[0]
+
+
+def predicted_stream_of_one_sample(backend: Backend) -> list[int]:
+    """Predict a stream from which all ranks except one get no sample."""
+    settings = {"stream": "shared", "batch_size": 2}
+    trainer = make(backend, forward=lambda model, batch: (torch.ones(len(batch[2]), 2), None), config=settings)
+    return list(trainer.predict(OneSample()).shape)
