@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from unitrain import trainer_arguments
 from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsShardedParameters, require_capability
-from unitrain.backends.capabilities import SupportsShardedParameters, require
 from unitrain.backends.checks import check_same_settings
 from unitrain.backends.logical_ranks import check_logical_ranks, set_current_logical_rank
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
@@ -37,8 +36,8 @@ from unitrain.modules.acceleration import compile_forward, use_channels_last
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.sync_batch_norm import exclude_from_statistics, sync_batch_norm
 from unitrain.optim.ema import WeightAverage
-from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.learning_rate import LearningRateFactor, check_same_learning_rates, learning_rate_sum
+from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.loss_weighting import LossWeighting, read_training_loss
 from unitrain.optim.precision import Precision, allow_tf32
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory

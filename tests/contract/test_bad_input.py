@@ -391,7 +391,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (
         other_data_within_an_epoch,
         "4 samples into epoch 1 of training data with length=8, but this data has length=10",
-        "with the same data, or from a checkpoint",
+        "Continue with the same data, seed and arguments. Or continue from a checkpoint",
     ),
     (
         parameters_unused,
