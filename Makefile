@@ -21,13 +21,17 @@ DOCS := docs/_build/html
 # make test-torch uses a separate virtual environment for each version of torch.
 TORCH_VENV := .venv-$(TORCH)
 
-.PHONY: demo test test-all test-torch test-torch-suites check docs docs-serve bench fuzz gpu-check setup horovod clean
+.PHONY: demo test test-ci test-all test-torch test-torch-suites check docs docs-serve bench fuzz gpu-check setup horovod clean
 
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
 
 test: $(INSTALLED) $(HOROVOD)
 	$(PYTEST)
+
+# Tests that take long, which CI runs in addition.
+test-ci: $(INSTALLED) $(HOROVOD)
+	$(PYTEST) -m "ci and not nightly"
 
 # The nightly tier: every test, then CASES random runs.
 test-all: $(INSTALLED) $(HOROVOD) $(TRAINERS)

@@ -77,6 +77,7 @@ def measured(report: Any, name: str) -> int:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["ddp", *nightly("horovod")])
 def test_predictions_equal_measurements(
     script: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import nightly
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -47,14 +48,13 @@ def train(backend: Backend, settings: dict[str, Any], by_user: bool = False) -> 
     return model.state_dict(), results["val_loss"], counters["stats"]["unique_graphs"]
 
 
-@pytest.fixture(
-    scope="module", params=[("local", 1), ("ddp", 2), pytest.param(("horovod", 2), marks=pytest.mark.nightly)], ids=str
-)
+@pytest.fixture(scope="module", params=[("ddp", 2), *nightly(("local", 1), ("horovod", 2))], ids=str)
 def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
     with RankGroup(*request.param) as ranks:
         yield ranks
 
 
+@pytest.mark.ci
 def test_compiled_training_equals_eager_with_few_compilations(group: RankGroup, tmp_path: Path) -> None:
     expected, loss, graphs = train(LOCAL, {})
     assert graphs == 0
