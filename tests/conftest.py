@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -38,7 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Create temporary files of all tests in one folder, which is removed at the end of the session.
 
     Terminated processes leave temporary files behind. pytest keeps its own folders in the usual place.
+
+    A shell starts background jobs with SIGINT ignored, which the processes of tests would inherit.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):  # the process that starts the workers of pytest-xdist
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         folder = tempfile.TemporaryDirectory(prefix="unitrain-tests-", ignore_cleanup_errors=True)

@@ -229,6 +229,7 @@ def test_bits_name_the_first_step_and_tensor_that_differ(script: str, tmp_path: 
     assert output.endswith("Verdict: not the same bits. Of 2 runs, 1 differ or failed.\n")
 
 
+@pytest.mark.ci
 def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path: Path) -> None:
     """verify leaves no process behind. On one process the script does not train."""
     options = ("--timeout-seconds", "15", "--backends", "local,ddp")

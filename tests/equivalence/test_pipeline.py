@@ -89,7 +89,13 @@ def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(ot
 
 @pytest.mark.parametrize(
     ("backend", "fault"),
-    [("ddp", "inputs"), ("ddp", "forward"), ("ddp", "block"), ("horovod", "targets"), ("horovod", "max_norm")],
+    [
+        ("ddp", "inputs"),
+        ("ddp", "forward"),
+        ("horovod", "targets"),
+        pytest.param("ddp", "block", marks=pytest.mark.ci),
+        pytest.param("horovod", "max_norm", marks=pytest.mark.ci),
+    ],
 )
 def test_an_error_that_one_rank_handles_ends_the_other_ranks(backend: str, fault: str) -> None:
     with RankGroup(backend, 2) as group, pytest.raises(RankError) as caught:

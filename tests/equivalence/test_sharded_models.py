@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups import nightly
+from groups import ci, nightly
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -143,7 +143,7 @@ def compare(backend: Backend) -> None:
             assert precision != "fp16" or scale < 65536, "no gradient overflowed"
 
 
-@pytest.mark.parametrize("ranks", [("ddp", 2), ("horovod", 2), *nightly(("ddp", 3), ("horovod", 3))])
+@pytest.mark.parametrize("ranks", [("ddp", 2), *ci(("horovod", 2)), *nightly(("ddp", 3), ("horovod", 3))])
 def test_sharded_training_of_common_models_equals_replicated_training(ranks: tuple[str, int]) -> None:
     backend, size = ranks
     with RankGroup(backend, size) as group:

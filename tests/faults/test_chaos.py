@@ -13,6 +13,7 @@ import pytest
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos"
 
 
+@pytest.mark.ci
 def test_chaos_run_loses_and_repeats_no_sample(tmp_path: Path) -> None:
     command = [sys.executable, CHAOS, "--runs", "5", "--corruptions", "42", "--seed", "3", "--output", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

@@ -105,7 +105,7 @@ def test_a_job_with_a_hanging_worker_ends_and_reports_the_worker(backend: str, k
     ("backend", "kind"),
     [
         ("ddp", "trainer, all ranks"),
-        ("ddp", "own loop, all ranks"),
+        pytest.param("ddp", "own loop, all ranks", marks=pytest.mark.ci),
         pytest.param("horovod", "trainer, all ranks", marks=pytest.mark.nightly),
     ],
 )

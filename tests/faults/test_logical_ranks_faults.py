@@ -81,7 +81,11 @@ def test_bits_after_a_kill_and_a_restart(backend: str, launcher: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("backend", "launcher"), [("ddp", "torchrun"), pytest.param("horovod", "horovodrun", marks=pytest.mark.nightly)]
+    ("backend", "launcher"),
+    [
+        pytest.param("ddp", "torchrun", marks=pytest.mark.ci),
+        pytest.param("horovod", "horovodrun", marks=pytest.mark.nightly),
+    ],
 )
 def test_bits_of_an_elastic_job(backend: str, launcher: str, tmp_path: Path, undisturbed: Digests) -> None:
     """The number of processes grows from 2 to 3, and a rank is killed."""

@@ -225,7 +225,10 @@ with unitrain.init(device="cpu") as backend:
 """
 
 
-@pytest.mark.parametrize(("kind", "number"), [("stream", signal.SIGTERM), ("items", signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("stream", signal.SIGTERM), pytest.param("items", signal.SIGUSR1, marks=pytest.mark.ci)],
+)
 def test_signal_to_every_process_counts_once(kind: str, number: signal.Signals, tmp_path: Path) -> None:
     """As a scheduler sends it: to the ranks, and to the workers of their DataLoaders."""
     with running_launcher([sys.executable, "-c", WORKERS, str(tmp_path), kind], {"OMP_NUM_THREADS": "1"}) as launch:

@@ -90,7 +90,7 @@ FAULTS = {
 }
 CASES = [
     ("gradients", "horovod", "own loop"),
-    ("parameters", "ddp", "Trainer"),
+    pytest.param("parameters", "ddp", "Trainer", marks=pytest.mark.ci),
     *(
         pytest.param(*case, marks=pytest.mark.nightly)
         for case in product(("gradients", "parameters"), ("ddp", "horovod"), ("own loop", "Trainer"))

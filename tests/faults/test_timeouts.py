@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups import ci
 from launches import running_launcher
 from requirements import needs_mpi
 
@@ -23,7 +24,7 @@ from unitrain.errors import CollectiveTimeoutError
 from unitrain.testing import RankError, RankGroup
 from unitrain.testing.models import batch, build, compute_loss
 
-BACKENDS = ("ddp", "horovod")
+BACKENDS = ("ddp", *ci("horovod"))
 TIMEOUT = 4.0
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from groups import nightly
+from groups import ci, nightly
 from launches import running_launcher, running_ranks
 
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder
@@ -96,7 +96,7 @@ SIMILAR = ("exits", "exits with 0", "exits with 0 outside of the block", "is int
 @pytest.mark.parametrize(
     "fault", [pytest.param(fault, marks=[pytest.mark.nightly] if fault in SIMILAR else []) for fault in FAULTS]
 )
-@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+@pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
 def test_a_fault_ends_all_ranks_and_is_reported_once(backend: str, fault: str, tmp_path: Path) -> None:
     report, timeout = FAULTS[fault]
     script = tmp_path / "train.py"
@@ -255,7 +255,9 @@ def test_a_launch_with_a_failed_rank_prints_few_lines(fault: str, tmp_path: Path
         output = launch.output()
         launch.wait_until_all_exited(10)
     assert launch.process.returncode == 1, output
-    assert text in output, output
+    # torchrun may end the rank that prints the report before the report is complete. The failed rank is then named in
+    # the line of the rank whose connection to it was closed.
+    assert text.removeprefix("unitrain: ") in output, output
     of_ranks, summary = output.split("=" * 60, 1)
     num_tracebacks = 1 if fault == "has a loss of NaN" else 0
     assert output.count("Traceback (most recent call last)") == num_tracebacks, output
@@ -263,6 +265,7 @@ def test_a_launch_with_a_failed_rank_prints_few_lines(fault: str, tmp_path: Path
     assert len(summary.splitlines()) <= 12 + 6 * 4, output  # six lines per rank
 
 
+@pytest.mark.ci
 def test_a_stopped_process_does_not_delay_the_launcher(tmp_path: Path) -> None:
     """SIGTERM does not end a stopped process, and torchrun waits 30 seconds before it sends SIGKILL."""
     script = tmp_path / "train.py"
@@ -287,7 +290,7 @@ with unitrain.init(device="cpu", timeout_seconds=6) as backend:
 """
 
 
-@pytest.mark.parametrize("backend", ["ddp", *nightly("horovod")])
+@pytest.mark.parametrize("backend", [*ci("ddp"), *nightly("horovod")])
 def test_stopped_rank_0_ends_the_other_ranks(backend: str, tmp_path: Path) -> None:
     """The process of rank 0 serves the store, which does not respond while the process is stopped."""
     script = tmp_path / "train.py"

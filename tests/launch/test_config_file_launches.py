@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from groups import ci
 from launches import running_launcher
 from safetensors.torch import load_file
 
@@ -38,7 +39,7 @@ def assert_equal(first: Path, second: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("backend", ["ddp", "horovod"])
+@pytest.mark.parametrize("backend", [*ci("ddp"), "horovod"])
 def test_file_has_the_numbers_of_the_script_on_two_ranks(backend: str, tmp_path: Path) -> None:
     script, file = tmp_path / "script", tmp_path / "file"
     launch = [BIN / "unitrain", "launch", "-np", "2", "--backend", backend]

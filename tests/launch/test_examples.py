@@ -63,6 +63,7 @@ def test_mnist_reaches_80_percent_accuracy(mnist: Path) -> None:
     assert accuracy >= 0.8
 
 
+@pytest.mark.ci
 def test_mnist_trains_a_resnet(mnist: Path) -> None:
     read_results(run("mnist.py", "--data", mnist, "--model", "resnet18", "--epochs", "1", "--batch-size", "64"))
 

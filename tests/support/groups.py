@@ -14,6 +14,11 @@ def nightly(*values: object) -> list[object]:
     return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
+def ci(*values: object) -> list[object]:
+    """Return the values as test parameters that CI and `make test-all` run, but `make test` does not."""
+    return [pytest.param(value, marks=pytest.mark.ci) for value in values]
+
+
 SEVERAL_RANKS = [("ddp", 3), ("horovod", 2), *nightly(("ddp", 2), ("horovod", 3))]
 GROUPS = [("local", 1), *SEVERAL_RANKS]
 GROUPS_ON_DDP = [("local", 1), ("ddp", 3), *nightly(("ddp", 2), ("horovod", 2), ("horovod", 3))]

@@ -271,6 +271,7 @@ class CountingStore:
         return request
 
 
+@pytest.mark.ci
 def test_the_number_of_requests_of_a_rank_does_not_depend_on_the_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
