@@ -14,6 +14,7 @@ WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 CASES ?= 1000
+TRIALS ?= 100
 FIRST ?= 0
 
 DOCS := docs/_build/html
@@ -21,7 +22,7 @@ DOCS := docs/_build/html
 # make test-torch uses a separate virtual environment for each version of torch.
 TORCH_VENV := .venv-$(TORCH)
 
-.PHONY: demo test test-ci test-all test-torch test-torch-suites check docs docs-serve bench fuzz gpu-check setup horovod clean
+.PHONY: demo test test-ci test-all test-torch test-torch-suites check docs docs-serve bench fuzz chaos gpu-check setup horovod clean
 
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
@@ -33,10 +34,11 @@ test: $(INSTALLED) $(HOROVOD)
 test-ci: $(INSTALLED) $(HOROVOD)
 	$(PYTEST) -m "ci and not nightly"
 
-# The nightly tier: every test, then CASES random runs.
+# The nightly tier: every test, then CASES random runs, and TRIALS jobs that are disturbed by random faults.
 test-all: $(INSTALLED) $(HOROVOD) $(TRAINERS)
 	$(PYTEST) -m "nightly or not nightly"
 	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
+	$(BIN)/python -m tests.chaos --trials $(TRIALS) --first $(FIRST)
 
 # The contract and equivalence suites with another torch. The requirements of this torch are resolved first, and all
 # other packages are installed as pinned, because pip takes too long to find versions that satisfy both.
@@ -75,6 +77,10 @@ bench: $(INSTALLED) $(HOROVOD)
 # Random runs compared with plain torch; FIRST is the first seed.
 fuzz: $(INSTALLED) $(HOROVOD)
 	$(BIN)/python -m tests.fuzzer --cases $(CASES) --first $(FIRST)
+
+# Jobs that are disturbed by random, overlapping faults; FIRST is the first seed. Some need root permissions.
+chaos: $(INSTALLED) $(HOROVOD)
+	$(BIN)/python -m tests.chaos --trials $(TRIALS) --first $(FIRST)
 
 # On a machine with a GPU; everything else runs without one.
 gpu-check: $(INSTALLED) $(HOROVOD)

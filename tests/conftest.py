@@ -29,8 +29,8 @@ COMPUTING_FILES = (
 WAITING_FILES = (
     "test_watchdog", "test_verify", "test_launcher_matrix", "test_timeouts", "test_several_hosts", "test_launch_real",
     "test_preemption", "test_security", "test_dataloader_workers", "test_restarts", "test_skipped_backward",
-    "test_elastic", "test_recovery", "test_functions", "test_reinitialization", "test_rendezvous",
-    "test_installed_package", "test_chaos", "test_mismatches",
+    "test_elastic", "test_recovery", "test_overlapping_faults", "test_functions", "test_reinitialization",
+    "test_rendezvous", "test_installed_package", "test_chaos", "test_mismatches",
 )  # fmt: skip
 ORDER = [name for pair in zip_longest(COMPUTING_FILES, WAITING_FILES) for name in pair if name]
 

@@ -248,3 +248,21 @@ def non_finite(backend: Backend) -> list[bytes]:
 
 def test_infinite_gradients_are_nan_on_every_rank(group: RankGroup) -> None:
     group.run(non_finite)
+
+
+def evaluate_without_metrics(backend: Backend) -> None:
+    """Assert that the validation of a run without metrics returns the loss of plain torch."""
+    torch.manual_seed(1)
+    model = nn.Linear(2, 3)
+    data = TensorDataset(torch.randn(10, 2), torch.randint(0, 3, (10,)))
+    config = TrainConfig(max_epochs=1, batch_size=2, logical_ranks=LOGICAL_RANKS, progress="off")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, cross_entropy, backend=backend, config=config)
+    results = trainer.fit(data, data)
+    expected = cross_entropy(model(data.tensors[0]), data.tensors[1]).item()
+    assert results["val_loss"] == pytest.approx(expected, rel=1e-6)
+    assert trainer.evaluate(data)["loss"] == results["val_loss"]
+
+
+def test_validation_without_metrics_returns_the_loss(group: RankGroup) -> None:
+    group.run(evaluate_without_metrics)

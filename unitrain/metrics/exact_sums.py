@@ -75,13 +75,14 @@ class ExactMeans(Means):
 
     def flush(self) -> None:
         """Sum the pending batches. Raises a deferred TensorError of `add`, on this rank only."""
+        pending = self._pending if self.names else []  # torch cannot stack an empty list
         rows = [
             torch.stack(
                 [sum_of_batch(name, value, n).to(self._device) for name, value in zip(self.names, row, strict=True)]
             )
-            for n, row in self._pending
+            for n, row in pending
         ]
-        for row in torch.stack(rows).tolist() if rows and self.names else ():
+        for row in torch.stack(rows).tolist() if rows else ():
             for exact, value in zip(self._exact, row, strict=True):
                 exact.add(value)
         self._samples += sum(n for n, _ in self._pending)

@@ -1,0 +1,182 @@
+"""Trials: the settings of a job and its faults, drawn from a seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LOGICAL_RANKS = 4
+EPOCHS, STEPS_PER_EPOCH, CHECKPOINT_EVERY = 3, 8, 3
+STEPS = EPOCHS * STEPS_PER_EPOCH
+
+# Where a rank injects a fault. The number of an incident is the start of this rank in the trial for the first three,
+# the step for the next two, the epoch for "validation" and "epoch end", and the number of file operations in the output
+# folder for "checkpoint". "fit end" ignores it.
+PHASES = (
+    "start", "init", "resume", "forward", "optimizer step", "validation", "epoch end", "checkpoint", "fit end"
+)  # fmt: skip
+# Faults that the rank of an incident injects itself.
+OWN_FAULTS = ("kill", "exception", "stop")
+# Faults that the runner injects, on any number of hosts, and on two hosts.
+FAULTS = (
+    "kill a rank", "kill all ranks", "kill the command", "kill the launcher", "terminate the command", "stop a rank",
+    "stop the command", "stop the launcher", "full disk",
+)  # fmt: skip
+NETWORK_FAULTS = ("cut the link", "slow link", "lose a host")
+# In elastic jobs on one host.
+SLOTS_FAULT = "change the slots"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that the runner injects `delay_seconds` after an incident, for `seconds` if it is temporary. `number` is
+    a rank, modulo the number of ranks, or a number of slots."""
+
+    kind: str
+    delay_seconds: float = 0.0
+    seconds: float = 0.0
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Faults that begin when `rank`, modulo the number of ranks, reaches a phase. An incident happens once per trial.
+
+    `own` is the fault that this rank injects itself, or empty; "stop" lasts `own_seconds`.
+    """
+
+    phase: str
+    number: int
+    rank: int
+    own: str = ""
+    own_seconds: float = 0.0
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the runner starts the job. `ranks` is the number of ranks on each host."""
+
+    backend: str
+    launcher: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A job and its faults. The job is started with `starts` one after the other until it succeeds, and with the last
+    of them from then on."""
+
+    starts: tuple[Start, ...]
+    incidents: tuple[Incident, ...]
+    is_logical: bool = True
+    shard: str = "none"
+    is_elastic: bool = False
+    standby: bool = False
+    in_memory: bool = False
+    is_async: bool = True
+    max_restarts: int = 2
+    timeout_seconds: float = 20.0
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.starts[0].ranks)
+
+    @property
+    def options(self) -> list[str]:
+        """The names of the options that are set."""
+        flags = {
+            "logical ranks": self.is_logical, "sharding": self.shard != "none", "elastic": self.is_elastic,
+            "standby ranks": self.standby, "checkpoints in memory": self.in_memory,
+            "asynchronous checkpoints": self.is_async, "two hosts": self.num_hosts == 2,
+        }  # fmt: skip
+        return [name for name, is_set in flags.items() if is_set]
+
+
+def to_json(trial: Trial) -> str:
+    """Return the trial on one line, for the option --trial."""
+    return json.dumps(asdict(trial))
+
+
+def parse_trial(text: str) -> Trial:
+    """Return the trial that `to_json` wrote."""
+    found: dict[str, Any] = json.loads(text)
+    starts = tuple(Start(one["backend"], one["launcher"], tuple(one["ranks"])) for one in found.pop("starts"))
+    incidents = tuple(
+        Incident(**{**one, "faults": tuple(Fault(**fault) for fault in one["faults"])})
+        for one in found.pop("incidents")
+    )
+    return Trial(starts, incidents, **found)
+
+
+def draw_trial(seed: int) -> Trial:
+    """Return the trial of a seed."""
+    chance = random.Random(seed)
+    num_hosts = 2 if chance.random() < 0.25 else 1
+    is_logical = chance.random() < 0.75
+    is_elastic = is_logical and chance.random() < 0.35
+    starts = [_draw_start(chance, num_hosts, is_elastic=is_elastic)]
+    for _ in range(2):
+        # The bits of a run without logical ranks depend on the backend and on the number of ranks.
+        starts.append(_draw_start(chance, num_hosts, is_elastic=is_elastic) if is_logical else starts[0])
+    shard = "none" if is_logical else chance.choice(["none", "none", "state", "gradients", "parameters"])
+    incidents = tuple(_draw_incident(chance, num_hosts, is_elastic=is_elastic) for _ in range(chance.randint(1, 4)))
+    return Trial(
+        tuple(starts),
+        incidents,
+        is_logical=is_logical,
+        shard=shard,
+        is_elastic=is_elastic,
+        standby=chance.random() < 0.4,
+        in_memory=chance.random() < 0.5,
+        is_async=chance.random() < 0.6,
+        max_restarts=chance.randint(1, 3),
+    )
+
+
+def _draw_start(chance: random.Random, num_hosts: int, *, is_elastic: bool) -> Start:
+    backend = chance.choice(["ddp", "horovod"])
+    launchers = ["torchrun", "torchrun", "horovodrun", "horovodrun", "mpirun"]
+    if num_hosts == 2 and is_elastic:  # under torchrun, the user would start an agent on each host
+        launchers = ["horovodrun", "horovodrun", "mpirun"]
+    launcher = chance.choice(launchers)
+    if launcher == "horovodrun" and backend == "ddp" and chance.random() < 0.7:
+        backend = "horovod"
+    ranks = (1, chance.randint(1, 2)) if num_hosts == 2 else (chance.choice([1, 2, 2, 2, 3]),)
+    return Start(backend, launcher, ranks)
+
+
+def _draw_incident(chance: random.Random, num_hosts: int, *, is_elastic: bool) -> Incident:
+    phase = chance.choice([*PHASES, "forward", "optimizer step", "checkpoint"])
+    numbers = {"start": 3, "init": 3, "resume": 3, "validation": EPOCHS, "epoch end": EPOCHS, "checkpoint": 80}
+    number = chance.randint(1, numbers.get(phase, STEPS))
+    # Rank 0 writes the files.
+    rank = 0 if phase == "checkpoint" else chance.randrange(3)
+    own = chance.choice(["", "kill", "kill", "exception", "stop"])
+    if own == "exception" and phase == "checkpoint":
+        own = "kill"
+    kinds = [*FAULTS, *(NETWORK_FAULTS * 2 if num_hosts == 2 else ())]
+    if is_elastic and num_hosts == 1:
+        kinds += [SLOTS_FAULT] * 5
+    count = chance.choice([0, 1, 1, 2, 2] if own else [1, 2, 2, 3])
+    faults = tuple(_draw_fault(chance, chance.choice(kinds)) for _ in range(count))
+    return Incident(phase, number, rank, own, _draw_stop_seconds(chance) if own == "stop" else 0.0, faults)
+
+
+def _draw_stop_seconds(chance: random.Random) -> float:
+    """Return the time for which a rank is stopped, sometimes longer than its timeout."""
+    return 60.0 if chance.random() < 0.08 else round(chance.uniform(0.1, 3.0), 2)
+
+
+def _draw_fault(chance: random.Random, kind: str) -> Fault:
+    delay = chance.choice([0.0, 0.0, 0.03, 0.1, 0.3, 1.0, 2.0, 4.0])
+    if kind == SLOTS_FAULT:
+        return Fault(kind, delay, number=chance.randint(1, 3))
+    longest = {"stop the command": 3.0, "stop the launcher": 3.0, "full disk": 4.0}
+    longest |= {"cut the link": 6.0, "slow link": 6.0, "lose a host": 6.0}
+    seconds = round(chance.uniform(0.1, longest[kind]), 2) if kind in longest else 0.0
+    if kind == "stop a rank":
+        seconds = _draw_stop_seconds(chance)
+    return Fault(kind, delay, seconds, chance.randrange(3))
