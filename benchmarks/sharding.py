@@ -1,7 +1,8 @@
 """Time and memory of Adam with sharded state, gradients and parameters, compared with replicas and torch's classes.
 
-Each loop takes turns with replicated training on the same ranks, in a new order in every round. The first table shows
-the step time relative to replicated training in the same round. The second table shows the memory of weights, gradients
+Each loop takes turns with replicated training on the same ranks, in a new order in every round; shard="state" and
+torch's ZeroRedundancyOptimizer, which save the same memory, also take turns with each other. The first table shows the
+step time relative to replicated training in the same round. The second table shows the memory of weights, gradients
 and optimizer state in bytes per parameter, on the rank with the highest value. Results of earlier runs for other ways,
 backends and numbers of ranks are kept, so that each one can be measured separately.
 
@@ -30,6 +31,7 @@ from unitrain.testing import RankGroup
 
 MEASURED = ("time", "memory")
 SIZES = (2, 3, 4)
+COMPARED = ("state", ZERO)  # are measured in the same rounds if both are selected
 NAMES = {
     REPLICATED: "replicated", "state": 'shard="state"', "gradients": 'shard="gradients"', ZERO: ZERO,
     "parameters": 'shard="parameters"', FULLY_SHARD: "torch's fully_shard",
@@ -58,6 +60,13 @@ def table(figures: dict[str, Any]) -> list[str]:
             cells += ["", ""] if found is None else [ratio(found["own"], found["replicated"]), str(len(found["own"]))]
         if any(cells):
             lines.append(f"| {NAMES[way]} | {' | '.join(cells)} |")
+    compared = [
+        f"{ratio(by_way['state']['own'], by_way[ZERO]['own'])} ({backend})"
+        for backend, by_way in seconds.items()
+        if {*COMPARED} <= by_way.keys() and by_way["state"]["replicated"] == by_way[ZERO]["replicated"]
+    ]
+    if compared:
+        lines += ["", f'Time of shard="state" / {ZERO} in the same round: {", ".join(compared)}.']
     medians = [
         f"{statistics.median(found['replicated']) * 1000:.0f} ms ({backend}, with {NAMES[way]})"
         for backend, by_way in seconds.items()
@@ -103,9 +112,11 @@ def main(
     if figures.get("model") != model:
         figures = {"model": model, "seconds": {}, "bytes": {}}
     for backend in backends if "time" in measured else ():
-        for way in ways:
-            found = measure(backend, [model], [REPLICATED, way], take_turn, rounds, 2)[model]
-            figures["seconds"].setdefault(backend, {})[way] = {"own": found[way], "replicated": found[REPLICATED]}
+        together = COMPARED if {*COMPARED} <= {*ways} else ()
+        for turns in [together, *((way,) for way in ways if way not in together)]:
+            found = measure(backend, [model], [REPLICATED, *turns], take_turn, rounds, 2)[model] if turns else {}
+            for way in turns:
+                figures["seconds"].setdefault(backend, {})[way] = {"own": found[way], "replicated": found[REPLICATED]}
             save_results(table(figures), "sharding", output, **figures)
     for size in sizes if "memory" in measured else ():
         with RankGroup("ddp", int(size)) as group:
