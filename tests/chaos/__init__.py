@@ -4,8 +4,8 @@
 
 A seed determines a trial (`trials.py`): the backend, the launcher, the number of ranks and hosts, the options of the
 run, and faults at given phases. `training.py` is the training script; it reports the phases and injects the faults that
-a rank injects itself. `faults.py` injects the others. `runner.py` starts the job, starts it again when the launcher
-exits with an error, and checks the outcome with `oracle.py`.
+a rank injects itself. `faults.py` injects the others. `job.py` starts the job, and `runner.py` starts it again when
+the launcher exits with an error, and checks the outcome with `oracle.py`. `report.py` writes the counts.
 """
 
 import sys

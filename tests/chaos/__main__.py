@@ -16,6 +16,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from preload import preloaded
+
 from . import report, runner, trials
 
 
@@ -68,7 +70,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="unitrain-chaos-") as temporary:
         os.environ["TMPDIR"] = tempfile.tempdir = temporary
-        runner.preloaded({})  # before the threads use it
+        preloaded({})  # before the threads use it
         with ThreadPoolExecutor(arguments.jobs) as pool:
             for future in [pool.submit(run, *one) for one in chosen]:
                 future.result()

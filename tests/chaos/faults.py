@@ -17,6 +17,7 @@ from hosts import Host
 
 from .trials import Fault, Incident, Trial
 
+_COMMAND = "-m unitrain launch"
 # Command lines of launchers that `unitrain launch` starts.
 _LAUNCHERS = ("torch.distributed.run", "unitrain.bootstrap.torchrun", "horovodrun", "mpirun")
 _DELAY, _LOSS = "150ms", "3%"
@@ -110,7 +111,8 @@ class Faults:
 
     def _stop(self, pids: list[int], seconds: float) -> None:
         self._signal(pids, signal.SIGSTOP)
-        self._schedule(seconds, lambda: self._signal(pids, signal.SIGCONT))
+        # nsenter stops itself with the command that it runs.
+        self._schedule(seconds, lambda: self._signal([*pids, *self._matching(("nsenter ",))], signal.SIGCONT))
 
     def _fill_disk(self) -> None:
         """Fill the file system of the output folder, which is small."""
@@ -155,19 +157,20 @@ class Faults:
         return [one for one in running if one in own and _namespace_ids(one)[-1:] == [str(pid)]]
 
     def _command_pids(self) -> list[int]:
-        return self._matching(("-m unitrain launch",))
+        return self._matching((_COMMAND,))
 
     def _launcher_pids(self) -> list[int]:
         return self._matching(_LAUNCHERS)
 
     def _matching(self, words: Iterable[str]) -> list[int]:
-        """Return the processes whose command line contains one of the words, except ranks and the command."""
+        """Return the processes whose command line contains one of the words. Those of the command contain the words of
+        the others, and those of nsenter the words of the command."""
         found = []
         for pid in self._find_processes():
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                is_command = "-m unitrain launch" in line and not line.startswith(("nsenter", "env "))
-                if any(word in line for word in words) and is_command == ("-m unitrain launch" in words):
+                kind = next((word for word in ("nsenter ", _COMMAND) if word in line), "")
+                if any(word in line for word in words) and kind in (*words, ""):
                     found.append(pid)
         return found
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import secrets
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,18 +17,13 @@ from typing import Any
 
 import hosts as namespaces
 from hosts import Host
-from preload import preloaded
 
-from .faults import Faults
+from .job import TRIAL_SECONDS, Job
 from .oracle import check_files, check_result, check_samples
 from .trials import Start, Trial, to_json
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("training.py")
-TRIAL_SECONDS, EXIT_SECONDS = 240.0, 20.0
 _MAX_STARTS = 8
 _DISK_BYTES = 4 << 20
-_POLL_SECONDS = 0.01
 _PAUSE_SECONDS = 0.2
 # A job that is started while processes of a killed one are still exiting may report this.
 _LOCKED = "is in use"
@@ -72,9 +63,9 @@ class References:
             if key not in self._found:
                 plain = Trial((start,), (), is_logical=trial.is_logical, shard=trial.shard, max_restarts=0)
                 with _trial_folder(plain) as folder:
-                    job = _Job(plain, folder, [])
+                    job = Job(plain, folder, [])
                     try:
-                        if (code := job.start(start, job.faults)) != 0:
+                        if (code := job.start(start, time.monotonic() + TRIAL_SECONDS)) != 0:
                             raise RuntimeError(f"the undisturbed run ended with exit code {code}:\n{job.output()}")
                         self._found[key] = json.loads((folder / "result.json").read_text())[1]
                     finally:
@@ -91,7 +82,7 @@ def run_trial(trial: Trial, references: References) -> Outcome:
         if trial.num_hosts == 2:
             (folder / "hosts").mkdir()
             both = cleanup.enter_context(namespaces.hosts(2, folder / "hosts"))
-        job = _Job(trial, folder, both)
+        job = Job(trial, folder, both)
         try:
             outcome.wrong += _run_job(job, trial, outcome)
             job.faults.finish()
@@ -109,7 +100,7 @@ def run_trial(trial: Trial, references: References) -> Outcome:
     return outcome
 
 
-def _run_job(job: _Job, trial: Trial, outcome: Outcome) -> list[str]:
+def _run_job(job: Job, trial: Trial, outcome: Outcome) -> list[str]:
     """Start the job until it succeeds. Return what is wrong with its exit codes."""
     deadline, num_locked = time.monotonic() + TRIAL_SECONDS, 0
     while outcome.num_starts < _MAX_STARTS:
@@ -117,7 +108,7 @@ def _run_job(job: _Job, trial: Trial, outcome: Outcome) -> list[str]:
         num_injected, is_clean = len(job.faults.injected), job.faults.pending == 0
         outcome.num_starts += 1
         try:
-            code = job.start(start, job.faults, deadline)
+            code = job.start(start, deadline)
         except TimeoutError as error:
             return [f"hang: {error}"]
         if code == 0:
@@ -128,111 +119,6 @@ def _run_job(job: _Job, trial: Trial, outcome: Outcome) -> list[str]:
             num_locked += 1
         time.sleep(_PAUSE_SECONDS)
     return [f"no success in {_MAX_STARTS} starts"]
-
-
-class _Job:
-    """The processes of a trial, which have a mark in their environment."""
-
-    def __init__(self, trial: Trial, folder: Path, both: list[Host]) -> None:
-        self.folder, self._trial, self._hosts = folder, trial, both
-        self._name, self._value = "UNITRAIN_TEST_LAUNCH", secrets.token_hex(8)
-        self._log = folder / "output.txt"
-        self._last_start = 0
-        self.faults = Faults(trial, folder, both, self.find_processes)
-
-    def output(self) -> str:
-        return self._log.read_text(errors="replace") if self._log.exists() else ""
-
-    def last_output(self) -> str:
-        """Return the output of the latest start."""
-        return self.output()[self._last_start :]
-
-    def start(self, start: Start, faults: Faults, deadline: float | None = None) -> int:
-        """Run `unitrain launch` until it exits, and return its exit code. Raises TimeoutError."""
-        deadline = time.monotonic() + TRIAL_SECONDS if deadline is None else deadline
-        (self.folder / "slots").write_text(f"{start.ranks[0]}\n")
-        removed = ("OMP_NUM_THREADS", "UNITRAIN_BACKEND", "PYTHONDONTWRITEBYTECODE")
-        variables = {name: text for name, text in os.environ.items() if name not in removed}
-        variables |= {
-            self._name: self._value, "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PYTHONPATH": str(ROOT),
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TMPDIR": str(self.folder / "tmp"),
-        }  # fmt: skip
-        command = self._command(start)
-        self._last_start = len(self.output())
-        with self._log.open("a") as log:
-            log.write(f"\n$ {' '.join(command)}\n")
-            log.flush()
-            line = self._hosts[0].command(command) if self._hosts else command
-            process = subprocess.Popen(
-                line, env=preloaded(variables), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
-        while process.poll() is None:
-            faults.update()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"start is still running after {TRIAL_SECONDS:g} s: {self._describe()}")
-            time.sleep(_POLL_SECONDS)
-        faults.update()
-        return process.returncode
-
-    def _command(self, start: Start) -> list[str]:
-        trial = self._trial
-        options = ["--backend", start.backend, "--launcher", start.launcher]
-        if trial.max_restarts:
-            options += ["--max-restarts", str(trial.max_restarts)]
-        placed = ["-np", str(start.ranks[0])]
-        if trial.num_hosts == 2:
-            placed = ["-H", ",".join(f"h{number}:{count}" for number, count in enumerate(start.ranks, 1))]
-        if trial.is_elastic:
-            options += ["--elastic", "1:3", "--elastic-timeout", "60"]
-            if trial.num_hosts == 1:
-                placed = ["--host-discovery-script", str(self.folder / "discover")]
-        if trial.standby and trial.max_restarts:
-            options.append("--standby")
-        return [sys.executable, "-m", "unitrain", "launch", *options, *placed, str(SCRIPT), str(self.folder)]
-
-    def find_processes(self) -> list[int]:
-        """Return the process IDs on this machine of the processes of this trial."""
-        mark, found = f"{self._name}={self._value}".encode(), []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-        return found
-
-    def check_exited(self) -> list[str]:
-        """Wait until all processes of the trial have exited, and return those that have not."""
-        deadline = time.monotonic() + EXIT_SECONDS
-        while self.find_processes() or any(host.find_processes() for host in self._hosts):
-            if time.monotonic() > deadline:
-                return [f"orphans after {EXIT_SECONDS:g} s: {self._describe()}"]
-            time.sleep(0.1)
-        return []
-
-    def check_memory_folders(self) -> list[str]:
-        """Return the folders for checkpoints in memory that still exist."""
-        root = Path(f"/proc/{self._hosts[0].first}/root") if self._hosts else Path("/")
-        names = set(re.findall(r"UNITRAIN_MEMORY_FOLDER=(\S+)", self.output()))
-        return [f"left behind: {name}" for name in names if (root / name.lstrip("/")).exists()]
-
-    def kill_all(self) -> None:
-        for host in self._hosts:
-            host.kill_all()
-        deadline = time.monotonic() + 10
-        while (pids := self.find_processes()) and time.monotonic() < deadline:
-            for pid in pids:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
-
-    def _describe(self) -> str:
-        lines = []
-        for pid in {*self.find_processes(), *(pid for host in self._hosts for pid in host.find_processes())}:
-            with contextlib.suppress(OSError):
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                lines.append(f"{pid} {state} {line[:200]}")
-        return "\n".join(lines)
 
 
 @contextlib.contextmanager

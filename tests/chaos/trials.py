@@ -117,10 +117,13 @@ def draw_trial(seed: int) -> Trial:
     num_hosts = 2 if chance.random() < 0.25 else 1
     is_logical = chance.random() < 0.75
     is_elastic = is_logical and chance.random() < 0.35
-    starts = [_draw_start(chance, num_hosts, is_elastic=is_elastic)]
+    # Without logical ranks, the bits of three ranks depend on the order in which DDP stores gradients in its buckets,
+    # which differs in the first step after a restart.
+    most_ranks = 3 if is_logical else 2
+    starts = [_draw_start(chance, num_hosts, most_ranks, is_elastic=is_elastic)]
     for _ in range(2):
         # The bits of a run without logical ranks depend on the backend and on the number of ranks.
-        starts.append(_draw_start(chance, num_hosts, is_elastic=is_elastic) if is_logical else starts[0])
+        starts.append(_draw_start(chance, num_hosts, most_ranks, is_elastic=is_elastic) if is_logical else starts[0])
     shard = "none" if is_logical else chance.choice(["none", "none", "state", "gradients", "parameters"])
     incidents = tuple(_draw_incident(chance, num_hosts, is_elastic=is_elastic) for _ in range(chance.randint(1, 4)))
     return Trial(
@@ -136,15 +139,17 @@ def draw_trial(seed: int) -> Trial:
     )
 
 
-def _draw_start(chance: random.Random, num_hosts: int, *, is_elastic: bool) -> Start:
+def _draw_start(chance: random.Random, num_hosts: int, most_ranks: int, *, is_elastic: bool) -> Start:
     backend = chance.choice(["ddp", "horovod"])
     launchers = ["torchrun", "torchrun", "horovodrun", "horovodrun", "mpirun"]
-    if num_hosts == 2 and is_elastic:  # under torchrun, the user would start an agent on each host
+    if num_hosts == 2 and is_elastic:
         launchers = ["horovodrun", "horovodrun", "mpirun"]
     launcher = chance.choice(launchers)
     if launcher == "horovodrun" and backend == "ddp" and chance.random() < 0.7:
         backend = "horovod"
-    ranks = (1, chance.randint(1, 2)) if num_hosts == 2 else (chance.choice([1, 2, 2, 2, 3]),)
+    ranks = (1, chance.randint(1, most_ranks - 1)) if num_hosts == 2 else (chance.choice([1, 2, 2, most_ranks]),)
+    if num_hosts == 2 and is_elastic and (backend, launcher) == ("ddp", "mpirun"):
+        return Start("ddp", "torchrun", (1, 1))  # torchrun's agents need equal numbers of slots
     return Start(backend, launcher, ranks)
 
 
