@@ -15,6 +15,7 @@ examples = ["scikit-learn>=1.3", "torchvision>=0.29"]
 horovod = ["cloudpickle>=2.0", "cmake>=3.18", "packaging>=21", "psutil>=5.9", "pyyaml>=6.0", "setuptools", "wheel"]
 # 4.49 is the first version with ArgumentParser.instantiate.
 config = ["jsonargparse[ruamel,signatures]>=4.49,<5"]
+migrate = ["libcst>=1.8"]
 torchmetrics = ["torchmetrics>=1.4"]
 data = ["datasets>=5.0", "torchdata>=0.11"]
 report = ["jinja2>=3.1", "matplotlib>=3.8"]
@@ -95,6 +96,7 @@ setup(
         "horovod": horovod,
         "examples": examples,
         "config": config,
+        "migrate": migrate,
         "torchmetrics": torchmetrics,
         "data": data,
         "tensorboard": tensorboard,
@@ -111,6 +113,7 @@ setup(
             *horovod,
             *examples,
             *config,
+            *migrate,
             *data,
             *torchmetrics,
             *report,

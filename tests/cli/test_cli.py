@@ -43,6 +43,7 @@ OPTIONS = {
         "-np", "-n", "--num-processes", "--backend", "--ranks", "--steps", "--timeout-seconds", "--json", "SCRIPT",
         "ARGS",
     },
+    "unitrain migrate": {"--write", "SCRIPT"},
     "unitrain ckpt": set(),
     "unitrain ckpt convert": {"SOURCE", "FOLDER", "--strip-prefix", "--epoch", "--step"},
     "unitrain ckpt consolidate": {"CHECKPOINT", "FILE", "--average"},
@@ -226,7 +227,8 @@ def test_invalid_arguments_are_reported_with_a_fix(script: str) -> None:
     assert "Did you mean 'build'?" in usage_error("horovod", "biuld")
     assert usage_error("lunch") == (
         "Unknown command 'lunch'. Did you mean 'launch'? "
-        "Available: bench, ckpt, doctor, horovod, launch, memory, report, submit, train, translate, tune, verify."
+        "Available: bench, ckpt, doctor, horovod, launch, memory, migrate, report, submit, train, translate, tune, "
+        "verify."
     )
     assert usage_error("launch", "--backend", "hovorod", script) == (
         "Unknown backend 'hovorod'. Did you mean 'horovod'? Available: ddp, horovod, local."

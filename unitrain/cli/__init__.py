@@ -23,6 +23,7 @@ _COMMANDS = {
         "unitrain.cli.memory",
         "Break down the memory usage of a script, and predict the savings of each setting.",
     ),
+    "migrate": ("unitrain.cli.migrate", "Convert a Horovod, DDP, Accelerate or Fabric script."),
     "report": ("unitrain.cli.report", "Create a report of the metrics and timings of a run."),
     "submit": ("unitrain.cli.submit", "Submit a training script to Slurm or Kubernetes."),
     "train": ("unitrain.cli.train", "Train as described by configuration files."),

@@ -1,0 +1,147 @@
+"""Rules for torch.distributed and DistributedDataParallel.
+
+unitrain's backends start torch.distributed's default process group, over Gloo, NCCL or Horovod. Collectives of
+torch.distributed and DistributedSampler therefore remain in the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from unitrain.migrate.calls import arguments, build_call, literal
+from unitrain.migrate.edits import Edits
+from unitrain.migrate.models import convert_reads, distributed_variables
+from unitrain.migrate.script import Script, targets
+
+INIT = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")
+SHUTDOWN = ("torch.distributed.destroy_process_group", "torch.distributed.distributed_c10d.destroy_process_group")
+WRAPPERS = (
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.nn.DistributedDataParallel",
+)
+_SYNC_BATCH_NORM = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
+# Functions and constants of torch.distributed that work on the process group of every backend.
+KEPT = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "get_rank", "get_world_size", "group",
+    "irecv", "is_available", "is_initialized", "isend", "new_group", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "ReduceOp", "scatter", "scatter_object_list", "send", "nn.functional", "ProcessGroup",
+    "monitored_barrier",
+}  # fmt: skip
+_WITHOUT_GROUP = ("torch.distributed.is_available", "torch.distributed.is_initialized")
+_INIT_PARAMETERS = ("backend", "init_method", "timeout", "world_size", "rank", "store", "group_name", "pg_options")
+_PARAMETERS = ("module", "device_ids", "output_device", "dim", "broadcast_buffers")
+_PASSED_ON = ("find_unused_parameters", "broadcast_buffers")
+# Arguments without effect on the result.
+_LEFT_OUT = ("device_ids", "output_device", "dim", "bucket_cap_mb", "check_reduction", "gradient_as_bucket_view")
+
+
+def is_kept(name: str) -> bool:
+    """Return whether `name` of torch.distributed remains in the script."""
+    member = name.removeprefix("torch.distributed.")
+    return any(member == one or member.startswith(one + ".") for one in KEPT)
+
+
+def convert(edits: Edits) -> None:
+    """Convert DistributedDataParallel, synchronized BatchNorm, and what the script reads from distributed models."""
+    script = edits.script
+    wrapped = list[cst.CSTNode]()
+    for node in script.nodes:
+        name = script.called_name(node)
+        if not isinstance(node, cst.Call):
+            continue
+        if name in WRAPPERS:
+            _convert_wrapper(edits, node)
+            statement = script.statement(node)
+            if statement is not None and len(statement.body) > 1:
+                edits.refuse(node, "Write each statement in a line of its own")
+            wrapped += targets(statement) if statement is not None else ()
+        elif name == _SYNC_BATCH_NORM:
+            _convert_sync_batch_norm(edits, node)
+    if wrapped:
+        variables = distributed_variables(script, wrapped)
+        convert_reads(edits, variables, was_wrapped=True, is_kept=_needs_process_group(script))
+
+
+def _needs_process_group(script: Script) -> bool:
+    """Return whether the script still needs torch.distributed's process group, which the local backend does not have.
+
+    On every other backend, the distributed model is a DistributedDataParallel.
+    """
+    for node in script.nodes:
+        name = script.called_name(node) or ""
+        if name.startswith("torch.distributed.") and is_kept(name) and name not in _WITHOUT_GROUP:
+            return True
+        if name.endswith(".DistributedSampler") and isinstance(node, cst.Call):
+            found = arguments(node, ("dataset", "num_replicas", "rank"))
+            if found is not None and "num_replicas" not in found:
+                return True
+    return False
+
+
+def _convert_wrapper(edits: Edits, call: cst.Call) -> None:
+    found = arguments(call, _PARAMETERS)
+    if found is None or "module" not in found:
+        edits.refuse(call, f"Use {edits.backend}.distributed_model(model)")
+        return
+    for name, argument in found.items():
+        if name in ("module", *_PASSED_ON, *_LEFT_OUT) or (name == "static_graph" and literal(argument) is False):
+            continue
+        edits.refuse(argument, f"{edits.backend}.distributed_model does not support it: remove it", name=name)
+
+    def build(updated: cst.CSTNode) -> cst.BaseExpression:
+        assert isinstance(updated, cst.Call)
+        values = {name: updated.args[call.args.index(argument)].value for name, argument in found.items()}
+        keywords = {name: values[name] for name in _PASSED_ON if name in found}
+        return build_call(f"{edits.backend}.distributed_model", [values["module"]], **keywords)
+
+    edits.replace(call, build)
+    edits.converted.add(call.func)
+    edits.explain(call, "the backend distributes the model, on the device that its parameters are on")
+
+
+def _convert_sync_batch_norm(edits: Edits, call: cst.Call) -> None:
+    if len(call.args) != 1:
+        edits.refuse(call, f"Use unitrain.sync_batch_norm(model, {edits.backend})")
+        return
+    edits.replace(
+        call,
+        lambda updated: build_call(
+            "unitrain.sync_batch_norm",
+            [updated.args[0].value, cst.Name(edits.backend)],  # type: ignore[attr-defined]
+        ),
+    )
+    edits.converted.add(call.func)
+    edits.explain(call, "synchronizes on every backend, also on CPUs")
+
+
+def init_arguments(edits: Edits, call: cst.Call) -> str:
+    """Return the arguments of `unitrain.init` for a call of `init_process_group`, and explain those left out."""
+    script = edits.script
+    found = arguments(call, _INIT_PARAMETERS)
+    if found is None:
+        edits.refuse(call, "Use unitrain.init()")
+        return ""
+    method = literal(found.get("init_method"))
+    if method is not None and (method is ... or not str(method).startswith("env://")):
+        edits.refuse(call, "The launcher defines the rendezvous: remove init_method", name="init_method")
+    for name in ("store", "group_name", "pg_options"):
+        if name in found:
+            edits.refuse(call, f"unitrain.init does not support it: remove {name}", name=name)
+    ignored = [name for name in ("rank", "world_size") if name in found]
+    text = "unitrain selects the transport by the device, and the backend by the launcher or UNITRAIN_BACKEND"
+    if ignored:
+        text += f"; the launcher defines {_join(ignored)}"
+    timeout = found.get("timeout")
+    if timeout is None:
+        edits.explain(call, f"{text}; the timeout is 300 s")
+        return ""
+    edits.explain(call, text)
+    return f"timeout_seconds=({script.text(timeout.value)}).total_seconds()"
+
+
+def _join(names: Sequence[str]) -> str:
+    return " and ".join(names)

@@ -1,0 +1,32 @@
+"""The unified diff of a conversion, and the number of lines that it changes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+
+def unified_diff(old: str, new: str, path: str) -> str:
+    """Return the unified diff from `old` to `new`, which `patch` and `git apply -p0` can apply to the file `path`."""
+    lines = difflib.unified_diff(
+        old.splitlines(keepends=True), new.splitlines(keepends=True), fromfile=path, tofile=path, n=3
+    )
+    return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+
+
+def changed_lines(old: str, new: str) -> int:
+    """Return the number of changed lines of code, without blank lines and comments.
+
+    A line that replaces another one counts once: of each changed block, the longer side is counted.
+    """
+    before, after = old.splitlines(), new.splitlines()
+    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return sum(
+        max(_count_code(before[first:last]), _count_code(after[start:end]))
+        for kind, first, last, start, end in blocks
+        if kind != "equal"
+    )
+
+
+def _count_code(lines: Sequence[str]) -> int:
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)

@@ -1,0 +1,128 @@
+"""Replacements of expressions and statements of a script, their reasons, and the problems that prevent a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import libcst as cst
+
+from unitrain.migrate.script import Script
+
+Expression = Callable[[cst.CSTNode], cst.BaseExpression]
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+Statements = Callable[[Statement], Sequence[Statement]]
+
+
+@dataclass(frozen=True, order=True)
+class Reason:
+    """Why a line of the original script changes."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """Something that is not converted. `name` is the expression in the script, and `fix` states what to do.
+
+    If `is_structural` is True, the script as a whole cannot be converted; otherwise an edit of this line is sufficient.
+    """
+
+    line: int
+    name: str
+    fix: str
+    is_structural: bool = False
+
+
+class Edits:
+    """Collects edits of a script. `uses_backend` contains the nodes that become uses of the variable `backend`."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.reasons = set[Reason]()
+        self.problems = set[Problem]()
+        self.converted = set[cst.CSTNode]()  # references that no longer exist after the conversion
+        self.uses_backend = list[cst.CSTNode]()
+        self.backend = "unitrain_backend" if script.uses_name("backend") else "backend"
+        self._expressions = dict[cst.CSTNode, Expression]()
+        self._statements = dict[cst.CSTNode, Statements]()
+
+    def explain(self, node: cst.CSTNode, text: str) -> None:
+        """Record why the line of `node` changes, or a hint about it."""
+        self.reasons.add(Reason(self.script.line(node), text))
+
+    def refuse(self, node: cst.CSTNode, fix: str, *, name: str | None = None, is_structural: bool = False) -> None:
+        """Record that `node` cannot be converted."""
+        text = " ".join((name or self.script.text(node)).split())
+        text = text if len(text) <= 80 else text[:77] + "..."
+        self.problems.add(Problem(self.script.line(node), text, fix, is_structural))
+
+    def replace(self, node: cst.CSTNode, expression: str | Expression, *, uses_backend: bool = True) -> None:
+        """Replace an expression by a text or by the result of a function of its converted form."""
+        build = expression if callable(expression) else (lambda _: cst.parse_expression(str(expression)))
+        self._expressions[node] = build
+        if uses_backend:
+            self.uses_backend.append(node)
+
+    def replace_statement(self, node: cst.CSTNode, build: Statements) -> None:
+        """Replace a statement by those that `build` returns for its converted form."""
+        self._statements[node] = build
+
+    def insert_before(self, node: cst.CSTNode, statements: Sequence[Statement]) -> None:
+        """Insert statements before a statement, which may be replaced."""
+        build = self._statements.get(node)
+
+        def with_inserted(updated: Statement) -> Sequence[Statement]:
+            first, *others = build(updated) if build is not None else [updated]
+            return [*statements, first.with_changes(leading_lines=()), *others]
+
+        self._statements[node] = with_inserted
+
+    def remove_statement(self, node: cst.CSTNode) -> None:
+        """Remove a statement and its comments."""
+        self.replace_statement(node, lambda _: ())
+
+    def is_removed(self, node: cst.CSTNode) -> bool:
+        """Return whether a statement is replaced or removed."""
+        return node in self._statements
+
+    def source(self) -> str:
+        """Return the source of the converted script."""
+        converted = self.script.module.visit(_Transformer(self._expressions, self._statements))
+        assert isinstance(converted, cst.Module)
+        return converted.code
+
+
+class _Transformer(cst.CSTTransformer):
+    def __init__(self, expressions: dict[cst.CSTNode, Expression], statements: dict[cst.CSTNode, Statements]) -> None:
+        super().__init__()
+        self._expressions, self._statements = expressions, statements
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        updated = super().on_leave(original_node, updated_node)
+        if (build := self._expressions.get(original_node)) is not None:
+            assert isinstance(updated, cst.CSTNode)
+            return _keep_parentheses(original_node, build(updated))
+        if (build_statements := self._statements.get(original_node)) is not None:
+            assert isinstance(updated, Statement)
+            found = list(build_statements(updated))
+            if not found:
+                return cst.RemoveFromParent()
+            if updated not in found:  # comments before the statement remain
+                found[0] = found[0].with_changes(leading_lines=updated.leading_lines)
+            return found[0] if len(found) == 1 else cst.FlattenSentinel(found)
+        return updated
+
+
+def _keep_parentheses(original: cst.CSTNode, new: cst.BaseExpression) -> cst.BaseExpression:
+    lpar, rpar = getattr(original, "lpar", ()), getattr(original, "rpar", ())
+    return new.with_changes(lpar=[*lpar, *new.lpar], rpar=[*new.rpar, *rpar]) if lpar else new
+
+
+def parse_statement(text: str) -> Statement:
+    """Return the statement with the source `text`."""
+    found = cst.parse_statement(text)
+    assert isinstance(found, Statement)
+    return found

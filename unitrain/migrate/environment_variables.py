@@ -1,0 +1,107 @@
+"""Reads of the launcher's environment variables, such as RANK, which only some launchers set."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unitrain.migrate.calls import arguments, literal
+from unitrain.migrate.edits import Edits
+from unitrain.migrate.script import Script
+
+_ATTRIBUTES = {
+    "RANK": "rank",
+    "LOCAL_RANK": "local_rank",
+    "WORLD_SIZE": "size",
+    "LOCAL_WORLD_SIZE": "local_size",
+    "GROUP_RANK": "node_rank",
+    "OMPI_COMM_WORLD_RANK": "rank",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "local_rank",
+    "OMPI_COMM_WORLD_SIZE": "size",
+    "SLURM_PROCID": "rank",
+    "SLURM_LOCALID": "local_rank",
+    "SLURM_NTASKS": "size",
+}
+_ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
+_READS = ("os.environ.get", "os.getenv")
+
+
+def convert(edits: Edits) -> None:
+    """Convert `int(os.environ["RANK"])` and similar reads to attributes of the backend, and refuse other uses."""
+    script = edits.script
+    for node in script.nodes:
+        if _defines_local_rank(node):
+            edits.refuse(
+                node,
+                f"Only torch.distributed.launch passes this option. Remove it, and use {edits.backend}.local_rank",
+            )
+        if _selects_device(script, node):
+            edits.refuse(node, f"The backend selects the GPU. Remove the line, and use {edits.backend}.device")
+        name = _variable(script, node)
+        if name is None:
+            continue
+        attribute = _ATTRIBUTES.get(name)
+        call = _integer_around(script, node)
+        if attribute is None:
+            edits.refuse(node, "The launcher sets this variable: remove the line")
+        elif call is None or not _has_same_default(node, attribute):
+            edits.refuse(
+                node,
+                f"Only some launchers set {name}. Call unitrain.init() without a condition, and use "
+                f"{edits.backend}.{attribute}; without a launcher, the size is 1",
+            )
+        else:
+            edits.replace(call, f"{edits.backend}.{attribute}")
+            edits.explain(node, f"only some launchers set {name}; the backend determines it under every launcher")
+
+
+def _variable(script: Script, node: cst.CSTNode) -> str | None:
+    """Return the variable of the launcher that `node` reads, sets or looks for, or None."""
+    value: object = None
+    if isinstance(node, cst.Subscript) and script.imported_name(node.value) == "os.environ":
+        element = node.slice[0].slice
+        value = literal(cst.Arg(element.value)) if isinstance(element, cst.Index) else None
+    elif isinstance(node, cst.Call) and script.called_name(node) in _READS and node.args:
+        value = literal(node.args[0])
+    elif isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
+        one = node.comparisons[0]
+        if isinstance(one.operator, cst.In | cst.NotIn) and script.imported_name(one.comparator) == "os.environ":
+            value = literal(cst.Arg(node.left))
+    return value if isinstance(value, str) and value in (*_ATTRIBUTES, *_ADDRESSES) else None
+
+
+def _defines_local_rank(node: cst.CSTNode) -> bool:
+    """Return whether `node` defines the command-line option of torch.distributed.launch."""
+    if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+        return False
+    options = [literal(argument) for argument in node.args if argument.keyword is None]
+    return node.func.attr.value == "add_argument" and bool({"--local_rank", "--local-rank"} & set(options))
+
+
+def _selects_device(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether `node` sets CUDA_VISIBLE_DEVICES to a value that is not a constant, such as the local rank."""
+    if not isinstance(node, cst.Assign) or isinstance(node.value, cst.SimpleString):
+        return False
+    target = node.targets[0].target
+    if not isinstance(target, cst.Subscript) or script.imported_name(target.value) != "os.environ":
+        return False
+    element = target.slice[0].slice
+    return isinstance(element, cst.Index) and literal(cst.Arg(element.value)) == "CUDA_VISIBLE_DEVICES"
+
+
+def _integer_around(script: Script, node: cst.CSTNode) -> cst.Call | None:
+    """Return the call `int(node)`, or None."""
+    parent = script.parent(node)
+    call = script.parent(parent) if isinstance(parent, cst.Arg) else None
+    is_integer = isinstance(call, cst.Call) and isinstance(call.func, cst.Name) and call.func.value == "int"
+    return call if is_integer and isinstance(call, cst.Call) and len(call.args) == 1 else None
+
+
+def _has_same_default(node: cst.CSTNode, attribute: str) -> bool:
+    """Return whether the read has no default, or the value that the backend has without a launcher."""
+    if not isinstance(node, cst.Call):
+        return True
+    found = arguments(node, ("key", "default"))
+    if found is None:
+        return False
+    default = literal(found.get("default"))
+    return default is None or str(default) == ("1" if attribute.endswith("size") else "0")

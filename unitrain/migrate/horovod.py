@@ -1,0 +1,365 @@
+"""Rules for Horovod: ranks, collectives, and the model and optimizer that `DistributedOptimizer` trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import libcst as cst
+
+from unitrain.migrate.calls import arguments, build_call, literal
+from unitrain.migrate.edits import Edits, Statement, parse_statement
+from unitrain.migrate.models import convert_reads, distributed_variables
+from unitrain.migrate.script import Script, assigned_value, targets
+
+MODULE = "horovod.torch"
+INIT, SHUTDOWN = f"{MODULE}.init", f"{MODULE}.shutdown"
+_PROPERTIES = ("rank", "size", "local_rank", "local_size")
+_OPERATIONS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
+_COMPRESSIONS = {"Compression.fp16": '"fp16"', "Compression.none": '"none"'}
+_WRAPPERS = ("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state")
+# Positional parameters of Horovod's collectives, and the parameters that have no effect on the result.
+_COLLECTIVES = {
+    "allreduce": ("tensor", "average", "name", "compression", "op"),
+    "allreduce_": ("tensor", "average", "name", "op"),
+    "allgather": ("tensor", "name"),
+    "broadcast": ("tensor", "root_rank", "name"),
+    "broadcast_": ("tensor", "root_rank", "name"),
+    "broadcast_object": ("obj", "root_rank", "name"),
+    "allgather_object": ("obj", "name"),
+    "barrier": (),
+}
+_OPTIMIZER = (
+    "optimizer", "named_parameters", "compression", "backward_passes_per_step", "op", "gradient_predivide_factor",
+    "num_groups", "groups", "sparse_as_dense", "process_set",
+)  # fmt: skip
+
+
+def convert(edits: Edits) -> None:
+    """Convert everything but `hvd.init` and `hvd.shutdown`. Other names of Horovod remain for `migration.migrate`."""
+    script = edits.script
+    references = [(node, name) for node, name in script.imported_references() if name.startswith(MODULE + ".")]
+    for node, name in references:
+        member = name.removeprefix(MODULE + ".")
+        call = script.parent(node)
+        if member in _COMPRESSIONS:
+            edits.replace(node, _COMPRESSIONS[member], uses_backend=False)
+            edits.explain(node, "unitrain names compressions by strings, and defines their arithmetic")
+            edits.converted.add(node)
+        if not isinstance(call, cst.Call) or call.func is not node:
+            continue
+        if member in _PROPERTIES and not call.args:
+            edits.replace(call, f"{edits.backend}.{member}")
+            edits.explain(node, f"the {member.replace('_', ' ')} is an attribute of the backend")
+            edits.converted.add(node)
+        elif member in _COLLECTIVES:
+            _convert_collective(edits, call, member)
+    _convert_optimizer(edits)
+    _convert_synchronize(edits)
+
+
+def _convert_collective(edits: Edits, call: cst.Call, member: str) -> None:
+    """Convert a collective. `allreduce_` and `broadcast_`, which write to their argument, copy the result to it."""
+    script = edits.script
+    found = arguments(call, _COLLECTIVES[member])
+    function = member.removesuffix("_")
+    if found is None or (member != "barrier" and not {"tensor", "obj"} & set(found)):
+        edits.refuse(call, f"Use {edits.backend}.{function}(tensor)")
+        return
+    found.pop("name", None)
+    operation = _operation(script, found.pop("op", None), found.pop("average", None))
+    if "compression" in found and script.imported_name(found["compression"].value) == f"{MODULE}.Compression.none":
+        found.pop("compression")
+    root = found.pop("root_rank", None)
+    value = found.pop("tensor", None) or found.pop("obj", None)
+    if found or operation is None:
+        text = ", ".join(found) or "op"
+        edits.refuse(call, f"The argument {text} is not supported. Use {edits.backend}.{function}(tensor)")
+        return
+    detaches = function == "allreduce" and value is not None and _is_number_only(script, call, value)
+
+    def build(updated: cst.CSTNode) -> cst.BaseExpression:
+        assert isinstance(updated, cst.Call)
+        positional = [updated.args[call.args.index(value)].value] if value is not None else []
+        if detaches:
+            positional = [cst.Call(cst.Attribute(positional[0], cst.Name("detach")))]
+        keywords = {"root": updated.args[call.args.index(root)].value} if root is not None else {}
+        if operation != "mean":
+            positional.append(cst.SimpleString(f'"{operation}"'))
+        result = build_call(f"{edits.backend}.{function}", positional, **keywords)
+        if member.endswith("_") and value is not None:
+            tensor = updated.args[call.args.index(value)].value
+            return cst.Call(cst.Attribute(tensor, cst.Name("copy_")), [cst.Arg(result)])
+        return result
+
+    edits.replace(call, build)
+    edits.converted.add(call)
+    edits.explain(call, _COLLECTIVE_REASONS.get(function, "the collective is a method of the backend"))
+
+
+def _is_number_only(script: Script, call: cst.Call, value: cst.Arg) -> bool:
+    """Return whether the tensor `value` may require grad, although the result of `call` is not differentiated."""
+    tensor = value.value
+    if not isinstance(tensor, cst.Name | cst.Attribute):
+        return False
+    parent = script.parent(call)
+    is_item = isinstance(parent, cst.Attribute) and parent.attr.value in ("item", "detach")
+    return is_item or isinstance(parent, cst.Expr)
+
+
+_COLLECTIVE_REASONS = {
+    "allreduce": "the collective is a method of the backend; the mean of integers, which Horovod rounds down, and a "
+    "tensor that requires grad raise TensorError",
+}
+
+
+def _operation(script: Script, operation: cst.Arg | None, average: cst.Arg | None) -> str | None:
+    """Return the name of a reduction, or None if it is not supported."""
+    if operation is not None:
+        name = script.imported_name(operation.value) or ""
+        return _OPERATIONS.get(name.removeprefix(MODULE + "."))
+    value = literal(average)
+    return {None: "mean", True: "mean", False: "sum"}.get(value) if value is None or isinstance(value, bool) else None
+
+
+@dataclass
+class _Wrapping:
+    """The statements that wrap one optimizer, and their arguments."""
+
+    call: cst.Call
+    statement: Statement
+    arguments: dict[str, cst.Arg]
+    target: cst.BaseExpression  # the variable of the wrapped optimizer
+    model: str  # the expression of the model
+
+
+def _convert_optimizer(edits: Edits) -> None:
+    """Convert `DistributedOptimizer` and the broadcasts of parameters and optimizer state.
+
+    The model is wrapped where its parameters are broadcast, but not after the optimizer, and the optimizer is wrapped
+    where its state is broadcast, so that state that rank 0 loads before these statements is broadcast.
+    """
+    script = edits.script
+    calls = {
+        name: [node for node in script.nodes if isinstance(node, cst.Call) and _calls(script, node, name)]
+        for name in _WRAPPERS
+    }
+    # An error in their arguments is reported instead of their names.
+    edits.converted |= {node.func for found in calls.values() for node in found}
+    wrappers = calls["DistributedOptimizer"]
+    if len(wrappers) != 1:
+        for node in [*wrappers, *([] if wrappers else calls["broadcast_parameters"])]:
+            edits.refuse(
+                node,
+                "Wrap the model and the optimizer: model = backend.distributed_model(model), "
+                "optimizer = backend.distributed_optimizer(optimizer, model)",
+            )
+        return
+    wrapping = _read_wrapping(edits, wrappers[0])
+    if wrapping is None:
+        return
+    problems = len(edits.problems)
+    names = {edits.script.text(wrapping.target), script.text(wrapping.arguments["optimizer"].value)}
+    parameters = _broadcast(edits, calls["broadcast_parameters"], wrapping, _is_state_of(script, {wrapping.model}))
+    state = _broadcast(edits, calls["broadcast_optimizer_state"], wrapping, lambda node: script.text(node) in names)
+    if len(edits.problems) == problems:
+        _place(edits, wrapping, parameters, state)
+
+
+def _calls(script: Script, node: cst.CSTNode, member: str) -> bool:
+    name = script.called_name(node)
+    return name in (f"{MODULE}.{member}", f"{MODULE}.functions.{member}", f"{MODULE}.optimizer.{member}")
+
+
+def _read_wrapping(edits: Edits, call: cst.Call) -> _Wrapping | None:
+    script = edits.script
+    statement = script.statement(call)
+    found = arguments(call, _OPTIMIZER)
+    target = targets(statement) if statement is not None else ()
+    if statement is None or found is None or "optimizer" not in found or len(target) != 1:
+        edits.refuse(call, "Assign it in one statement: optimizer = hvd.DistributedOptimizer(optimizer, ...)")
+        return None
+    if assigned_value(statement) is not call:
+        edits.refuse(call, "Assign it in one statement: optimizer = hvd.DistributedOptimizer(optimizer, ...)")
+        return None
+    model = _find_model(script, found)
+    if model is None:
+        edits.refuse(
+            call, "Pass the parameters of the model: named_parameters=model.named_parameters()", name="named_parameters"
+        )
+        return None
+    return _Wrapping(call, statement, found, target[0], model) if _check_settings(edits, call, found) else None
+
+
+def _check_settings(edits: Edits, call: cst.Call, found: dict[str, cst.Arg]) -> bool:
+    """Return whether the other arguments of DistributedOptimizer can be converted, and explain those left out."""
+    script = edits.script
+    is_valid = True
+    for name, argument in found.items():
+        if name == "op":
+            inside_nodes = (argument.value, *_references(argument.value))
+            inside = {script.imported_name(node) for node in inside_nodes}
+            if f"{MODULE}.Adasum" in inside:
+                is_valid = False  # `migrate` reports the name
+                edits.converted |= {node for node in inside_nodes if script.imported_name(node) == f"{MODULE}.Average"}
+            elif script.imported_name(argument.value) != f"{MODULE}.Average":
+                edits.refuse(argument, "unitrain computes the mean of the gradients: remove it", name="op")
+                is_valid = False
+        elif name == "process_set" or (name == "sparse_as_dense" and literal(argument) is not False):
+            edits.refuse(argument, "unitrain does not support it: remove it", name=name)
+            is_valid = False
+        elif name == "backward_passes_per_step":
+            edits.explain(
+                call,
+                "each backward pass reduces its gradients, and the sum over the passes is the same; "
+                "to reduce them once, run the other passes in backend.no_sync(model)",
+            )
+        elif name not in _OPTIMIZER:
+            edits.refuse(argument, "Unknown argument of DistributedOptimizer: remove it", name=name)
+            is_valid = False
+    return is_valid
+
+
+def _references(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
+    for child in node.children:
+        yield child
+        yield from _references(child)
+
+
+def _find_model(script: Script, found: dict[str, cst.Arg]) -> str | None:
+    """Return the model whose parameters are named, or with which the optimizer was created."""
+    if "named_parameters" in found:
+        return _owner(found["named_parameters"].value, "named_parameters")
+    value: cst.CSTNode = found["optimizer"].value
+    if not isinstance(value, cst.Call):
+        name = script.text(value)
+        created = [node for node in script.nodes if name in [script.text(one) for one in targets(node)]]
+        created = [node for node in created if not _calls(script, assigned_value(node) or node, "DistributedOptimizer")]
+        if len(created) != 1:
+            return None
+        value = assigned_value(created[0]) or value
+    if isinstance(value, cst.Call) and value.args:
+        return _owner(value.args[0].value, "parameters")
+    return None
+
+
+def _owner(node: cst.CSTNode, method: str) -> str | None:
+    """Return the source of `model` in `model.method()`."""
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == method:
+        return cst.Module([]).code_for_node(node.func.value)
+    return None
+
+
+def _is_state_of(script: Script, models: set[str]) -> Callable[[cst.CSTNode], bool]:
+    return lambda node: bool({_owner(node, "state_dict"), _owner(node, "named_parameters")} & models)
+
+
+def _broadcast(
+    edits: Edits, calls: list[cst.Call], wrapping: _Wrapping, accepts: Callable[[cst.CSTNode], bool]
+) -> Statement | None:
+    """Return the statement that broadcasts the model or the optimizer of `wrapping`, or None if there is none."""
+    script = edits.script
+    found = list[Statement]()
+    for call in calls:
+        statement = script.statement(call)
+        passed = arguments(call, ("state", "root_rank"))
+        value = next(iter(passed.values())).value if passed else None
+        is_root_zero = passed is not None and literal(passed.get("root_rank")) == 0
+        if value is None or not accepts(value) or not is_root_zero or statement is None:
+            edits.refuse(
+                call, "unitrain broadcasts the model and its optimizer from rank 0. Use backend.broadcast_object"
+            )
+        elif assigned_value(statement) is not call or script.block(statement) is not script.block(wrapping.statement):
+            edits.refuse(call, "Move it to the block of hvd.DistributedOptimizer")
+        else:
+            found.append(statement)
+    for repeated in found[:-1]:
+        edits.remove_statement(repeated)
+    return found[-1] if found else None
+
+
+def _place(edits: Edits, wrapping: _Wrapping, parameters: Statement | None, state: Statement | None) -> None:
+    """Write the statements that wrap the model and the optimizer."""
+    script, backend = edits.script, edits.backend
+    compression = wrapping.arguments.get("compression")
+    if compression is not None and script.imported_name(compression.value) == f"{MODULE}.Compression.none":
+        compression = None
+    keyword = ""
+    if compression is not None:
+        name = script.imported_name(compression.value) or ""
+        text = _COMPRESSIONS.get(name.removeprefix(MODULE + "."), script.text(compression.value))
+        if "Compression." in text:
+            edits.refuse(compression, 'Assign "fp16" or "none" to a variable first', name="compression")
+            return
+        keyword = f", compression={text}"
+    model_line = f"{wrapping.model} = {backend}.distributed_model({wrapping.model}{keyword})"
+    target = script.text(wrapping.target)
+    given = script.text(wrapping.arguments["optimizer"].value)
+    present = [one for one in (wrapping.statement, state) if one is not None]
+    optimizer_at = max(present, key=script.position)
+    is_late = parameters is not None and script.position(parameters) > script.position(optimizer_at)
+    if is_late:
+        assert parameters is not None
+        optimizer_at = parameters
+    is_early = parameters is not None and parameters is not optimizer_at and compression is None
+    model_at = parameters if is_early and parameters is not None else optimizer_at
+
+    optimizer = given if optimizer_at is wrapping.statement else target
+    lines = dict[cst.CSTNode, list[str]]()
+    for statement in (wrapping.statement, parameters, state):
+        if statement is not None:
+            lines[statement] = []
+    if optimizer_at is not wrapping.statement and target != given:
+        lines[wrapping.statement].append(f"{target} = {given}")
+    lines[model_at].append(model_line)
+    lines[optimizer_at].append(f"{target} = {backend}.distributed_optimizer({optimizer}, {wrapping.model})")
+    for place, texts in lines.items():
+        new = [parse_statement(text) for text in texts]
+        edits.replace_statement(place, lambda _, new=new: new)  # type: ignore[misc]
+        edits.uses_backend.append(place)
+        edits.converted.add(place)
+    edits.explain(model_at, "the model is wrapped instead of the optimizer; this broadcasts its parameters from rank 0")
+    edits.explain(
+        optimizer_at,
+        "this returns the user's optimizer, and broadcasts its state from rank 0 without the hidden optimizer step of "
+        "hvd.broadcast_optimizer_state, which applies weight decay",
+    )
+    for place, texts in lines.items():
+        if not texts:
+            edits.explain(place, "not needed: the model or the optimizer is wrapped elsewhere")
+    function = script.function(wrapping.statement)
+    names = [
+        node
+        for node in script.nodes
+        if isinstance(node, cst.Name | cst.Attribute)
+        and script.text(node) == wrapping.model
+        and script.function(node) is function
+    ]
+    convert_reads(edits, distributed_variables(script, names), was_wrapped=False, starts_after=model_at)
+
+
+def _convert_synchronize(edits: Edits) -> None:
+    """Remove `optimizer.synchronize()` and `with optimizer.skip_synchronize():`."""
+    script = edits.script
+    for node in script.nodes:
+        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute) or node.args:
+            continue
+        member = node.func.attr.value
+        if script.imported_name(node.func) is not None or member not in ("synchronize", "skip_synchronize"):
+            continue
+        statement = script.statement(node)
+        if member == "synchronize" and statement is not None and assigned_value(statement) is node:
+            edits.remove_statement(statement)
+            edits.explain(node, "the gradients are already reduced when backward returns")
+            continue
+        block = next((one for one in script.ancestors(node) if isinstance(one, cst.With)), None)
+        if member == "skip_synchronize" and block is not None and [one.item for one in block.items] == [node]:
+            edits.replace_statement(block, _body)
+            edits.explain(node, "the gradients are already reduced when backward returns")
+        else:
+            edits.refuse(node, "The gradients are already reduced when backward returns: remove it")
+
+
+def _body(statement: Statement) -> list[Statement]:
+    assert isinstance(statement, cst.With)
+    return [one for one in statement.body.body if isinstance(one, Statement)]

@@ -1,0 +1,128 @@
+"""Convert a script that uses Horovod, DDP, Accelerate or Fabric."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import libcst as cst
+
+from unitrain.errors import ConfigError
+from unitrain.migrate import ddp, environment_variables, horovod, imports, startup, trainers
+from unitrain.migrate.edits import Edits, Problem, Reason
+from unitrain.migrate.script import Script
+from unitrain.migrate.unsupported import LINES, STRUCTURAL, find_fix, is_of_library
+
+
+@dataclass(frozen=True)
+class Migration:
+    """The result of a conversion. `source` is the converted script, or None if there are problems."""
+
+    source: str | None
+    reasons: tuple[Reason, ...]
+    problems: tuple[Problem, ...]
+    libraries: tuple[str, ...]
+
+
+def migrate(source: str) -> Migration:
+    """Convert the source of a training script.
+
+    Raises ConfigError for source that is not valid Python, that already uses unitrain, or that uses none of the
+    libraries.
+    """
+    try:
+        script = Script(source)
+    except cst.ParserSyntaxError as error:
+        raise ConfigError(
+            f"Line {error.raw_line} is not valid Python: {error.message} Pass a Python 3 script."
+        ) from error
+    edits = Edits(script)
+    libraries = _libraries(script)
+    _convert_calls(edits, libraries)
+    _refuse_unknown(edits)
+    _start(edits, libraries)
+    imports.convert(edits)
+    problems = tuple(sorted(edits.problems))
+    return Migration(None if problems else edits.source(), tuple(sorted(edits.reasons)), problems, tuple(libraries))
+
+
+def _libraries(script: Script) -> list[str]:
+    """Return the libraries with which the script trains. Raises ConfigError if there are none."""
+    found = set[str]()
+    uses_unitrain = False
+    for node in script.nodes:
+        name = script.imported_name(node) or "" if isinstance(node, cst.Name | cst.Attribute) else ""
+        uses_unitrain |= name == "unitrain" or name.startswith("unitrain.")
+        if name.startswith("horovod"):
+            found.add("Horovod")
+        elif name.startswith("torch.distributed.") or name in ddp.WRAPPERS:
+            found.add("DDP")
+        elif name in trainers.ACCELERATE:
+            found.add("Accelerate")
+        elif name in trainers.FABRIC:
+            found.add("Fabric")
+    if uses_unitrain:
+        raise ConfigError("The script already uses unitrain. Pass the original script.")
+    if not found:
+        raise ConfigError(
+            "The script uses neither Horovod nor DDP, Accelerate or Fabric. "
+            "Pass the file that calls hvd.init, init_process_group, Accelerator or Fabric."
+        )
+    return sorted(found)
+
+
+def _convert_calls(edits: Edits, libraries: list[str]) -> None:
+    if "Horovod" in libraries:
+        horovod.convert(edits)
+    if "DDP" in libraries:
+        ddp.convert(edits)
+    if {"Accelerate", "Fabric"} & set(libraries):
+        trainers.convert(edits)
+    environment_variables.convert(edits)
+
+
+def _refuse_unknown(edits: Edits) -> None:
+    """Refuse each reference to one of the libraries that no rule converted."""
+    script = edits.script
+    for node, name in script.imported_references():
+        if any(one in edits.converted for one in (node, *script.ancestors(node))):
+            continue
+        if (fix := find_fix(name, STRUCTURAL)) is not None:
+            edits.refuse(node, fix, is_structural=True)
+        elif (fix := find_fix(name, LINES)) is not None:
+            edits.refuse(node, fix.replace("backend.", f"{edits.backend}."))
+        elif name in (horovod.INIT, horovod.SHUTDOWN, *ddp.INIT, *ddp.SHUTDOWN):
+            continue
+        elif is_of_library(name) and not ddp.is_kept(name) and not _is_inside_refused(edits, node):
+            edits.refuse(node, "unitrain migrate does not know this name. Replace it, then migrate the script")
+
+
+def _is_inside_refused(edits: Edits, node: cst.CSTNode) -> bool:
+    """Return whether `node` belongs to a statement that was already refused."""
+    statement = edits.script.statement(node)
+    first = edits.script.line(statement) if statement is not None else edits.script.line(node)
+    return any(first <= problem.line <= edits.script.line(node) for problem in edits.problems)
+
+
+def _start(edits: Edits, libraries: list[str]) -> None:
+    script = edits.script
+    calls = [node for node in script.nodes if isinstance(node, cst.Call)]
+    own = (horovod.INIT, *ddp.INIT)
+    starts = [call for call in calls if script.called_name(call) in own]
+    shutdown = [call for call in calls if script.called_name(call) in (horovod.SHUTDOWN, *ddp.SHUTDOWN)]
+    is_kept = not starts
+    if is_kept:
+        starts = [call for call in calls if script.called_name(call) in (*trainers.ACCELERATE, *trainers.FABRIC)]
+    if len(starts) != 1:
+        for call in starts[1:]:
+            edits.refuse(call, "The script starts its ranks in several places. Keep one of them")
+        if not starts:
+            name = f"This file uses {' and '.join(libraries)}, but does not start it"
+            edits.refuse(script.module, "Migrate the file that does", name=name, is_structural=True)
+        return
+    call = starts[0]
+    text = ""
+    if script.called_name(call) in ddp.INIT:
+        text = ddp.init_arguments(edits, call)
+    elif not is_kept and call.args:
+        edits.refuse(call, "unitrain.init uses all ranks of the launcher: remove the arguments")
+    startup.convert(edits, startup.Startup(call, shutdown, f"unitrain.init({text})", is_kept))

@@ -1,0 +1,165 @@
+"""The variables that hold distributed models, and what is read from them.
+
+A variable holds a distributed model if the wrapped model is assigned to it, or if such a variable is assigned to it or
+is passed to the function of this file that has it as a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import libcst as cst
+
+from unitrain.migrate.calls import build_call
+from unitrain.migrate.edits import Edits
+from unitrain.migrate.script import Binding, Script, assigned_value, targets
+
+# Members that work the same on the distributed model and on the user's model.
+_SAME = {"train", "eval", "parameters", "zero_grad", "training", "requires_grad_", "cuda", "cpu", "to"}
+_NOT_SUPPORTED = {
+    "require_backward_grad_sync": "Use the context manager: with backend.no_sync(model)",
+    "register_comm_hook": 'Use backend.distributed_model(model, compression="fp16"), or "bf16"',
+    "_set_static_graph": "Remove it: unitrain does not need a static graph",
+    "join": "Use unitrain.ShardedLoader, which gives all ranks the same number of batches",
+}
+
+
+def distributed_variables(script: Script, wrapped: Iterable[cst.CSTNode]) -> set[Binding]:
+    """Return the variables that hold a distributed model. `wrapped` are names or attributes that it is assigned to."""
+    found = {binding for node in wrapped if (binding := script.binding(node)) is not None}
+    while True:
+        added = set[Binding]()
+        for node in script.nodes:
+            if isinstance(node, cst.Call) and (callee := script.function_named(node)) is not None:
+                added |= _parameters(script, node, *callee, found)
+            value = assigned_value(node)
+            if value is not None and _returns(script, value, found):
+                added |= {binding for one in targets(node) if (binding := script.binding(one)) is not None}
+        if added <= found:
+            return found
+        found |= added
+
+
+def _returns(script: Script, value: cst.CSTNode, variables: set[Binding]) -> bool:
+    """Return whether `value` is one of `variables`, or a call of a function of this file that returns one of them."""
+    if script.binding(value) in variables:
+        return True
+    callee = script.function_named(value) if isinstance(value, cst.Call) else None
+    if callee is None or callee[1]:
+        return False
+    return any(
+        isinstance(node, cst.Return)
+        and node.value is not None
+        and script.function(node) is callee[0]
+        and script.binding(node.value) in variables
+        for node in script.nodes
+    )
+
+
+def _parameters(
+    script: Script, call: cst.Call, function: cst.FunctionDef, skipped: int, variables: set[Binding]
+) -> set[Binding]:
+    """Return the parameters of `function` for which `call` passes one of `variables`."""
+    positional = [*function.params.posonly_params, *function.params.params][skipped:]
+    names = {one.name.value for one in (*positional, *function.params.kwonly_params)}
+    found = set[Binding]()
+    for index, argument in enumerate(call.args):
+        if argument.star:
+            break
+        if script.binding(argument.value) not in variables:
+            continue
+        name = None
+        if argument.keyword is not None:
+            name = argument.keyword.value
+        elif index < len(positional):
+            name = positional[index].name.value
+        binding = script.parameter(function, name) if name in names and name is not None else None
+        if binding is not None:
+            found.add(binding)
+    return found
+
+
+def convert_reads(
+    edits: Edits,
+    variables: set[Binding],
+    *,
+    was_wrapped: bool,
+    is_kept: bool = False,
+    starts_after: cst.CSTNode | None = None,
+) -> None:
+    """Convert what the script reads from distributed models.
+
+    `was_wrapped` states whether the script already wrapped the model, in DDP. Otherwise, the script expects its own
+    module, without the prefix "module." in the names of parameters. With `is_kept`, members that the distributed model
+    has in common with DDP remain. Before the statement `starts_after`, and in the
+    same function, the model is not distributed yet.
+    """
+    script = edits.script
+    for node in script.nodes:
+        if script.binding(node) not in variables or not isinstance(node, cst.Name | cst.Attribute):
+            continue
+        if _is_before(script, node, starts_after) or any(one in edits.converted for one in script.ancestors(node)):
+            continue
+        parent = script.parent(node)
+        if isinstance(parent, cst.Arg) and not is_kept:
+            _convert_argument(edits, node, parent, was_wrapped=was_wrapped)
+        if not isinstance(parent, cst.Attribute) or parent.value is not node:
+            continue
+        member = parent.attr.value
+        outer = script.parent(parent)
+        if member in _NOT_SUPPORTED:
+            edits.refuse(parent, _NOT_SUPPORTED[member].replace("backend.", f"{edits.backend}."))
+        elif is_kept:
+            continue
+        elif member == "module" and was_wrapped:
+            edits.replace(parent, lambda updated: _unwrap(edits, _value(updated)))
+            edits.explain(parent, "backend.unwrap returns the model that was distributed, on every backend")
+        elif member == "no_sync" and isinstance(outer, cst.Call) and outer.func is parent:
+            edits.replace(
+                outer,
+                lambda updated: build_call(f"{edits.backend}.no_sync", [_value(updated.func)]),  # type: ignore[attr-defined]
+            )
+            edits.explain(parent, "no_sync is a method of the backend")
+        elif not was_wrapped and member not in _SAME:
+            edits.replace(parent, partial(_read_user_model, edits))
+            edits.explain(parent, f"{member} of the user's model: names without the prefix 'module.'")
+
+
+def _is_before(script: Script, node: cst.CSTNode, statement: cst.CSTNode | None) -> bool:
+    if statement is None or script.position(node) > script.position(statement):
+        return False
+    return script.function(node) is script.function(statement) or script.function(node) is None
+
+
+def _convert_argument(edits: Edits, node: cst.Name | cst.Attribute, argument: cst.Arg, *, was_wrapped: bool) -> None:
+    """Convert a distributed model that is passed to `torch.save`, and explain what other imported functions get."""
+    script = edits.script
+    call = script.parent(argument)
+    if not isinstance(call, cst.Call):
+        return
+    name = script.called_name(call)
+    if name == "torch.save":
+        edits.replace(node, partial(_unwrap, edits))
+        edits.explain(node, "a distributed model cannot be pickled: save the user's model")
+    elif name is not None and not was_wrapped:
+        edits.explain(
+            node,
+            f"unchanged: {name} gets the distributed model. If it uses the names of parameters, pass "
+            f"{edits.backend}.unwrap({script.text(node)})",
+        )
+
+
+def _unwrap(edits: Edits, model: cst.CSTNode) -> cst.Call:
+    assert isinstance(model, cst.BaseExpression)
+    return build_call(f"{edits.backend}.unwrap", [model])
+
+
+def _read_user_model(edits: Edits, attribute: cst.CSTNode) -> cst.BaseExpression:
+    assert isinstance(attribute, cst.Attribute)
+    return cst.Attribute(_unwrap(edits, attribute.value), attribute.attr)
+
+
+def _value(attribute: cst.CSTNode) -> cst.BaseExpression:
+    assert isinstance(attribute, cst.Attribute)
+    return attribute.value

@@ -1,0 +1,234 @@
+"""A parsed script: the names that its expressions refer to, and the position, function and block of each node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
+
+import libcst as cst
+from libcst.metadata import (
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    QualifiedName,
+    QualifiedNameProvider,
+    QualifiedNameSource,
+    Scope,
+    ScopeProvider,
+)
+
+Block = cst.Module | cst.IndentedBlock
+Binding = tuple[Any, str]  # a scope or class, and a name in it
+
+
+class Script:
+    """A parsed script. Raises libcst.ParserSyntaxError if `source` is not valid Python."""
+
+    def __init__(self, source: str) -> None:
+        wrapper = MetadataWrapper(cst.parse_module(source))
+        self.module = wrapper.module
+        self._positions = wrapper.resolve(PositionProvider)
+        self._parents = wrapper.resolve(ParentNodeProvider)
+        self._scopes = wrapper.resolve(ScopeProvider)
+        self._names = wrapper.resolve(QualifiedNameProvider)
+        self.nodes = list(_walk(self.module))
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Return the first line of `node`, counted from 1."""
+        return int(self._positions[node].start.line)
+
+    def position(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Return the line and the column at which `node` starts."""
+        start = self._positions[node].start
+        return int(start.line), int(start.column)
+
+    def text(self, node: cst.CSTNode) -> str:
+        """Return the source of `node`."""
+        return self.module.code_for_node(node)
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """Return the node that contains `node`, or None for the module."""
+        return self._parents.get(node)
+
+    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yield the nodes that contain `node`, from the inside out."""
+        current = self.parent(node)
+        while current is not None:
+            yield current
+            current = self.parent(current)
+
+    def imported_name(self, node: cst.CSTNode) -> str | None:
+        """Return the full name of the imported object that `node` refers to, such as "torch.distributed.barrier"."""
+        if not _is_dotted_name(node):  # libcst also names members of the result of a call
+            return None
+        names = self._names.get(node, ())
+        found = {name.name for name in _evaluate(names) if name.source is QualifiedNameSource.IMPORT}
+        return next(iter(found)) if len(found) == 1 else None
+
+    def called_name(self, node: cst.CSTNode) -> str | None:
+        """Return the full name of the imported function that `node` calls, or None."""
+        return self.imported_name(node.func) if isinstance(node, cst.Call) else None
+
+    def imported_references(self) -> Iterator[tuple[cst.Name | cst.Attribute, str]]:
+        """Yield each expression that refers to an imported object, and the full name of the object."""
+        for node in self.nodes:
+            if not isinstance(node, cst.Name | cst.Attribute) or self.is_inside_import(node):
+                continue
+            parent = self.parent(node)
+            if isinstance(parent, cst.Attribute):  # the longest expression is yielded
+                continue
+            if (name := self.imported_name(node)) is not None:
+                yield node, name
+
+    def is_inside_import(self, node: cst.CSTNode) -> bool:
+        """Return whether `node` is a part of an import statement."""
+        return any(isinstance(one, cst.Import | cst.ImportFrom) for one in self.ancestors(node))
+
+    def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """Return the innermost function whose body contains `node`."""
+        inner = node
+        for one in self.ancestors(node):
+            if isinstance(one, cst.FunctionDef) and inner is one.body:
+                return one
+            inner = one
+        return None
+
+    def statement(self, node: cst.CSTNode) -> cst.SimpleStatementLine | None:
+        """Return the simple statement that contains `node`, or None if it belongs to the header of a block."""
+        for one in (node, *self.ancestors(node)):
+            if isinstance(one, cst.SimpleStatementLine):
+                return one
+            if isinstance(one, cst.BaseCompoundStatement):
+                return None
+        return None
+
+    def block(self, statement: cst.CSTNode) -> Block | None:
+        """Return the block that directly contains `statement`."""
+        parent = self.parent(statement)
+        return parent if isinstance(parent, Block) else None
+
+    def branches(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """Return the if, for, while, try and match statements between `node` and its function or the module."""
+        found = list[cst.CSTNode]()
+        for one in self.ancestors(node):
+            if isinstance(one, cst.FunctionDef | cst.ClassDef):
+                break
+            if isinstance(one, cst.If | cst.For | cst.While | cst.Try | cst.Match) and not self.is_main_guard(one):
+                found.append(one)
+        return found
+
+    def is_main_guard(self, node: cst.CSTNode) -> TypeGuard[cst.If]:
+        """Return whether `node` is the statement `if __name__ == "__main__":`."""
+        if not isinstance(node, cst.If) or not isinstance(self.parent(node), cst.Module):
+            return False
+        return self.text(node.test).replace("'", '"').replace(" ", "") == '__name__=="__main__"'
+
+    def main_block(self) -> Block:
+        """Return the body of `if __name__ == "__main__":`, or the module if the script has no such statement."""
+        for node in self.module.body:
+            if self.is_main_guard(node) and isinstance(node.body, cst.IndentedBlock):
+                return node.body
+        return self.module
+
+    def binding(self, node: cst.CSTNode) -> Binding | None:
+        """Return the variable that `node`, a name or an attribute of `self`, refers to."""
+        if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name) and node.value.value == "self":
+            owner = next((one for one in self.ancestors(node) if isinstance(one, cst.ClassDef)), None)
+            return None if owner is None else (owner, node.attr.value)
+        if not isinstance(node, cst.Name):
+            return None
+        scope = self._scopes.get(node)
+        return None if scope is None else self._binding_in(scope, node.value)
+
+    def parameter(self, function: cst.FunctionDef, name: str) -> Binding | None:
+        """Return the variable of the parameter `name` of `function`."""
+        scope = self._scopes.get(function.body)
+        return None if scope is None else self._binding_in(scope, name)
+
+    def _binding_in(self, scope: Scope, name: str) -> Binding | None:
+        scopes = {assignment.scope for assignment in scope[name]}
+        return (next(iter(scopes)), name) if len(scopes) == 1 else None
+
+    def function_named(self, call: cst.Call) -> tuple[cst.FunctionDef, int] | None:
+        """Return the function of this file that `call` calls, and the number of parameters before the arguments.
+
+        The call of a class is a call of its `__init__`, and `self.name()` calls a method of the same class.
+        """
+        func = call.func
+        if isinstance(func, cst.Name):
+            for node in self.nodes:
+                if isinstance(node, cst.FunctionDef) and node.name.value == func.value and not self._is_method(node):
+                    return node, 0
+                if isinstance(node, cst.ClassDef) and node.name.value == func.value:
+                    method = _method(node, "__init__")
+                    return None if method is None else (method, 1)
+        if isinstance(func, cst.Attribute) and self.text(func.value) == "self":
+            owner = next((one for one in self.ancestors(call) if isinstance(one, cst.ClassDef)), None)
+            method = None if owner is None else _method(owner, func.attr.value)
+            return None if method is None else (method, 1)
+        return None
+
+    def _is_method(self, node: cst.FunctionDef) -> bool:
+        block = self.parent(node)
+        return block is not None and isinstance(self.parent(block), cst.ClassDef)
+
+    def calls_in(self, node: cst.CSTNode) -> list[cst.Call]:
+        """Return the calls inside `node`."""
+        return [one for one in _walk(node) if isinstance(one, cst.Call)]
+
+    def uses_name(self, name: str) -> bool:
+        """Return whether the script uses `name` as a variable or an argument of a function."""
+        return any(
+            isinstance(node, cst.Name)
+            and node.value == name
+            and not (isinstance(self.parent(node), cst.Arg) and _is_keyword(self.parent(node), node))
+            and not _is_attribute_name(self.parent(node), node)
+            for node in self.nodes
+        )
+
+
+def targets(statement: cst.CSTNode) -> Sequence[cst.BaseExpression]:
+    """Return the targets of an assignment that is the only statement in its line."""
+    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        return ()
+    assignment = statement.body[0]
+    if isinstance(assignment, cst.Assign):
+        return [target.target for target in assignment.targets]
+    return [assignment.target] if isinstance(assignment, cst.AnnAssign) else ()
+
+
+def assigned_value(statement: cst.CSTNode) -> cst.BaseExpression | None:
+    """Return the value of an assignment or an expression that is the only statement in its line."""
+    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        return None
+    one = statement.body[0]
+    return one.value if isinstance(one, cst.Assign | cst.AnnAssign | cst.Expr) else None
+
+
+def _method(owner: cst.ClassDef, name: str) -> cst.FunctionDef | None:
+    return next((one for one in owner.body.body if isinstance(one, cst.FunctionDef) and one.name.value == name), None)
+
+
+def _walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    yield node
+    for child in node.children:
+        yield from _walk(child)
+
+
+def _is_dotted_name(node: cst.CSTNode) -> bool:
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return isinstance(node, cst.Name)
+
+
+def _is_keyword(parent: cst.CSTNode | None, node: cst.Name) -> bool:
+    return isinstance(parent, cst.Arg) and parent.keyword is node
+
+
+def _is_attribute_name(parent: cst.CSTNode | None, node: cst.Name) -> bool:
+    return isinstance(parent, cst.Attribute) and parent.attr is node
+
+
+def _evaluate(names: Any) -> set[QualifiedName]:
+    found = names() if callable(names) else names
+    return set(found)

@@ -1,0 +1,208 @@
+"""Where `unitrain.init` is called, and where the backend is shut down.
+
+If the script shuts down its process group, `unitrain.init` replaces the call that starts it. Otherwise, or if the rank
+is read earlier, the call of the main function is moved into `with unitrain.init() as backend:`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from unitrain.migrate.edits import Edits, Statement, parse_statement
+from unitrain.migrate.script import Block, Script, assigned_value
+
+
+@dataclass(frozen=True)
+class Startup:
+    """The calls that start and shut down the ranks. `text` is the call of `unitrain.init`.
+
+    If `is_kept` is True, `call` remains in the script, and `unitrain.init` is called before it.
+    """
+
+    call: cst.Call
+    shutdown: Sequence[cst.Call]
+    text: str = "unitrain.init()"
+    is_kept: bool = False
+
+
+def convert(edits: Edits, startup: Startup) -> None:
+    """Insert `unitrain.init`, and the shutdown of the backend. Refuse a call whose place cannot be determined."""
+    script = edits.script
+    statement = script.statement(startup.call)
+    if statement is None or (not startup.is_kept and assigned_value(statement) is not startup.call):
+        edits.refuse(startup.call, "Call it in a statement of its own")
+        return
+    if script.branches(statement):
+        edits.refuse(
+            startup.call,
+            "It is called under a condition. Remove the condition: unitrain.init() also works in a single process",
+        )
+        return
+    for call in startup.shutdown:
+        line = script.statement(call)
+        if call.args or line is None or assigned_value(line) is not call:
+            edits.refuse(call, "Call it without arguments, in a statement of its own")
+            return
+    function = script.function(statement)
+    others = [node for node in edits.uses_backend if node is not startup.call]
+    early = [node for node in others if _runs_before(script, node, statement)]
+    if function is None:
+        if early:
+            _refuse_early(edits, early)
+        else:
+            _start_in_place(edits, startup, statement, statement)
+        return
+    block = script.block(statement)
+    lines = [script.statement(node) for node in early]
+    can_move = all(line is not None and script.block(line) is block for line in lines)
+    if startup.shutdown and can_move and not startup.is_kept:
+        first = min((line for line in lines if line is not None), key=script.position, default=statement)
+        _start_in_place(edits, startup, statement, first)
+    else:
+        _wrap_main(edits, startup, statement, function)
+
+
+def _runs_before(script: Script, node: cst.CSTNode, statement: cst.CSTNode) -> bool:
+    """Return whether `node` runs before `statement`: earlier in its function, or at the top level of the module."""
+    function = script.function(node)
+    is_earlier = script.position(node) < script.position(statement)
+    if function is None and script.function(statement) is not None:
+        return _main_line(script, node) is None
+    return is_earlier and function is script.function(statement)
+
+
+def _main_line(script: Script, node: cst.CSTNode) -> cst.CSTNode | None:
+    """Return the guard `if __name__ == "__main__":` around `node`."""
+    return next((one for one in script.ancestors(node) if script.is_main_guard(one)), None)
+
+
+def _refuse_early(edits: Edits, nodes: Sequence[cst.CSTNode]) -> None:
+    for node in nodes:
+        edits.refuse(node, "It is read before the ranks are started. Move it after the start")
+
+
+def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor: Statement) -> None:
+    """Assign the backend before `anchor`, instead of `statement`."""
+    script, backend = edits.script, edits.backend
+    function = script.function(statement)
+    outside = [node for node in (*edits.uses_backend, *startup.shutdown) if not _is_inside(script, node, function)]
+    new = [parse_statement(f"global {backend}")] if function is not None and outside else []
+    new.append(parse_statement(f"{backend} = {startup.text}"))
+    if anchor is statement and not startup.is_kept:
+        edits.replace_statement(statement, lambda _: new)
+    else:
+        edits.insert_before(anchor, new)
+        if not startup.is_kept:
+            edits.remove_statement(statement)
+    edits.converted.add(startup.call)
+    edits.explain(startup.call, "starts the backend that the launcher or UNITRAIN_BACKEND selects")
+    for call in startup.shutdown:
+        edits.replace(call, f"{backend}.shutdown()", uses_backend=False)
+        edits.converted.add(call)
+        edits.explain(call, "shuts down the backend and its process group")
+    block = script.block(statement)
+    if not startup.shutdown and block is not None:
+        _append(edits, block, parse_statement(f"{backend}.shutdown()"))
+
+
+def _append(edits: Edits, block: Block, statement: Statement) -> None:
+    last = block.body[-1]
+    assert isinstance(last, Statement)
+    if edits.is_removed(last):
+        edits.refuse(last, "Add a statement after it")
+        return
+    edits.replace_statement(last, lambda updated: [updated, statement])
+    edits.explain(last, "the backend is shut down when training is complete")
+
+
+def _is_inside(script: Script, node: cst.CSTNode, function: cst.FunctionDef | None) -> bool:
+    return function is None or any(one is function for one in script.ancestors(node))
+
+
+def _wrap_main(edits: Edits, startup: Startup, statement: Statement, function: cst.FunctionDef) -> None:
+    """Move the statement that calls `function`, directly or not, into a `with` block."""
+    script = edits.script
+    found = [
+        one
+        for one in script.main_block().body
+        if not isinstance(one, cst.FunctionDef | cst.ClassDef)
+        and any(_reaches(script, call, function, set()) for call in script.calls_in(one))
+    ]
+    if len(found) != 1 or not isinstance(found[0], cst.SimpleStatementLine):
+        edits.refuse(
+            startup.call,
+            'Call the function from one statement under if __name__ == "__main__":, without a condition',
+        )
+        return
+    main = found[0]
+    early = [
+        node
+        for node in edits.uses_backend
+        if script.function(node) is None and script.position(node) < script.position(main)
+    ]
+    if early:
+        _refuse_early(edits, early)
+        return
+    name = f" as {edits.backend}" if edits.uses_backend else ""
+    edits.replace_statement(main, lambda updated: [_with(f"{startup.text}{name}", updated)])
+    edits.explain(
+        main,
+        "starts the backend that the launcher or UNITRAIN_BACKEND selects, and shuts it down at the end; "
+        "other ranks are told if this one fails",
+    )
+    removed = [*startup.shutdown] if startup.is_kept else [startup.call, *startup.shutdown]
+    for call in removed:
+        line = script.statement(call)
+        assert line is not None
+        edits.converted.add(call)
+        edits.remove_statement(line)
+        edits.explain(call, "not needed: the with statement starts and shuts down the backend")
+        _remove_empty_function(edits, line)
+
+
+def _with(context: str, statement: Statement) -> Statement:
+    block = parse_statement(f"with {context}:\n    pass")
+    assert isinstance(block, cst.With)
+    return block.with_changes(body=cst.IndentedBlock([statement.with_changes(leading_lines=())]))
+
+
+def _reaches(script: Script, call: cst.Call, function: cst.FunctionDef, seen: set[cst.CSTNode]) -> bool:
+    """Return whether `call` calls `function`, directly or through functions of this file."""
+    callee = script.function_named(call)
+    if callee is None or callee[0] in seen:
+        return False
+    if callee[0] is function:
+        return True
+    seen.add(callee[0])
+    return any(_reaches(script, one, function, seen) for one in script.calls_in(callee[0]))
+
+
+def _remove_empty_function(edits: Edits, statement: Statement) -> None:
+    """Remove the function that contains only `statement`, and its calls."""
+    script = edits.script
+    function = script.function(statement)
+    if function is None or script.block(function) is not script.module:
+        return
+    rest = [one for one in function.body.body if one is not statement and not _is_docstring(one)]
+    if rest:
+        return
+    name = function.name.value
+    uses = [
+        node
+        for node in script.nodes
+        if isinstance(node, cst.Name) and node.value == name and script.parent(node) is not function
+    ]
+    lines = [script.statement(node) for node in uses]
+    calls = [script.parent(node) for node in uses]
+    if all(line is not None and assigned_value(line) is call for line, call in zip(lines, calls, strict=True)):
+        for line in lines:
+            assert line is not None
+            edits.remove_statement(line)
+        edits.remove_statement(function)
+
+
+def _is_docstring(node: cst.CSTNode) -> bool:
+    return isinstance(assigned_value(node), cst.SimpleString)

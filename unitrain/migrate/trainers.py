@@ -1,0 +1,91 @@
+"""Rules for Accelerate and Fabric.
+
+Their loops train on the process group that `unitrain.init` starts, so the script keeps them. On Horovod, they compute
+the same results as on DDP. They take ranks from the variables of torchrun; under another launcher, each rank would
+train on its own, so the converted script compares the ranks.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unitrain.migrate.calls import arguments, literal
+from unitrain.migrate.edits import Edits, parse_statement
+from unitrain.migrate.script import assigned_value, targets
+
+ACCELERATE = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
+FABRIC = ("lightning.fabric.Fabric", "lightning.Fabric", "lightning_fabric.Fabric", "lightning.fabric.fabric.Fabric")
+_STRATEGIES = ("auto", "ddp", "dp", None)
+_PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
+
+
+def convert(edits: Edits) -> None:
+    """Refuse settings for which another process group is needed, and calls that end the process group."""
+    script = edits.script
+    for node in script.nodes:
+        if not isinstance(node, cst.Call):
+            continue
+        name = script.called_name(node)
+        if name in ACCELERATE:
+            _check_accelerator(edits, node)
+            _compare_ranks(edits, node, "process_index", "num_processes")
+        elif name in FABRIC:
+            _check_fabric(edits, node)
+            _compare_ranks(edits, node, "global_rank", "world_size")
+        elif isinstance(node.func, cst.Attribute) and node.func.attr.value == "end_training" and not node.args:
+            _convert_end(edits, node)
+
+
+def _check_accelerator(edits: Edits, call: cst.Call) -> None:
+    for name in _PLUGINS:
+        argument = (arguments(call, ()) or {}).get(name)
+        if argument is not None and literal(argument) is not None:
+            edits.refuse(argument, "unitrain's process group trains with DDP only: remove it", name=name)
+    edits.explain(call, "Accelerate trains on the process group that unitrain starts, with the same results")
+
+
+def _check_fabric(edits: Edits, call: cst.Call) -> None:
+    found = arguments(call, ("accelerator", "strategy", "devices", "num_nodes"))
+    if found is None:
+        edits.refuse(call, 'Pass the arguments by name: Fabric(strategy="ddp")')
+        return
+    strategy = literal(found.get("strategy"))
+    if strategy not in _STRATEGIES:
+        edits.refuse(found["strategy"], 'unitrain\'s process group trains with strategy="ddp" only', name="strategy")
+    edits.explain(
+        call,
+        "Fabric trains on the process group that unitrain starts, with the same results; devices and num_nodes must "
+        "match the launcher",
+    )
+
+
+def _compare_ranks(edits: Edits, call: cst.Call, rank: str, size: str) -> None:
+    """Add an assertion after the statement that assigns the object."""
+    statement = edits.script.statement(call)
+    target = targets(statement) if statement is not None else ()
+    if statement is None or len(target) != 1 or assigned_value(statement) is not call:
+        edits.refuse(call, "Assign it to a variable in a statement of its own")
+        return
+    name = edits.script.text(target[0])
+    fix = "Start it with: unitrain launch --launcher torchrun"
+    ranks = f"({name}.{rank}, {name}.{size}) == ({edits.backend}.rank, {edits.backend}.size)"
+    check = parse_statement(f'assert {ranks}, "{fix}"')
+    edits.replace_statement(statement, lambda updated: [updated, check])
+    edits.uses_backend.append(call)
+    edits.explain(call, "under a launcher other than torchrun, each rank would train on its own")
+
+
+def _convert_end(edits: Edits, call: cst.Call) -> None:
+    """Remove `accelerator.end_training()`, which destroys the process group, if the script has no trackers."""
+    script = edits.script
+    statement = script.statement(call)
+    if script.imported_name(call.func) is not None or statement is None:
+        return
+    has_trackers = any(
+        isinstance(node, cst.Name) and node.value in ("log_with", "init_trackers") for node in script.nodes
+    )
+    if has_trackers or assigned_value(statement) is not call:
+        edits.refuse(call, "It destroys the process group. Use: for tracker in accelerator.trackers: tracker.finish()")
+    else:
+        edits.remove_statement(statement)
+        edits.explain(call, "it would destroy the process group before the backend is shut down")
