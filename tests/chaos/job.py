@@ -33,7 +33,7 @@ class Job:
         self.folder, self._trial, self._hosts = folder, trial, both
         self._name, self._value = "UNITRAIN_TEST_LAUNCH", secrets.token_hex(8)
         self._log = folder / "output.txt"
-        self._last_start = 0
+        self._last_start, self._has_agents = 0, False
         self.faults = Faults(trial, folder, both, self.find_processes)
 
     def output(self) -> str:
@@ -51,10 +51,10 @@ class Job:
         started again.
         """
         (self.folder / "slots").write_text(f"{start.ranks[0]}\n")
-        self._last_start = len(self.output())
+        self._last_start, self._has_agents = len(self.output()), self._uses_agents(start)
         command = self._command(start)
         self._note(" ".join(command))
-        if not self._uses_agents(start):
+        if not self._has_agents:
             return self._wait(self._popen(command), deadline)
         done = subprocess.run(command, env=self._variables(), capture_output=True, text=True, check=False, timeout=60)
         agents = re.findall(r"^  on h\d: (.+)$", done.stderr, re.MULTILINE)
@@ -143,7 +143,13 @@ class Job:
         return []
 
     def check_memory_folders(self) -> list[str]:
-        """Return the folders for checkpoints in memory that still exist."""
+        """Return the folders for checkpoints in memory that still exist.
+
+        The folder of a command that is killed while no rank runs is removed by the next supervised job on its host,
+        so they are not checked after a start with agents.
+        """
+        if self._has_agents:
+            return []
         root = Path(f"/proc/{self._hosts[0].first}/root") if self._hosts else Path("/")
         names = set(re.findall(r"UNITRAIN_MEMORY_FOLDER=(\S+)", self.output()))
         return [f"left behind: {name}" for name in names if (root / name.lstrip("/")).exists()]

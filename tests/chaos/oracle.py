@@ -64,7 +64,7 @@ def check_samples(folder: Path) -> list[str]:
 def check_files(folder: Path) -> list[str]:
     """Return the files that are partial, corrupt or left behind, after all processes have exited."""
     run = folder / "disk" / "run"
-    wrong = [f"partial file: {path.name}" for path in run.glob(".*.unfinished")]
+    wrong = [f"partial file: {path.name}" for path in run.glob("*.unfinished")]
     checkpoints = files.list_checkpoints(run)
     if [path.name for path in checkpoints[:1]] != [files.checkpoint_path(run, STEPS).name]:
         wrong.append(f"checkpoints: {[path.name for path in checkpoints]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -40,6 +41,9 @@ if case == "threads":
     threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 if case == "writes":
     os.write(int(sys.argv[2]), b"through a pipe")
+if case == "closes":
+    os.close(int(sys.argv[2]))
+    time.sleep(60)
 if case == "waits":
     if "traps" in sys.argv:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
@@ -142,6 +146,20 @@ def test_inherited_descriptors_keep_their_numbers(script: Path) -> None:
     os.close(writing)
     with os.fdopen(reading) as file:
         assert file.read() == "through a pipe"
+
+
+def test_closed_descriptor_closes_the_pipe_while_the_process_runs(script: Path) -> None:
+    reading, writing = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, str(script), "closes", str(writing)], env=preloaded(os.environ), pass_fds=[writing]
+    ) as process:
+        os.close(writing)
+        ready, _, _ = select.select([reading], [], [], 20)
+        assert ready, "the pipe is still open after 20 s"
+        assert os.read(reading, 1) == b""
+        assert process.poll() is None
+        process.kill()
+    os.close(reading)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,10 @@ def _hand_over() -> None:
             _signal.signal(number, forward)
     connection.sendmsg([header], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
     connection.sendall(request)
+    # A pipe to this process must be closed when the forked process closes it. horovodrun's children detect by a closed
+    # pipe that horovodrun has exited.
+    for descriptor in [*kept[3:], *opened]:
+        posix.close(descriptor)
     try:
         answer = connection.recv(4)
     except OSError:
