@@ -128,17 +128,15 @@ def test_ddp_script_is_converted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "call", "ranks"),
+    ("library", "call", "rank"),
     [
-        ("from accelerate import Accelerator", "Accelerator(mixed_precision='no')", ("process_index", "num_processes")),
-        ("from lightning.fabric import Fabric", "Fabric(strategy='ddp')", ("global_rank", "world_size")),
+        ("from accelerate import Accelerator", "Accelerator(mixed_precision='no')", "process_index"),
+        ("from lightning.fabric import Fabric", "Fabric(strategy='ddp')", "global_rank"),
     ],
 )
-def test_accelerate_and_fabric_train_on_the_process_group_of_the_backend(
-    library: str, call: str, ranks: tuple[str, str]
-) -> None:
+def test_accelerate_and_fabric_train_on_the_process_group_of_the_backend(library: str, call: str, rank: str) -> None:
     check = (
-        f"assert (trainer.{ranks[0]}, trainer.{ranks[1]}) == (backend.rank, backend.size), "
+        f"assert backend.allgather_object(trainer.{rank}) == [*range(backend.size)], "
         '"Start it with: unitrain launch --launcher torchrun"\n'
     )
     converted = convert(f"{library}\n\ndef main():\n    trainer = {call}\n\nmain()\n")
@@ -336,8 +334,13 @@ def test_communication_hook_of_a_distributed_model_is_refused() -> None:
     assert problems(in_ddp(f"{wrapper}{line}\nlast = 1")) == {7: "model.require_backward_grad_sync"}
 
 
-@pytest.mark.parametrize("target", ["x, model", "self.model"])
-def test_models_are_followed_through_functions_and_attributes(target: str) -> None:
+@pytest.mark.parametrize("module", ["pytorch_lightning", "lightning", "lightning.pytorch", "transformers"])
+def test_trainers_of_other_libraries_are_refused(module: str) -> None:
+    header = f"from {module} import Trainer"
+    assert problems(in_horovod("trainer = Trainer(accelerator='horovod')\nlast = 1", header)) == {5: "Trainer"}
+
+
+def test_models_are_followed_through_functions_and_attributes() -> None:
     converted = convert("""
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel

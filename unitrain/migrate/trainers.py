@@ -28,10 +28,10 @@ def convert(edits: Edits) -> None:
         name = script.called_name(node)
         if name in ACCELERATE:
             _check_accelerator(edits, node)
-            _compare_ranks(edits, node, "process_index", "num_processes")
+            _compare_ranks(edits, node, "process_index")
         elif name in FABRIC:
             _check_fabric(edits, node)
-            _compare_ranks(edits, node, "global_rank", "world_size")
+            _compare_ranks(edits, node, "global_rank")
         elif isinstance(node.func, cst.Attribute) and node.func.attr.value == "end_training" and not node.args:
             _convert_end(edits, node)
 
@@ -59,8 +59,8 @@ def _check_fabric(edits: Edits, call: cst.Call) -> None:
     )
 
 
-def _compare_ranks(edits: Edits, call: cst.Call, rank: str, size: str) -> None:
-    """Add an assertion after the statement that assigns the object."""
+def _compare_ranks(edits: Edits, call: cst.Call, rank: str) -> None:
+    """Add an assertion, with the same result on all ranks, after the statement that assigns the object."""
     statement = edits.script.statement(call)
     target = targets(statement) if statement is not None else ()
     if statement is None or len(target) != 1 or assigned_value(statement) is not call:
@@ -68,7 +68,7 @@ def _compare_ranks(edits: Edits, call: cst.Call, rank: str, size: str) -> None:
         return
     name = edits.script.text(target[0])
     fix = "Start it with: unitrain launch --launcher torchrun"
-    ranks = f"({name}.{rank}, {name}.{size}) == ({edits.backend}.rank, {edits.backend}.size)"
+    ranks = f"{edits.backend}.allgather_object({name}.{rank}) == [*range({edits.backend}.size)]"
     check = parse_statement(f'assert {ranks}, "{fix}"')
     edits.replace_statement(statement, lambda updated: [updated, check])
     edits.uses_backend.append(call)

@@ -21,6 +21,11 @@ STRUCTURAL = {
     "torch.distributed.checkpoint": "Use TrainConfig(output_dir=...), or torch.save on rank 0",
     "torch.distributed.device_mesh": "Device meshes are not supported",
     "torch.distributed.init_device_mesh": "Device meshes are not supported",
+    # These train on a process group or on Horovod themselves.
+    "pytorch_lightning.Trainer": "Scripts with Lightning's Trainer are not converted. See docs/migrating/lightning.md",
+    "lightning.pytorch.Trainer": "Scripts with Lightning's Trainer are not converted. See docs/migrating/lightning.md",
+    "lightning.Trainer": "Scripts with Lightning's Trainer are not converted. See docs/migrating/lightning.md",
+    "transformers.Trainer": "Scripts with the Trainer of transformers are not converted",
     "deepspeed": "DeepSpeed is not supported",
     "apex.parallel": "Use torch.nn.parallel.DistributedDataParallel, then migrate the script",
     "accelerate.notebook_launcher": "Use unitrain.run: docs/guides/notebooks.md",
