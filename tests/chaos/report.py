@@ -29,8 +29,13 @@ def append(path: Path, seed: int | None, trial: Trial, outcome: Outcome) -> None
 
 def write_table(path: Path) -> None:
     """Write the Markdown table of all outcomes in `path` next to it. The latest outcome of a seed counts."""
-    rows = {row["seed"]: row for row in map(json.loads, path.read_text().splitlines())}
-    path.with_suffix(".md").write_text("\n".join(table(list(rows.values()))) + "\n")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    latest = {row["seed"]: row for row in rows}
+    earlier = sorted({row["seed"] for row in rows if row["wrong"] and row is not latest[row["seed"]]}, key=str)
+    lines = table(list(latest.values()))
+    if earlier:
+        lines[4] += f" Earlier failures of the seeds {', '.join(map(str, earlier))} were fixed."
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

@@ -27,6 +27,7 @@ def references() -> runner.References:
 
 
 @needs_hosts
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "seed",
     [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(FIRST, FIRST + COUNT) if seed != 0)],
