@@ -354,7 +354,10 @@ class TrainConfig:
     def _check_length(self) -> None:
         if (self.max_epochs is None) == (self.max_steps is None):
             found = (
-                "neither" if self.max_epochs is None else f"max_epochs={self.max_epochs} and max_steps={self.max_steps}"
+                "neither"
+                if self.max_epochs is None
+                else f"max_epochs={validation.describe_value(self.max_epochs)} and "
+                f"max_steps={validation.describe_value(self.max_steps)}"
             )
             raise ConfigError(
                 f"TrainConfig takes either max_epochs or max_steps, got {found}. Use TrainConfig(max_epochs=10)."
@@ -366,9 +369,10 @@ class TrainConfig:
         )
         for name in self.preemption_signals:
             if not isinstance(name, str) or name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
-                suggestion = did_you_mean(str(name), signal.Signals.__members__)
+                suggestion = did_you_mean(name, signal.Signals.__members__) if isinstance(name, str) else ""
                 raise ConfigError(
-                    f"TrainConfig.preemption_signals has {name!r}, which is not a signal that a program can handle. "
+                    f"TrainConfig.preemption_signals has {validation.describe_value(name)}, which is not a "
+                    "signal that a program can handle. "
                     f"{suggestion}{fix}."
                 )
         fix = "Use None for no time limit"

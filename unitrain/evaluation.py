@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.seeded_batches import seed_batches
 from unitrain.data.sharding import EvaluationShard
+from unitrain.errors import DataError
 from unitrain.metrics.means import create_means
 from unitrain.metrics.user_metrics import Metric, UserMetrics
 from unitrain.modules.buffers import broadcast_buffers
@@ -56,13 +58,17 @@ class Evaluation:
         return ("loss", *self._metrics.names)
 
     def evaluate(self, shard: EvaluationShard) -> dict[str, float]:
-        """Return the mean of the loss and of every metric over all samples, the same on every rank."""
+        """Return the mean of the loss and of every metric over all samples, the same on every rank.
+
+        Raises DataError on every rank if there are no samples.
+        """
         device = self._communicator.device
         losses = create_means(("loss",), device, exact=self._exact)
+        position = first = shard.seeded_position or 0
 
         def evaluate_shard() -> None:
+            nonlocal position
             self._metrics.reset()
-            position = shard.seeded_position or 0
             for batch, samples in self._batches(shard, shard):
                 if position in shard.part_starts:
                     self._metrics.begin_part()
@@ -76,7 +82,15 @@ class Evaluation:
 
         with self._evaluating():
             call_on_all_ranks(self._communicator, evaluate_shard)
-        return {**losses.reduce(self._communicator), **self._metrics.compute()}
+        results = losses.reduce(self._communicator)
+        if math.isnan(results["loss"]):  # on every rank
+            samples = self._communicator.allreduce(torch.tensor([position - first]), "sum")
+            if not samples:
+                raise DataError(
+                    "The data for evaluation contains no samples, so its means are undefined. Pass data with at least "
+                    "one sample."
+                )
+        return {**results, **self._metrics.compute()}
 
     def predict(self, shard: EvaluationShard) -> Any:
         """Return the model's outputs for all samples, in the order of the dataset, the same on every rank."""

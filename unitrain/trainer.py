@@ -235,10 +235,16 @@ class Trainer:
         are then named val_clean_loss and so on. If the run is already complete, `fit` only evaluates `val_data`, so the
         results do not include train_loss.
 
-        Raises DataError, ConfigError, CheckpointError or NonFiniteLossError on every rank. If any rank receives one of
+        Raises DataError (also for validation data without samples), ConfigError, CheckpointError or NonFiniteLossError
+        on every rank. A call within a callback of the same Trainer raises ConfigError. If any rank receives one of
         `config.preemption_signals`, `fit` saves a checkpoint and raises Preempted, which exits with code 75.
         """
         config = self.config
+        if self._stopping.is_active:
+            raise ConfigError(
+                "Trainer.fit was called by a callback or metric while fit of the same Trainer trains. Call "
+                "trainer.evaluate in the callback, or call fit again after fit has returned."
+            )
         self._check_data("fit", train_data=train_data, **trainer_arguments.validation_data_by_argument(val_data))
         settings = ShardSettings.from_config(
             config, elastic=self._run.is_elastic, elastic_batch_size=self._run.stored_batch_size
@@ -289,7 +295,8 @@ class Trainer:
     def evaluate(self, data: Data) -> dict[str, float]:
         """Return "loss" and each metric in eval mode: exact means over the samples of `data`. All ranks call it.
 
-        Every rank evaluates its shard with the buffers of rank 0, and returns the same results.
+        Every rank evaluates its shard with the buffers of rank 0, and returns the same results. Raises DataError on
+        every rank for data without samples.
         """
         self._check_data("evaluate", data=data)
         with self._averaged_weights():

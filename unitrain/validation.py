@@ -16,15 +16,21 @@ from typing import Any
 from unitrain.errors import ConfigError, did_you_mean
 
 _MAX_SHOWN_CHARACTERS = 60
+_MAX_TEXT_CHARACTERS = 400  # longer than most paths
 
 
 def describe_value(value: object) -> str:
     """Format `value` for a message: its repr if that is short and equal on every rank, otherwise its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    if isinstance(value, str) and len(value) > _MAX_TEXT_CHARACTERS:
+        return f"a string of {len(value)} characters that starts with {value[:_MAX_SHOWN_CHARACTERS]!r}"
     if value is None or isinstance(value, str | int | float | bool | Path):
         return repr(value)
-    text = repr(value) if isinstance(value, list | tuple | dict) else ""
+    try:
+        text = repr(value) if isinstance(value, list | tuple | dict) else ""
+    except Exception:  # an element's __repr__ may raise any exception
+        text = ""
     # Memory addresses differ between ranks.
     is_shown = 0 < len(text) <= _MAX_SHOWN_CHARACTERS and " at 0x" not in text
     return text if is_shown else f"an object of class {type(value).__name__}"
@@ -45,14 +51,14 @@ def check_positive(name: str, value: Any, fix: str, *, optional: bool = False) -
     """Check that `value` is a finite number above 0."""
     if value is None and optional:
         return value
-    if not _is_number(value) or not (math.isfinite(value) and value > 0):
+    if not is_finite_number(value) or value <= 0:
         raise ConfigError(f"{name} must be a number above 0, got {describe_value(value)}. {fix}.")
     return value
 
 
 def check_non_negative(name: str, value: Any, fix: str) -> Any:
     """Check that `value` is a finite number of at least 0."""
-    if not _is_number(value) or not 0 <= value < math.inf:
+    if not is_finite_number(value) or value < 0:
         raise ConfigError(f"{name} must be a number of at least 0, got {describe_value(value)}. {fix}.")
     return value
 
@@ -69,9 +75,8 @@ def check_boolean(name: str, value: Any, *, optional: bool = False) -> Any:
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
     """Check that `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        suggestion = did_you_mean(str(value), choices)
-        shown = repr(value) if isinstance(value, str) else describe_value(value)
-        raise ConfigError(f"Unknown {name} {shown}. {suggestion}Available: {', '.join(choices)}.")
+        suggestion = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise ConfigError(f"Unknown {name} {describe_value(value)}. {suggestion}Available: {', '.join(choices)}.")
     return value
 
 
@@ -128,5 +133,9 @@ def is_positive_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_finite_number(value: Any) -> bool:
+    """Return whether `value` is a finite number within the range of floats, and not a bool."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer above the range of floats
+        return False

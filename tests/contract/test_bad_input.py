@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import unitrain
 from unitrain import TrainConfig, Trainer
@@ -326,6 +326,73 @@ def a_foreign_parameter_of_sharded_gradients(backend: Backend, _: str) -> None:
     optimizer.step()
 
 
+class NoSamples(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def _trainer(backend: Backend, metrics: Any = None, callbacks: Any = ()) -> Trainer:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = TrainConfig(max_epochs=1, batch_size=2, progress="off")
+    return Trainer(
+        model, optimizer, nn.functional.mse_loss, backend=backend, config=config, metrics=metrics, callbacks=callbacks
+    )
+
+
+def evaluation_of_an_empty_stream(backend: Backend, _: str) -> None:
+    _trainer(backend).evaluate(NoSamples())
+
+
+def validation_on_an_empty_stream(backend: Backend, _: str) -> None:
+    _trainer(backend).fit(_data(8), NoSamples())
+
+
+def prediction_of_an_empty_stream(backend: Backend, _: str) -> None:
+    _trainer(backend).predict(NoSamples())
+
+
+def _evaluate_metric_of_one_rank(value: Any, backend: Backend, _: str) -> None:
+    _trainer(backend, {"error": lambda output, target: value if backend.rank else 1.0}).evaluate(_data(8))
+
+
+def a_metric_that_returns_none_on_one_rank(backend: Backend, _: str) -> None:
+    _evaluate_metric_of_one_rank(None, backend, _)
+
+
+def a_metric_that_returns_text_on_one_rank(backend: Backend, _: str) -> None:
+    _evaluate_metric_of_one_rank("0.5", backend, _)
+
+
+def a_metric_that_returns_a_mapping_on_one_rank(backend: Backend, _: str) -> None:
+    _evaluate_metric_of_one_rank({"a": 1.0}, backend, _)
+
+
+def a_metric_on_meta_on_one_rank(backend: Backend, _: str) -> None:
+    _evaluate_metric_of_one_rank(torch.ones((), device="meta"), backend, _)
+
+
+def _train_with_loss(backend: Backend, change: Callable[[torch.Tensor], Any]) -> None:
+    _train(backend, loss_fn=lambda output, target: change((output - target).pow(2).mean()))
+
+
+def a_loss_on_meta(backend: Backend, _: str) -> None:
+    _train_with_loss(backend, lambda loss: loss.to("meta"))
+
+
+def a_count_above_the_range_of_floats(backend: Backend, _: str) -> None:
+    _train_with_loss(backend, lambda loss: (loss, 10**400))
+
+
+class Fits(unitrain.Callback):
+    def on_epoch_end(self, trainer: Any, results: dict[str, float]) -> None:
+        trainer.fit(_data(8))
+
+
+def fit_within_a_callback(backend: Backend, _: str) -> None:
+    _trainer(backend, callbacks=[Fits()]).fit(_data(8))
+
+
 # The invalid call, and the required texts of the message: the invalid value, and the fix.
 CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (
@@ -398,6 +465,16 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
         "2 parameters received no gradient on every rank: spare.weight, spare.bias",
         "find_unused_parameters=True",
     ),
+    (evaluation_of_an_empty_stream, "The data for evaluation contains no samples", "at least one sample"),
+    (validation_on_an_empty_stream, "The data for evaluation contains no samples", "at least one sample"),
+    (prediction_of_an_empty_stream, "predict got data without samples", "at least one sample"),
+    (a_metric_that_returns_none_on_one_rank, "Metric 'error' must return a number or a tensor", "got None. Return the"),
+    (a_metric_that_returns_text_on_one_rank, "for a batch, got '0.5'", "Return the mean over the batch"),
+    (a_metric_that_returns_a_mapping_on_one_rank, "for a batch, got {'a': 1.0}", "pass one function per result"),
+    (a_metric_on_meta_on_one_rank, "got a tensor of shape [] on device meta", "Return the mean over the batch"),
+    (a_loss_on_meta, "The loss must be one number, got a tensor on device meta", "return the mean over the batch"),
+    (a_count_above_the_range_of_floats, "must be at least 1, or 0 if the sum is 0, got inf", "number of tokens"),
+    (fit_within_a_callback, "Trainer.fit was called by a callback or metric", "call fit again after fit has returned"),
     (parameters_unused_later, "Some parameters received no gradient on this rank", "find_unused_parameters=True"),
 ]
 

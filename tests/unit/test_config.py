@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from one_rank import simulate_rank
 
+from unitrain.backends.compression_setting import PowerSGD
 from unitrain.backends.local_sgd_config import LocalSGDConfig
 from unitrain.config import TrainConfig, check_same_config
 from unitrain.errors import ConfigError
@@ -162,3 +164,41 @@ def test_different_settings_on_ranks_are_named() -> None:
     message = r"Trainer\(config_text=\.\.\.\) differs between ranks 0 and 1\."
     with pytest.raises(ConfigError, match=message):
         check_same_config(mine, simulate_rank(0, 2, gathered=[(mine, "seed: 0"), (mine, "seed: 1")]), "seed: 0")
+
+
+class _Unprintable:
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("not comparable")
+
+    __hash__ = object.__hash__
+
+
+INVALID: list[Any] = [_Unprintable(), [_Unprintable()], 10**400, "x" * 10000, np.array([1, 2]), 1j, b"x", {"a": None}]
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, LocalSGDConfig, PowerSGD])
+def test_unusual_values_of_every_field_are_accepted_or_raise_a_config_error(kind: type[Any]) -> None:
+    required: dict[str, Any] = {TrainConfig: {"max_epochs": 1, "output_dir": "runs"}, LocalSGDConfig: {"steps": 5}}.get(
+        kind, {}
+    )
+    raised = 0
+    for field in dataclasses.fields(kind):
+        for value in INVALID:
+            try:
+                kind(**{**required, field.name: value})
+            except ConfigError as error:
+                assert len(str(error)) < 1500
+                raised += 1
+    assert raised > len(dataclasses.fields(kind)) * len(INVALID) // 2
+
+
+def test_numbers_above_the_range_of_floats_and_unprintable_values_are_described() -> None:
+    with pytest.raises(ConfigError, match=r"^TrainConfig\.max_grad_norm must be a number above 0, got 1000"):
+        TrainConfig(max_epochs=1, max_grad_norm=10**400)
+    with pytest.raises(ConfigError, match=r"^TrainConfig\.seed must be a whole number, got an object of class list\. "):
+        TrainConfig(max_epochs=1, seed=[_Unprintable()])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^TrainConfig\.seed must .* got a string of 10000 characters that starts"):
+        TrainConfig(max_epochs=1, seed="x" * 10000)  # type: ignore[arg-type]

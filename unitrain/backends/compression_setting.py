@@ -14,11 +14,11 @@ rank.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from unitrain.errors import ConfigError, did_you_mean
+from unitrain.validation import describe_value, is_finite_number
 
 CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
 
@@ -57,20 +57,20 @@ class PowerSGD:
             value: Any = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ConfigError(
-                    f"PowerSGD.{name} must be an integer of at least {minimum}, got {value!r}. "
+                    f"PowerSGD.{name} must be an integer of at least {minimum}, got {describe_value(value)}. "
                     f"Use PowerSGD({name}={getattr(PowerSGD, name)})."
                 )
         rate: Any = self.min_compression_rate
-        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not (is_number and math.isfinite(rate) and rate > 0):
+        if not is_finite_number(rate) or rate <= 0:
             raise ConfigError(
-                f"PowerSGD.min_compression_rate must be a number above 0, got {rate!r}. "
+                f"PowerSGD.min_compression_rate must be a number above 0, got {describe_value(rate)}. "
                 "Use PowerSGD(min_compression_rate=2)."
             )
         for name in ("warm_start", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
-                    f"PowerSGD.{name} must be True or False, got {getattr(self, name)!r}. Use PowerSGD({name}=True)."
+                    f"PowerSGD.{name} must be True or False, got {describe_value(getattr(self, name))}. "
+                    f"Use PowerSGD({name}=True)."
                 )
 
 
@@ -84,9 +84,10 @@ def read_compression(
     if isinstance(compression, PowerSGD):
         return compression
     choices = get_args(CompressionName)
-    if compression not in choices:
-        suggestion = did_you_mean(str(compression), choices)
+    if not isinstance(compression, str) or compression not in choices:
+        suggestion = did_you_mean(compression, choices) if isinstance(compression, str) else ""
         raise ConfigError(
-            f"Unknown {setting} {compression!r}. {suggestion}Available: {', '.join(choices)}, unitrain.PowerSGD(...)."
+            f"Unknown {setting} {describe_value(compression)}. {suggestion}Available: "
+            f"{', '.join(choices)}, unitrain.PowerSGD(...)."
         )
     return PowerSGD() if compression == "powersgd" else compression

@@ -24,7 +24,6 @@ every rank.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -64,14 +63,13 @@ class LocalSGDConfig:
         validation.check_integer("LocalSGDConfig.warmup_steps", self.warmup_steps, 0, "Use 0 to start with local steps")
         validation.check_positive("LocalSGDConfig.outer_lr", self.outer_lr, "Use outer_lr=0.7 with outer_momentum=0.9")
         momentum: Any = self.outer_momentum
-        is_number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
-        if not (is_number and math.isfinite(momentum) and 0 <= momentum < 1):
+        if not validation.is_finite_number(momentum) or not 0 <= momentum < 1:
             raise ConfigError(
                 f"LocalSGDConfig.outer_momentum must be a number from 0 to below 1, got "
                 f"{validation.describe_value(momentum)}. Use outer_momentum=0.9, or 0 to average the weights."
             )
         validation.check_choice("LocalSGDConfig.compression", self.compression, get_args(OuterCompression))
-        if self.synchronous_ranks != "host":
+        if not (isinstance(self.synchronous_ranks, str) and self.synchronous_ranks == "host"):
             fix = "Use synchronous_ranks='host', or 1 to train every rank on its own"
             validation.check_integer("LocalSGDConfig.synchronous_ranks", self.synchronous_ranks, 1, fix)
 

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Communicator
-from unitrain.errors import ConfigError
+from unitrain.errors import ConfigError, TensorError
 from unitrain.metrics.means import Means, create_means
 from unitrain.metrics.torchmetrics import TorchMetrics, is_torchmetric
+from unitrain.validation import describe_value
 
 # A function (output, target) -> mean over the batch or one value per sample, or a torchmetrics Metric or
 # MetricCollection.
@@ -52,8 +54,9 @@ class UserMetrics:
             self._torchmetrics.begin_part()
 
     def update(self, output: Any, target: Any, samples: int) -> None:
-        """Add a batch of `samples` samples."""
-        self._means.add([metric(output, target) for metric in self._functions.values()], samples)
+        """Add a batch of `samples` samples. Raises TensorError if a function does not return numbers."""
+        values = [_read_value(name, metric(output, target)) for name, metric in self._functions.items()]
+        self._means.add(values, samples)
         if self._torchmetrics is not None:
             self._torchmetrics.update(output, target)
 
@@ -80,3 +83,21 @@ def _check_unique_names(names: list[str]) -> tuple[str, ...]:
                 f"Two metrics have a result named {name!r}. Give one of them another name in Trainer(metrics={{...}})."
             )
     return tuple(names)
+
+
+def _read_value(name: str, value: Any) -> Tensor | float:
+    """Return the result of metric `name` if it can be converted to a tensor of numbers, otherwise raise TensorError."""
+    if isinstance(value, Tensor):
+        if not value.is_meta:
+            return value
+        found = f"a tensor of shape {list(value.shape)} on device meta"
+    else:
+        try:
+            torch.tensor(value, dtype=torch.float64)
+            return value  # type: ignore[no-any-return]
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            found = describe_value(value)
+    raise TensorError(
+        f"Metric {name!r} must return a number or a tensor of numbers for a batch, got {found}. Return the mean over "
+        "the batch or one value per sample, and pass one function per result in Trainer(metrics={...})."
+    )

@@ -44,9 +44,14 @@ def read_loss(output: LossOutput) -> Loss:
     if not value.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")
         raise ModelError(f"The loss must be a floating-point number, got one of dtype {kind}. {_RETURN}")
+    if value.is_meta:
+        raise ModelError(f"The loss must be one number, got a tensor on device meta, which has no values. {_RETURN}")
     # Counts on a GPU are checked when the running loss is computed, to avoid a host-device synchronization here.
     if tokens is not None and not (isinstance(tokens, Tensor) and tokens.device.type != "cpu"):
-        count = float(tokens)
+        try:
+            count = float(tokens)
+        except OverflowError:  # an integer above the range of floats
+            count = math.inf
         counts_none = count == 0 and value.device.type == "cpu" and bool(value.detach() != 0)
         if isinstance(tokens, bool) or not 0 <= count < math.inf or counts_none:
             raise ModelError(

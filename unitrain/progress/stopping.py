@@ -25,15 +25,15 @@ _INTERVAL_SECONDS = 2.0
 class StopCoordinator:
     """Stops a `fit` call at the same step on every rank: on request, at the time limit, or after a signal.
 
-    Use it as a context manager. `reason` states why the ranks stop, and is None while they continue. `preempted` is
-    True if they stop because of a signal. All ranks call every method except `request`.
+    Use it as a context manager; `is_active` is True inside it. `reason` states why the ranks stop, and is None while
+    they continue. `preempted` is True if they stop because of a signal. All ranks call every method except `request`.
     """
 
     def __init__(self, communicator: Communicator, *, max_seconds: float | None, signals: Sequence[str]) -> None:
         self._communicator, self._max_seconds = communicator, max_seconds
         self._preemption = PreemptionHandler(signals)
         self.reason: str | None = None
-        self.preempted = False
+        self.preempted = self.is_active = False
         self._requested_reason: str | None = None
         self._start_time = 0.0
         self._interval_steps = self._next_exchange_step = 1
@@ -41,6 +41,7 @@ class StopCoordinator:
         self._timing_start: tuple[int, float] | None = None
 
     def __enter__(self) -> Self:
+        self.is_active = True
         self.reason, self.preempted, self._requested_reason = None, False, None
         self._start_time = time.perf_counter()
         self._preemption.__enter__()
@@ -54,6 +55,7 @@ class StopCoordinator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.is_active = False
         self._preemption.__exit__(kind, error, trace)
         if isinstance(error, Preempted):
             supervisor_client.report_preempted()
