@@ -221,7 +221,7 @@ def test_the_mann_whitney_test_equals_scipy() -> None:
     ("arguments", "message"),
     [
         ("tinny", "Unknown model 'tinny'. Did you mean 'tiny'? Available: tiny, 25M, gpt, resnet18, resnet50, "),
-        ("absent.py:make", "There is no file 'absent.py'. Name the file of the function: file.py:function"),
+        ("absent.py:make", "There is no file 'absent.py'. Pass the file and the function: file.py:function"),
         ("tiny --setting precison=bf16", "got 'precison=bf16'. Did you mean 'precision'?"),
         ("tiny --setting precision=bf17", "Unknown TrainConfig.precision 'bf17'. Did you mean 'bf16'?"),
         ("tiny --ranks one", "--ranks takes positive integers, as in 1,2,4, got 'one' in 'one'. Use --ranks 1,2"),

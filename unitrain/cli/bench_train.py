@@ -129,7 +129,7 @@ def _check_target(target: str, function: str) -> None:
 
     if is_config_file(target):
         if not Path(target).is_file():
-            raise ConfigError(f"There is no file {target!r}. Name a configuration file: config.yaml")
+            raise ConfigError(f"There is no file {target!r}. Pass a configuration file: config.yaml")
         return
     module, _, name = function.rpartition(":")
     if not module or not name:
@@ -139,7 +139,7 @@ def _check_target(target: str, function: str) -> None:
             "file.py:function."
         )
     if module.endswith(".py") and not Path(module).is_file():
-        raise ConfigError(f"There is no file {module!r}. Name the file of the function: file.py:function")
+        raise ConfigError(f"There is no file {module!r}. Pass the file and the function: file.py:function")
 
 
 def _parse_setting(text: str) -> dict[str, Any]:

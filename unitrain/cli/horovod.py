@@ -152,7 +152,7 @@ class _Progress:
 
         columns = (TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
         self._terminal = Console().is_terminal
-        self._bar: Any = Progress(*columns, TimeElapsedColumn(), TextColumn("of usually {task.fields[usual]}"))
+        self._bar: Any = Progress(*columns, TimeElapsedColumn(), TextColumn("(usually {task.fields[usual]})"))
         self._typical_duration = _format_duration(plan.typical_seconds)
         self._task: Any = None
         self._reported_tenths = 0

@@ -39,6 +39,6 @@ def report(folders: tuple[Path, ...], output: Path | None, png: bool) -> None:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(
-            f"Cannot write '{output}': {error}. Name another file: unitrain report --output report.html ..."
+            f"Cannot write '{output}': {error}. Use another file: unitrain report --output report.html ..."
         ) from error
     click.echo(output)

@@ -13,7 +13,7 @@ from unitrain.errors import ConfigError, MissingDependencyError
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG ...] [--KEY VALUE ...]")
 def train(words: tuple[str, ...]) -> None:
-    """Train as described by the YAML or JSON files CONFIG, of which later ones take precedence.
+    """Train as described by the YAML or JSON files CONFIG. Later files override earlier ones.
 
     The keys are the settings of TrainConfig, and the model, optimizer, scheduler, loss function, metrics, data,
     callbacks and loggers, whose classes or functions are named by import path. Options override the files. The resolved

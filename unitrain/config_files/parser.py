@@ -92,7 +92,7 @@ class ParsedConfig:
 
 
 def parse(words: Sequence[str]) -> ParsedConfig:
-    """Parse the command line of `unitrain train`: files, of which later ones take precedence, and options --key value.
+    """Parse the command line of `unitrain train`: files and options --key value.
 
     Inserts the folders of modules into sys.path, and imports the modules that the values name. The options --help and
     --print_config print and exit. Raises ConfigError, or MissingDependencyError without jsonargparse.
