@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -475,6 +476,40 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (a_loss_on_meta, "The loss must be one number, got a tensor on device meta", "return the mean over the batch"),
     (a_count_above_the_range_of_floats, "must be at least 1, or 0 if the sum is 0, got inf", "number of tokens"),
     (fit_within_a_callback, "Trainer.fit was called by a callback or metric", "call fit again after fit has returned"),
+    (
+        frozen_on_one_rank,
+        "Parameter '0.weight' is trained on rank 0 and frozen on rank 1",
+        "Freeze and unfreeze the same",
+    ),
+    (another_stride_on_one_rank, "'weight' has stride [3, 1] on rank 0 and [1, 2] on rank 1", "the same memory format"),
+    (a_sparse_parameter_on_one_rank, "'weight' of Linear is a tensor of layout torch.sparse_coo", "tensor.to_dense()"),
+    (a_model_on_meta_on_one_rank, "Linear has tensors on device meta", "Use model.to_empty(device=backend.device)"),
+    (
+        another_order_in_the_optimizer_of_one_rank,
+        "Parameter 0 of the optimizer is 'weight' on rank 0 and 'bias' on rank 1",
+        "in the same order on every rank",
+    ),
+    (no_learning_rate_on_one_rank, "lr in parameter group 0 of the Trainer's SGD", "such as lr=0.1"),
+    (no_groups_on_one_rank, "Trainer(optimizer) is a SGD without parameter groups", "such as lr=0.1"),
+    (
+        another_schedule_on_one_rank,
+        "differ after step 1: their sums over the parameter groups are 0.05 and 0.09",
+        "Build the same scheduler on every rank",
+    ),
+    (a_schedule_on_one_rank, "groups are 0.1 and 0.05", "Build the same scheduler on every rank"),
+    (a_wrong_interval_on_one_rank, "ReduceLROnPlateau needs the results of an epoch", 'scheduler_interval="epoch"'),
+    (
+        a_callback_that_changes_the_learning_rate_on_one_rank,
+        "groups are 0.1 and 0.101",
+        "let callbacks change the learning rate on every rank",
+    ),
+    (
+        another_order_of_metrics_on_one_rank,
+        "metrics=['b', 'a'] on rank 0 and metrics=['a', 'b'] on rank 1",
+        "Pass the same value on every rank",
+    ),
+    (no_validation_sets_on_one_rank, "val_data takes a dataset, or a mapping", "trainer.fit(train_data, {"),
+    (another_validation_set_on_one_rank, "Trainer.fit was called with val_data", "Pass the same value on every rank"),
     (parameters_unused_later, "Some parameters received no gradient on this rank", "find_unused_parameters=True"),
 ]
 
@@ -509,3 +544,14 @@ def test_bad_input_raises_the_same_error_on_every_rank(
     sentences = [part for part in texts[0].split(". ") if part]
     assert len(sentences) >= 2, f"a finding and a fix: {texts[0]}"
     assert group.run(still_works) == [2.0, 2.0]
+
+
+def test_every_case_is_run() -> None:
+    takes_a_backend = {
+        name
+        for name, function in globals().items()
+        if inspect.isfunction(function)
+        and not name.startswith("_")
+        and [*inspect.signature(function).parameters][:2] == ["backend", "_"]
+    }
+    assert takes_a_backend == {case[0].__name__ for case in CASES if "_" in inspect.signature(case[0]).parameters}
