@@ -102,7 +102,9 @@ def rows(rate: str, backend: str, found: dict[str, Any], arguments: dict[str, An
 @click.option("--evaluate-every", type=click.IntRange(min=1), default=25, show_default=True)
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--target", default=1.1, show_default=True, help="Loss to reach, relative to synchronous training.")
-@click.option("--limit-seconds", default=1400.0, show_default=True, help="Limit per rate and backend.")
+@click.option(
+    "--limit-seconds", "timeout_seconds", default=1400.0, show_default=True, help="Limit per rate and backend."
+)
 def main(
     output: Path,
     rates: list[str],
