@@ -78,6 +78,7 @@ def test_collectives_are_measured_on_every_backend_and_transport(tmp_path: Path)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.ci
 def test_under_a_launcher_its_ranks_measure_both_backends(tmp_path: Path) -> None:
     saved = tmp_path / "launched.json"
     launch = [sys.executable, "-m", "unitrain", "launch", "--launcher", "torchrun", "-np", "3"]

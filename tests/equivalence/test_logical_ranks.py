@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups import nightly
+from groups import ci, nightly
 from logical_ranks_training import BATCH, LOGICAL_RANKS, STEPS, VARIANTS, Digests, Network, Noisy, build, digest, train
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -102,7 +102,7 @@ def test_variants_are_different_runs(alone) -> None:
     assert len(set(parameters.values())) == len(parameters)
 
 
-@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+@pytest.mark.parametrize("checkpoint_format", ["sharded", *ci("full")])
 def test_resume_on_other_processes_within_an_epoch(alone, route_groups, tmp_path: Path, checkpoint_format: str) -> None:
     route = [("ddp", 3, 2), ("local", 1, 5), ("horovod", 2, STEPS)]
     settings = {"output_dir": str(tmp_path), "resume": True, "checkpoint_format": checkpoint_format}

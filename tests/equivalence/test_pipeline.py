@@ -90,7 +90,7 @@ def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(ot
 @pytest.mark.parametrize(
     ("backend", "fault"),
     [
-        ("ddp", "inputs"),
+        pytest.param("ddp", "inputs", marks=pytest.mark.ci),
         ("ddp", "forward"),
         ("horovod", "targets"),
         pytest.param("ddp", "block", marks=pytest.mark.ci),

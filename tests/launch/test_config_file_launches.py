@@ -39,7 +39,7 @@ def assert_equal(first: Path, second: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("backend", [*ci("ddp"), "horovod"])
+@pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
 def test_file_has_the_numbers_of_the_script_on_two_ranks(backend: str, tmp_path: Path) -> None:
     script, file = tmp_path / "script", tmp_path / "file"
     launch = [BIN / "unitrain", "launch", "-np", "2", "--backend", backend]
