@@ -63,7 +63,8 @@ class TrainConfig:
     gradient_accumulation_steps: int | None = None
     """Micro-batches per optimizer step. The default is 1 unless `global_batch_size` is set."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all ranks. If this is the only setting, it is divided by the number of ranks."""
+    """Samples per optimizer step over all ranks. Without the other two settings, it is divided by the number of
+    ranks."""
     eval_batch_size: int | None = None
     """Samples per rank and batch in evaluation. The default is the batch size of the DataLoader, or of training."""
 
@@ -274,7 +275,7 @@ class TrainConfig:
         if self.resume is True and self.output_dir is None:
             raise ConfigError(
                 "TrainConfig.resume=True looks for checkpoints in output_dir, which is not set. "
-                'Use TrainConfig(output_dir="runs/first", resume=True), or name a checkpoint: resume="runs/first".'
+                'Use TrainConfig(output_dir="runs/first", resume=True), or pass a checkpoint: resume="runs/first".'
             )
         for name in ("keep_every_epochs", "keep_best"):
             if self.keep_last is None and getattr(self, name) is not None:
@@ -347,7 +348,7 @@ class TrainConfig:
                 )
         if self.precision == "fp16":
             raise ConfigError(
-                "TrainConfig.precision='fp16' is not supported with local_sgd, because each rank would skip other "
+                "TrainConfig.precision='fp16' is not supported with local_sgd, because ranks would skip different "
                 "steps. Use precision='bf16', or leave local_sgd out."
             )
 
@@ -402,7 +403,7 @@ _OPTIONAL_INTEGER_SETTINGS = (
     ("checkpoint_every_steps", 1, "Leave it out to write a checkpoint after epochs only"),
     ("memory_checkpoint_every_steps", 1, "Leave it out to keep no checkpoints in memory"),
     ("keep_last", 1, "Use None to keep every checkpoint"),
-    ("keep_every_epochs", 1, "Use 10 to keep also the checkpoint of every tenth epoch"),
+    ("keep_every_epochs", 1, "Use 10 to also keep the checkpoint of every tenth epoch"),
     ("validate_every_steps", 1, "Leave it out to validate after epochs only"),
     ("limit_train_steps", 1, "Leave it out to train on all data"),
     ("limit_val_batches", 1, "Leave it out to evaluate all data"),

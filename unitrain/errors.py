@@ -12,10 +12,10 @@ class also subclasses a builtin exception, so that `except ValueError` in a user
     ├── MissingDependencyError      (ImportError)   optional package is missing
     ├── HorovodBuildError           (RuntimeError)  Horovod could not be built
     ├── UnsupportedError            (NotImplementedError)  backend does not provide the feature
-    ├── TensorError                 (ValueError)    tensor that an operation does not accept
+    ├── TensorError                 (ValueError)    tensor that the operation does not accept
     ├── CollectiveArgumentError     (RuntimeError, ValueError)  arguments that a torch.distributed group does not accept
     ├── CollectiveMismatchError     (RuntimeError)  ranks called different collectives, or with different arguments
-    ├── CollectiveTimeoutError      (TimeoutError)  ranks were missing until the timeout
+    ├── CollectiveTimeoutError      (TimeoutError)  some ranks did not participate before the timeout
     ├── ModelError                  (ValueError)    model, optimizer or loss that cannot be trained
     │   ├── NonFiniteLossError      (ArithmeticError)
     │   └── NonFiniteGradientError  (ArithmeticError)
@@ -23,7 +23,7 @@ class also subclasses a builtin exception, so that `except ValueError` in a user
     ├── AuthenticationError         (RuntimeError)  a message does not come from a process of this job
     ├── LoggerError                 (RuntimeError)  a logger cannot be started
     ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or its result contains no numbers
-    ├── DataError                   (ValueError)    dataset that cannot be sharded
+    ├── DataError                   (ValueError)    dataset that is invalid, fails, or cannot be sharded
     ├── CheckpointError             (OSError)       checkpoint that cannot be written or restored
     ├── ReportError                 (ValueError)    folder without the record of a run, or with a corrupt one
     ├── FunctionError               (ValueError)    function or argument that cannot be sent to ranks
@@ -112,7 +112,7 @@ class CallbackError(UnitrainError, RuntimeError):
 
 
 class AuthenticationError(UnitrainError, RuntimeError):
-    """A message does not come from a process of this job."""
+    """A message was not sent by a process of this job."""
 
 
 class LoggerError(UnitrainError, RuntimeError):
@@ -124,7 +124,7 @@ class MetricError(UnitrainError, RuntimeError):
 
 
 class DataError(UnitrainError, ValueError):
-    """A dataset cannot be sharded."""
+    """A dataset is invalid, raises an error, or cannot be sharded."""
 
 
 class CheckpointError(UnitrainError, OSError):

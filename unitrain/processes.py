@@ -85,7 +85,7 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
 
 @functools.cache
 def terminate_workers_with_rank() -> None:
-    """Make DataLoader workers that this process forks from now on terminate when this process terminates.
+    """Make all DataLoader workers that this process forks after this call terminate when this process does.
 
     This includes workers of the user's DataLoaders, but not spawned workers; the Trainer's spawned workers call
     `terminate_with_parent`.
@@ -108,8 +108,8 @@ def terminate_workers_with_rank() -> None:
 def parent_death_signal(number: signal.Signals) -> Callable[[], bool]:
     """Return a function that requests signal `number` for the calling process when its parent terminates.
 
-    The function returns whether the kernel supports this. It may be called after a fork, where loading a library is not
-    safe. The kernel sends the signal when the thread that started the process terminates.
+    The function returns whether the kernel supports this. It may be called in a forked process, in which loading a
+    library is not safe. The kernel sends the signal when the thread that started the process terminates.
     """
     if sys.platform != "linux":
         return lambda: False

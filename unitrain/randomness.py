@@ -53,7 +53,8 @@ def seed_evaluation_batch(position: int) -> None:
 
 
 def seed_after_step(seed: int, step: int) -> None:
-    """Seed the generators of this process equally in all processes, after `step` steps with logical ranks."""
+    """Seed the generators of this process, after `step` steps with logical ranks. The seed is equal in all
+    processes."""
     seed_generators(derive_seed(seed, SeedPurpose.STEP, step))
 
 
@@ -71,7 +72,8 @@ def capture_generators(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the result of `capture_generators`. If it has no GPU state, the GPU generator does not change."""
+    """Restore the RNG state that `capture_generators` returned. Without a GPU state, the GPU generator does not
+    change."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def read_regular_file(path: Path, max_bytes: int) -> str:
-    """Return the text of a file. Raises OSError for a FIFO or device, which could block, a folder, or a larger file."""
+    """Return the text of file `path`. Raises OSError if it is a FIFO or a device (which could block), a folder, or
+    larger than `max_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):

@@ -10,19 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
-from unitrain import trainer_arguments
+from unitrain import trainer_arguments, trainer_model
 from unitrain.backends.base import Backend
-from unitrain.backends.capabilities import SupportsShardedParameters, require_capability
 from unitrain.backends.checks import check_same_settings
 from unitrain.backends.logical_ranks import check_logical_ranks, set_current_logical_rank
-from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
 from unitrain.config import TrainConfig, check_same_config, dry_run_config
-from unitrain.data.batch_size import evaluation_batch_sizes
-from unitrain.data.loading import Data, check_is_dataset
+from unitrain.data.loading import Data
 from unitrain.data.order import MicroBatch, begin_micro_batch
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.sharding import EvaluationShard, open_training_data
@@ -32,15 +29,12 @@ from unitrain.evaluation import Evaluation, LossFunction
 from unitrain.loggers.logger import Logger
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
-from unitrain.modules.acceleration import compile_forward, use_channels_last
-from unitrain.modules.activation_checkpointing import checkpoint_activations
-from unitrain.modules.sync_batch_norm import exclude_from_statistics, sync_batch_norm
-from unitrain.optim.ema import WeightAverage
+from unitrain.modules.sync_batch_norm import exclude_from_statistics
 from unitrain.optim.learning_rate import LearningRateFactor, check_same_learning_rates, learning_rate_sum
 from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.loss_weighting import LossWeighting, read_training_loss
-from unitrain.optim.precision import Precision, allow_tf32
-from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory
+from unitrain.optim.precision import Precision
+from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory, planned_scheduler
 from unitrain.optim.step import Forward, ForwardFunction, ParameterUpdate, backward, block_gradients
 from unitrain.progress.reporter import RunReporter
 from unitrain.progress.stopping import StopCoordinator, SyncPoint
@@ -57,15 +51,15 @@ class Trainer:
 
     All ranks must pass the same arguments and call the same methods.
 
-    `optimizer` contains the parameters of `model`, and `scheduler` belongs to `optimizer`. `scheduler` may also be a
-    function `scheduler(optimizer, total_steps)`, which `fit` calls when the number of steps is known. `loss_fn(output,
-    target)` returns the mean loss over the batch, or a pair (sum, count) for a mean over tokens or pixels. `metrics`
-    maps names to functions that return the mean over the batch or one value per sample, or to torchmetrics objects,
-    whose states are merged exactly over ranks. A batch is a pair (inputs, targets), and the model is called with the
-    inputs. For other batch structures, pass a function `forward(model, batch)` that calls `model` and returns (output,
-    target). `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard", "wandb" and "mlflow"; rank 0 logs.
-    `config_text`, such as the configuration file of the script, is stored as config.yaml in `config.output_dir` and in
-    each checkpoint.
+    `optimizer` contains the parameters of `model`, and `scheduler` changes the learning rates of `optimizer`.
+    `scheduler` may also be a function `scheduler(optimizer, total_steps)`, which `fit` calls when the number of steps
+    is known. `loss_fn(output, target)` returns the mean loss over the batch, or a pair (sum, count) for a mean over
+    tokens or pixels. `metrics` maps names to functions that return the mean over the batch or one value per sample, or
+    to torchmetrics objects, whose states are merged exactly over ranks. A batch is a pair (inputs, targets), and the
+    model is called with the inputs. For other batch structures, pass a function `forward(model, batch)` that calls
+    `model` and returns (output, target). `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard",
+    "wandb" and "mlflow"; rank 0 logs. `config_text`, such as the configuration file of the script, is stored as
+    config.yaml in `config.output_dir` and in each checkpoint.
 
     With `config.resume`, the constructor restores the state. With `config.ema_decay`, `averaged_model` contains the
     averaged weights and is used for evaluation. For callbacks, `progress` counts epochs, steps and samples,
@@ -107,11 +101,7 @@ class Trainer:
             loss_fn, config, callbacks, forward, loggers = used.loss_fn, used.config, used.callbacks, used.forward, ()
         self.backend, self.config = backend, config
         self.loss_fn = loss_fn
-        self._scheduler: LRScheduler | PlannedScheduler | None
-        if scheduler is None or isinstance(scheduler, LRScheduler) or not callable(scheduler):
-            self._scheduler = scheduler
-        else:
-            self._scheduler = PlannedScheduler(scheduler, optimizer)
+        self._scheduler = planned_scheduler(scheduler, optimizer)
         self._epoch_scheduler = call_on_all_ranks(backend, lambda: EpochScheduler(self._scheduler, config))
         self._precision = call_on_all_ranks(backend, lambda: Precision(config.precision, backend.device))
         self._callbacks = call_on_all_ranks(backend, lambda: Callbacks(callbacks))
@@ -127,36 +117,13 @@ class Trainer:
         self._loss = RunningLoss(backend, exact=has_logical_ranks)
         self._loss_weighting = LossWeighting(backend, config.logical_ranks)
 
-        allow_tf32(config.tf32)
-        model.to(backend.device)
-        if optimizer.state:  # moves state that was loaded before the model was moved to the device
-            optimizer.load_state_dict(optimizer.state_dict())
-        if config.channels_last:
-            use_channels_last(model)
-        if config.checkpoint_activations:
-            call_on_all_ranks(backend, lambda: checkpoint_activations(model, config.checkpoint_activations))
-        if config.sync_batch_norm:
-            call_on_all_ranks(backend, lambda: sync_batch_norm(model, backend))
-        self._weight_average = call_on_all_ranks(
-            backend, lambda: WeightAverage.create(backend.unwrap(model), config.ema_decay)
-        )
+        self._weight_average = trainer_model.prepare_model(model, optimizer, config, backend)
         self.averaged_model = None if self._weight_average is None else self._weight_average.model
-        if config.compile:
-            compile_forward(model, self.averaged_model, mode=config.compile)
         evaluated = model if self.averaged_model is None else self.averaged_model
-        self._evaluation = call_on_all_ranks(
-            backend,
-            lambda: Evaluation(
-                evaluated,
-                self._forward,
-                loss_fn,
-                metrics or {},
-                self._precision,
-                self._prefetch,
-                backend,
-                exact=has_logical_ranks,
-            ),
-        )
+        self._evaluation = call_on_all_ranks(backend, lambda: Evaluation(
+            evaluated, self._forward, loss_fn, metrics or {}, self._precision, self._prefetch, backend,
+            exact=has_logical_ranks,
+        ))  # fmt: skip
 
         parts: dict[str, Stateful] = {
             "precision": self._precision, "callbacks": self._callbacks, "loss": self._loss,
@@ -176,27 +143,14 @@ class Trainer:
         self.model, self.optimizer = model, optimizer
         self._local: LocalSGD | None = None
         if config.local_sgd is None:
-            self.model = backend.distributed_model(
-                model,
-                shard=config.shard,
-                shard_blocks=config.shard_blocks,
-                find_unused_parameters=config.find_unused_parameters,
-                broadcast_buffers=config.broadcast_buffers,
-                compression=config.compression,
-                **({"logical_ranks": config.logical_ranks} if has_logical_ranks else {}),
-            )
+            self.model = trainer_model.distribute_model(model, config, backend)
         else:
             self._local = LocalSGD(
                 model, optimizer, backend, config.local_sgd, broadcast_buffers=config.broadcast_buffers
             )
             self._run.track_local_sgd(self._local)
         if self._weight_average is not None:
-            if config.shard == "parameters":
-                feature = "TrainConfig.shard 'parameters'"
-                require_capability(backend, SupportsShardedParameters, feature).shard_copy(
-                    self._weight_average.model, self.model
-                )
-            self._weight_average.start()
+            trainer_model.start_average(self._weight_average, self.model, config, backend)
         self._run.track_compression_state(
             self.model, lambda: self._precision.loss_scale(self._loss_weighting.loss_scale())
         )
@@ -242,10 +196,12 @@ class Trainer:
         config = self.config
         if self._stopping.is_active:
             raise ConfigError(
-                "Trainer.fit was called by a callback or metric while fit of the same Trainer trains. Call "
+                "Trainer.fit was called by a callback or metric during fit of the same Trainer. Call "
                 "trainer.evaluate in the callback, or call fit again after fit has returned."
             )
-        self._check_data("fit", train_data=train_data, **trainer_arguments.validation_data_by_argument(val_data))
+        trainer_arguments.check_data(
+            self.backend, "fit", train_data=train_data, **trainer_arguments.validation_data_by_argument(val_data)
+        )
         settings = ShardSettings.from_config(
             config, elastic=self._run.is_elastic, elastic_batch_size=self._run.stored_batch_size
         )
@@ -260,7 +216,8 @@ class Trainer:
         self._learning_rate_factor = LearningRateFactor.from_config(config, shard.global_batch_size)
         limit = config.limit_val_batches
         validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in named.items()}
-        self._build_planned_scheduler(shard)
+        if isinstance(self._scheduler, PlannedScheduler):
+            self._scheduler.plan(self._run.total_scheduler_steps(shard), self.backend)
         self._run.start(shard)
         self._discard_partial_step()
         if self._local is not None:
@@ -298,7 +255,7 @@ class Trainer:
         Every rank evaluates its shard with the buffers of rank 0, and returns the same results. Raises DataError on
         every rank for data without samples.
         """
-        self._check_data("evaluate", data=data)
+        trainer_arguments.check_data(self.backend, "evaluate", data=data)
         with self._averaged_weights():
             return self._evaluation.evaluate(self._evaluation_shard(data))
 
@@ -311,7 +268,7 @@ class Trainer:
         evaluates its shard with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank. Raises
         DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
         """
-        self._check_data("predict", data=data)
+        trainer_arguments.check_data(self.backend, "predict", data=data)
         with self._averaged_weights():
             return self._evaluation.predict(self._evaluation_shard(data))
 
@@ -324,14 +281,7 @@ class Trainer:
         `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`. Raises CheckpointError on every rank, or
         ConfigError if the run does not keep its best checkpoint.
         """
-        self.backend.check_running("Trainer.load_weights")
-        call_on_all_ranks(self.backend, lambda: trainer_arguments.check_checkpoint(checkpoint))
-        checkpoints = gather_if_different(self.backend, str(checkpoint))
-        if checkpoints is not None:
-            raise ConfigError(
-                f"Trainer.load_weights(checkpoint) differs between ranks: {checkpoints}. Use the same checkpoint on "
-                "every rank."
-            )
+        trainer_arguments.check_checkpoint(self.backend, checkpoint)
         path = self.checkpointer.find_best() if checkpoint == "best" else Path(checkpoint)
         load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
         if self._local is not None:
@@ -351,7 +301,8 @@ class Trainer:
         self._reporter.log(values, self.progress.step)
 
     def log_image(self, name: str, image: Tensor, caption: str | None = None) -> None:
-        """Log an image [height, width], or with 1, 3 or 4 channels first or last, as uint8 or floats from 0 to 1."""
+        """Log an image: a tensor [height, width], [channels, height, width] or [height, width, channels] with 1, 3 or 4
+        channels, of dtype uint8 or with values from 0 to 1. Rank 0 logs; any rank may call it."""
         self._reporter.log_image(name, image, self.progress.step, caption)
 
     def log_histogram(self, name: str, values: Tensor) -> None:
@@ -367,16 +318,6 @@ class Trainer:
         """The fp16 loss scale; None without fp16. In `on_before_optimizer_step`, gradients are multiplied by it."""
         return self._precision.loss_scale()
 
-    def _check_data(self, method: str, **data: Any) -> None:
-        """Raise DataError on every rank if an argument of `method` is not a dataset."""
-        self.backend.check_running(f"Trainer.{method}")
-
-        def check() -> None:
-            for name, value in data.items():
-                check_is_dataset(f"Trainer.{method}({name})", value)
-
-        call_on_all_ranks(self.backend, check)
-
     def _train_epoch(self, shard: TrainingData, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         """Train to the end of the epoch or the run, validate, step an epoch scheduler, and save a checkpoint."""
         config, progress = self.config, self.progress
@@ -390,16 +331,14 @@ class Trainer:
                 continue
             if self._local is not None:
                 self._local.reduce_gradients()  # over the ranks that train synchronously
-            self._loss_weighting.finish_step(
-                self.optimizer, micro_batch
-            )  # divide by the number of tokens, if tokens are counted
+            # Divide the gradients by the number of tokens, if tokens are counted.
+            self._loss_weighting.finish_step(self.optimizer, micro_batch)
             self._callbacks.call("on_before_optimizer_step", self)
             if self.checkpointer.is_memory_enabled:  # so that a restart repeats at most the steps of one interval
                 with self._timer.measure("checkpoint"):
                     self.checkpointer.wait_for_memory()
-            self._update(
-                progress.step, self._learning_rate_factor
-            )  # unscale, clip, optimizer step, average, step scheduler
+            # Unscale, clip, step the optimizer, update the average, step the scheduler.
+            self._update(progress.step, self._learning_rate_factor)
             if self._local is not None:
                 self._end_local_step(self._local)
             self._loss.finish_step()  # counted after the update, so that an interrupted step is repeated
@@ -517,35 +456,7 @@ class Trainer:
             }
 
     def _evaluation_shard(self, data: Data, limit_batches: int | None = None) -> EvaluationShard:
-        config = self.config
-        batch_size = limit_batch_size = None
-        if not isinstance(data, DataLoader):  # a DataLoader has a batch size
-            batch_size, limit_batch_size = evaluation_batch_sizes(
-                config.eval_batch_size or config.batch_size,
-                config.global_batch_size,
-                config.gradient_accumulation_steps,
-                self._train_batch_size,
-                config.logical_ranks or self.backend.size,
-            )
-        return EvaluationShard(
-            data,
-            self.backend,
-            batch_size=batch_size,
-            num_workers=config.num_workers,
-            stream=config.stream,
-            limit_batches=limit_batches,
-            limit_batch_size=limit_batch_size,
-            logical_ranks=config.logical_ranks,
-        )
-
-    def _build_planned_scheduler(self, shard: TrainingData) -> None:
-        """Build the scheduler if it is a function of the number of steps."""
-        if isinstance(self._scheduler, PlannedScheduler):
-            steps = self._run.remaining_steps(shard)
-            total = None if steps is None else self.progress.step + steps
-            if self.config.scheduler_interval == "epoch" and self.config.max_epochs is not None:
-                total = self.config.max_epochs
-            self._scheduler.plan(total, self.backend)
+        return EvaluationShard.from_config(data, self.backend, self.config, self._train_batch_size, limit_batches)
 
     def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
         """Synchronize stop requests and due checkpoints, and return the `numbers` of every rank. Raises ConfigError on
@@ -573,11 +484,8 @@ class Trainer:
     def _learning_rate(self) -> float:
         """Return the learning rate of the first parameter group in the next step."""
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return (
-            rate
-            if self._learning_rate_factor is None
-            else rate * self._learning_rate_factor.factor_at(self.progress.step)
-        )
+        factor = self._learning_rate_factor
+        return rate if factor is None else rate * factor.factor_at(self.progress.step)
 
     def _discard_partial_step(self) -> None:
         """Discard the gradients of a step that an exception interrupted in an earlier `fit`. The step is repeated."""

@@ -1,5 +1,5 @@
-"""Arguments of the Trainer: their validation, before any communication, and their overrides by tools, which need no
-changes of the user's script (see `unitrain.bootstrap.overrides`)."""
+"""Validation of the Trainer's arguments before any communication, and overrides with which tools change the arguments
+without editing the user's script (see `unitrain.bootstrap.overrides`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from unitrain.backends.checks import (
     check_single_optimizer,
     check_unwrapped_model,
 )
+from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.bootstrap.overrides import load_tool
 from unitrain.config import TrainConfig
-from unitrain.data.loading import Data
+from unitrain.data.loading import Data, check_is_dataset
 from unitrain.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -123,9 +124,25 @@ def check_results(names: Sequence[str]) -> None:
         )
 
 
-def check_checkpoint(checkpoint: Any) -> None:
-    """Raise ConfigError unless the argument of `load_weights` is a path or a name."""
-    validation.check_path("Trainer.load_weights(checkpoint)", checkpoint, 'Use trainer.load_weights("best")')
+def check_checkpoint(backend: Backend, checkpoint: Any) -> None:
+    """Raise ConfigError on every rank unless all ranks pass the same path or name to `load_weights`."""
+    backend.check_running("Trainer.load_weights")
+    name, fix = "Trainer.load_weights(checkpoint)", 'Use trainer.load_weights("best")'
+    call_on_all_ranks(backend, lambda: validation.check_path(name, checkpoint, fix))
+    checkpoints = gather_if_different(backend, str(checkpoint))
+    if checkpoints is not None:
+        raise ConfigError(f"{name} differs between ranks: {checkpoints}. Use the same checkpoint on every rank.")
+
+
+def check_data(backend: Backend, method: str, **data: Any) -> None:
+    """Raise DataError on every rank if an argument of the Trainer's `method` is not a dataset."""
+    backend.check_running(f"Trainer.{method}")
+
+    def check() -> None:
+        for name, value in data.items():
+            check_is_dataset(f"Trainer.{method}({name})", value)
+
+    call_on_all_ranks(backend, check)
 
 
 def validation_data_by_prefix(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:

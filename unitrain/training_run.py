@@ -162,6 +162,13 @@ class TrainingRun:
             in_an_epoch = min(in_an_epoch, limit)
         return 0 if epochs <= 0 else in_this_epoch + (epochs - 1) * in_an_epoch
 
+    def total_scheduler_steps(self, data: TrainingData) -> int | None:
+        """Return the number of scheduler steps in the complete run; None if the length of the data is unknown."""
+        if self._config.scheduler_interval == "epoch" and self._config.max_epochs is not None:
+            return self._config.max_epochs
+        remaining = self.remaining_steps(data)
+        return None if remaining is None else self.progress.step + remaining
+
     @property
     def stored_batch_size(self) -> ElasticBatchSize | None:
         """The stored batch size of this `fit` call in an elastic job; None in the job's first attempt."""
@@ -203,7 +210,8 @@ class TrainingRun:
     ) -> None:
         """Save a checkpoint of the run. `model` is the user's module. `results` are the results of the epoch so far.
 
-        With `in_memory`, it is kept in the memory of this host if the job is restarted there, and not written to disk.
+        With `in_memory`, the checkpoint is written to the memory of this host instead of the disk, unless a restarted
+        job could not read it there.
 
         At the end of an epoch, `row` is the row for the history, which is written after the checkpoint. If the run is
         killed in between, the resumed run takes the row from the checkpoint.

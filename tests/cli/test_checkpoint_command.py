@@ -259,7 +259,7 @@ def test_model_and_average_are_consolidated_to_one_file(run: Path, sharded: Path
             for key, value in expected.state_dict().items():
                 assert torch.equal(loaded.state_dict()[key], value)
     again = ckpt("consolidate", sharded, tmp_path / "full-m.safetensors")
-    assert (again.exit_code, "exists already. Use another file name." in again.output) == (1, True)
+    assert (again.exit_code, "already exists. Use another file name." in again.output) == (1, True)
     lacking = ckpt("consolidate", run, tmp_path / "x.safetensors", "--average")
     assert lacking.exit_code == 1
     assert "has no averaged weights: its run has no ema_decay." in lacking.output

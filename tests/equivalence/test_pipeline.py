@@ -67,7 +67,9 @@ def test_different_batches_in_one_replica_raise_an_error_that_names_the_ranks() 
     with RankGroup("ddp", 2) as group, pytest.raises(RankError) as caught:
         group.run(cases.different_batches_in_one_replica_raise, 2)
     assert caught.value.kind == "DataError"
-    assert caught.value.errors[1].startswith("Rank 1 has another batch than rank 0, but both compute the same replica")
+    assert caught.value.errors[1].startswith(
+        "Rank 1 has a different batch from rank 0, but both compute the same replica"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ local                one process without communication, the reference for the ot
 ddp                  torch.distributed with NCCL or Gloo
 horovod/             Horovod as a torch.distributed process group
 process_group        distributed models and optimizers of ddp and horovod, over any process group
-process_group_collectives  their collectives
+process_group_collectives  collectives of ddp and horovod
 composed_collectives reducescatter and allgather of CPU tensors, composed of allreduces and broadcasts
 broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments
@@ -19,7 +19,7 @@ checks               validation of arguments, the same on every backend
 synchronized_errors  raise an error of one rank on all ranks
 tensors, objects     tensors as bytes and ordered keys; Python objects as tensors
 compression_setting  the values of `compression=` and their formulas
-local_sgd_config  the values of `local_sgd=` and their formulas
+local_sgd_config     the values of `local_sgd=` and their formulas
 sharding/            ZeRO: optimizer state, gradients and parameters sharded across ranks
 gradients/           DDP's reducer, extensions of DDP, and the steps at the end of a backward pass
 

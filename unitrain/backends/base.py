@@ -182,7 +182,7 @@ class Backend(Lifecycle, Communicator):
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank. For the same reason,
-        `torch.nn.functional.embedding` with `max_norm` raises ModelError for a parameter of `model` from now on.
+        `torch.nn.functional.embedding` with `max_norm` raises ModelError for a parameter of `model` after this call.
         """
 
     @abstractmethod

@@ -286,8 +286,8 @@ def check_single_optimizer(optimizer: Any) -> None:
         )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ModelError(
-            "ZeroRedundancyOptimizer shards its state over ranks, so checkpoints cannot save and load it like that of "
-            "other optimizers. Use the optimizer that it wraps, and let unitrain shard its state: "
+            "ZeroRedundancyOptimizer shards its state over ranks, so checkpoints cannot save and load it like "
+            "the state of other optimizers. Use the optimizer that it wraps, and let unitrain shard its state: "
             'backend.distributed_optimizer(optimizer, model, shard="state"), or TrainConfig(shard="state").'
         )
 
@@ -360,8 +360,8 @@ def _stride_of(tensor: Tensor) -> list[int]:
 
 
 def check_same_order(communicator: Communicator, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ModelError on every rank if the groups of `optimizer` contain other parameters of `model`, or in another
-    order, on some rank. All ranks call it, with the same number of parameters."""
+    """Raise ModelError on every rank if the groups of `optimizer` contain different parameters of `model` on different
+    ranks, or the same parameters in a different order. All ranks call it, with the same number of parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
     by_rank: list[list[str]] = gather_if_different(communicator, own) or []

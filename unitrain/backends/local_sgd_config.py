@@ -36,7 +36,7 @@ BLOCK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig:
-    """Low-communication training: every rank trains on its own, and the ranks synchronize after every `steps` steps.
+    """Low-communication training: every rank trains independently, and the ranks synchronize after every `steps` steps.
 
     With the defaults, a synchronization averages the weights over ranks (local SGD; Stich, arXiv 1805.09767). With an
     outer optimizer, SGD with learning rate `outer_lr` and Nesterov momentum `outer_momentum`, the method is DiLoCo
@@ -70,7 +70,7 @@ class LocalSGDConfig:
             )
         validation.check_choice("LocalSGDConfig.compression", self.compression, get_args(OuterCompression))
         if not (isinstance(self.synchronous_ranks, str) and self.synchronous_ranks == "host"):
-            fix = "Use synchronous_ranks='host', or 1 to train every rank on its own"
+            fix = "Use synchronous_ranks='host', or 1 to train every rank independently"
             validation.check_integer("LocalSGDConfig.synchronous_ranks", self.synchronous_ranks, 1, fix)
 
     @property

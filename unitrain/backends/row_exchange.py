@@ -150,7 +150,7 @@ class _Transfer:
         return (select.POLLOUT if self._unsent else 0) | (select.POLLIN if self._missing else 0)
 
     def advance(self, events: int) -> None:
-        """Send or receive as far as possible without blocking. Raises RuntimeError if the connection is closed."""
+        """Send or receive as much as possible without blocking. Raises RuntimeError if the connection is closed."""
         with contextlib.suppress(BlockingIOError):
             try:
                 if events & select.POLLOUT:

@@ -8,7 +8,7 @@ loading         loading either format into a model, an optimizer and a scheduler
 writer          background writing, and retention of checkpoints
 memory          checkpoints in the memory of this host, for restarts
 state_copy      copies of state in host memory, in types that load safely
-folder_lock     the lock on the folder, which only one job at a time may write to
+folder_lock     the lock that lets only one job at a time write to the folder
 output_folder   file accesses of rank 0 in the folder, and the record of the job that owns it
 conversion      reading checkpoints of other programs
 consolidation   writing the model of a checkpoint to one file

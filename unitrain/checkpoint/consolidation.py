@@ -20,7 +20,7 @@ def consolidate_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
     CheckpointError if `file` exists or cannot be written, or if the checkpoint has no average.
     """
     if file.exists():
-        raise CheckpointError(f"'{file}' exists already. Use another file name.")
+        raise CheckpointError(f"'{file}' already exists. Use another file name.")
     unfinished = file.with_name(f".{file.name}.unfinished")
     try:
         unfinished.unlink(missing_ok=True)

@@ -121,9 +121,9 @@ def find_newest_valid(
 ) -> Path | None:
     """Return the checkpoint `where`, or the newest valid checkpoint in folder `where`; None if there is none.
 
-    `check` returns the reason why a checkpoint is corrupt, or None. Skipped checkpoints are logged, and so is a
-    checkpoint of another run than the next older one. Raises CheckpointError if all checkpoints are corrupt, if there
-    is none and `required` is True, or if one has a newer format.
+    `check` returns the reason why a checkpoint is corrupt, or None. Logs skipped checkpoints, and a warning if a
+    different run wrote the next older checkpoint. Raises CheckpointError if all checkpoints are corrupt, if there is
+    none and `required` is True, or if one has a newer format.
     """
     found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else list_checkpoints(where)
     damages: list[str | None] = []
@@ -145,7 +145,7 @@ def find_newest_valid(
 
 
 def _warn_of_other_run(path: Path, checkpoints: list[Path]) -> None:
-    """Log a warning if the next older one of `checkpoints` was written by another run than `path`.
+    """Log a warning if `path` and the next older one of `checkpoints` were written by different runs.
 
     Only neighbors are compared, so that a run which continues deliberately from a copied checkpoint warns once.
     """

@@ -155,7 +155,7 @@ def _check_settings(
                 f"trainer.load_weights('{path}')."
             )
         for name in saved_settings:
-            # With a scheduler, compare the initial learning rate only, because the scheduler may have changed the other
+            # With a scheduler, compare only the initial learning rate, because the scheduler may have changed other
             # settings.
             before = "initial_lr" if scheduled and name == "lr" else name
             if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in saved_settings:

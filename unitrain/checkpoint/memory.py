@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of rank 0's host, from which a job that `unitrain launch` restarts loses at most one step.
+"""Checkpoints in the memory of rank 0's host, from which a job that `unitrain launch` restarts on this host resumes.
 
 The checkpoint of a step is written during the next step, and is complete before the optimizer updates the parameters.
 With an interval of n steps, a restart repeats at most n completed steps.
@@ -64,8 +64,8 @@ class MemoryCheckpoints:
         """Return the newest valid checkpoint in memory if it is newer than those in `disk_folder`, else None.
 
         Unless the run `continues`, remove the checkpoints of an earlier run with the same output folder, which would
-        otherwise remain the newest ones. Checkpoints of another run than those in `disk_folder` are ignored. The result
-        of rank 0 is returned on every rank, so that all ranks resume at the same step.
+        otherwise remain the newest ones. Checkpoints of a different run than those in `disk_folder` are ignored. The
+        result of rank 0 is returned on every rank, so that all ranks resume at the same step.
         """
         wait_for_earlier_writer(self._folder, self._communicator)
 
@@ -82,7 +82,7 @@ class MemoryCheckpoints:
                     return None
                 damage = files.find_corruption(path)
                 if damage is None and run_ids and files.read_manifest(path).get(files.RUN_ID) not in run_ids:
-                    damage = f"it was written by another run than the checkpoints in '{disk_folder}'"
+                    damage = f"it was written by a different run than the checkpoints in '{disk_folder}'"
                 if damage is None:
                     return path
                 _log.warning("Checkpoint '%s' is skipped: %s.", path, damage)

@@ -104,7 +104,7 @@ _writers: dict[Path, CheckpointWriter] = {}
 
 
 def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
-    """Wait until no earlier Trainer is still writing to `folder` on any rank. After an exception in `fit`, such a
+    """Wait until earlier Trainers have finished writing to `folder` on all ranks. After an exception in `fit`, such a
     Trainer may still be writing.
 
     All ranks call it.
@@ -194,7 +194,8 @@ class CheckpointWriter:
     def save_sharded(self, step: int, shard: StateShard, training: dict[str, Any], manifest: dict[str, Any]) -> None:
         """Wait for the previous checkpoint, and start to write this rank's `shard` of the checkpoint of `step`.
 
-        Rank 0's `training` and `manifest` are used. Raises CheckpointError like `save`, if any rank cannot write.
+        Rank 0's `training` and `manifest` are used. Raises CheckpointError like `save`, on every rank if writing fails
+        on any rank.
         """
         self.wait()
         rank, size = self._communicator.rank, self._communicator.size

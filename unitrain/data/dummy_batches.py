@@ -284,8 +284,7 @@ def _no_batches() -> Generator[CountedBatch]:
 def _repeat_endlessly(
     batches: Callable[[], Generator[CountedBatch]], first: Callable[[], Generator[CountedBatch]] | None = None
 ) -> Generator[CountedBatch]:
-    """Yield batches, and start the iteration again at its end, until an iteration is empty. The batches of `first`
-    precede them."""
+    """Yield the batches of `first`, then those of `batches`, which is restarted at its end until it yields no batch."""
     if first is not None:
         yield from first()
     found = True

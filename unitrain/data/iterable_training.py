@@ -122,7 +122,7 @@ class TrainingStream(TrainingData):
         return self._is_stateful
 
     def describe_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
-        """Return what a checkpoint stores of this rank's `state`, see TrainingData."""
+        """Return the part of this rank's `state` that a checkpoint contains; see TrainingData."""
         if not (self._is_stateful and position):
             return None
         kind, rank = self._source.stream_kind, self._communicator.rank

@@ -370,7 +370,7 @@ def check_same_data(subject: str, communicator: Communicator, length: int | None
     if len(set(lengths)) > 1:
         raise DataError(
             f"{subject} does not have the same number of samples on every rank: {lengths}. "
-            "Give every rank the complete dataset: it is sharded by unitrain."
+            "Give every rank the complete dataset; unitrain shards it."
         )
     for name, value in everywhere[0][1].items():
         values = [found[name] for _, found in everywhere]

@@ -24,8 +24,8 @@ class MicroBatch(NamedTuple):
     `step_samples` is the number of samples of all ranks in the optimizer step of this micro-batch; the step ends before
     position `step_end`.
 
-    With logical ranks, `logical_rank` computes the micro-batch, and `number` is its index among the micro-batches of
-    this logical rank in the step. `ends_step` is True for the last micro-batch of the process.
+    With logical ranks, `logical_rank` is the one to which the micro-batch belongs, and `number` is its index among the
+    micro-batches of this logical rank in the step. `ends_step` is True for the last micro-batch of the process.
 
     `data_state` of the last micro-batch of a step is the state of a stateful dataset after the step.
     """

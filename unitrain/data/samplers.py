@@ -17,7 +17,7 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 
-# Maximum number of keys in an epoch. All keys are drawn at once, so an infinite sampler must raise an error.
+# Maximum number of keys in an epoch. All keys are drawn at once, so infinite samplers must be detected.
 MAX_DRAWN_KEYS = 50_000_000
 
 

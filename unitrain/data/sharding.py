@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.logical_ranks import check_logical_ranks, local_logical_ranks
 from unitrain.backends.synchronized_errors import call_on_all_ranks
-from unitrain.config import StreamKind
+from unitrain.config import StreamKind, TrainConfig
 from unitrain.data.batch import CountedBatch
+from unitrain.data.batch_size import evaluation_batch_sizes
 from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.iterable_training import TrainingStream
@@ -96,7 +98,7 @@ class TrainingShard(TrainingData):
             if source.length < self._size and not settings.allow_empty_ranks:
                 raise DataError(
                     f"The training data has {source.length} samples, fewer than the {self._size} ranks. "
-                    f"Start at most {source.length} ranks, or give more data."
+                    f"Start at most {source.length} ranks, or use more data."
                 )
             self._find_epoch_end(source.length)
         self._end = 0
@@ -385,6 +387,39 @@ class EvaluationShard:
             ]
         if logical_ranks is not None:
             self.part_starts = frozenset(starts)
+
+    @classmethod
+    def from_config(
+        cls,
+        data: Data,
+        communicator: Communicator,
+        config: TrainConfig,
+        train_batch_size: int | None,
+        limit_batches: int | None = None,
+    ) -> EvaluationShard:
+        """Return this rank's shard with the settings of `config`. All ranks call it.
+
+        `train_batch_size` is the batch size of training, if it is known. A DataLoader keeps its own batch size.
+        """
+        batch_size = limit_batch_size = None
+        if not isinstance(data, DataLoader):
+            batch_size, limit_batch_size = evaluation_batch_sizes(
+                config.eval_batch_size or config.batch_size,
+                config.global_batch_size,
+                config.gradient_accumulation_steps,
+                train_batch_size,
+                config.logical_ranks or communicator.size,
+            )
+        return cls(
+            data,
+            communicator,
+            batch_size=batch_size,
+            num_workers=config.num_workers,
+            stream=config.stream,
+            limit_batches=limit_batches,
+            limit_batch_size=limit_batch_size,
+            logical_ranks=config.logical_ranks,
+        )
 
     @property
     def batch_size(self) -> int | None:

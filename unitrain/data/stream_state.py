@@ -2,7 +2,8 @@
 
 A stateful dataset has the methods `state_dict()` and `load_state_dict(state)`, as in torchdata and Hugging Face
 datasets. The worker that collates a batch takes a snapshot of the state after the batch, and sends it with the batch.
-The state of the last batch that the training loop has used is therefore known, whatever the workers have prefetched.
+The state after the last batch that the training loop has used is therefore known, regardless of how many batches the
+workers have prefetched.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def is_stateful_loader(data: Any) -> bool:
 
 
 def has_custom_iter(data: Any) -> bool:
-    """Return whether `data` is a DataLoader with an `__iter__` that may yield other batches than torch's DataLoader."""
+    """Return whether `data` is a DataLoader whose `__iter__` may yield different batches from torch's DataLoader."""
     if not isinstance(data, DataLoader):
         return False
     iterate = type(data).__iter__

@@ -84,7 +84,7 @@ DEFAULT_SHARD_SETTINGS = ShardSettings()
 
 
 def describe_order_fix(name: str, value: Any) -> str:
-    """Return the text of an error message on how to continue with data whose order setting `name` was `value`."""
+    """Return the instructions of an error message for continuing a run whose order setting `name` was `value`."""
     if name == "ranks":
         return (
             f'A dataset with stream="own" continues on the same number of ranks: unitrain launch -np {value} train.py.'
@@ -156,7 +156,7 @@ class TrainingData(ABC):
         return None
 
     def describe_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
-        """Return what a checkpoint contains of this rank's `state` after the step that ends at `position`.
+        """Return the part of this rank's `state` after the step that ends at `position` that a checkpoint contains.
 
         Does not communicate. Return None if the data is not stateful, or the state at this position is unknown.
         """

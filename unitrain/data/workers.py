@@ -36,7 +36,8 @@ class WorkerInit:
     terminate hung workers.
 
     A worker also terminates when its rank terminates for any reason. In each of the `workers` workers, a thread reports
-    the worker's activity once per second. The error message contains it if a rank times out while waiting for a batch.
+    the worker's activity once per second. If a rank times out while waiting for a batch, the error message contains
+    this activity.
     """
 
     user_init: Callable[[int], None] | None = None
@@ -62,7 +63,7 @@ class WorkerInit:
             self.user_init(worker)
 
     def describe_activity(self, worker: int) -> str:
-        """Return the activity of `worker`, at most one second old, as text to follow "worker 1 "; "" if it is
+        """Return the activity of `worker`, at most one second old, as the predicate of a sentence about it; "" if it is
         unknown."""
         if worker >= self.workers:
             return ""

@@ -51,7 +51,7 @@ class RunningLoss:
         self._step_losses.clear()
 
     def local_sums(self) -> list[float]:
-        """Return this rank's sum, in one or several parts, and count, as input of `mean_since_sync`. Synchronizes with
+        """Return this rank's sum (one or several parts) followed by its count, for `mean_since_sync`. Synchronizes with
         the device."""
         return self._means.local_sums().tolist()
 

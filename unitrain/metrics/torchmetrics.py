@@ -350,7 +350,7 @@ def _iterate_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _predict_result_names(name: str, metric: Any) -> Iterator[str]:
-    """Yield the names of a metric's results before training, as far as a metric without updates provides them."""
+    """Yield the names of a metric's results before training, if a metric without updates provides them."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # suppresses the warning that the metric was not updated

@@ -4,13 +4,13 @@ migration       the entry point: apply all rules to a script, and return the new
 script          a parsed script: the names that its expressions refer to, positions, functions and blocks
 edits           replacements of expressions and statements, and the source that results
 diff            the unified diff, and the number of changed lines
-startup         where `unitrain.init` is called, and where the backend is shut down
+startup         placement of the `unitrain.init` call and of the shutdown of the backend
 calls           arguments of a call by parameter name
 models          the variables that hold distributed models
 environment_variables  reads of RANK, WORLD_SIZE and others
 imports         imports that are added and removed
 horovod, ddp, trainers  the rules of each library; `trainers` is for Accelerate and Fabric
-unsupported     what is refused, with a fix
+unsupported     names that cannot be converted, each with a fix
 
 Only names that the rules list are converted. Every other name of these libraries is a problem, which is reported with
 its line, and the script is then not converted.

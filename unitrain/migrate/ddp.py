@@ -46,7 +46,7 @@ def is_kept(name: str) -> bool:
 
 
 def convert(edits: Edits) -> None:
-    """Convert DistributedDataParallel, synchronized BatchNorm, and what the script reads from distributed models."""
+    """Convert DistributedDataParallel, synchronized BatchNorm, and reads of the members of distributed models."""
     script = edits.script
     wrapped = list[cst.CSTNode]()
     for node in script.nodes:

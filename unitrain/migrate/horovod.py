@@ -36,7 +36,8 @@ _OPTIMIZER = (
 
 
 def convert(edits: Edits) -> None:
-    """Convert everything but `hvd.init` and `hvd.shutdown`. Other names of Horovod remain for `migration.migrate`."""
+    """Convert all supported uses of Horovod except `hvd.init` and `hvd.shutdown`. `migration.migrate` converts these
+    two, and reports other names."""
     script = edits.script
     references = [(node, name) for node, name in script.imported_references() if name.startswith(MODULE + ".")]
     for node, name in references:

@@ -1,4 +1,4 @@
-"""The variables that hold distributed models, and what is read from them.
+"""The variables that hold distributed models, and reads of the members of these models.
 
 A variable holds a distributed model if the wrapped model is assigned to it, or if such a variable is assigned to it or
 is passed to the function of this file that has it as a parameter.
@@ -88,7 +88,7 @@ def convert_reads(
     is_kept: bool = False,
     starts_after: cst.CSTNode | None = None,
 ) -> None:
-    """Convert what the script reads from distributed models.
+    """Convert reads of the members of distributed models.
 
     `was_wrapped` states whether the script already wrapped the model, in DDP. Otherwise, the script expects its own
     module, without the prefix "module." in the names of parameters. With `is_kept`, members that the distributed model
@@ -133,7 +133,8 @@ def _is_before(script: Script, node: cst.CSTNode, statement: cst.CSTNode | None)
 
 
 def _convert_argument(edits: Edits, node: cst.Name | cst.Attribute, argument: cst.Arg, *, was_wrapped: bool) -> None:
-    """Convert a distributed model that is passed to `torch.save`, and explain what other imported functions get."""
+    """Convert a distributed model that is passed to `torch.save`, and explain that other imported functions receive the
+    distributed model."""
     script = edits.script
     call = script.parent(argument)
     if not isinstance(call, cst.Call):

@@ -1,4 +1,4 @@
-"""Where `unitrain.init` is called, and where the backend is shut down.
+"""Placement of the `unitrain.init` call and of the shutdown of the backend.
 
 If the script shuts down its process group, `unitrain.init` replaces the call that starts it. Otherwise, or if the rank
 is read earlier, the call of the main function is moved into `with unitrain.init() as backend:`.

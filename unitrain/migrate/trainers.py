@@ -2,7 +2,7 @@
 
 Their loops train on the process group that `unitrain.init` starts, so the script keeps them. On Horovod, they compute
 the same results as on DDP. They take ranks from the variables of torchrun; under another launcher, each rank would
-train on its own, so the converted script compares the ranks.
+train independently, so the converted script compares the ranks.
 """
 
 from __future__ import annotations

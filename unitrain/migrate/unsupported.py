@@ -21,7 +21,7 @@ STRUCTURAL = {
     "torch.distributed.checkpoint": "Use TrainConfig(output_dir=...), or torch.save on rank 0",
     "torch.distributed.device_mesh": "Device meshes are not supported",
     "torch.distributed.init_device_mesh": "Device meshes are not supported",
-    # These train on a process group or on Horovod themselves.
+    # These libraries start a process group or Horovod themselves.
     "pytorch_lightning.Trainer": "Scripts with Lightning's Trainer are not converted. See docs/migrating/lightning.md",
     "lightning.pytorch.Trainer": "Scripts with Lightning's Trainer are not converted. See docs/migrating/lightning.md",
     "lightning.Trainer": "Scripts with Lightning's Trainer are not converted. See docs/migrating/lightning.md",

@@ -138,7 +138,8 @@ class FailureMonitor:
     def report_unless_shared(self, error: BaseException, key: str, ranks: Collection[int]) -> None:
         """Report `error` like `report_failure`, unless all of `ranks` call this with the same `key` within two seconds.
 
-        Use it for an error that leaves other ranks waiting only if they do not raise it too. `key` must be unique.
+        Use it for an error after which the other ranks wait forever, unless they raise the error too. `key` must be
+        unique.
         """
         if self._watchdog is None:
             return

@@ -111,7 +111,8 @@ def wait_for_start() -> bool:
 
 
 def report_shutdown() -> None:
-    """Report that this rank has shut its backend down. An exit of its process does not affect other ranks then."""
+    """Report that this rank has shut its backend down. Afterwards, the exit of its process does not affect other
+    ranks."""
     if _client is not None:
         _client.connection.send(SHUT_DOWN)
 

@@ -93,7 +93,8 @@ class Watchdog:
     def stop(self) -> None:
         """Stop the watchdog; ranks need not stop at the same time.
 
-        This first reports the shutdown, so that the failure report of a rank that still waits for this one names it.
+        It first reports the shutdown, so that a rank that still waits for this rank can name the cause in its failure
+        report.
         """
         self._report_shutdown("it called shutdown() or left its `with unitrain.init()` block")
         self._stop_event.set()
@@ -160,12 +161,12 @@ class Watchdog:
             unresponsive = [rank for rank, status in statuses.items() if status.activity is Activity.NO_RESPONSE]
             continued = self._continue_stopped(unresponsive)
             if self._rank == 0:
-                # The store ends with this process, so the ranks that were stopped must read the failure first.
+                # The store terminates with this process, so the resumed ranks must first read the failure.
                 self._collect_statuses(continued)
         elif self._first_failure != Failure(0, _PROCESS_ENDED):
             self._publish_status(self._store)
             if self._rank == 0:
-                # The store ends with this process, so the other ranks must read the failure first.
+                # The store terminates with this process, so the other ranks must first read the failure.
                 ended = [rank for rank in range(self._size) if self._first_failure == Failure(rank, _PROCESS_ENDED)]
                 self._collect_statuses([rank for rank in range(1, self._size) if rank not in ended])
             if self._reporter is not None:  # another thread of this process that prints the report

@@ -6,7 +6,7 @@ precision        autocast and loss scaling
 learning_rate    scaling of learning rates with the global batch size
 schedulers       schedulers that step per epoch, or require the total number of steps
 ema              exponential moving average of the weights
-local_sgd      low-communication training: local steps on every rank, and synchronizations
+local_sgd        low-communication training: local steps on every rank, and synchronizations
 parameter_bucket parameters that local steps synchronize together, and the arithmetic of a synchronization
 outer_gradient   the mean of outer gradients over ranks, with compression
 """

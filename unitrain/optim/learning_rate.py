@@ -42,7 +42,7 @@ class LearningRateFactor:
         if global_batch_size is None:
             raise ConfigError(
                 f"TrainConfig.lr_scaling {config.lr_scaling!r} needs the number of samples per step, which is unknown "
-                "if the dataset or a batch_sampler makes the batches. "
+                "if the dataset or a batch_sampler creates the batches. "
                 "Use lr_scaling='none', and scale the learning rate of the optimizer yourself."
             )
         return cls(config.lr_scaling, config.reference_batch_size, global_batch_size, config.warmup_steps)

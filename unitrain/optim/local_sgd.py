@@ -120,8 +120,8 @@ class LocalSGD:
         """Replace each `.grad` with its mean over the ranks that train synchronously: all ranks in the first
         `warmup_steps` steps, and afterwards the `synchronous_ranks` of this group.
 
-        Call it after the last backward pass of each step, before gradients are clipped. If every rank trains on its
-        own, it does nothing.
+        Call it after the last backward pass of each step, before gradients are clipped. If every rank trains
+        independently, it does nothing.
         """
         if self._backend.size == 1:
             return
@@ -191,7 +191,7 @@ class LocalSGD:
             self._other_weights, self._are_weights_equal = None, True
 
     def restart(self) -> None:
-        """Continue from the current weights, as after a synchronization. Call it after other weights are loaded, which
+        """Continue from the current weights, as after a synchronization. Call it after loading other weights, which
         must be equal on all ranks."""
         self._steps_since_synchronization, self._are_weights_equal, self._other_weights = 0, True, None
         self._start_from_weights()
@@ -235,7 +235,7 @@ class LocalSGD:
         """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks call it. An empty state has no
         effect.
 
-        Load the state dicts of the model and the optimizer before. If the number of ranks is unchanged, each rank
+        Load the state dicts of the model and the optimizer first. If the number of ranks is unchanged, each rank
         restores its own weights, optimizer state and error, and the run is bit-identical to an uninterrupted one.
         Otherwise, every rank loads the mean of the saved weights, optimizer states and errors. Raises CheckpointError
         on every rank if the state belongs to a different model or is not a result of `state_dict`.
@@ -424,7 +424,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
 
 
 def _create_group(backend: Backend, settings: LocalSGDConfig) -> Subgroup | None:
-    """Return the group of ranks that average their gradients in every step, or None if every rank trains on its own.
+    """Return the group of ranks that average their gradients in every step, or None if every rank trains independently.
     All ranks call it."""
     count = settings.synchronous_ranks
     if count == 1 or backend.size == 1:
@@ -458,7 +458,8 @@ def _cpu_copy(value: Any) -> Any:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the mean of nested states of several ranks. Values that have no mean are those of the first rank."""
+    """Return the mean of nested states of several ranks. Values that cannot be averaged are taken from the first
+    rank."""
     first = values[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
         wide = torch.float64 if first.is_floating_point() else torch.complex128

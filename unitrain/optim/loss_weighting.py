@@ -161,5 +161,5 @@ class LossWeighting:
 
 
 def _power_of_two(number: Tensor) -> Tensor:
-    """Return the nearest power of two to `number`, and 1 for 0. Scaling by a power of two is exact."""
+    """Return the power of two nearest to `number`, or 1 if `number` is 0. Scaling by a power of two is exact."""
     return torch.where(number > 0, torch.exp2(torch.log2(number).round()), 1.0)

@@ -1,8 +1,8 @@
 """Mean of outer gradients over ranks, with compression. `local_sgd_config.py` specifies the formulas.
 
 A compressed mean takes two collectives, which together transfer as many elements as an allreduce: an all-to-all, after
-which each rank computes its slice of the mean, and an allgather of the slices. An allreduce would add in the format,
-and in an order that depends on the transport.
+which each rank computes its slice of the mean, and an allgather of the slices. An allreduce would compute the sums in
+the compressed format, and in an order that depends on the transport.
 """
 
 from __future__ import annotations
@@ -75,14 +75,15 @@ def _row_bytes(elements: int, compression: OuterCompression) -> int:
 def _encode(rows: Tensor, compression: OuterCompression) -> Tensor:
     """Return `rows`, [rows, elements], in the format: uint8 [rows, bytes]. In int8, a row starts with its scales.
 
-    Values that are not finite remain not finite.
+    Non-finite values remain non-finite.
     """
     if compression == "bf16":
         return as_bytes(rows.to(torch.bfloat16)).view(len(rows), -1)
     blocks = rows.view(len(rows), -1, BLOCK)
     scales = (blocks.abs().amax(dim=2) / _LARGEST_INT8).float()
     numbers = (blocks / scales.unsqueeze(2).to(rows.dtype)).round_()
-    # A block of zeros has the scale 0. A block with a value that is not finite is not finite because of its scale.
+    # A block of zeros has the scale 0. A non-finite value makes the scale of its block non-finite, and thus all decoded
+    # values of the block.
     numbers = numbers.nan_to_num_(nan=1.0).clamp_(-_LARGEST_INT8, _LARGEST_INT8).to(torch.int8)
     return torch.cat([as_bytes(scales).view(len(rows), -1), as_bytes(numbers).view(len(rows), -1)], dim=1)
 

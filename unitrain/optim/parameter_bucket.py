@@ -70,8 +70,8 @@ class ParameterBucket:
         self._write(self._backend.allreduce(self._flatten(self._parameters)))
 
     def reduce_gradients(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Set each `.grad` to its mean over ranks, or leave it None if it is None on every rank. All ranks of the
-        mean call it."""
+        """Set each `.grad` to its mean over ranks, or leave it None if it is None on every rank. All ranks over which
+        the mean is computed call it."""
         found = [parameter.grad for parameter in self._parameters]
         values = [
             torch.zeros_like(parameter) if gradient is None else gradient

@@ -31,8 +31,7 @@ class EpochScheduler:
         if config.monitor is not None and not is_plateau:
             raise ConfigError(
                 f"TrainConfig.monitor {config.monitor!r} is used only by ReduceLROnPlateau, which this run does not "
-                "have. "
-                "Leave monitor out, or give the Trainer a ReduceLROnPlateau."
+                "have. Leave monitor out, or give the Trainer a ReduceLROnPlateau."
             )
         self._is_plateau = is_plateau
         self._scheduler = scheduler if config.scheduler_interval == "epoch" else None
@@ -142,3 +141,12 @@ class PlannedScheduler:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
+
+
+def planned_scheduler(
+    scheduler: LRScheduler | SchedulerFactory | None, optimizer: Optimizer
+) -> LRScheduler | PlannedScheduler | None:
+    """Return `scheduler`, or a PlannedScheduler if it is a function that builds one."""
+    if scheduler is None or isinstance(scheduler, LRScheduler) or not callable(scheduler):
+        return scheduler
+    return PlannedScheduler(scheduler, optimizer)

@@ -15,7 +15,7 @@ _LOGGER = logging.getLogger(__name__)
 _FIXES = {
     "torch": "Install the same version",
     "threads": "Set OMP_NUM_THREADS, or call torch.set_num_threads",
-    "deterministic_algorithms": "Call torch.use_deterministic_algorithms(True), or not, as in that run",
+    "deterministic_algorithms": "Use the same setting of torch.use_deterministic_algorithms",
     "tf32": "Use the same TrainConfig.tf32",
 }
 _FIX = "Use the same type of hardware"

@@ -49,7 +49,7 @@ class StopCoordinator:
             1,
             1,
             None,
-        )  # first exchange after one step, to time it
+        )  # exchange after the first step, to measure its duration
         return self
 
     def __exit__(
@@ -61,7 +61,7 @@ class StopCoordinator:
             supervisor_client.report_preempted()
 
     def start_timing(self, step: int) -> None:
-        """Start to measure step times, after `step` completed steps.
+        """Start measuring step times after `step` completed steps.
 
         This does not reschedule the next exchange, because epochs may be shorter than the interval.
         """
@@ -78,7 +78,7 @@ class StopCoordinator:
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
         """Stop all ranks if any rank requested it, reached the time limit, or received a signal.
 
-        Return the `numbers` of every rank; every rank passes the same number of them.
+        Return the `numbers` of every rank. Their count must be the same on every rank.
         """
         now = time.perf_counter()
         limit, signalled = self._max_seconds, self._preemption.received
@@ -118,8 +118,8 @@ class SyncPoint:
         self._detector = StragglerDetector()
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Synchronize after `step` steps, and return the `numbers` of every rank. All ranks must pass the same number
-        of them."""
+        """Synchronize after `step` steps, and return the `numbers` of every rank. Their count must be the same on every
+        rank."""
         previous_reason = self._stopping.reason
         seconds, steps = self._timer.take_recent_seconds()
         ranks = self._stopping.exchange(step, [*seconds, *numbers])

@@ -1,6 +1,6 @@
 """The supervisor's connections to the ranks of a job, which detect exits of ranks and request checkpoints or exits.
 
-They also let the standby ranks of the next attempt wait until they are started.
+Through them, the standby ranks of the next attempt also wait for their start.
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ class ExactReduction:
                 self._buckets_of[piece.parameter].append(index)
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._free_buffers: list[Tensor] = []
-        # Whether gradients are final when they are added. The first step shows it: until then, `add` does not start.
+        # Whether gradients are final when they are added. This is determined in the first step, in which `add` does not
+        # start operations.
         self._is_overlapped: bool | None = False if allows_unused else None
         self._times_added = [0] * len(self._parameters)
         self._step: _Step | None = None
@@ -209,7 +210,7 @@ class ExactReduction:
     def finish(self, last: Gradients) -> list[Tensor | None]:
         """Return the mean gradient of each parameter; None for parameters without a gradient on any logical rank.
 
-        `last` are the gradients of the last logical rank, also those that were added. All processes call it. If a
+        `last` are the gradients of the last logical rank, including those that were added. All processes call it. If a
         gradient is missing in any process, a ModelError is raised in all of them.
         """
         step, self._step = self._step, None

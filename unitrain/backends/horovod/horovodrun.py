@@ -125,7 +125,7 @@ def terminate_rank(shell_id: int) -> None:
     time.
 
     The shell then exits by itself, with the exit code of the rank. Horovod's own function waits for the shell in a
-    second thread; if that wait returns before the thread that reads the exit code, the code is 0.
+    second thread; if that wait returns before the other thread has read the exit code, the code is 0.
     """
     with contextlib.suppress(psutil.NoSuchProcess):  # the shell has exited
         shell = psutil.Process(shell_id)

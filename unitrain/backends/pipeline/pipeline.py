@@ -174,8 +174,8 @@ class Pipeline:
 
         The first batch of each shape takes an additional forward pass, in which the stages exchange the shapes of their
         outputs. Raises TensorError and ConfigError for invalid arguments, and DataError if the ranks of a replica have
-        different batches. With several stages, an error that does not occur on all ranks ends the other ranks, even if
-        the caller handles it, because their stages cannot continue.
+        different batches. With several stages, an error that does not occur on all ranks terminates the other ranks
+        within seconds, even if the caller handles it, because their stages cannot continue.
         """
         self._backend.check_collective_allowed("Pipeline.forward_backward")
 
@@ -285,10 +285,11 @@ class Pipeline:
         load_optimizer_state(self._backend, self._stages, self._module, optimizer, state)
 
     def _check(self, method: str, check: Callable[[], ResultT], ranks: Sequence[int]) -> ResultT:
-        """Return the result of `check`, which raises an error for invalid arguments. If it raises on some of `ranks`
-        only, the other ranks end.
+        """Return the result of `check`, which raises an error for invalid arguments. If it raises on only some of
+        `ranks`, the other ranks terminate.
 
-        The good case needs no communication, because a message between all ranks in each step would take too long.
+        Valid arguments require no communication, because an exchange between all ranks in each step would take too
+        long.
         """
         if self._replica_group is None:
             return call_on_all_ranks(self._backend, check)
@@ -427,7 +428,7 @@ def _check_shared_parameters(blocks: Sequence[tuple[str, nn.Module]], counts: Se
         if not is_trained:
             raise ModelError(
                 f"Stage {stage}, with blocks {', '.join(map(repr, names[:_MAX_LISTED]))}, has no trainable parameters. "
-                'Use balance="time", which gives every stage some, or another number of blocks per stage.'
+                'Use balance="time", which gives every stage trainable parameters, or change the blocks per stage.'
             )
         start += count
 

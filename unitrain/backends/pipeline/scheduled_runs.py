@@ -122,8 +122,8 @@ class ScheduledStageRuns(StageRuns):
         """Return the shapes of this stage's input and output for a micro-batch `values`. All ranks of the replica call
         it.
 
-        Every stage runs one forward pass without gradients on a tensor of the right shape. Raises DataError if the
-        previous stage has a different micro-batch.
+        Every stage runs one forward pass without gradients on a tensor with the shape of its input. Raises DataError if
+        the previous stage has a different micro-batch.
         """
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
         inputs = values
@@ -132,7 +132,7 @@ class ScheduledStageRuns(StageRuns):
             if int(header[0]) != own_checksum:
                 first, own = self._group.ranks[0], self._group.ranks[self._group.index]
                 raise DataError(
-                    f"Rank {own} has another batch than rank {first}, but both compute the same replica of the "
+                    f"Rank {own} has a different batch from rank {first}, but both compute the same replica of the "
                     f"pipeline. {_FIX}"
                 )
             inputs = torch.zeros_like(_read_shape(header).empty(self._device))

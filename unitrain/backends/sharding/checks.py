@@ -69,8 +69,8 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
     These are the outermost modules of the classes `blocks` or, if `blocks` is a number, the innermost modules with at
     least that many parameters. If `blocks` is empty, they are the outermost modules whose class occurs more than once,
     such as the layers of a transformer. If `blocks` lists classes, raises ModelError for a block that shares parameters
-    with other modules. Otherwise, such modules are not blocks. Also raises ModelError if `blocks` exceeds the number of
-    parameters of the model.
+    with other modules. In the other cases, modules that share parameters are not selected. Also raises ModelError if
+    `blocks` exceeds the number of parameters of the model.
     """
     is_by_class = bool(blocks) and not isinstance(blocks, int)
     if isinstance(blocks, int):

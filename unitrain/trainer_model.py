@@ -1,0 +1,64 @@
+"""Preparation of the Trainer's model: conversion, averaged weights, and distribution to the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsShardedParameters, require_capability
+from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.config import TrainConfig
+from unitrain.modules.acceleration import compile_forward, use_channels_last
+from unitrain.modules.activation_checkpointing import checkpoint_activations
+from unitrain.modules.sync_batch_norm import sync_batch_norm
+from unitrain.optim.ema import WeightAverage
+from unitrain.optim.precision import allow_tf32
+
+
+def prepare_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, backend: Backend
+) -> WeightAverage | None:
+    """Move `model` to the device, convert it in place as `config` requests, and return the average of its weights.
+
+    The average is None without `ema_decay`. All ranks call it. Raises ConfigError or ModelError on every rank.
+    """
+    allow_tf32(config.tf32)
+    model.to(backend.device)
+    if optimizer.state:  # moves state that was loaded before the model was moved to the device
+        optimizer.load_state_dict(optimizer.state_dict())
+    if config.channels_last:
+        use_channels_last(model)
+    if config.checkpoint_activations:
+        call_on_all_ranks(backend, lambda: checkpoint_activations(model, config.checkpoint_activations))
+    if config.sync_batch_norm:
+        call_on_all_ranks(backend, lambda: sync_batch_norm(model, backend))
+    average = call_on_all_ranks(backend, lambda: WeightAverage.create(backend.unwrap(model), config.ema_decay))
+    if config.compile:
+        compile_forward(model, None if average is None else average.model, mode=config.compile)
+    return average
+
+
+def distribute_model(model: nn.Module, config: TrainConfig, backend: Backend) -> nn.Module:
+    """Return the result of `backend.distributed_model` for the settings in `config`. All ranks call it."""
+    logical_ranks = {} if config.logical_ranks is None else {"logical_ranks": config.logical_ranks}
+    return backend.distributed_model(
+        model,
+        shard=config.shard,
+        shard_blocks=config.shard_blocks,
+        find_unused_parameters=config.find_unused_parameters,
+        broadcast_buffers=config.broadcast_buffers,
+        compression=config.compression,
+        **logical_ranks,
+    )
+
+
+def start_average(average: WeightAverage, distributed: nn.Module, config: TrainConfig, backend: Backend) -> None:
+    """Start averaging the weights of the `distributed` model; if its parameters are sharded, shard their average too.
+
+    All ranks call it.
+    """
+    if config.shard == "parameters":
+        feature = "TrainConfig.shard 'parameters'"
+        require_capability(backend, SupportsShardedParameters, feature).shard_copy(average.model, distributed)
+    average.start()
