@@ -127,6 +127,10 @@ CASES: dict[str, tuple[Callable[[], list[RankReport]], str]] = {
         lambda: ranks({"has_job_key": False}, {"has_job_key": False}),
         r"warning: ranks 0, 1 have no key to sign messages. Any program .* \$ unitrain launch \.\.\.",
     ),
+    "listens on all interfaces": (
+        lambda: ranks({"launcher": "mpirun"}),
+        r"note: mpirun listens on all interfaces of a\. \$ unitrain launch --interface eth0 \.\.\.",
+    ),
     "variables": (
         lambda: ranks({"variables": {"NCCL_DEBUG": "INFO"}}),
         r"warning: NCCL_DEBUG differs between ranks: 'INFO' on rank 0; unset on rank 1\. \$ unitrain launch -x NC",
@@ -134,7 +138,22 @@ CASES: dict[str, tuple[Callable[[], list[RankReport]], str]] = {
 }
 
 
+OPEN_PORTS = (
+    "note: torch's TCPStore on a and the data connections of all hosts have no authentication. Any program that can "
+    "reach their ports can end or join the job. $ Use a private network, or a firewall that accepts connections only "
+    "from 10.0.0.1, 10.0.0.2."
+)
+
+
 def shown(reports: list[RankReport]) -> list[str]:
+    """Return the findings, except the note that every job on several hosts has."""
+    found = all_shown(reports)
+    if len({report.facts.host for report in reports}) > 1:
+        found.remove(OPEN_PORTS.replace("TCPStore on a", f"TCPStore on {reports[0].facts.host}"))
+    return found
+
+
+def all_shown(reports: list[RankReport]) -> list[str]:
     return [f"{one.level}: {one.what} $ {one.fix}" for one in find_problems(reports)]
 
 
@@ -144,6 +163,15 @@ def test_a_valid_job_has_no_findings() -> None:
     assert shown([RankReport(alone, None)]) == []
     # Ranks bound to different cores.
     assert shown(ranks({"cores": (0,)}, {"host": "a", "machine": "m1", "local_rank": 1, "cores": (1,)})) == []
+
+
+def test_connections_without_authentication_are_reported_on_several_hosts() -> None:
+    assert all_shown(ranks({})) == [OPEN_PORTS]
+    with_horovodrun = {"variables": {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}}
+    (found,) = all_shown(ranks(with_horovodrun, with_horovodrun))
+    assert found.startswith("note: torch's TCPStore and Horovod's rendezvous server on a and the data connections of")
+    on_one_interface = {"launcher": "mpirun", "variables": {"OMPI_MCA_oob_tcp_if_include": "eth0"}}
+    assert all_shown(ranks(on_one_interface, on_one_interface)) == [OPEN_PORTS]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -209,6 +237,10 @@ def test_problems_between_hosts_are_found(tmp_path_factory: pytest.TempPathFacto
         assert any(text.startswith(f"h2: files that rank 0 creates in {apart} are not visible there") for text in texts)
         for name in ("h1", "h2"):
             assert any(text.startswith(f"The name {name} resolves to 127.0.1.1") for text in texts)
+        assert any(text.startswith("torch's TCPStore on h1 and the data connections of all hosts") for text in texts)
+        assert "mpirun listens on all interfaces of h1." in texts
+        selected = run_doctor(one, tmp_path, "-np 2 -H h1:1,h2:1 --launcher mpirun --interface eth0")
+        assert not any("listens on all" in finding["what"] for finding in selected["findings"])
         assert all(entry["facts"]["has_job_key"] for entry in report["ranks"])
         assert not any("cannot reach" in text or "clock" in text for text in texts)
         assert list(apart.iterdir()) == []

@@ -306,7 +306,39 @@ def _check_authentication(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         )
 
 
+def _check_open_ports(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+    """Report the libraries' connections that have no authentication, if the job uses several hosts."""
+    facts = ranks[0].facts
+    if len({report.facts.host for report in ranks}) == 1:
+        return
+    over_horovodrun = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in facts.variables
+    services = "torch's TCPStore" + (" and Horovod's rendezvous server" if over_horovodrun else "")
+    yield Finding(
+        level="note",
+        what=f"{services} on {facts.host} and the data connections of all hosts have no authentication. Any program "
+        "that can reach their ports can end or join the job.",
+        fix=f"Use a private network, or a firewall that accepts connections only from {_addresses(ranks)}.",
+    )
+    if facts.launcher == "mpirun" and not any(name.startswith("OMPI_MCA_oob_tcp_if_") for name in facts.variables):
+        yield Finding(
+            level="note",
+            what=f"mpirun listens on all interfaces of {facts.host}.",
+            fix=f"unitrain launch --interface {_interface_between_hosts(ranks[0])} ...",
+        )
+
+
+def _addresses(ranks: Sequence[RankReport]) -> str:
+    """Return the addresses of the hosts."""
+    return ", ".join(dict.fromkeys(report.peer_checks.address for report in ranks if report.peer_checks))
+
+
+def _interface_between_hosts(report: RankReport) -> str:
+    address = report.peer_checks.address if report.peer_checks else None
+    return next((name for name, own in report.facts.interfaces.items() if own == address), "NAME")
+
+
 _CHECKS: tuple[Callable[[Sequence[RankReport]], Iterator[Finding]], ...] = (
     _check_versions, _check_reachability, _check_gpus, _check_horovod, _check_host_names, _check_interfaces,
     _check_folders, _check_limits, _check_cores, _check_clocks, _check_variables, _check_authentication,
+    _check_open_ports,
 )  # fmt: skip
