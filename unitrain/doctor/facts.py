@@ -25,8 +25,10 @@ from unitrain.processes import usable_cores
 from unitrain.torch_compat import transports
 
 # Prefixes and names of environment variables that configure the libraries.
-_VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "HOROVOD_", "TORCH_", "OMP_", "MKL_", "CUDA_", "UCX_", "FI_", "UNITRAIN_")
-_VARIABLE_PREFIXES += ("OMPI_MCA_oob_tcp_if_",)  # set by mpirun if its network interfaces are selected
+_VARIABLE_PREFIXES = (
+    "NCCL_", "GLOO_", "HOROVOD_", "TORCH_", "OMP_", "MKL_", "CUDA_", "UCX_", "FI_", "UNITRAIN_",
+    "OMPI_MCA_oob_tcp_if_",  # set by mpirun if its network interfaces are selected
+)  # fmt: skip
 _VARIABLE_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED", "VIRTUAL_ENV", "CONDA_PREFIX")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _PROGRAMS = ("torchrun", "horovodrun", "mpirun", "mpiexec", "srun", "ssh")
