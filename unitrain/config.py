@@ -239,7 +239,8 @@ class TrainConfig:
         )
         if self.ema_decay is not None and self.ema_decay >= 1:
             raise ConfigError(
-                f"TrainConfig.ema_decay must be below 1, got {self.ema_decay}: at 1 it never changes. Use 0.999."
+                f"TrainConfig.ema_decay must be below 1, got {self.ema_decay}: at 1 the average never changes. "
+                "Use 0.999."
             )
         validation.check_text(
             _full_name("monitor"), self.monitor, "Use monitor='val_loss', or leave it out", optional=True

@@ -62,7 +62,7 @@ def _function(target: str) -> Any:
     if module.endswith(".py"):
         path = Path(module).resolve()
         if not path.is_file():
-            raise ConfigError(f"There is no file '{module}' for {target}. Name one that exists: train.py:{name}.")
+            raise ConfigError(f"There is no file '{module}' for {target}. Pass an existing file: train.py:{name}.")
         sys.path.insert(0, str(path.parent))
         module = path.stem
     try:
@@ -75,5 +75,7 @@ def _function(target: str) -> Any:
             f"Name a file, as in train.py:{name}, or install the package."
         ) from None
     if not callable(found.get(name)):
-        raise ConfigError(f"There is no function {name!r} in {module}. Name one that returns the arguments of Trainer.")
+        raise ConfigError(
+            f"There is no function {name!r} in {module}. Pass a function that returns the arguments of Trainer."
+        )
     return found[name]

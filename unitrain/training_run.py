@@ -184,12 +184,12 @@ class TrainingRun:
         """
         order = self._data_order or data.order_settings
         for name in {**data.order_settings, **order} if self.progress.sample else ():
-            had, has = order.get(name), data.order_settings.get(name)
-            if had != has:
+            saved, found = order.get(name), data.order_settings.get(name)
+            if saved != found:
                 raise CheckpointError(
                     f"The run is {self.progress.sample} samples into epoch {self.progress.epoch + 1} of training data "
-                    f"with {name}={had}, but this data has {name}={has}: samples would be repeated or skipped. "
-                    f"{describe_order_fix(name, had)} Or continue from a checkpoint at the end of an epoch."
+                    f"with {name}={saved}, but this data has {name}={found}: samples would be repeated or skipped. "
+                    f"{describe_order_fix(name, saved)} Or continue from a checkpoint at the end of an epoch."
                 )
         self._checkpointer.lock_folder()
         try:

@@ -426,7 +426,7 @@ def test_mpi_without_mpirun_is_rejected(tmp_path: Path, monkeypatch: pytest.Monk
         ("train.py", r"'train\.py' is not the name of a function\. Give a module or a file and the function"),
         (
             "nosuch.py:parts",
-            r"There is no file 'nosuch\.py' for nosuch\.py:parts\. Name one that exists: train\.py:parts\.",
+            r"There is no file 'nosuch\.py' for nosuch\.py:parts\. Pass an existing file: train\.py:parts\.",
         ),
         (
             "no.such.module:parts",

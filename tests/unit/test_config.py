@@ -75,7 +75,7 @@ from unitrain.errors import ConfigError
             {"max_epochs": 1, "local_sgd": 4, "precision": "fp16"},
             r"precision='fp16' is not supported with local_sgd, .* Use precision='bf16', or leave local_sgd out\.$",
         ),
-        ({"max_epochs": 1, "ema_decay": 1.0}, r"ema_decay must be below 1, got 1\.0: at 1 it never changes\."),
+        ({"max_epochs": 1, "ema_decay": 1.0}, r"ema_decay must be below 1, got 1\.0: at 1 the average never changes\."),
         ({"max_epochs": 1, "sync_batch_norm": "yes"}, r"sync_batch_norm must be True or False, got 'yes'\."),
         ({"max_epochs": 1, "channels_last": 1}, r"channels_last must be True or False, got 1\."),
         (

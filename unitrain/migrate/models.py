@@ -146,7 +146,7 @@ def _convert_argument(edits: Edits, node: cst.Name | cst.Attribute, argument: cs
     elif name is not None and not was_wrapped:
         edits.explain(
             node,
-            f"unchanged: {name} gets the distributed model. If it uses the names of parameters, pass "
+            f"unchanged: {name} receives the distributed model. If it uses the names of parameters, pass "
             f"{edits.backend}.unwrap({script.text(node)})",
         )
 

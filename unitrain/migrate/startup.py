@@ -151,7 +151,7 @@ def _wrap_main(edits: Edits, startup: Startup, statement: Statement, function: c
     edits.explain(
         main,
         "starts the backend that the launcher or UNITRAIN_BACKEND selects, and shuts it down at the end; "
-        "other ranks are told if this one fails",
+        "a failure of this rank is reported to the other ranks",
     )
     removed = [*startup.shutdown] if startup.is_kept else [startup.call, *startup.shutdown]
     for call in removed:

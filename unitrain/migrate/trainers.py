@@ -72,7 +72,7 @@ def _compare_ranks(edits: Edits, call: cst.Call, rank: str) -> None:
     check = parse_statement(f'assert {ranks}, "{fix}"')
     edits.replace_statement(statement, lambda updated: [updated, check])
     edits.uses_backend.append(call)
-    edits.explain(call, "under a launcher other than torchrun, each rank would train on its own")
+    edits.explain(call, "under a launcher other than torchrun, each rank would train independently")
 
 
 def _convert_end(edits: Edits, call: cst.Call) -> None:

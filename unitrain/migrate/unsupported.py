@@ -40,9 +40,9 @@ LINES = {
     "horovod.torch.SyncBatchNorm": "Use unitrain.sync_batch_norm(model, backend)",
     "horovod.torch.cross_rank": "Use backend.node_rank, the index of the host",
     "horovod.torch.cross_size": "Use backend.num_nodes, the number of hosts",
-    "horovod.torch.nccl_built": "The script asks how Horovod was built. Remove the condition",
-    "horovod.torch.mpi_built": "The script asks how Horovod was built. Remove the condition",
-    "horovod.torch.gloo_built": "The script asks how Horovod was built. Remove the condition",
+    "horovod.torch.nccl_built": "The script checks how Horovod was built. Remove the condition",
+    "horovod.torch.mpi_built": "The script checks how Horovod was built. Remove the condition",
+    "horovod.torch.gloo_built": "The script checks how Horovod was built. Remove the condition",
     "torch.distributed.get_backend": "The name depends on the backend. Compare backend.transport instead",
     "torch.distributed.optim": 'Use backend.distributed_optimizer(optimizer, model, shard="state")',
     "torch.distributed.algorithms": "Communication hooks and Join: use compression=... of distributed_model, and "

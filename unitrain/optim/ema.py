@@ -109,6 +109,6 @@ def _copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model).requires_grad_(False)
     except Exception as error:  # copying a module may raise any exception
         raise ModelError(
-            f"ema_decay averages into a copy of the model, and {type(model).__name__} cannot be copied: {error}. "
+            f"ema_decay needs a copy of the model, but {type(model).__name__} cannot be copied: {error}. "
             "Make the model copyable by copy.deepcopy, or leave ema_decay out."
         ) from error

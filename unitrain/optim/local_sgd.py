@@ -368,15 +368,15 @@ class LocalSGD:
             wanted = wanted if kind == "weights" else expected
             for name in shapes.keys() ^ wanted.keys() if shapes else ():
                 raise CheckpointError(
-                    f"The checkpoint has local steps of {'no' if name in wanted else 'a'} tensor {name!r}, but this "
-                    f"run synchronizes {'it' if name in wanted else 'none of this name'}. Train the same parameters as "
-                    "the run that wrote it."
+                    f"The local-step state of the checkpoint {'lacks' if name in wanted else 'contains'} tensor "
+                    f"{name!r}, which this run {'synchronizes' if name in wanted else 'does not synchronize'}. Train "
+                    "the same parameters as the run that wrote it."
                 )
             for name, shape in shapes.items():
                 if shape != wanted[name]:
                     raise CheckpointError(
-                        f"The checkpoint has local steps of {name!r} with shape {shape}, but this model has "
-                        f"{wanted[name]}. Use the same model as the run that wrote it."
+                        f"The local-step state of the checkpoint contains {name!r} with shape {shape}, but this model "
+                        f"has {wanted[name]}. Use the same model as the run that wrote it."
                     )
 
 

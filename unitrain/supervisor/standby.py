@@ -28,7 +28,7 @@ class Standby:
 
     @property
     def is_available(self) -> bool:
-        """Whether standby ranks wait, or are about to."""
+        """Whether standby ranks are waiting or are being started."""
         return self._attempt is not None and self._attempt.can_start
 
     def update(self, running: Attempt) -> None:

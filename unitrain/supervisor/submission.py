@@ -105,7 +105,7 @@ def submit(scheduler: str, translation: Translation) -> int:
         done = subprocess.run(command, input=translation.text, text=True, timeout=_SUBMIT_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise TimeoutError(
-            f"{command[0]} did not answer within {_SUBMIT_TIMEOUT_SECONDS} s, but may have accepted the job. Check "
+            f"{command[0]} did not respond within {_SUBMIT_TIMEOUT_SECONDS} s, but may have accepted the job. Check "
             f"with: {'squeue --me' if scheduler == 'slurm' else 'kubectl get pods'}"
         ) from None
     return done.returncode

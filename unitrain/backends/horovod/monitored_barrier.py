@@ -69,7 +69,7 @@ class MonitoredBarrier:
             self._store.wait([prefix], limit)
             error = self._store.get(prefix).decode()
         except RuntimeError:  # a FileStore does not raise DistStoreError
-            error = f"rank 0 did not answer in {limit.total_seconds():g} s"
+            error = f"rank 0 did not respond within {limit.total_seconds():g} s"
         if error != _NO_ERROR:
             raise dist.DistBackendError(
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "

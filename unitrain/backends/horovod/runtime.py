@@ -97,9 +97,9 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
 
     If Horovod already runs with these ranks, it is used. If Horovod is not running, the ranks start it: under the
     launcher if the launcher has set the same ranks, or else through `store`. If an earlier call has started it with
-    other ranks through a store, it is ended and started again. Some of its ranks may be missing now, and others may be
-    new. Raises UnsupportedError on every rank if the launcher, `unitrain.init` or `hvd.init()` has started Horovod with
-    other ranks.
+    other ranks through a store, it is shut down and started again. Some of its ranks may be missing now, and others may
+    be new. Raises UnsupportedError on every rank if the launcher, `unitrain.init` or `hvd.init()` has started Horovod
+    with other ranks.
     """
     global _own_address, _horovod
     host = store_host(store) or environment.get_variable("MASTER_ADDR") or LOOPBACK
@@ -152,7 +152,8 @@ def _can_start() -> bool:
 
 
 def _end_horovod() -> None:
-    """End the Horovod of an earlier default group, which has been destroyed. Horovod then ends on all its ranks."""
+    """Shut down Horovod, which an earlier, already destroyed default group has started. This shuts down Horovod on all
+    ranks of that group."""
     hvd.shutdown()
     forget_process_sets()
     while _servers:

@@ -323,8 +323,8 @@ class Pipeline:
         if self._replicas.size == 1:
             return point_to_point.create_rank_groups(groups)[0], None
         groups += [[replica * self._stages + stage for replica in replicas] for stage in stages]
-        own, twins = point_to_point.create_rank_groups(groups)
-        return own, twins
+        replica_group, stage_group = point_to_point.create_rank_groups(groups)
+        return replica_group, stage_group
 
     def _reduce_gradients(self) -> None:
         """Replace every gradient with its mean over the replicas."""

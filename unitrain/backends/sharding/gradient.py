@@ -105,7 +105,7 @@ class GradientGroup:
         """Return the norm of the complete `gradient`, a 0-dim tensor. All ranks call it with the same gradients."""
         if gradient.added is not None:
             raise ModelError(
-                "The norm of a gradient was requested that is not reduced over ranks. Run the last backward pass "
+                "A norm was requested for a gradient that is not reduced over ranks. Run the last backward pass "
                 "before clipping through the model that backend.distributed_model returned."
             )
         if order not in gradient._norms:
