@@ -245,12 +245,14 @@ LAUNCHED_FAULTS = {
 }
 
 
+@pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
 @pytest.mark.parametrize("fault", ["is killed", "returns", *nightly("exits with 3", "has a loss of NaN")])
-def test_a_launch_with_a_failed_rank_prints_few_lines(fault: str, tmp_path: Path) -> None:
+def test_a_launch_of_torchrun_with_a_failed_rank_prints_few_lines(fault: str, backend: str, tmp_path: Path) -> None:
     text, max_lines = LAUNCHED_FAULTS[fault]
     script = tmp_path / "train.py"
     script.write_text(LAUNCHED)
-    command = [sys.executable, "-m", "unitrain", "launch", "--backend", "ddp", "-np", "4", str(script), fault]
+    options = ["--backend", backend, "--launcher", "torchrun", "-np", "4"]
+    command = [sys.executable, "-m", "unitrain", "launch", *options, str(script), fault]
     with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
         output = launch.output()
         launch.wait_until_all_exited(10)
@@ -263,6 +265,32 @@ def test_a_launch_with_a_failed_rank_prints_few_lines(fault: str, tmp_path: Path
     assert output.count("Traceback (most recent call last)") == num_tracebacks, output
     assert len(of_ranks.splitlines()) <= max_lines, output
     assert len(summary.splitlines()) <= 12 + 6 * 4, output  # six lines per rank
+
+
+# The expected text, and the largest number of lines.
+FAULTS_UNDER_HOROVODRUN = {
+    "exits with 3": ("rank 1 failed first: SystemExit: 3", 20),
+    "is killed": ("Process name: 1\nExit code: 137", 20),
+    "returns": (LAUNCHED_FAULTS["returns"][0], 20),
+    "has a loss of NaN": ("The mean loss became nan on rank 1", 40),
+}
+
+
+@pytest.mark.parametrize("fault", ["is killed", *ci("returns"), *nightly("exits with 3", "has a loss of NaN")])
+def test_a_launch_of_horovodrun_with_a_failed_rank_prints_few_lines(fault: str, tmp_path: Path) -> None:
+    text, max_lines = FAULTS_UNDER_HOROVODRUN[fault]
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    options = ["--backend", "horovod", "--launcher", "horovodrun", "-np", "4"]
+    command = [sys.executable, "-m", "unitrain", "launch", *options, str(script), fault]
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        output = launch.output()
+        launch.wait_until_all_exited(10)
+    assert launch.process.returncode == 1, output
+    assert text in output, output
+    num_tracebacks = 1 if fault == "has a loss of NaN" else 0
+    assert output.count("Traceback (most recent call last)") == num_tracebacks, output
+    assert len(output.splitlines()) <= max_lines, output
 
 
 @pytest.mark.ci

@@ -108,10 +108,13 @@ def _launch_bound(command: Any, exec_command: Any, settings: Any, nics: Any, var
 
     try:
         _launch_gloo(command, run_rank, settings, nics, variables, server_ip)
-    except RuntimeError:
-        if not failures or min(failures)[1] != PREEMPTED_EXIT_CODE:
+    except RuntimeError as error:
+        if not failures:
             raise
-        exit(PREEMPTED_EXIT_CODE)
+        _, first_code = min(failures)
+        if first_code == PREEMPTED_EXIT_CODE:
+            exit(PREEMPTED_EXIT_CODE)
+        exit(f"horovodrun: {str(error).strip()}")  # without its traceback, which would hide the messages of the ranks
 
 
 def _run_middleman(*arguments: Any) -> None:
