@@ -323,7 +323,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
 
         If the dataset is stateful, an empty list follows each batch, when the items of the other ranks are read.
         """
-        stream: Iterator[Any] = self._note_end(_iterate_outside_worker(dataset))
+        stream: Iterator[Any] = self._record_end(_iterate_outside_worker(dataset))
         _skip_items(stream, start)
         first = list(islice(stream, 1))
         self._first_item = fingerprint(first)
@@ -344,14 +344,14 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
             if self._is_stateful:
                 yield []
 
-    def _note_end(self, stream: Iterator[Any]) -> Iterator[Any]:
+    def _record_end(self, stream: Iterator[Any]) -> Iterator[Any]:
         yield from stream
         self._has_ended = True
 
     def _batches_of_own_stream(self, dataset: Iterable[Any]) -> Iterator[list[Any]]:
         """Yield the items of each batch, from a stream that differs per rank and worker. If the dataset is stateful, an
         empty list follows each batch."""
-        stream, length = self._note_end(iter(dataset)), self._batch_size or 1
+        stream, length = self._record_end(iter(dataset)), self._batch_size or 1
         while items := list(islice(stream, length)):
             if len(items) == length or not self._drop_last:
                 yield items

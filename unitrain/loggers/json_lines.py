@@ -74,8 +74,8 @@ def drop_rows_after(step: int, path: Path) -> None:
 
 
 def _complete_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of the file. Corrupt lines are skipped with a warning, and an incomplete last line without
-    one."""
+    """Return the rows of the file. Corrupt lines are skipped with a warning. An incomplete last line is skipped without
+    a warning."""
     check_is_regular(path)
     *lines, _ = path.read_text(errors="replace").split("\n")
     rows, damaged = [], 0

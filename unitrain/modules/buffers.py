@@ -71,7 +71,7 @@ def _difference(by_rank: list[list[tuple[list[int], str]]]) -> ModelError:
         index = next(index for index, pair in enumerate(zip(first, other, strict=True)) if pair[0] != pair[1])
         text = f"{_describe(first[index])} on rank 0 and {_describe(other[index])} on rank {rank}"
     return ModelError(
-        f"broadcast_buffers got models with different buffers: {text}. Pass the same model on every rank."
+        f"broadcast_buffers was called with different buffers: {text}. Pass the same model on every rank."
     )
 
 
@@ -83,7 +83,7 @@ def _describe(buffer: tuple[list[int], str]) -> str:
 def load_state(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> Any:
     """Return `model.load_state_dict(state, strict)`, with support for buffers that are expanded views.
 
-    torch refuses to write to an expanded view, because its elements share memory.
+    torch raises an error for a write to an expanded view, because its elements share memory.
     """
     expanded = [
         (buffers, name, buffer, buffer.contiguous())

@@ -9,8 +9,8 @@ from torch import nn
 
 
 class ReplacedForward:
-    """Base class for replacements of a module's forward. `create_replacing_class` combines a subclass with the module's
-    class.
+    """Base class of the classes that replace a module's forward. `create_replacing_class` combines a subclass with the
+    module's class.
 
     Modules of the combined class can be copied and pickled.
     """

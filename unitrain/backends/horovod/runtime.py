@@ -121,7 +121,7 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
                 "Start new processes, for example with torch.multiprocessing.spawn, or use the same ranks again."
             )
         if hvd.is_initialized():
-            _end_horovod()
+            _shut_down_horovod()
         _horovod = new[0]
         if len(set(names)) > 1 and is_loopback(host):
             host = addresses[0]
@@ -151,7 +151,7 @@ def _can_start() -> bool:
     return "repeated-settings" in record.get("mended", ())
 
 
-def _end_horovod() -> None:
+def _shut_down_horovod() -> None:
     """Shut down Horovod, which an earlier, already destroyed default group has started. This shuts down Horovod on all
     ranks of that group."""
     hvd.shutdown()
