@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launches import Launch, running_launcher
+from requirements import needs_open_mpi
 
 from unitrain.config import TrainConfig
 from unitrain.errors import ConfigError, Preempted
@@ -118,7 +119,7 @@ from pathlib import Path
 from unitrain.progress.preemption import PreemptionHandler
 
 folder = Path(sys.argv[1])
-rank = next(os.environ[name] for name in ("RANK", "HOROVOD_RANK") if name in os.environ)
+rank = next(os.environ[name] for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
 with PreemptionHandler(["SIGUSR1", "SIGTERM"]) as preemption:
     with (folder / f"started-{rank}").open("a") as started:
         started.write("x")
@@ -134,7 +135,7 @@ sys.exit(75)
 @pytest.mark.parametrize(
     ("target", "options", "received", "code"),
     [
-        pytest.param(target, options, received, code, id=f"{target}-{name}", marks=tier)
+        pytest.param(target, options, received, code, id=f"{target}-{name}", marks=tier + needs)
         for name, options, received, code, fast in (
             ("torchrun", ["--launcher", "torchrun"], "SIGUSR1", 75, "launcher"),
             ("horovodrun", ["--launcher", "horovodrun"], "SIGUSR1", 75, "every process"),
@@ -145,9 +146,18 @@ sys.exit(75)
                 143,
                 "launcher",
             ),
+            ("mpirun", ["--launcher", "mpirun"], "SIGUSR1", 75, "launcher"),
+            (
+                "mpirun with restarts",
+                ["--launcher", "mpirun", "--max-restarts", "1"],
+                "SIGUSR1",
+                75,
+                "launcher",
+            ),
         )
         for target in ("launcher", "every process")
         for tier in ([] if target == fast else [pytest.mark.nightly],)
+        for needs in ([needs_open_mpi] if name.startswith("mpirun") else [],)
     ],
 )
 def test_ranks_save_after_a_warning(target: str, options: list[str], received: str, code: int, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ from pathlib import Path
 
 from unitrain.progress.preemption import PreemptionHandler
 
-name = os.environ["RANK"]
+name = next(os.environ[name] for name in ("RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
 with PreemptionHandler(["SIGUSR1", "SIGTERM"]) as preemption:
     Path(sys.argv[1], f"started-{name}").touch()
     end = time.monotonic() + 60
@@ -144,15 +144,24 @@ echo $? > {folder}/code
 """
 
 
-@pytest.mark.parametrize("target", ["the steps", "the script"])
+@pytest.mark.parametrize(
+    ("launcher", "target", "received"),
+    [
+        ("torchrun", "the steps", ["SIGUSR1", "SIGUSR1"]),
+        ("torchrun", "the script", ["SIGUSR1", "SIGUSR1"]),
+        # mpirun runs rank 0 in the batch step, and terminates it after rank 1 has exited.
+        pytest.param("mpirun", "the steps", ["SIGTERM", "SIGUSR1"], marks=[needs_open_mpi, pytest.mark.nightly]),
+        pytest.param("mpirun", "the script", ["SIGUSR1", "SIGUSR1"], marks=[needs_open_mpi, pytest.mark.nightly]),
+    ],
+)
 def test_ranks_save_when_slurm_warns_the_job(
-    target: str, tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+    launcher: str, target: str, received: list[str], tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
-    """`--signal=USR1` signals the steps: torchrun on each host and its ranks. With B: it signals the script, which must
-    forward it."""
+    """`--signal=USR1` signals the steps: torchrun on each host and its ranks, or mpirun's daemons. With B: it signals
+    the script, which must forward it."""
     found, variables = allocated
     (tmp_path / "train.py").write_text(WARNED)
-    launch = [*LAUNCH, "-np", "2", str(tmp_path / "train.py"), str(tmp_path)]
+    launch = [*LAUNCH, "-np", "2", "--launcher", launcher, str(tmp_path / "train.py"), str(tmp_path)]
     batch = tmp_path / "batch"
     batch.write_text(BATCH.format(launch=shlex.join(launch), folder=tmp_path))
 
@@ -172,7 +181,7 @@ def test_ranks_save_when_slurm_warns_the_job(
     wait_for("code")
     log = (tmp_path / "log").read_text()
     assert (tmp_path / "code").read_text() == "75\n", log
-    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGUSR1", "SIGUSR1"], log
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == received, log
 
 
 LOCAL = """
