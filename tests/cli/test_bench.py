@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from groups import ci, nightly
 from launches import SECONDS, running_launcher
 from requirements import needs_mpi
 from torch import Tensor
@@ -39,6 +41,26 @@ def run(launch: list[str]) -> str:
         assert job.process.returncode == 0, output
         assert not job.find_processes(), output
     return output
+
+
+@pytest.mark.parametrize("number", [*ci(signal.SIGINT), *nightly(signal.SIGTERM)])
+def test_a_signal_terminates_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    """Also the ranks of the sets that are suspended at that time. The signal arrives during the measurement."""
+    options = ["collectives", "-np", "2", "--seconds", "300", "--json", str(tmp_path / "result.json")]
+    with running_launcher([*BENCH, *options], {"TMPDIR": str(tmp_path)}) as job:
+        assert job.process.stdout is not None
+        lines = []
+        while "round 1" not in (line := job.process.stdout.readline()):
+            assert line, "".join(lines)
+            lines.append(line)
+        job.process.send_signal(number)
+        lines.append(job.output())
+        job.wait_until_all_exited(10)
+    output = "".join(lines)
+    assert job.process.returncode == 128 + number, output
+    assert "Traceback" not in output
+    assert output.endswith("unitrain: interrupted\n") == (number == signal.SIGINT), output
+    assert not list(tmp_path.iterdir())
 
 
 def check_rows(result: dict[str, Any], backends: set[tuple[str, str]], operations: tuple[str, ...]) -> None:

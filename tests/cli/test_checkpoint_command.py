@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.local import LocalBackend
+from unitrain.checkpoint import files
 from unitrain.checkpoint.files import list_digest, read_tensors
 from unitrain.cli import unitrain
 from unitrain.errors import CheckpointError
@@ -303,3 +308,22 @@ def test_shard_of_another_format_is_reported(sharded: Path, tmp_path: Path, comm
     done = ckpt(command, checkpoint, *([tmp_path / "m.safetensors"] if command == "consolidate" else []))
     assert isinstance(done.exception, SystemExit)
     assert f"'{checkpoint / name}' does not contain the tensors of a checkpoint: " in done.output
+
+
+def test_an_interrupt_removes_the_unfinished_file_of_consolidate(tmp_path: Path) -> None:
+    model = {"weight": torch.zeros(2**25)}  # 134 MB, which takes about 0.2 s to copy, flush and hash
+    (tmp_path / "run").mkdir()
+    files.write(tmp_path / "run" / "step-000000001", model, {}, {"epoch": 1, "step": 1})
+    file, unfinished = tmp_path / "model.safetensors", tmp_path / ".model.safetensors.unfinished"
+    command = [sys.executable, "-m", "unitrain", "ckpt", "consolidate", str(tmp_path / "run"), str(file)]
+    for _ in range(3):  # the command may end before the signal if this process waits for the CPU
+        file.unlink(missing_ok=True)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            while not unfinished.exists() and process.poll() is None:
+                time.sleep(0.002)
+            process.send_signal(signal.SIGINT)
+            output = process.communicate(timeout=60)[0]
+        if process.returncode != 0:
+            break
+    assert (process.returncode, output) == (130, "\nunitrain: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -116,14 +116,16 @@ def test_a_cached_wheel_is_only_rebuilt_with_force(tmp_path: Path) -> None:
     assert forced.steps == ["wheel"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *nightly(signal.SIGHUP)])
+@pytest.mark.parametrize("number", [signal.SIGINT, *nightly(signal.SIGTERM, signal.SIGHUP)])
 def test_a_signal_also_terminates_the_processes_of_the_build(number: signal.Signals, tmp_path: Path) -> None:
     """The download waits for a server that does not respond."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
         variables = {"PIP_INDEX_URL": f"http://127.0.0.1:{server.getsockname()[1]}/", "PIP_NO_INDEX": "0"}
         command = [sys.executable, "-m", "unitrain", "horovod", "build", "--cache-dir", str(tmp_path / "cache")]
-        with subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
             connection, _ = server.accept()
             with connection:
                 connection.settimeout(20)
@@ -131,6 +133,10 @@ def test_a_signal_also_terminates_the_processes_of_the_build(number: signal.Sign
                 assert process.wait(timeout=20) == 128 + number
                 while connection.recv(4096):
                     pass  # pip's request; the end of pip closes the connection
+            assert process.stderr is not None
+            assert process.stderr.read() == (b"\nunitrain: interrupted\n" if number == signal.SIGINT else b"")
+        # The next build empties the folder `work`. A wheel would be used as it is.
+        assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".whl", ".gz")]
 
 
 def toolkit_step(folder: Path, script: str) -> plan.BuildStep:

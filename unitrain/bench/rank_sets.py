@@ -129,10 +129,10 @@ def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[
     SIGHUP.
     """
     with ExitStack() as stack:
-        # Handle these signals like Ctrl-C; otherwise, suspended ranks would outlive this process.
+        # Exit after the cleanup, as after Ctrl-C; otherwise, suspended ranks would outlive this process.
         for number in (signal.SIGTERM, signal.SIGHUP):
             if (before := signal.getsignal(number)) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, signal.default_int_handler)
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
                 stack.callback(signal.signal, number, before)
         rank_sets: list[RankSet] = []
         for spec in specs:

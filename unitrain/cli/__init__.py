@@ -7,6 +7,8 @@ command; its logic is in the package of the same name.
 from __future__ import annotations
 
 import importlib
+import signal
+from typing import Any
 
 import click
 
@@ -52,6 +54,14 @@ class LazyGroup(click.Group):
             suggestion = did_you_mean(args[0], _COMMANDS)
             ctx.fail(f"Unknown command {args[0]!r}. {suggestion}Available: {', '.join(sorted(_COMMANDS))}.")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Ctrl-C exits with code 130 as in a shell; click would exit with code 1."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("\nunitrain: interrupted", err=True)
+            raise click.exceptions.Exit(128 + signal.SIGINT) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
