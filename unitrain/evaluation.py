@@ -20,7 +20,7 @@ from unitrain.errors import DataError
 from unitrain.metrics.means import create_means
 from unitrain.metrics.user_metrics import Metric, UserMetrics
 from unitrain.modules.buffers import broadcast_buffers
-from unitrain.optim.loss_weighting import LossOutput, read_loss
+from unitrain.optim.loss_weighting import LossKind, LossOutput, check_one_loss_kind, read_loss
 from unitrain.optim.precision import Precision
 from unitrain.optim.step import Forward
 from unitrain.prediction import Outputs
@@ -65,6 +65,7 @@ class Evaluation:
         device = self._communicator.device
         losses = create_means(("loss",), device, exact=self._exact)
         position = first = shard.seeded_position or 0
+        loss_kinds: set[LossKind] = set()
 
         def evaluate_shard() -> None:
             nonlocal position
@@ -77,11 +78,18 @@ class Evaluation:
                     output, target = self._forward(self._model, batch)
                     loss = read_loss(self._loss_fn(output, target))
                 losses.add_loss(loss.value, samples, loss.tokens)
+                if samples:
+                    loss_kinds.add(loss.kind)
+                    check_one_loss_kind(loss_kinds)
                 self._metrics.update(output, target, samples)
             self._metrics.flush()
 
         with self._evaluating():
             call_on_all_ranks(self._communicator, evaluate_shard)
+        if self._communicator.size > 1:
+            on_rank = torch.tensor([kind in loss_kinds for kind in LossKind], dtype=torch.int32)
+            on_any_rank = self._communicator.allreduce(on_rank, "max")
+            check_one_loss_kind({kind for kind, is_used in zip(LossKind, on_any_rank.tolist(), strict=True) if is_used})
         results = losses.reduce(self._communicator)
         if math.isnan(results["loss"]):  # on every rank
             samples = self._communicator.allreduce(torch.tensor([position - first]), "sum")

@@ -27,6 +27,10 @@ FAULT = sys.argv[1]
 class EarlyReturn(Exception):
     pass
 
+class UnprintableError(RuntimeError):
+    def __str__(self):
+        raise ValueError("cannot be shown")
+
 class Items:
     def __init__(self, rank):
         self.rank = rank
@@ -35,6 +39,8 @@ class Items:
             print("fault", time.time(), flush=True)
             if FAULT == "raises":
                 raise ValueError("item 31 is broken")
+            if FAULT == "raises without text":
+                raise UnprintableError
             if FAULT == "is killed":
                 os.kill(os.getpid(), 9)
             if FAULT == "exits":
@@ -72,10 +78,11 @@ with unitrain.init(device="cpu", timeout_seconds=float(sys.argv[2])) as backend:
 """
 
 
-LAST = "last operation: backward #30, at train.py:46: nn.functional.mse_loss(model(inputs), targets).backward()"
+LAST = "last operation: backward #30, at train.py:52: nn.functional.mse_loss(model(inputs), targets).backward()"
 SHUT_DOWN = "unitrain: rank 1 failed first: it shut down while other ranks still waited for it: "
 # Text of the report on rank 1, and the timeout of collectives in seconds.
 FAULTS = {
+    "raises without text": ("unitrain: rank 1 failed first: UnprintableError", 60.0),
     "raises": ("unitrain: rank 1 failed first: ValueError: item 31 is broken", 60.0),
     "exits": ("unitrain: rank 1 failed first: SystemExit: enough of this", 60.0),
     "is killed": ("unitrain: rank 1 failed first: its process was killed or crashed", 60.0),
@@ -87,14 +94,19 @@ FAULTS = {
         "unitrain: rank 1 failed first: it did not join backward #31 of rank 0 in time, and does not respond",
         6.0,
     ),
-    "hangs": (f"\n  rank 1: at train.py:31: time.sleep(300); {LAST}", 6.0),
+    "hangs": (f"\n  rank 1: at train.py:37: time.sleep(300); {LAST}", 6.0),
 }
 
 SIMILAR = ("exits", "exits with 0", "exits with 0 outside of the block", "is interrupted")
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=[pytest.mark.nightly] if fault in SIMILAR else []) for fault in FAULTS]
+    "fault",
+    [
+        *(fault for fault in FAULTS if fault not in (*SIMILAR, "raises without text")),
+        *ci("raises without text"),
+        *nightly(*SIMILAR),
+    ],
 )
 @pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
 def test_a_fault_ends_all_ranks_and_is_reported_once(backend: str, fault: str, tmp_path: Path) -> None:
@@ -110,7 +122,7 @@ def test_a_fault_ends_all_ranks_and_is_reported_once(backend: str, fault: str, t
     assert together.count(report) == 1, together
     assert "rank 0 failed first" not in together, together
     # The report also shows ranks that no rank waits for and that do not wait themselves.
-    assert f"  rank 2: at train.py:35: time.sleep(seconds); {LAST}" in together, together
+    assert f"  rank 2: at train.py:41: time.sleep(seconds); {LAST}" in together, together
     (began,) = re.findall(r"fault (\S+)", together)
     assert ended - float(began) < (timeout if timeout < 60 else 0) + 25, together
     assert together.count("Traceback (most recent call last)") <= 2, together  # with what caused it

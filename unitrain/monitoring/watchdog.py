@@ -455,11 +455,15 @@ def _process_namespace() -> str:
         return socket.gethostname()
 
 
-def _first_line(error: BaseException) -> str:
+def _text(error: BaseException) -> str:
     try:
-        lines = str(error).strip().splitlines()
+        return str(error)
     except Exception:  # a user's class may not be convertible to text
-        lines = []
+        return ""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = _text(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
@@ -467,7 +471,7 @@ def _is_peer_lost(error: BaseException) -> bool:
     """Return whether `error` is a transport error due to a lost connection to another rank."""
     if isinstance(error, CollectiveTimeoutError):
         return False
-    text = str(error)
+    text = _text(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(message in text for message in _PEER_LOST_MESSAGES)
     )
@@ -479,7 +483,7 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    return isinstance(error, CollectiveTimeoutError) or (isinstance(error, RuntimeError) and "imed out" in str(error))
+    return isinstance(error, CollectiveTimeoutError) or (isinstance(error, RuntimeError) and "imed out" in _text(error))
 
 
 def _raise_location(traceback: TracebackType) -> str:

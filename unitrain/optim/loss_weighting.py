@@ -4,7 +4,8 @@ tokens."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,32 @@ LossOutput = Tensor | tuple[Tensor, Count]
 _RETURN = "Let loss_fn return the mean over the batch, loss.mean(), or a pair (loss.sum(), number of tokens)."
 
 
+class LossKind(Enum):
+    """What a loss function returns: a mean over samples, or a sum with its number of tokens."""
+
+    MEAN = "the mean over the batch"
+    SUM = "a pair (sum, number of tokens)"
+
+
 class Loss(NamedTuple):
     """The loss of one batch: the mean over its samples if `tokens` is None, otherwise the sum over `tokens` tokens."""
 
     value: Tensor
     tokens: Count | None
+
+    @property
+    def kind(self) -> LossKind:
+        """Return whether the loss is a mean or a sum."""
+        return LossKind.MEAN if self.tokens is None else LossKind.SUM
+
+
+def check_one_loss_kind(kinds: Collection[LossKind]) -> None:
+    """Raise ModelError if there are several `kinds` of losses: their mean would mix samples and tokens."""
+    if len(kinds) > 1:
+        raise ModelError(
+            f"loss_fn returned {LossKind.MEAN.value} for some batches and {LossKind.SUM.value} for others. {_RETURN} "
+            "Return the same for every batch, on every rank."
+        )
 
 
 def read_loss(output: LossOutput) -> Loss:
@@ -91,10 +113,14 @@ class LossWeighting:
         self._local_tokens: Tensor | None = None  # number of tokens on this rank in the current step
         self._total_tokens: Tensor | None = None  # number of tokens on all ranks in a complete step
         self._tokens_per_sample: Tensor | None = None
+        self._kind: LossKind | None = None
         self.is_local = False
 
     def weight_loss(self, loss: Loss, micro_batch: MicroBatch) -> Tensor:
         """Return the weighted loss, to call backward on. The weight of a dummy batch is 0."""
+        if self._kind is not loss.kind:
+            check_one_loss_kind({loss.kind} if self._kind is None else {loss.kind, self._kind})
+            self._kind = loss.kind
         weight = self._ranks / micro_batch.step_samples
         if loss.tokens is None:
             weight *= micro_batch.samples
