@@ -438,7 +438,8 @@ class Trainer:
     def _end_local_step(self, local: LocalSGD) -> None:
         """Synchronize the weights if a synchronization is due, and update their average."""
         if (steps := local.step()) and self._weight_average is not None:
-            self._weight_average.update(steps)
+            with local.synchronized_weights():
+                self._weight_average.update(steps)
         self._loss_weighting.is_local = not local.is_warming_up
 
     def _averaged_weights(self) -> AbstractContextManager[None]:

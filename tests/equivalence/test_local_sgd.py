@@ -4,6 +4,7 @@ training, and with interrupted runs. The contract suite tests `LocalSGD` in a lo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from unitrain import Callback, LocalSGDConfig, TrainConfig, Trainer
 from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsPointToPoint
 from unitrain.backends.local import LocalBackend
 from unitrain.checkpoint import files
 from unitrain.testing import RankGroup
@@ -25,6 +27,16 @@ DECAY = 0.8
 PLAIN = LocalSGDConfig(steps=4)
 DILOCO = LocalSGDConfig(steps=4, outer_lr=0.7, outer_momentum=0.9)
 COMPRESSED = LocalSGDConfig(steps=4, outer_lr=0.7, outer_momentum=0.9, compression="int8")
+STREAMING = LocalSGDConfig(steps=4, outer_lr=0.7, outer_momentum=0.9, fragments=2, overlap_steps=3)
+GROUPED = LocalSGDConfig(
+    steps=4,
+    outer_lr=0.7,
+    outer_momentum=0.9,
+    compression="int8",
+    fragments=2,
+    overlap_steps=2,
+    synchronous_ranks="host",
+)
 # Settings of the Trainer; "kind" is the inner optimizer and "tokens" a loss over tokens.
 CASES: dict[str, dict[str, Any]] = {
     "local SGD": {"local_sgd": 4},
@@ -33,7 +45,10 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"local_sgd": DILOCO, "gradient_accumulation_steps": 2, "count": 60},
     "tokens": {"local_sgd": LocalSGDConfig(steps=4, warmup_steps=3), "tokens": True},
     "average": {"local_sgd": DILOCO, "ema_decay": DECAY},
+    "streaming": {"local_sgd": STREAMING, "kind": "adamw", "max_grad_norm": 0.3, "ema_decay": DECAY},
+    "streaming, accumulated": {"local_sgd": STREAMING, "gradient_accumulation_steps": 2, "count": 60},
 }
+FRAGMENTS = (("0.weight", "0.bias"), ("1.weight", "1.bias", "3.weight", "3.bias"))  # of the network
 
 
 def network(norm: Any = nn.BatchNorm1d) -> nn.Module:
@@ -102,6 +117,7 @@ class Simulation:
         )
         self.average: AveragedModel | None = None
         self.steps = self.since = 0
+        self.transfers: dict[int, tuple[int, dict[str, Tensor]]] = {}
 
     def run(self) -> nn.Module:
         """Train, and return the mean of the models."""
@@ -144,6 +160,9 @@ class Simulation:
             self.update_average(1)
             return
         self.since += 1
+        if self.local.fragments > 1:
+            for index in range(2):
+                self.stream(index, self.steps - self.local.warmup_steps)
         if self.since == self.local.steps:
             self.since = 0
             self.synchronize()
@@ -154,8 +173,32 @@ class Simulation:
         micro_batches = self.settings.get("gradient_accumulation_steps", 1)
         return torch.cat([model(part) for part in inputs.chunk(micro_batches)])
 
+    def stream(self, index: int, step: int) -> None:
+        """Start or merge the transfer of a fragment after `step`, and merge it."""
+        names, steps = FRAGMENTS[index], self.local.steps
+        start = steps // 2 if index == 0 else steps
+        if index in self.transfers and self.transfers[index][0] == step:
+            outer = dict(self.outer.named_parameters())
+            for name, gradient in self.transfers.pop(index)[1].items():
+                outer[name].grad = gradient
+            self.outer_optimizer.step()
+            self.outer_optimizer.zero_grad()
+            for model in self.models:
+                for name in names:
+                    own = model.get_parameter(name).data
+                    own.copy_(self.local.mixing * own + (1 - self.local.mixing) * outer[name].data)
+        if (step - start) % steps == 0:
+            mean = self.mean()
+            gradients = {name: self.outer.get_parameter(name).data - mean.get_parameter(name).data for name in names}
+            self.transfers[index] = (step + self.local.overlap_steps, gradients)
+
     def synchronize(self) -> None:
         mean = self.mean()
+        if self.local.fragments > 1:
+            for model in (self.outer, *self.models):
+                for buffer, target in zip(model.buffers(), mean.buffers(), strict=True):
+                    buffer.copy_(target)
+            return
         for parameter, target in zip(self.outer.parameters(), mean.parameters(), strict=True):
             parameter.grad = parameter.detach() - target.detach()
         self.outer_optimizer.step()
@@ -250,6 +293,8 @@ FLOAT32 = {
     "DiLoCo": (DILOCO, "fp32"),
     "bf16": (LocalSGDConfig(steps=2, outer_lr=0.7, outer_momentum=0.9, compression="bf16"), "bf16"),
     "int8": (COMPRESSED, "fp32"),
+    "streaming": (STREAMING, "fp32"),
+    "groups": (GROUPED, "fp32"),
 }
 
 
@@ -274,7 +319,7 @@ class Evaluating(Callback):
 
 def disturbed(backend: Backend, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the results of an undisturbed run, and of one that evaluates and saves checkpoints after each step."""
-    settings = {"local_sgd": COMPRESSED, "kind": "adamw"}
+    settings = {"local_sgd": GROUPED if isinstance(backend, SupportsPointToPoint) else COMPRESSED, "kind": "adamw"}
     often = {"output_dir": folder, "checkpoint_every_steps": 1, "validate_every_steps": 1, "callbacks": [Evaluating()]}
     return fit(backend, settings, validation=False), fit(backend, {**settings, **often})
 
@@ -292,11 +337,20 @@ def checkpoint_weights(folder: Path, step: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+INTERRUPTED = {
+    "DiLoCo, full": (COMPRESSED, "full"),
+    "DiLoCo, sharded": (COMPRESSED, "sharded"),
+    "streaming, full": (replace(STREAMING, compression="int8", overlap_steps=2), "full"),
+    "groups, sharded": (GROUPED, "sharded"),
+}
+
+
+@pytest.mark.parametrize("case", INTERRUPTED)
 def test_run_interrupted_ten_times_on_two_backends_is_bit_equal(
-    both: list[RankGroup], checkpoint_format: str, tmp_path: Path
+    both: list[RankGroup], case: str, tmp_path: Path
 ) -> None:
-    settings = {"local_sgd": COMPRESSED, "kind": "adamw", "ema_decay": DECAY}
+    local_sgd, checkpoint_format = INTERRUPTED[case]
+    settings = {"local_sgd": local_sgd, "kind": "adamw", "ema_decay": DECAY}
     expected = both[0].run(fit, {**settings, "max_steps": 11}, timeout_seconds=120)[0]
     saved = {"output_dir": str(tmp_path), "resume": True, "checkpoint_format": checkpoint_format}
     for steps in range(1, 12):
@@ -305,7 +359,7 @@ def test_run_interrupted_ten_times_on_two_backends_is_bit_equal(
         assert torch.equal(result["model"], expected["model"])
         assert torch.equal(result["average"], expected["average"])
         assert result["results"] == results[0]["results"]
-    if checkpoint_format == "full":
+    if case == "DiLoCo, full":
         folder = tmp_path / "step-000000011"
         training = torch.load(folder / "training.pt", weights_only=True)["local_sgd"]
         assert len(training["ranks"]) == 2

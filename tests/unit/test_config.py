@@ -135,7 +135,16 @@ def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -
             {"steps": 4, "synchronous_ranks": 0},
             r"synchronous_ranks must be at least 1, got 0\. Use sync",
         ),
+        ({"steps": 4, "synchronous_ranks": (2, 0)}, r"synchronous_ranks must be at least 1, got 0\. Use sync"),
+        ({"steps": 4, "synchronous_ranks": "site"}, r"synchronous_ranks must be a whole number, got 'site'\. Use sync"),
         ({"steps": 4, "warmup_steps": -1}, r"LocalSGDConfig\.warmup_steps must be at least 0, got -1\."),
+        ({"steps": 4, "fragments": 5}, r"fragments must be at most 4 with steps=4, got 5\. Use fragments=4, or more"),
+        ({"steps": 4, "fragments": 0}, r"fragments must be at least 1, got 0\. Use fragments=1 to"),
+        (
+            {"steps": 4, "overlap_steps": 4},
+            r"overlap_steps must be at most 3 with steps=4, got 4\. Use overlap_steps=3",
+        ),
+        ({"steps": 4, "mixing": 1}, r"mixing must be a number from 0 to below 1, got 1\. Use mixing=0\.5, or 0 to"),
     ],
 )
 def test_invalid_local_sgd_are_rejected(settings: dict[str, Any], message: str) -> None:

@@ -18,12 +18,25 @@ earlier outer gradients that it has not communicated yet, and c the error of the
     "int8"      like "bf16", with the format int8: each block of BLOCK consecutive elements is divided by its scale, the
                 largest absolute value of the block / 127, and rounded to the nearest integer. Scales are in float32.
 
-A rank sends 2 (N - 1) / N times the size of the weights in the format per synchronization. The results are the same on
+The ranks of a synchronous group have equal weights, so N is the number of groups. The first rank of each group
+communicates with the other groups, and broadcasts the result in its group. If groups have different numbers of ranks,
+x - w is multiplied by the number of ranks in the group, divided by the mean over groups. The result is then the mean
+over all ranks, so every sample has the same weight.
+
+With `fragments` = P > 1, the parameters are divided into P fragments in the order of the model, with about the same
+number of bytes. Fragment p = 1, ..., P is synchronized after n steps if n mod `steps` = (p * `steps`) // P mod `steps`.
+With `overlap_steps` = t > 0, x - w is computed after step n, and the ranks train while it is transferred. After step
+n + t, they wait for g, update v and x with it, and merge x into their weights:
+
+    w = mixing * w + (1 - mixing) * x
+
+A rank sends 2 (N - 1) / N times the size of the weights in the format per `steps` steps. The results are the same on
 every rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -47,8 +60,13 @@ class LocalSGDConfig:
     synchronous training (post-local SGD; Lin et al., arXiv 1808.07217).
 
     With `synchronous_ranks`, groups of this number of consecutive ranks average their gradients in every step, so their
-    weights are equal; "host" groups the ranks of each host. Backends without subgroups raise UnsupportedError. Raises
-    ConfigError for an invalid value.
+    weights are equal. "host" groups the ranks of each host, and a sequence such as (4, 2) contains the number of ranks
+    of each group. Backends without subgroups raise UnsupportedError.
+
+    With `fragments`, the parameters are divided into this number of fragments, which are synchronized in different
+    steps. With `overlap_steps`, a transfer of outer gradients is overlapped with this number of steps. The rank's own
+    weights then contribute the fraction `mixing` to the synchronized weights (Streaming DiLoCo; Douillard et al., arXiv
+    2501.18512). Raises ConfigError for an invalid value.
     """
 
     steps: int
@@ -56,7 +74,10 @@ class LocalSGDConfig:
     outer_momentum: float = 0.0
     compression: OuterCompression = "none"
     warmup_steps: int = 0
-    synchronous_ranks: int | Literal["host"] = 1
+    synchronous_ranks: int | Literal["host"] | Sequence[int] = 1
+    fragments: int = 1
+    overlap_steps: int = 0
+    mixing: float = 0.5
 
     def __post_init__(self) -> None:
         validation.check_integer("LocalSGDConfig.steps", self.steps, 1, "Use LocalSGDConfig(steps=25)")
@@ -69,14 +90,50 @@ class LocalSGDConfig:
                 f"{validation.describe_value(momentum)}. Use outer_momentum=0.9, or 0 to average the weights."
             )
         validation.check_choice("LocalSGDConfig.compression", self.compression, get_args(OuterCompression))
-        if not (isinstance(self.synchronous_ranks, str) and self.synchronous_ranks == "host"):
-            fix = "Use synchronous_ranks='host', or 1 to train every rank independently"
-            validation.check_integer("LocalSGDConfig.synchronous_ranks", self.synchronous_ranks, 1, fix)
+        self._check_synchronous_ranks()
+        fix = f"Use fragments=1 to synchronize all parameters in the same step, or at most {self.steps}"
+        validation.check_integer("LocalSGDConfig.fragments", self.fragments, 1, fix)
+        fix = f"Use overlap_steps=0 to wait for each transfer, or at most {self.steps - 1}"
+        validation.check_integer("LocalSGDConfig.overlap_steps", self.overlap_steps, 0, fix)
+        for name, value, limit in (
+            ("fragments", self.fragments, self.steps),
+            ("overlap_steps", self.overlap_steps, self.steps - 1),
+        ):
+            if value > limit:
+                raise ConfigError(
+                    f"LocalSGDConfig.{name} must be at most {limit} with steps={self.steps}, got {value}. Use "
+                    f"{name}={limit}, or more steps."
+                )
+        mixing: Any = self.mixing
+        if not validation.is_finite_number(mixing) or not 0 <= mixing < 1:
+            raise ConfigError(
+                f"LocalSGDConfig.mixing must be a number from 0 to below 1, got {validation.describe_value(mixing)}. "
+                "Use mixing=0.5, or 0 to replace the weights with the synchronized weights."
+            )
+
+    def _check_synchronous_ranks(self) -> None:
+        given: Any = self.synchronous_ranks
+        if isinstance(given, str) and given == "host":
+            return
+        name = "LocalSGDConfig.synchronous_ranks"
+        fix = "Use synchronous_ranks='host', sizes of groups such as (4, 2), or 1 to train every rank independently"
+        if isinstance(given, list | tuple) and given:
+            for size in given:
+                validation.check_integer(name, size, 1, fix)
+            object.__setattr__(self, "synchronous_ranks", tuple(given))  # hashable, and equal to a list in a file
+            return
+        validation.check_integer(name, given, 1, fix)
 
     @property
     def averages_weights(self) -> bool:
-        """Whether a synchronization sets the weights to their mean over ranks, without compression."""
-        return self.outer_lr == 1 and self.outer_momentum == 0 and self.compression == "none"
+        """Whether a synchronization sets all weights to their mean over ranks, without compression."""
+        is_mean = self.outer_lr == 1 and self.outer_momentum == 0 and self.compression == "none"
+        return is_mean and not self.is_streaming
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether parts of the weights differ between ranks after every step."""
+        return self.fragments > 1 or self.overlap_steps > 0
 
 
 def read_local_sgd(local_sgd: int | LocalSGDConfig, setting: str) -> LocalSGDConfig:

@@ -1,4 +1,4 @@
-"""Subgroups of a backend's ranks, with point-to-point communication, broadcasts and means."""
+"""Subgroups of a backend's ranks, with point-to-point communication and collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 class Subgroup:
     """A group of the ranks `ranks` of a backend, in this order. `index` is this rank's position in `ranks`.
 
-    All ranks of the group call `broadcast` and `mean` in the same order.
+    All ranks of the group call the collectives in the same order. Those that start with `start_` are asynchronous: they
+    return a function that waits for the result. If that function times out, its error names the ranks that have not
+    recorded `phase`.
     """
 
     def __init__(
@@ -80,6 +82,42 @@ class Subgroup:
         result = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         self.monitor.wait_for_ranks(dist.all_reduce(result, group=self.process_group, async_op=True))
         return result.div_(self.size).to(tensor.dtype)
+
+    def start_mean(self, tensor: Tensor, phase: GradientPhase) -> Callable[[], Tensor]:
+        """Start to compute the mean of `tensor`, float32 or float64, over the ranks of the group."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(result, group=self.process_group, async_op=True)
+
+        def wait() -> Tensor:
+            self.monitor.wait_for_ranks(work, polls=False, phase=phase)
+            return result.div_(self.size)
+
+        return wait
+
+    def start_alltoall(self, rows: Tensor, phase: GradientPhase) -> Callable[[], Tensor]:
+        """Start to send row r of `rows`, [size, elements], to the rank with index r. The result contains the rows from
+        all ranks, in the order of their indexes."""
+        sent, received = rows.detach().contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
+        work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.process_group, async_op=True)
+        return self._wait_function(work, received, sent, phase)
+
+    def start_allgather(self, row: Tensor, phase: GradientPhase) -> Callable[[], Tensor]:
+        """Start to gather `row`, [1, elements], from all ranks. The result is [size, elements]."""
+        sent, gathered = row.detach().contiguous(), row.new_empty((self.size, row.shape[1]))
+        work = dist.all_gather_single(as_bytes(gathered), as_bytes(sent), group=self.process_group, async_op=True)
+        return self._wait_function(work, gathered, sent, phase)
+
+    def _wait_function(
+        self, work: dist.Work | None, received: Tensor, sent: Tensor, phase: GradientPhase
+    ) -> Callable[[], Tensor]:
+        """Return a function that waits for `work` and returns `received`. It keeps a reference to `sent`, so that its
+        memory is not reused before."""
+
+        def wait(sent: Tensor = sent) -> Tensor:
+            self.monitor.wait_for_ranks(work, polls=False, phase=phase)
+            return received
+
+        return wait
 
     @contextmanager
     def waiting(self, phase: GradientPhase) -> Iterator[None]:

@@ -76,8 +76,8 @@ class CollectiveCall:
 
 
 class GradientPhase(NamedTuple):
-    """A phase of a step. `kind` is "backward", "bucket rebuild", "parameter broadcast", "parameter allgather" or
-    "gradient reducescatter"; each kind is numbered separately."""
+    """A phase of a step. `kind` is "backward", "bucket rebuild", "parameter broadcast", "parameter allgather",
+    "gradient reducescatter" or "outer gradient"; each kind is numbered separately."""
 
     kind: str
     number: int

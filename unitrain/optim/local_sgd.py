@@ -17,16 +17,17 @@ from torch.optim import Optimizer
 from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend
-from unitrain.backends.capabilities import SupportsPointToPoint, require_capability
 from unitrain.backends.gradients.forward_buffers import buffers_by_use
 from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
 from unitrain.backends.objects import broadcast_in_parts, broadcast_tensors, broadcast_with_tensors
-from unitrain.backends.rank_groups import Subgroup
 from unitrain.backends.sharding.state_format import keeps_shards
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import copy_into
 from unitrain.errors import CheckpointError, ModelError
-from unitrain.optim.parameter_bucket import create_buckets, vector_shape
+from unitrain.optim.fragments import create_fragments
+from unitrain.optim.local_sgd_state import check_state, cpu_copy, mean_of_ranks, shapes_of
+from unitrain.optim.outer_groups import OuterGroups
+from unitrain.optim.parameter_bucket import vector_shape
 from unitrain.optim.step import optimizer_parameters
 from unitrain.torch_compat import tensor_version
 
@@ -100,8 +101,9 @@ class LocalSGD:
             if parameter in held and parameter.requires_grad
         }
         self._synchronized = set(self._parameters.values())
-        self._group = _create_group(backend, self.settings)
-        self._buckets = create_buckets(self._parameters, backend, self.settings)
+        self._groups = OuterGroups(backend, self.settings)
+        self._fragments = create_fragments(self._parameters, self._groups, self.settings)
+        self._buckets = [bucket for fragment in self._fragments for bucket in fragment.buckets]
         self._steps = 0  # completed steps, including those of the warm-up
         self._steps_since_synchronization = 0
         self._are_weights_equal = True
@@ -128,17 +130,17 @@ class LocalSGD:
         if self.is_warming_up:
             for bucket in self._buckets:
                 bucket.reduce_gradients(self._backend.allreduce)
-        elif self._group is not None:
+        elif self._groups.synchronous is not None:
             for bucket in self._buckets:
-                bucket.reduce_gradients(self._group.mean)
+                bucket.reduce_gradients(self._groups.synchronous.mean)
 
     @torch.no_grad()
     def step(self) -> int:
         """Count a step of the optimizer, and synchronize the ranks if it is due. Call it after `optimizer.step()`.
 
         Return the number of steps since the previous synchronization if the ranks are synchronized, otherwise 0. In the
-        first `warmup_steps` steps, this is 1. Raises ModelError on every rank if a parameter that is not synchronized
-        was trained.
+        first `warmup_steps` steps, this is 1. With fragments, it is the number of steps between two synchronizations of
+        the last fragment. Raises ModelError on every rank if a parameter that is not synchronized was trained.
         """
         self._check_parameters()
         is_warm_up = self.is_warming_up
@@ -151,12 +153,12 @@ class LocalSGD:
             return 1
         self._steps_since_synchronization += 1
         self._are_weights_equal = False
+        for fragment in self._fragments:
+            fragment.step(self._steps_since_synchronization)
         if self._steps_since_synchronization < self.settings.steps:
             return 0
-        for bucket in self._buckets:
-            bucket.step()
         self._average_buffers()
-        self._steps_since_synchronization, self._are_weights_equal = 0, True
+        self._steps_since_synchronization, self._are_weights_equal = 0, not self.settings.is_streaming
         return self.settings.steps
 
     @contextmanager
@@ -179,12 +181,29 @@ class LocalSGD:
             self._exchange_weights()
             self._versions = self._weight_versions()
 
+    @contextmanager
+    def synchronized_weights(self) -> Iterator[None]:
+        """Context manager in which the model has the weights after the last synchronization of each parameter. They are
+        equal on all ranks, so this method does not communicate. Call it directly after `step` returned a number of
+        steps, when the buffers are also equal."""
+        if self._are_weights_equal or not self.settings.is_streaming:
+            yield
+            return
+        own = [bucket.exchange(bucket.anchor) for bucket in self._buckets]
+        try:
+            yield
+        finally:
+            for bucket, weights in zip(self._buckets, own, strict=True):
+                bucket.exchange(weights)
+
     def synchronize(self) -> None:
         """Replace the weights and buffers on all ranks with their mean, without a step of the outer optimizer.
 
-        Call it at the end of training. If the last step synchronized the ranks, this method does nothing. Training can
-        continue afterwards.
+        Call it at the end of training. It waits for overlapped transfers, and does not merge them. If the last step
+        synchronized the ranks, this method does nothing. Training can continue afterwards.
         """
+        for fragment in self._fragments:
+            fragment.finish_transfer()
         if not self._are_weights_equal:
             self._find_means()
             self._exchange_weights()
@@ -192,7 +211,9 @@ class LocalSGD:
 
     def restart(self) -> None:
         """Continue from the current weights, as after a synchronization. Call it after loading other weights, which
-        must be equal on all ranks."""
+        must be equal on all ranks. Overlapped transfers are discarded."""
+        for fragment in self._fragments:
+            fragment.discard_transfer()
         self._steps_since_synchronization, self._are_weights_equal, self._other_weights = 0, True, None
         self._start_from_weights()
 
@@ -200,9 +221,10 @@ class LocalSGD:
         """Return the state for a checkpoint, as plain types and CPU tensors. It is complete on rank 0 only. All ranks
         call it, between steps.
 
-        It contains the state of the outer optimizer, and each rank's optimizer state, error and, between two
-        synchronizations, weights and buffers. Every rank sends them to all other ranks. For a sharded checkpoint, the
-        state of this rank is the entry "own" instead.
+        It contains the state of the outer optimizer, the results of overlapped transfers, which this method waits for,
+        and each rank's optimizer state, error and, between two synchronizations, weights and buffers.
+        Every rank sends them to all other ranks. For a sharded checkpoint, the state of this rank is the entry "own"
+        instead.
         """
         own: dict[str, Any] = {"optimizer": self._optimizer.state_dict()["state"]}
         if not self._are_weights_equal:
@@ -211,21 +233,26 @@ class LocalSGD:
             assert weights is not None
             own["weights"] = dict(zip(self._weight_names(), weights, strict=True))
         own["errors"] = self._by_name([bucket.mean.error for bucket in self._buckets])
+        # Before the errors are read, because a transfer changes them.
+        pending = {name: part for one in self._fragments for name, part in one.finish_transfer().items()}
         outer = {
             "anchors": self._by_name([bucket.anchor for bucket in self._buckets]),
             "momentum": self._by_name([bucket.momentum for bucket in self._buckets]),
-            "slice_errors": self._by_name([bucket.gather_slice_error() for bucket in self._buckets]),
+            "pending": pending,
+            "slice_errors": self._by_name([bucket.mean.gather_slice_error() for bucket in self._buckets]),
         }
         state: dict[str, Any] = {
             "steps": self._steps,
             "steps_since_synchronization": self._steps_since_synchronization,
-            "outer": _cpu_copy(outer),
+            "groups": self._groups.ranks,
+            "merges_in": {name: one.merges_in for one in self._fragments if one.merges_in for name in one.names},
+            "outer": cpu_copy(outer),
             "ranks": [],
         }
         if keeps_shards():
-            return {**state, "own": _cpu_copy(own)}
+            return {**state, "own": cpu_copy(own)}
         for rank in range(self._backend.size):  # one after the other, which limits the memory
-            sent = _cpu_copy(own) if rank == self._backend.rank else None
+            sent = cpu_copy(own) if rank == self._backend.rank else None
             received = broadcast_with_tensors(self._backend, sent, rank)
             if self._backend.rank == 0:
                 state["ranks"].append(received)
@@ -235,7 +262,7 @@ class LocalSGD:
         """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks call it. An empty state has no
         effect.
 
-        Load the state dicts of the model and the optimizer first. If the number of ranks is unchanged, each rank
+        Load the state dicts of the model and the optimizer first. If the groups of ranks are unchanged, each rank
         restores its own weights, optimizer state and error, and the run is bit-identical to an uninterrupted one.
         Otherwise, every rank loads the mean of the saved weights, optimizer states and errors. Raises CheckpointError
         on every rank if the state belongs to a different model or is not a result of `state_dict`.
@@ -243,18 +270,20 @@ class LocalSGD:
         backend, is_rank_zero = self._backend, self._backend.rank == 0
         if not is_rank_zero:
             state = {}
-        call_on_all_ranks(backend, lambda: _check_state(state))
+        call_on_all_ranks(backend, lambda: check_state(state))
         ranks: Sequence[Mapping[str, Any]] = state.get("ranks", ())
         header = {name: value for name, value in state.items() if name not in ("ranks", "own", "outer")}
-        shapes = [_shapes(state.get("outer", {})), *map(_shapes, ranks[:1])] if is_rank_zero else []
+        shapes = [shapes_of(state.get("outer", {})), *map(shapes_of, ranks[:1])] if is_rank_zero else []
         header, shapes, count = backend.broadcast_object((header, shapes, len(ranks)))
         if not header:
             return
         for found in shapes:
             self._check_shapes(found)
-        self._steps, self._steps_since_synchronization = header["steps"], header["steps_since_synchronization"]
+        self._steps = header["steps"]
+        self._steps_since_synchronization = min(header["steps_since_synchronization"], self.settings.steps - 1)
         outer = broadcast_with_tensors(backend, dict(state["outer"]) if is_rank_zero else None)
-        if count == backend.size:
+        groups = header.get("groups", [[rank] for rank in range(count)])
+        if count == backend.size and self._groups.divide(groups):
             own: Any = None
             for rank in range(count):
                 received = broadcast_with_tensors(backend, dict(ranks[rank]) if is_rank_zero else None)
@@ -263,15 +292,15 @@ class LocalSGD:
         else:
             if is_rank_zero:
                 _log.warning(
-                    "The checkpoint was written by %d ranks with local steps, and this run has %d. Every rank "
-                    "continues with the mean of their weights, optimizer states and errors.",
-                    count, backend.size,
+                    "The checkpoint was written by %d ranks with local steps in %d groups, and this run has %d ranks "
+                    "in %d groups. Every rank continues with the mean of their weights, optimizer states and errors.",
+                    count, len(groups), backend.size, len(self._groups.ranks),
                 )  # fmt: skip
-            own = broadcast_with_tensors(backend, _mean(ranks) if is_rank_zero else None)
-        self._load(outer, own)
+            own = broadcast_with_tensors(backend, mean_of_ranks(ranks) if is_rank_zero else None)
+        self._load(outer, own, header.get("merges_in", {}))
 
     @torch.no_grad()
-    def _load(self, outer: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def _load(self, outer: Mapping[str, Any], own: Mapping[str, Any], merges_in: Mapping[str, int]) -> None:
         weights = own.get("weights")
         self._are_weights_equal, self._other_weights = weights is None, None
         if weights is not None:
@@ -281,8 +310,9 @@ class LocalSGD:
         defaults = dict(self._optimizer.defaults)
         self._optimizer.load_state_dict({"state": own["optimizer"], "param_groups": groups})
         self._optimizer.defaults = defaults
-        for bucket in self._buckets:
-            bucket.load(outer, own["errors"])
+        for fragment in self._fragments:
+            fragment.discard_transfer()
+            fragment.load(outer, own["errors"], merges_in)
         if not self.settings.averages_weights and not outer["anchors"]:  # the run averaged weights before
             self.synchronize()
             self.restart()
@@ -366,7 +396,9 @@ class LocalSGD:
         for kind, shapes in found.items():
             wanted = dict(zip(self._weight_names(), (list(one.shape) for one in self._weights()), strict=True))
             wanted = wanted if kind == "weights" else expected
-            for name in shapes.keys() ^ wanted.keys() if shapes else ():
+            is_complete = kind in ("anchors", "weights")  # other state exists after the first use only
+            different = shapes.keys() ^ wanted.keys() if is_complete and shapes else shapes.keys() - wanted.keys()
+            for name in different:
                 raise CheckpointError(
                     f"The local-step state of the checkpoint {'lacks' if name in wanted else 'contains'} tensor "
                     f"{name!r}, which this run {'synchronizes' if name in wanted else 'does not synchronize'}. Train "
@@ -380,90 +412,9 @@ class LocalSGD:
                     )
 
 
-def _check_state(state: Any) -> None:
-    """Raise CheckpointError unless `state` is empty or a result of `state_dict`."""
-    found = _describe_invalid_state(state)
-    if found is not None:
-        raise CheckpointError(
-            f"LocalSGD.load_state_dict takes a result of LocalSGD.state_dict, got {found}. Pass the state "
-            "that rank 0 saved, such as local.load_state_dict(checkpoint['local']), or {} to start without one."
-        )
-
-
-def _describe_invalid_state(state: Any) -> str | None:
-    """Return a description of the error in `state`, or None if it is valid."""
-    if not isinstance(state, Mapping):
-        return validation.describe_value(state)
-    if not state:
-        return None
-    for name in ("steps", "steps_since_synchronization"):
-        value = state.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            return f"{name}={validation.describe_value(value)}"
-    ranks = state.get("ranks")
-    if not (isinstance(ranks, list | tuple) and ranks and all(map(_is_state_of_rank, ranks))):
-        return "no states of ranks"
-    outer = state.get("outer")
-    tables = ("anchors", "momentum", "slice_errors")
-    if not (isinstance(outer, Mapping) and all(isinstance(outer.get(name), Mapping) for name in tables)):
-        return "no state of the outer optimizer"
-    return None
-
-
-def _is_state_of_rank(state: Any) -> bool:
-    return isinstance(state, Mapping) and all(isinstance(state.get(name), Mapping) for name in ("optimizer", "errors"))
-
-
-def _shapes(state: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
-    """Return the shapes of the tensors in each table of `state` that has parameter names."""
-    return {
-        kind: {name: list(tensor.shape) for name, tensor in table.items()}
-        for kind, table in state.items()
-        if kind != "optimizer"
-    }
-
-
-def _create_group(backend: Backend, settings: LocalSGDConfig) -> Subgroup | None:
-    """Return the group of ranks that average their gradients in every step, or None if every rank trains independently.
-    All ranks call it."""
-    count = settings.synchronous_ranks
-    if count == 1 or backend.size == 1:
-        return None
-    groups: dict[int, list[int]] = {}
-    hosts = backend.allgather_object(backend.node_rank)
-    for rank, host in enumerate(hosts):
-        groups.setdefault(host if count == "host" else rank // count, []).append(rank)
-    supported = require_capability(backend, SupportsPointToPoint, f"LocalSGDConfig.synchronous_ranks={count!r}")
-    (own,) = supported.create_rank_groups(list(groups.values()))
-    return own if own.size > 1 else None
-
-
 def _broadcast_optimizer_state(optimizer: Optimizer, backend: Backend) -> None:
     state = broadcast_with_tensors(backend, optimizer.state_dict())
     if backend.rank != 0:
         defaults = dict(optimizer.defaults)
         optimizer.load_state_dict(state)
         optimizer.defaults = defaults  # load_state_dict adds entries, which later groups would have on this rank only
-
-
-def _cpu_copy(value: Any) -> Any:
-    """Return `value` with its tensors, in nested dictionaries and lists, copied to the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _cpu_copy(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cpu_copy(inner) for inner in value)
-    return value
-
-
-def _mean(values: Sequence[Any]) -> Any:
-    """Return the mean of nested states of several ranks. Values that cannot be averaged are taken from the first
-    rank."""
-    first = values[0]
-    if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
-        wide = torch.float64 if first.is_floating_point() else torch.complex128
-        return torch.stack([value.to(wide) for value in values]).mean(0).to(first.dtype)
-    if isinstance(first, dict):
-        return {key: _mean([value[key] for value in values]) for key in first if all(key in value for value in values)}
-    return first

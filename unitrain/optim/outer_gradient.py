@@ -7,54 +7,132 @@ the compressed format, and in an order that depends on the transport.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 from torch import Tensor
 
-from unitrain.backends.base import Communicator
-from unitrain.backends.capabilities import SupportsAllToAll
 from unitrain.backends.local_sgd_config import BLOCK, OuterCompression
 from unitrain.backends.tensors import as_bytes
+from unitrain.monitoring.flight_recorder import GradientPhase
+from unitrain.optim.outer_groups import OuterGroup, OuterGroups
 
 _SCALE_BYTES = 4
 _LARGEST_INT8 = 127
 
 
+class PendingMean:
+    """A mean over ranks whose transfer has started. All ranks call its methods in the same steps."""
+
+    def __init__(self, transfer: Generator[None, None, Tensor] | None, mean: Tensor | None = None) -> None:
+        """`transfer` yields whenever it has started a collective, and returns the mean. If it is None, `mean` is the
+        result of an earlier transfer."""
+        self._transfer, self._mean = transfer, mean
+        self.advance()
+
+    def advance(self) -> None:
+        """Wait for the collective in progress, if any, and start the next one or compute the mean."""
+        if self._transfer is None:
+            return
+        try:
+            next(self._transfer)
+        except StopIteration as end:
+            self._transfer, self._mean = None, end.value
+
+    def finish(self) -> Tensor:
+        """Wait until the transfer is complete, and return the mean. Further calls return the same tensor."""
+        while self._mean is None:
+            self.advance()
+        return self._mean
+
+
 class OuterMean:
     """Computes the mean over ranks of vectors with `elements` elements, [elements], with error feedback.
 
-    `error` is the error of this rank, [elements], and `slice_error` is the error of this rank's slice of the mean,
-    [slice]. Both are None without compression and before the first call.
+    The vectors of the ranks in a synchronous group are equal. `error` is the error of this rank's group, [elements],
+    and `slice_error` is the error of this rank's slice of the mean, [slice]. Both are None without compression, before
+    the first call, and on ranks that are not the first of their group.
     """
 
-    def __init__(self, communicator: Communicator, compression: OuterCompression, elements: int) -> None:
-        self._communicator, self._compression, self._elements = communicator, compression, elements
-        self.slice_elements = -(-elements // (communicator.size * BLOCK)) * BLOCK
+    def __init__(self, groups: OuterGroups, compression: OuterCompression, elements: int) -> None:
+        self._groups, self._compression, self._elements = groups, compression, elements
+        self.slice_elements = -(-elements // (len(groups.ranks) * BLOCK)) * BLOCK
         """Number of elements of a rank's slice. The last slices may contain padding, which is zero."""
         self.error: Tensor | None = None
         self.slice_error: Tensor | None = None
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return the mean of `values`, float32 or float64 [elements], as a new tensor. All ranks call it."""
+        return self.start(values).finish()
+
+    def start(self, values: Tensor) -> PendingMean:
+        """Start to compute the mean of `values`, float32 or float64 [elements]. All ranks call it."""
+        return PendingMean(self._transfer(values))
+
+    def gather_slice_error(self) -> Tensor | None:
+        """Return the compression error of the mean, [elements], gathered from the slice of each rank. All ranks call
+        it. Return None if there is none, and on ranks that are not the first of their group."""
         if self._compression == "none":
-            return self._communicator.allreduce(values)
-        size, slice_elements = self._communicator.size, self.slice_elements
-        padded = values.new_zeros(size * slice_elements)
+            return None
+        phase = self._groups.start_phase()
+        if self.slice_error is None or self._groups.outer is None:
+            return None
+        gathered = self._groups.outer.start_allgather(self.slice_error.unsqueeze(0), phase)()
+        return gathered.view(-1)[: self._elements]
+
+    def load_errors(self, error: Tensor | None, slice_errors: Tensor | None) -> None:
+        """Load the error of this rank's group, and the error of the mean, both [elements]."""
+        outer = self._groups.outer
+        if outer is None or self._compression == "none":
+            return
+        self.error = error
+        if slice_errors is not None:
+            padded = slice_errors.new_zeros(outer.size * self.slice_elements)
+            padded[: self._elements] = slice_errors
+            self.slice_error = padded.view(outer.size, -1)[outer.index].clone()
+
+    def _transfer(self, values: Tensor) -> Generator[None, None, Tensor]:
+        """Compute the mean in three parts. Between them, collectives are in progress."""
+        groups, phase = self._groups, self._groups.start_phase()
+        if groups.outer is None:
+            yield
+            yield
+            mean = torch.empty_like(values)
+        else:
+            weighted = values if groups.weight == 1 else values * groups.weight
+            if self._compression == "none":
+                wait = groups.outer.start_mean(weighted, phase)
+                yield
+                yield
+                mean = wait()
+            else:
+                mean = yield from self._transfer_compressed(weighted, groups.outer, phase)
+        if groups.synchronous is not None:
+            groups.synchronous.broadcast(mean, 0)
+        return mean
+
+    def _transfer_compressed(
+        self, values: Tensor, outer: OuterGroup, phase: GradientPhase
+    ) -> Generator[None, None, Tensor]:
+        padded = values.new_zeros(outer.size * self.slice_elements)
         padded[: self._elements] = values if self.error is None else values + self.error
-        rows = padded.view(size, slice_elements)
-        encoded = _encode(rows, self._compression)
+        encoded = _encode(padded.view(outer.size, -1), self._compression)
         padded -= _decode(encoded, self._compression, values.dtype).view(-1)
         self.error = padded[: self._elements].clone()
-        first, *others = _exchange_rows(encoded, self._communicator)
+        wait = outer.start_alltoall(encoded, phase)
+        yield
+        first, *others = wait()
         mean = _decode(first, self._compression, values.dtype)
         for row in others:  # in rank order
             mean += _decode(row, self._compression, values.dtype)
-        mean /= size
+        mean /= outer.size
         if self.slice_error is not None:
             mean += self.slice_error
         own = _encode(mean.unsqueeze(0), self._compression)
         self.slice_error = mean - _decode(own[0], self._compression, values.dtype)
-        gathered = self._communicator.allgather(own)
-        return _decode(gathered, self._compression, values.dtype).view(-1)[: self._elements].clone()
+        wait = outer.start_allgather(own, phase)
+        yield
+        return _decode(wait(), self._compression, values.dtype).view(-1)[: self._elements].clone()
 
 
 def bytes_per_synchronization(elements: int, size: int, compression: OuterCompression, element_bytes: int = 4) -> int:
@@ -97,10 +175,3 @@ def _decode(encoded: Tensor, compression: OuterCompression, dtype: torch.dtype) 
     numbers = encoded[..., scale_bytes:].contiguous().view(torch.int8).to(dtype)
     blocks = numbers.view(*encoded.shape[:-1], -1, BLOCK) * scales.unsqueeze(-1)
     return blocks.view(*encoded.shape[:-1], -1)
-
-
-def _exchange_rows(rows: Tensor, communicator: Communicator) -> Tensor:
-    """Send row r of `rows`, [ranks, bytes], to rank r, and return the rows from all ranks. All ranks call it."""
-    if isinstance(communicator, SupportsAllToAll):
-        return communicator.alltoall(rows)
-    return communicator.allgather(rows.unsqueeze(0))[:, communicator.rank].contiguous()

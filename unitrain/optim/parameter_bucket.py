@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Backend
 from unitrain.backends.local_sgd_config import LocalSGDConfig
 from unitrain.backends.tensors import as_real
-from unitrain.optim.outer_gradient import OuterMean
+from unitrain.optim.outer_gradient import OuterMean, PendingMean
+from unitrain.optim.outer_groups import OuterGroups
 
 # Maximum number of elements that are reduced together, unless a single parameter has more.
 _BUCKET_ELEMENTS = 2**23
@@ -25,20 +25,27 @@ class ParameterBucket:
     half precision, otherwise the dtype of the parameters.
 
     `anchor`, [elements], contains the weights after the last synchronization. `momentum`, [elements], is the momentum
-    of the outer optimizer. Each is None if it is not needed.
+    of the outer optimizer. `pending` is an outer gradient whose mean is being transferred. Each is None if it is not
+    needed.
     """
 
     def __init__(
-        self, names: Sequence[str], parameters: Mapping[str, nn.Parameter], backend: Backend, settings: LocalSGDConfig
+        self,
+        names: Sequence[str],
+        parameters: Mapping[str, nn.Parameter],
+        groups: OuterGroups,
+        settings: LocalSGDConfig,
     ) -> None:
-        self._names, self._backend, self._settings = names, backend, settings
+        self.names, self._settings = names, settings
         self._parameters = [parameters[name] for name in names]
         self._shapes = [torch.Size(vector_shape(parameter)) for parameter in self._parameters]
         self._sizes = [shape.numel() for shape in self._shapes]
         first = as_real(self._parameters[0])
         self._parameter_dtype = first.dtype
         self._dtype = torch.float32 if first.dtype in _HALF_DTYPES else first.dtype
-        self.mean = OuterMean(backend, settings.compression, sum(self._sizes))
+        self.mean = OuterMean(groups, settings.compression, sum(self._sizes))
+        self._weight_mean = OuterMean(groups, "none", sum(self._sizes))
+        self.pending: PendingMean | None = None
         self.momentum: Tensor | None = None
         self.anchor: Tensor | None = None
         self.start_from_weights()
@@ -53,8 +60,22 @@ class ParameterBucket:
         if self.anchor is None:
             self.average_weights()
             return
+        self.start()
+        self.merge(own_fraction=0.0)
+
+    def start(self) -> None:
+        """Start to transfer the outer gradient. All ranks call it."""
+        assert self.anchor is not None
         # In half precision, the local steps started from the rounded anchor.
-        gradient = self.mean(self.anchor.to(self._parameter_dtype).to(self._dtype) - self._flatten(self._parameters))
+        start = self.anchor.to(self._parameter_dtype).to(self._dtype)
+        self.pending = self.mean.start(start - self._flatten(self._parameters))
+
+    def merge(self, own_fraction: float) -> None:
+        """Wait for the mean outer gradient, and update the anchor with a step of the outer optimizer. Merge the anchor
+        into the parameters, which contribute `own_fraction` of the result. All ranks call it."""
+        assert self.anchor is not None
+        assert self.pending is not None
+        gradient, self.pending = self.pending.finish(), None
         momentum = self._settings.outer_momentum
         if momentum:
             if self.momentum is None:
@@ -63,11 +84,21 @@ class ParameterBucket:
                 self.momentum.mul_(momentum).add_(gradient)
             gradient.add_(self.momentum, alpha=momentum)
         self.anchor.add_(gradient, alpha=-self._settings.outer_lr)
-        self._write(self.anchor)
+        if own_fraction:
+            self._write(self.anchor.lerp(self._flatten(self._parameters), own_fraction))
+        else:
+            self._write(self.anchor)
+
+    def exchange(self, weights: Tensor | None) -> Tensor:
+        """Set the parameters to `weights`, [elements], and return their previous values."""
+        assert weights is not None
+        previous = self._flatten(self._parameters)
+        self._write(weights)
+        return previous
 
     def average_weights(self) -> None:
         """Set the parameters to their mean over ranks. All ranks call it."""
-        self._write(self._backend.allreduce(self._flatten(self._parameters)))
+        self._write(self._weight_mean(self._flatten(self._parameters)))
 
     def reduce_gradients(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Set each `.grad` to its mean over ranks, or leave it None if it is None on every rank. All ranks over which
@@ -88,13 +119,6 @@ class ParameterBucket:
                 parameter.grad = torch.zeros_like(parameter)
             as_real(parameter.grad).copy_(part)
 
-    def gather_slice_error(self) -> Tensor | None:
-        """Return the compression error of the mean, [elements], gathered from the slice of each rank; None if there
-        is none. All ranks call it."""
-        if self.mean.slice_error is None:
-            return None
-        return self._backend.allgather(self.mean.slice_error)[: sum(self._sizes)]
-
     def load(self, outer: Mapping[str, Mapping[str, Tensor]], errors: Mapping[str, Tensor]) -> None:
         """Load the state of the outer optimizer and this rank's compression error. State that the settings do not
         use is discarded."""
@@ -102,24 +126,26 @@ class ParameterBucket:
         if not settings.averages_weights:
             self.anchor = self._join(outer["anchors"])
         self.momentum = self._join(outer["momentum"]) if settings.outer_momentum else None
-        if settings.compression != "none":
-            self.mean.error = self._join(errors)
-            slices = self._join(outer["slice_errors"])
-            if slices is not None:
-                padded = slices.new_zeros(self._backend.size * self.mean.slice_elements)
-                padded[: len(slices)] = slices
-                self.mean.slice_error = padded.view(self._backend.size, -1)[self._backend.rank].clone()
+        self.mean.load_errors(self._join(errors), self._join(outer["slice_errors"]))
+        self.pending = None
+
+    def load_pending(self, means: Mapping[str, Tensor]) -> None:
+        """Load the mean outer gradient of a transfer, which is complete."""
+        self.pending = PendingMean(None, self._join(means))
 
     def parts(self, vector: Tensor) -> dict[str, Tensor]:
         """Return the parts of `vector`, [elements], by parameter name."""
-        return dict(zip(self._names, self._split(vector), strict=True))
+        return dict(zip(self.names, self._split(vector), strict=True))
 
     def _join(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the vector with these `parts`, or None if there are none."""
-        if not parts:
+        """Return the vector with these `parts`, or None if there are none. Missing parts are zero."""
+        if not any(name in parts for name in self.names):
             return None
-        device = self._parameters[0].device
-        return torch.cat([parts[name].to(device, self._dtype).reshape(-1) for name in self._names])
+        vector = torch.zeros(sum(self._sizes), dtype=self._dtype, device=self._parameters[0].device)
+        for name, part in self.parts(vector).items():
+            if name in parts:
+                part.copy_(parts[name])
+        return vector
 
     def _flatten(self, tensors: Iterable[Tensor]) -> Tensor:
         return torch.cat([as_real(tensor.detach()).to(self._dtype).reshape(-1) for tensor in tensors])
@@ -133,10 +159,10 @@ class ParameterBucket:
 
 
 def create_buckets(
-    parameters: Mapping[str, nn.Parameter], backend: Backend, settings: LocalSGDConfig
+    parameters: Mapping[str, nn.Parameter], groups: OuterGroups, settings: LocalSGDConfig
 ) -> list[ParameterBucket]:
     """Return the buckets of `parameters`. Only parameters of the same dtype share a bucket."""
-    return [ParameterBucket(names, parameters, backend, settings) for names in _bucket_names(parameters)]
+    return [ParameterBucket(names, parameters, groups, settings) for names in _bucket_names(parameters)]
 
 
 def _bucket_names(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,154 +14,14 @@ from unitrain.backends.local_sgd_config import LocalSGDConfig
 from unitrain.errors import CheckpointError, CollectiveMismatchError, ConfigError, ModelError, TensorError
 from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.outer_gradient import OuterMean
+from unitrain.optim.outer_groups import OuterGroups
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
-from unitrain.testing.compression import may_raise_unsupported_error
 from unitrain.testing.fake_backend import FakeBackend
+from unitrain.testing.local_sgd_simulation import adamw, check, sgd, start, train, vector
 from unitrain.testing.models import batch, build, compute_loss
 from unitrain.testing.parameters import TwoHeads
 
-Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 DILOCO = LocalSGDConfig(steps=3, outer_lr=0.7, outer_momentum=0.9)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Return the inner optimizer of local SGD."""
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Return the inner optimizer of DiLoCo."""
-    return torch.optim.AdamW(parameters, lr=0.02)
-
-
-def train(backend: Backend, local: LocalSGD, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Train on the batches of this rank."""
-    for step in steps:
-        compute_loss(model(batch(backend.rank, step))).backward()
-        local.reduce_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-        local.step()
-
-
-def start(
-    backend: Backend, settings: LocalSGDConfig | int, kind: Build = sgd, seed: int = 0
-) -> tuple[LocalSGD, nn.Module, torch.optim.Optimizer]:
-    """Return a model with its optimizer, and local training of them."""
-    model = build(seed)
-    optimizer = kind(list(model.parameters()))
-    return LocalSGD(model, optimizer, backend, settings), model, optimizer
-
-
-def vector(model: nn.Module) -> Tensor:
-    """Return all parameters of `model`, [elements]."""
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
-def set_vector(model: nn.Module, values: Tensor) -> None:
-    """Set all parameters of `model`."""
-    nn.utils.vector_to_parameters(values.clone(), model.parameters())
-
-
-class Simulation:
-    """All ranks in one process, in plain torch. `weights` are the parameters of each rank, [elements]."""
-
-    def __init__(self, size: int, settings: LocalSGDConfig, kind: Build) -> None:
-        self.settings = settings
-        self.models = [build() for _ in range(size)]
-        self.optimizers = [kind(list(model.parameters())) for model in self.models]
-        self.outer = nn.Parameter(vector(self.models[0]))
-        momentum = settings.outer_momentum
-        self.outer_optimizer = torch.optim.SGD(
-            [self.outer], lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0
-        )
-        self.errors = [torch.zeros_like(self.outer.data) for _ in range(size)]
-        self.mean_error = torch.zeros_like(self.outer.data)
-        self.count = 0
-
-    @property
-    def weights(self) -> list[Tensor]:
-        return [vector(model) for model in self.models]
-
-    def train(self, steps: range) -> None:
-        for step in steps:
-            for rank, model in enumerate(self.models):
-                compute_loss(model(batch(rank, step))).backward()
-            self._average_gradients(len(self.models) if step < self.settings.warmup_steps else None)
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            if step < self.settings.warmup_steps:
-                self.outer.data.copy_(vector(self.models[0]))
-                continue
-            self.count += 1
-            if self.count % self.settings.steps == 0:
-                self.synchronize()
-
-    def synchronize(self) -> None:
-        differences = [self.outer.data - weights for weights in self.weights]
-        self.outer.grad = self.mean(differences)
-        self.outer_optimizer.step()
-        for model in self.models:
-            set_vector(model, self.outer.data)
-
-    def mean(self, differences: list[Tensor]) -> Tensor:
-        if self.settings.compression == "none":
-            return torch.stack(differences).mean(0)
-        round_values = to_bf16 if self.settings.compression == "bf16" else to_int8
-        sent = []
-        for rank, difference in enumerate(differences):
-            wanted = difference + self.errors[rank]
-            sent.append(round_values(wanted))
-            self.errors[rank] = wanted - sent[-1]
-        wanted = torch.stack(sent).sum(0) / len(sent) + self.mean_error
-        mean = round_values(wanted)
-        self.mean_error = wanted - mean
-        return mean
-
-    def _average_gradients(self, count: int | None) -> None:
-        """Average gradients over groups of `count` ranks, or of `synchronous_ranks`; all ranks are on one host."""
-        wanted = self.settings.synchronous_ranks
-        count = count or (len(self.models) if wanted == "host" else wanted)
-        for first in range(0, len(self.models), count):
-            for parameters in zip(*(model.parameters() for model in self.models[first : first + count]), strict=True):
-                mean = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None]).mean(0)
-                for parameter in parameters:
-                    parameter.grad = mean.clone()
-
-
-def to_bf16(values: Tensor) -> Tensor:
-    """Return `values` rounded to bf16."""
-    return values.bfloat16().to(values.dtype)
-
-
-def to_int8(values: Tensor) -> Tensor:
-    """Return `values` rounded to 255 levels per block of 1024 elements."""
-    parts = []
-    for block in values.split(1024):
-        scale = (block.abs().max() / 127).float().to(values.dtype)
-        parts.append((block / scale).round() * scale if scale > 0 else torch.zeros_like(block))
-    return torch.cat(parts)
-
-
-def check(backend: Backend, settings: LocalSGDConfig, kind: Build, steps: int, tolerance: float = 1e-12) -> None:
-    """Compare `LocalSGD` with the simulation after each step, and in `averaged_weights`."""
-    local, model, optimizer = start(backend, settings, kind)
-    simulation = Simulation(backend.size, settings, kind)
-    initial = vector(model)
-    for step in range(steps):
-        train(backend, local, model, optimizer, range(step, step + 1))
-        simulation.train(range(step, step + 1))
-        own, expected = vector(model), simulation.weights
-        torch.testing.assert_close(own, expected[backend.rank], rtol=0, atol=tolerance)
-        with local.averaged_weights(), local.averaged_weights():
-            mean = vector(model)
-            assert_same_on_every_rank(backend, mean.tolist())
-            torch.testing.assert_close(mean, torch.stack(expected).mean(0), rtol=0, atol=tolerance)
-        assert torch.equal(vector(model), own)
-    local.synchronize()
-    assert torch.equal(vector(model), mean)
-    assert (mean - initial).abs().max() > 0.01
 
 
 @contract
@@ -204,14 +63,6 @@ def error_feedback_communicates_small_differences(backend: Backend) -> None:
         optimizer.step()
         local.step()
     torch.testing.assert_close(model.weight.detach(), torch.tensor([[-200.0, -0.2, 0.2, 0.0]]), rtol=0, atol=0.02)
-
-
-@contract
-@may_raise_unsupported_error
-def groups_of_ranks_train_synchronously(backend: Backend) -> None:
-    check(backend, LocalSGDConfig(steps=2, synchronous_ranks=2, warmup_steps=1), sgd, steps=6)
-    settings = LocalSGDConfig(steps=2, synchronous_ranks="host", outer_lr=0.7, outer_momentum=0.9, compression="int8")
-    check(backend, settings, adamw, steps=5)
 
 
 @contract
@@ -473,7 +324,8 @@ class _WithoutAllToAll(Communicator):
 @contract
 def compressed_mean_is_equal_without_alltoall(backend: Backend) -> None:
     for compression, elements in (("bf16", 5000), ("int8", 5000), ("int8", 7), ("bf16", 1024 * backend.size)):
-        means = [OuterMean(one, compression, elements) for one in (backend, _WithoutAllToAll(backend))]  # type: ignore[arg-type]
+        groups = [OuterGroups(one, LocalSGDConfig(steps=1)) for one in (backend, _WithoutAllToAll(backend))]  # type: ignore[arg-type]
+        means = [OuterMean(one, compression, elements) for one in groups]  # type: ignore[arg-type]
         for step in range(3):
             values = torch.randn(elements, generator=torch.Generator().manual_seed(10 * step + backend.rank))
             first, second = (mean(values) for mean in means)
@@ -488,7 +340,7 @@ def values_that_are_not_finite_remain_so_on_every_rank(backend: Backend) -> None
             values = torch.ones(3000)
             if backend.rank == backend.size - 1:
                 values[2500] = value
-            mean = OuterMean(backend, compression, 3000)(values)
+            mean = OuterMean(OuterGroups(backend, LocalSGDConfig(steps=1)), compression, 3000)(values)
             assert not mean[2500].isfinite()
             assert mean[:1024].isfinite().all()
 

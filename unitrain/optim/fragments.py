@@ -1,0 +1,106 @@
+"""Fragments of the parameters for `local_sgd`, which are synchronized in different steps.
+
+`backends/local_sgd_config.py` specifies the steps and the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from unitrain.backends.local_sgd_config import LocalSGDConfig
+from unitrain.optim.outer_groups import OuterGroups
+from unitrain.optim.parameter_bucket import ParameterBucket, create_buckets
+
+
+class Fragment:
+    """Parameters that are synchronized in the same steps: after step `position` of every `settings.steps` steps.
+
+    `merges_in` is the number of steps until a transferred outer gradient is merged, or None if none is in progress.
+    """
+
+    def __init__(self, buckets: list[ParameterBucket], position: int, settings: LocalSGDConfig) -> None:
+        self.buckets, self._position, self._settings = buckets, position, settings
+        self.names = [name for bucket in buckets for name in bucket.names]
+        self.merges_in: int | None = None
+
+    def step(self, position: int) -> None:
+        """Start or merge a transfer if it is due after step `position` of an interval. All ranks call it."""
+        overlap_steps = self._settings.overlap_steps
+        if self.merges_in is not None:
+            self.merges_in -= 1
+            if self.merges_in == 0:
+                self._merge()
+            elif self.merges_in == overlap_steps // 2:  # the two collectives of a transfer have the same size
+                for bucket in self.buckets:
+                    if bucket.pending is not None:
+                        bucket.pending.advance()
+        if position != self._position:
+            return
+        if self.merges_in is not None:  # a transfer of a checkpoint with other settings
+            self._merge()
+        if overlap_steps == 0:
+            for bucket in self.buckets:
+                bucket.step()
+            return
+        for bucket in self.buckets:
+            bucket.start()
+        self.merges_in = overlap_steps
+
+    def finish_transfer(self) -> dict[str, Tensor]:
+        """Wait for the transfer, and return the mean outer gradients by parameter name, to be merged later. All ranks
+        call it."""
+        return {
+            name: part
+            for bucket in self.buckets
+            if bucket.pending is not None
+            for name, part in bucket.parts(bucket.pending.finish()).items()
+        }
+
+    def discard_transfer(self) -> None:
+        """Wait for the transfer, and discard its result. All ranks call it."""
+        self.finish_transfer()
+        self.merges_in = None
+        for bucket in self.buckets:
+            bucket.pending = None
+
+    def load(
+        self, outer: Mapping[str, Mapping[str, Tensor]], errors: Mapping[str, Tensor], merges_in: Mapping[str, int]
+    ) -> None:
+        """Load the state of the outer optimizer, this rank's compression error, and the results of transfers.
+
+        `merges_in` contains the number of steps until the transfer of each parameter is merged. If a transfer does not
+        contain exactly the parameters of this fragment, it is discarded. The next outer gradient then includes it.
+        """
+        for bucket in self.buckets:
+            bucket.load(outer, errors)
+        self.merges_in = None
+        found = {merges_in.get(name) for name in self.names}
+        if len(found) == 1 and (steps := found.pop()) is not None and not self._settings.averages_weights:
+            self.merges_in = steps
+            for bucket in self.buckets:
+                bucket.load_pending(outer["pending"])
+
+    def _merge(self) -> None:
+        self.merges_in = None
+        for bucket in self.buckets:
+            bucket.merge(self._settings.mixing)
+
+
+def create_fragments(
+    parameters: Mapping[str, nn.Parameter], groups: OuterGroups, settings: LocalSGDConfig
+) -> list[Fragment]:
+    """Divide `parameters`, in their order, into fragments with about the same number of bytes. A large parameter may
+    leave fewer fragments than `settings.fragments`."""
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
+    divided: dict[int, dict[str, nn.Parameter]] = {}
+    total, before = max(sum(sizes.values()), 1), 0
+    for name, parameter in parameters.items():
+        middle = before + sizes[name] / 2
+        divided.setdefault(min(int(middle * settings.fragments / total), settings.fragments - 1), {})[name] = parameter
+        before += sizes[name]
+    return [
+        Fragment(create_buckets(part, groups, settings), settings.steps * (index + 1) // settings.fragments, settings)
+        for index, part in divided.items()
+    ]

@@ -1,0 +1,119 @@
+"""Groups of ranks for `local_sgd`: the ranks that train synchronously, and those that communicate outer gradients.
+
+The ranks of a synchronous group have equal weights, so only the first rank of each group communicates with the other
+groups. It then broadcasts the result in its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from unitrain.backends.base import Backend, Communicator
+from unitrain.backends.capabilities import SupportsAllToAll, SupportsPointToPoint, require_capability
+from unitrain.backends.local_sgd_config import LocalSGDConfig
+from unitrain.backends.rank_groups import Subgroup
+from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.errors import ConfigError
+from unitrain.monitoring.flight_recorder import GradientPhase
+
+_phase_numbers = count()
+
+
+class BlockingGroup:
+    """All ranks of `communicator`. It has the asynchronous collectives of Subgroup, but starting one blocks."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.size, self.index = communicator.size, communicator.rank
+
+    def start_mean(self, tensor: Tensor, phase: GradientPhase) -> Callable[[], Tensor]:
+        mean = self._communicator.allreduce(tensor)
+        return lambda: mean
+
+    def start_alltoall(self, rows: Tensor, phase: GradientPhase) -> Callable[[], Tensor]:
+        if isinstance(self._communicator, SupportsAllToAll):
+            received = self._communicator.alltoall(rows)
+        else:
+            received = self._communicator.allgather(rows.unsqueeze(0))[:, self.index].contiguous()
+        return lambda: received
+
+    def start_allgather(self, row: Tensor, phase: GradientPhase) -> Callable[[], Tensor]:
+        gathered = self._communicator.allgather(row)
+        return lambda: gathered
+
+
+OuterGroup = Subgroup | BlockingGroup
+
+
+class OuterGroups:
+    """The groups of ranks that `settings` selects. All ranks create it.
+
+    `ranks` contains the ranks of each synchronous group, and `index` is the index of this rank's group. `synchronous`
+    is that group, or None if this rank trains independently. `outer` is the group of the first ranks of all groups, or
+    None on other ranks. `weight` is the number of ranks in this rank's group, divided by the mean over groups.
+
+    Raises ConfigError or UnsupportedError on every rank for groups that the job or the backend does not support.
+    """
+
+    def __init__(self, backend: Backend, settings: LocalSGDConfig) -> None:
+        hosts = backend.allgather_object(backend.node_rank) if settings.synchronous_ranks == "host" else []
+        self.ranks = call_on_all_ranks(backend, lambda: _divide_ranks(settings, backend.size, hosts))
+        self.index = next(index for index, ranks in enumerate(self.ranks) if backend.rank in ranks)
+        own = self.ranks[self.index]
+        self.weight = len(own) * len(self.ranks) / backend.size
+        self.synchronous: Subgroup | None = None
+        self.outer: OuterGroup | None = BlockingGroup(backend)
+        is_grouped = len(self.ranks) < backend.size
+        if is_grouped:
+            require_capability(
+                backend, SupportsPointToPoint, f"LocalSGDConfig.synchronous_ranks={settings.synchronous_ranks!r}"
+            )
+        overlaps = settings.overlap_steps > 0 and backend.size > 1
+        if not (is_grouped or overlaps) or not isinstance(backend, SupportsPointToPoint):
+            return
+        # With overlapped transfers, the default group would delay collectives of the training loop.
+        first_ranks = [ranks[0] for ranks in self.ranks]
+        groups = backend.create_rank_groups([first_ranks, *(ranks for ranks in self.ranks if len(ranks) > 1)])
+        self.outer = groups.pop(0) if backend.rank in first_ranks else None
+        self.synchronous = groups.pop() if groups else None
+
+    def divide(self, groups: Sequence[Sequence[int]]) -> bool:
+        """Return whether the ranks of each synchronous group belong to the same one of `groups`, so that their weights
+        are equal if those of the ranks in `groups` are."""
+        return all(any(set(ranks) <= set(group) for group in groups) for ranks in self.ranks)
+
+    def start_phase(self) -> GradientPhase:
+        """Return the phase of a transfer of an outer gradient that starts now. All ranks call it."""
+        phase = GradientPhase("outer gradient", next(_phase_numbers))
+        group = self.synchronous or self.outer
+        if isinstance(
+            group, Subgroup
+        ):  # also on ranks that do not communicate, because all ranks record the same phases
+            group.monitor.record(phase)
+        return phase
+
+
+def _divide_ranks(settings: LocalSGDConfig, size: int, hosts: list[int]) -> list[list[int]]:
+    """Return the ranks of each synchronous group, in ascending order of the first ranks.
+
+    `hosts` contains the host of each rank if ranks are grouped by host.
+    """
+    given: Any = settings.synchronous_ranks
+    if given == "host":
+        groups: dict[int, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            groups.setdefault(host, []).append(rank)
+        return list(groups.values())
+    if isinstance(given, int):
+        return [list(range(first, min(first + given, size))) for first in range(0, size, given)]
+    if sum(given) != size:
+        raise ConfigError(
+            f"LocalSGDConfig.synchronous_ranks={given} divides {sum(given)} ranks into groups, but the job has {size}. "
+            "Use synchronous_ranks='host' for a group per host, or sizes whose sum is the number of ranks."
+        )
+    firsts = [sum(given[:index]) for index in range(len(given))]
+    return [list(range(first, first + count)) for first, count in zip(firsts, given, strict=True)]

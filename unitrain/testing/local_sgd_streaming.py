@@ -1,0 +1,192 @@
+"""Contract of `LocalSGD` with fragments, overlapped transfers, and groups of ranks that train synchronously."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from unitrain.backends.base import Backend
+from unitrain.backends.capabilities import SupportsPointToPoint
+from unitrain.backends.local_sgd_config import LocalSGDConfig
+from unitrain.errors import ConfigError
+from unitrain.optim.local_sgd import LocalSGD
+from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
+from unitrain.testing.compression import may_raise_unsupported_error
+from unitrain.testing.local_sgd_simulation import adamw, check, sgd, start, train, vector
+from unitrain.testing.models import batch, build, compute_loss
+
+STREAMING = LocalSGDConfig(steps=6, outer_lr=0.7, outer_momentum=0.9, fragments=3, overlap_steps=2)
+
+
+@contract
+def fragments_are_synchronized_in_different_steps(backend: Backend) -> None:
+    check(backend, LocalSGDConfig(steps=4, fragments=2), sgd, steps=9)
+    check(backend, LocalSGDConfig(steps=5, fragments=3, outer_lr=0.7, outer_momentum=0.9), adamw, steps=11)
+
+
+@contract
+def transfers_are_merged_after_the_overlapped_steps(backend: Backend) -> None:
+    check(backend, STREAMING, adamw, steps=15)
+    check(backend, LocalSGDConfig(steps=3, overlap_steps=1, mixing=0.0), sgd, steps=8)
+    check(backend, LocalSGDConfig(steps=4, fragments=2, overlap_steps=3, mixing=0.9, warmup_steps=2), sgd, steps=13)
+
+
+@contract
+def overlapped_transfers_are_compressed_with_error_feedback(backend: Backend) -> None:
+    for compression, overlap_steps in (("bf16", 1), ("int8", 2), ("int8", 5)):
+        settings = replace(STREAMING, compression=compression, overlap_steps=overlap_steps)
+        check(backend, settings, adamw, steps=15)
+
+
+@contract
+def no_overlap_with_one_fragment_equals_diloco(backend: Backend) -> None:
+    results = []
+    for settings in (
+        replace(STREAMING, fragments=1, overlap_steps=0),
+        LocalSGDConfig(steps=6, outer_lr=0.7, outer_momentum=0.9),
+    ):
+        local, model, optimizer = start(backend, settings, adamw)
+        train(backend, local, model, optimizer, range(13))
+        results.append(vector(model))
+    assert torch.equal(*results)
+
+
+@contract
+@may_raise_unsupported_error
+def groups_of_ranks_train_synchronously(backend: Backend) -> None:
+    check(backend, LocalSGDConfig(steps=2, synchronous_ranks=2, warmup_steps=1), sgd, steps=6)
+    settings = LocalSGDConfig(steps=2, synchronous_ranks="host", outer_lr=0.7, outer_momentum=0.9, compression="int8")
+    check(backend, settings, adamw, steps=5)
+
+
+@contract
+@may_raise_unsupported_error
+def groups_of_different_sizes_are_weighted_by_their_ranks(backend: Backend) -> None:
+    """The last group has fewer ranks than the others."""
+    sizes = (2, *([1] * (backend.size - 2))) if backend.size > 1 else (1,)
+    for compression in ("none", "int8"):
+        settings = LocalSGDConfig(steps=2, synchronous_ranks=sizes, outer_lr=0.7, compression=compression)
+        check(backend, settings, adamw, steps=5)
+    check(backend, replace(STREAMING, synchronous_ranks=sizes, compression="bf16"), adamw, steps=13)
+
+
+@contract
+@may_raise_unsupported_error
+def one_local_step_of_groups_equals_synchronous_training(backend: Backend) -> None:
+    sizes = (1, backend.size - 1) if backend.size > 1 else (1,)
+    local, model, optimizer = start(backend, LocalSGDConfig(steps=1, synchronous_ranks=sizes), plain_sgd)
+    twin = build()
+    wrapped = backend.distributed_model(twin)
+    synchronous = backend.distributed_optimizer(plain_sgd(twin.parameters()), wrapped)
+    for step in range(6):
+        train(backend, local, model, optimizer, range(step, step + 1))
+        compute_loss(wrapped(batch(backend.rank, step))).backward()
+        synchronous.step()
+        synchronous.zero_grad()
+        torch.testing.assert_close(vector(model), vector(twin), rtol=0, atol=1e-12)
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return SGD without momentum."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@contract
+def interrupted_transfers_resume_with_the_same_bits(backend: Backend) -> None:
+    """A checkpoint after every step, so that transfers are in progress in all phases."""
+    sizes = 2 if isinstance(backend, SupportsPointToPoint) else 1
+    for settings in (STREAMING, replace(STREAMING, compression="int8", overlap_steps=4, synchronous_ranks=sizes)):
+        expected, uninterrupted, optimizer = start(backend, settings, adamw)
+        train(backend, expected, uninterrupted, optimizer, range(14))
+        local, model, optimizer = start(backend, settings, adamw)
+        for step in range(14):
+            train(backend, local, model, optimizer, range(step, step + 1))
+            with local.averaged_weights():
+                state, weights = local.state_dict(), copy.deepcopy(model.state_dict())
+            local, model, optimizer = start(backend, settings, adamw, seed=7)
+            model.load_state_dict(weights)
+            local.load_state_dict(state if backend.rank == 0 else {})
+        assert torch.equal(vector(model), vector(uninterrupted))
+
+
+@contract
+def fragments_may_change_at_a_resume(backend: Backend) -> None:
+    local, model, optimizer = start(backend, STREAMING, adamw)
+    train(backend, local, model, optimizer, range(7))  # the last fragment is in progress
+    state = local.state_dict()
+    assert backend.rank or state["merges_in"], "a transfer is in progress"
+    for changed in (
+        replace(STREAMING, fragments=1),
+        replace(STREAMING, fragments=2, overlap_steps=0, compression="int8"),
+        replace(STREAMING, overlap_steps=4, outer_momentum=0.0),
+        LocalSGDConfig(steps=2),
+    ):
+        other, model, optimizer = start(backend, changed, adamw, seed=7)
+        other.load_state_dict(state)
+        train(backend, other, model, optimizer, range(7, 17))
+        other.synchronize()
+        assert_same_on_every_rank(backend, vector(model).tolist())
+        assert vector(model).isfinite().all()
+
+
+@contract
+@may_raise_unsupported_error
+def groups_may_change_at_a_resume(backend: Backend) -> None:
+    """Ranks of a group need equal weights, so a group of ranks from different groups continues with the mean."""
+    local, model, optimizer = start(backend, LocalSGDConfig(steps=4, compression="int8"), adamw)
+    train(backend, local, model, optimizer, range(5))
+    with local.averaged_weights():
+        state, mean = local.state_dict(), vector(model)
+    other, model, optimizer = start(backend, LocalSGDConfig(steps=4, synchronous_ranks="host"), adamw, seed=7)
+    other.load_state_dict(state)
+    torch.testing.assert_close(vector(model), mean, rtol=0, atol=1e-12)
+    train(backend, other, model, optimizer, range(5, 6))
+    assert_same_on_every_rank(backend, vector(model).tolist())
+
+
+@contract
+def loaded_weights_discard_transfers(backend: Backend) -> None:
+    local, model, optimizer = start(backend, replace(STREAMING, outer_momentum=0.0), sgd)
+    train(backend, local, model, optimizer, range(7))
+    model.load_state_dict(build(3).state_dict())
+    local.restart()
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(backend, local, model, optimizer, range(7, 20))
+    torch.testing.assert_close(vector(model), vector(build(3)), rtol=0, atol=1e-12)
+
+
+@contract
+def synchronized_weights_are_equal_on_every_rank(backend: Backend) -> None:
+    local, model, optimizer = start(backend, STREAMING, adamw)
+    for step in range(13):
+        train(backend, local, model, optimizer, range(step, step + 1))
+        own = vector(model)
+        with local.synchronized_weights():
+            assert_same_on_every_rank(backend, vector(model).tolist())
+            assert step < 8 or not torch.equal(vector(model), own)
+        assert torch.equal(vector(model), own)
+
+
+@contract
+def half_precision_fragments_keep_unchanged_weights(backend: Backend) -> None:
+    settings = replace(STREAMING, compression="bf16")
+    model = build().bfloat16()
+    local = LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.01), backend, settings)
+    before = vector(model)
+    for _ in range(14):
+        local.step()
+    assert torch.equal(vector(model), before)
+
+
+@contract
+def sizes_of_other_numbers_of_ranks_raise(backend: Backend) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = LocalSGDConfig(steps=2, synchronous_ranks=(4, 4))
+    message = f"synchronous_ranks=(4, 4) divides 8 ranks into groups, but the job has {backend.size}. Use"
+    text = raises(ConfigError, message, lambda: LocalSGD(model, optimizer, backend, settings))
+    assert_same_on_every_rank(backend, text)
