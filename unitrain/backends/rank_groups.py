@@ -86,7 +86,7 @@ class Subgroup:
     def start_mean(self, tensor: Tensor, phase: GradientPhase) -> Callable[[], Tensor]:
         """Start to compute the mean of `tensor`, float32 or float64, over the ranks of the group."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(result, group=self.process_group, async_op=True)
+        work = self._start(lambda: dist.all_reduce(result, group=self.process_group, async_op=True))
 
         def wait() -> Tensor:
             self.monitor.wait_for_ranks(work, polls=False, phase=phase)
@@ -98,14 +98,23 @@ class Subgroup:
         """Start to send row r of `rows`, [size, elements], to the rank with index r. The result contains the rows from
         all ranks, in the order of their indexes."""
         sent, received = rows.detach().contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
-        work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.process_group, async_op=True)
+        output, source = as_bytes(received), as_bytes(sent)
+        work = self._start(lambda: dist.all_to_all_single(output, source, group=self.process_group, async_op=True))
         return self._wait_function(work, received, sent, phase)
 
     def start_allgather(self, row: Tensor, phase: GradientPhase) -> Callable[[], Tensor]:
         """Start to gather `row`, [1, elements], from all ranks. The result is [size, elements]."""
         sent, gathered = row.detach().contiguous(), row.new_empty((self.size, row.shape[1]))
-        work = dist.all_gather_single(as_bytes(gathered), as_bytes(sent), group=self.process_group, async_op=True)
+        output, source = as_bytes(gathered), as_bytes(sent)
+        work = self._start(lambda: dist.all_gather_single(output, source, group=self.process_group, async_op=True))
         return self._wait_function(work, gathered, sent, phase)
+
+    def _start(self, operation: Callable[[], dist.Work | None]) -> dist.Work | None:
+        try:
+            return operation()
+        except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
+            self.monitor.raise_cause_of(error)
+            raise
 
     def _wait_function(
         self, work: dist.Work | None, received: Tensor, sent: Tensor, phase: GradientPhase

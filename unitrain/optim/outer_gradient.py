@@ -85,7 +85,7 @@ class OuterMean:
         outer = self._groups.outer
         if outer is None or self._compression == "none":
             return
-        self.error = error
+        self.error, self.slice_error = error, None
         if slice_errors is not None:
             padded = slice_errors.new_zeros(outer.size * self.slice_elements)
             padded[: self._elements] = slice_errors

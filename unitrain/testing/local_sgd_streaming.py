@@ -30,16 +30,18 @@ def fragments_are_synchronized_in_different_steps(backend: Backend) -> None:
 
 @contract
 def transfers_are_merged_after_the_overlapped_steps(backend: Backend) -> None:
-    check(backend, STREAMING, adamw, steps=15)
+    check(backend, STREAMING, adamw, steps=14)
     check(backend, LocalSGDConfig(steps=3, overlap_steps=1, mixing=0.0), sgd, steps=8)
     check(backend, LocalSGDConfig(steps=4, fragments=2, overlap_steps=3, mixing=0.9, warmup_steps=2), sgd, steps=13)
 
 
 @contract
 def overlapped_transfers_are_compressed_with_error_feedback(backend: Backend) -> None:
-    for compression, overlap_steps in (("bf16", 1), ("int8", 2), ("int8", 5)):
-        settings = replace(STREAMING, compression=compression, overlap_steps=overlap_steps)
-        check(backend, settings, adamw, steps=15)
+    for settings in (
+        replace(STREAMING, compression="bf16", overlap_steps=1),
+        replace(STREAMING, compression="int8", overlap_steps=5),
+    ):
+        check(backend, settings, adamw, steps=14)
 
 
 @contract
@@ -99,18 +101,18 @@ def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
 def interrupted_transfers_resume_with_the_same_bits(backend: Backend) -> None:
     """A checkpoint after every step, so that transfers are in progress in all phases."""
     sizes = 2 if isinstance(backend, SupportsPointToPoint) else 1
-    for settings in (STREAMING, replace(STREAMING, compression="int8", overlap_steps=4, synchronous_ranks=sizes)):
-        expected, uninterrupted, optimizer = start(backend, settings, adamw)
-        train(backend, expected, uninterrupted, optimizer, range(14))
-        local, model, optimizer = start(backend, settings, adamw)
-        for step in range(14):
-            train(backend, local, model, optimizer, range(step, step + 1))
-            with local.averaged_weights():
-                state, weights = local.state_dict(), copy.deepcopy(model.state_dict())
-            local, model, optimizer = start(backend, settings, adamw, seed=7)
-            model.load_state_dict(weights)
-            local.load_state_dict(state if backend.rank == 0 else {})
-        assert torch.equal(vector(model), vector(uninterrupted))
+    settings = replace(STREAMING, steps=3, compression="int8", synchronous_ranks=sizes)
+    expected, uninterrupted, optimizer = start(backend, settings, adamw)
+    train(backend, expected, uninterrupted, optimizer, range(9))
+    local, model, optimizer = start(backend, settings, adamw)
+    for step in range(9):
+        train(backend, local, model, optimizer, range(step, step + 1))
+        with local.averaged_weights():
+            state, weights = local.state_dict(), copy.deepcopy(model.state_dict())
+        local, model, optimizer = start(backend, settings, adamw, seed=7)
+        model.load_state_dict(weights)
+        local.load_state_dict(state if backend.rank == 0 else {})
+    assert torch.equal(vector(model), vector(uninterrupted))
 
 
 @contract
