@@ -1,7 +1,7 @@
 """Horovod's own tests of its PyTorch interface, on the Horovod of this environment.
 
-The files come from a checkout of Horovod. They run as Horovod's CI runs them: with the Gloo controller, each test
-starts Horovod and shuts it down.
+The files come from a checkout of Horovod. As in Horovod's CI, each file runs on 2 ranks of its own, and with the Gloo
+controller, each test starts Horovod and shuts it down. The tests also run with one start of Horovod per file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-TEST_FILE = "test/parallel/test_torch.py"
-SECONDS = 1500
+FILES = ("test_torch.py", "test_adasum_pytorch.py", "test_timeline.py", "test_common.py")
+SECONDS = 1500  # limit for a file
 # Tests that fail for a reason outside Horovod, with the reason.
 _MUON = "it runs with each optimizer of torch, and the newer optimizer Muon accepts 2-D parameters only"
 DIFFERENCES = {
@@ -25,6 +25,13 @@ DIFFERENCES = {
     "test_broadcast_state_options": _MUON,
     "test_force_allreduce": _MUON,
 }
+# (title, controller, whether Horovod is started once). MPI can start only once in a process.
+_WAYS = (
+    ("Gloo, init and shutdown per test", "gloo", False),
+    ("Gloo, one init", "gloo", True),
+    ("MPI, one init", "mpi", True),
+)
+_TESTS_OF_SHUTDOWN = ("test_horovod_reinit", "test_horovod_is_initialized")
 # Program of one rank: pytest with a report for each rank. The tests import the package `mock`, which unittest contains.
 _PROGRAM = """
 import os, sys, unittest.mock
@@ -32,43 +39,49 @@ import horovod.torch
 import pytest
 
 sys.modules["mock"] = unittest.mock
-if "HOROVOD_RANK" not in os.environ:
-    horovod.torch.shutdown = lambda: None  # MPI can start only once in a process
+if sys.argv[1] == "once":
+    horovod.torch.shutdown = lambda: None
 rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
-sys.exit(pytest.main([f"--junitxml={sys.argv[1]}{rank}", *sys.argv[2:]]))
+sys.exit(pytest.main([f"--junitxml={sys.argv[2]}{rank}", *sys.argv[3:]]))
 """
 
 
 def run(folder: Path) -> tuple[list[str], bool]:
-    """Run the tests on 2 ranks, with each controller. Return lines for the table, and whether all results are
-    expected."""
-    lines, is_passed = ["| Horovod's test_torch.py, 2 ranks | passed | skipped | failed |", "|---|---|---|---|"], True
-    for controller in ("gloo", "mpi"):
+    """Run the tests in each way. Return lines for the table, and whether all results are expected."""
+    lines = ["| Horovod's own tests, 2 ranks | passed | skipped | failed |", "|---|---|---|---|"]
+    reasons: dict[str, str] = {}
+    is_passed = True
+    for title, controller, starts_once in _WAYS:
         if controller == "mpi" and shutil.which("mpirun") is None:
             continue
-        outcomes = _run(folder, controller)
+        found = [_run(folder / "test" / "parallel" / name, controller, starts_once) for name in FILES]
+        outcomes = {test: outcome for one in found for test, outcome in one.items()}
         failed = sorted(test for test, outcome in outcomes.items() if outcome == "failed")
-        unexpected = [test for test in failed if test not in DIFFERENCES]
-        is_passed = is_passed and bool(outcomes) and not unexpected
+        reasons |= {test: DIFFERENCES.get(test, "unexpected") for test in failed}
+        is_passed = is_passed and all(found) and set(failed) <= set(DIFFERENCES)
         numbers = [sum(one == kind for one in outcomes.values()) for kind in ("passed", "skipped", "failed")]
-        lines.append(f"| {controller} controller | " + " | ".join(map(str, numbers)) + " |")
-        lines += [f"| `{test}` | | | {DIFFERENCES.get(test, 'unexpected')} |" for test in failed]
+        lines.append(f"| {title} | " + " | ".join(map(str, numbers)) + " |")
+        lines += [f"| no results from {name} | | | |" for name, one in zip(FILES, found, strict=True) if not one]
+    if reasons:
+        lines += ["", "| failed test | reason |", "|---|---|"]
+        lines += [f"| `{test}` | {reason} |" for test, reason in reasons.items()]
     return lines, is_passed
 
 
-def _run(folder: Path, controller: str) -> dict[str, str]:
+def _run(path: Path, controller: str, starts_once: bool) -> dict[str, str]:
     """Return {test: outcome} of rank 0."""
     with tempfile.TemporaryDirectory() as text:
         report = Path(text) / "report.xml"
-        arguments = ["-q", "-p", "no:cacheprovider", "--timeout=120", "-o", "addopts="]
-        arguments.append(str(folder / TEST_FILE))
+        arguments = ["-q", "-p", "no:cacheprovider", "--timeout=120", "-o", "addopts=", str(path)]
+        if controller == "gloo" and starts_once:
+            arguments += ["-k", " and ".join(f"not {test}" for test in _TESTS_OF_SHUTDOWN)]
         command = [
             str(Path(sys.executable).parent / "horovodrun"), "-np", "2", f"--{controller}",
-            sys.executable, "-c", _PROGRAM, str(report), *arguments,
+            sys.executable, "-c", _PROGRAM, "once" if starts_once else "per test", str(report), *arguments,
         ]  # fmt: skip
         environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         subprocess.run(
-            command, cwd=folder, env=environment, timeout=SECONDS, check=False, stdout=subprocess.DEVNULL,
+            command, cwd=path.parent, env=environment, timeout=SECONDS, check=False, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
         written = Path(f"{report}0")
