@@ -28,7 +28,7 @@ from . import rank, suites
 TEST_SECONDS = 60.0
 # Time for the other ranks to finish a test after one rank has failed or passed.
 _OTHER_RANKS_SECONDS = 15.0
-_START_SECONDS = 180.0  # the ranks of mpirun import torch
+_START_SECONDS = 600.0  # the ranks of mpirun import torch, also on a busy machine
 Outcome = tuple[str, str, float]
 
 
@@ -40,6 +40,7 @@ class Job:
         self._folder = folder
         self._processes: list[int] = []
         self._mpirun: subprocess.Popen[bytes] | None = None
+        self._mpirun_log = folder / "mpirun.log"
         self._connections: list[Connection] = []
 
     def run(self, module: ModuleType, classes: list[Any], test: tuple[str, str]) -> Outcome:
@@ -86,7 +87,12 @@ class Job:
                 self._start_mpirun(address)
             else:
                 self._fork(module, classes, address)
-            self._connections = _accept(listener, self._size)
+            try:
+                self._connections = _accept(listener, self._size)
+            except TimeoutError:
+                if self._mpirun is not None:
+                    print(self._mpirun_log.read_text(errors="replace"), file=sys.stderr)
+                raise
 
     def _fork(self, module: ModuleType, classes: list[Any], address: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -117,7 +123,7 @@ class Job:
             ["mpirun", "-np", str(self._size), "--oversubscribe", "--bind-to", "none",
              sys.executable, "-m", "tests.torch_suites.coordinator", *arguments],
             env={**os.environ, **allow_root}, start_new_session=True,
-            stdout=(self._folder / "mpirun.log").open("ab"), stderr=subprocess.STDOUT,
+            stdout=self._mpirun_log.open("ab"), stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def _suite_arguments(self) -> list[str]:
