@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from groups import nightly
+from hosts import hosts
 from preload import preloaded
+from requirements import needs_hosts, needs_mpi
 
 from unitrain.bootstrap import environment
 
+ROOT = str(Path(__file__).parents[2])
 SPAWN = """
 import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 import unitrain
@@ -82,6 +86,40 @@ def join(folder, name, rank, ranks):
 
 if __name__ == "__main__":
     mp.spawn(train, args=(sys.argv[1],), nprocs=4)
+    print("finished")
+"""
+
+# Two ranks per host start the same group twice, then groups in which other ranks, also on the other host, are rank 0.
+ON_TWO_HOSTS = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+import unitrain
+
+def train(local_rank, first):
+    unitrain.register_process_group()
+    number = first + local_rank
+    groups = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2, 0], [1, 2], [2, 3], [0, 1, 2, 3], [0])
+    for turn, numbers in enumerate(groups):
+        if number in numbers:
+            join(f"tcp://h{1 + numbers[0] // 2}:{29500 + turn}", number, numbers)
+
+def join(address, number, numbers):
+    size, rank = len(numbers), numbers.index(number)
+    dist.init_process_group("horovod", init_method=address, rank=rank, world_size=size)
+    parts = [torch.zeros(1) for _ in numbers]
+    dist.all_gather(parts, torch.tensor([float(number)]))
+    assert torch.cat(parts).tolist() == numbers, (address, parts)
+    if size > 1:
+        pair = dist.new_group([0, size - 1])
+        if rank in (0, size - 1):
+            total = torch.full((2,), rank + 1.0)
+            dist.all_reduce(total, group=pair)
+            assert total.tolist() == [size + 1.0] * 2, (address, total)
+            dist.send(total, size - 1) if rank == 0 else dist.recv(total, 0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=(int(sys.argv[1]),), nprocs=2)
     print("finished")
 """
 
@@ -162,11 +200,31 @@ def test_groups_are_initialized_repeatedly_with_the_same_and_with_other_ranks(tm
     assert "finished" in _run([sys.executable, str(script), str(tmp_path)])
 
 
-def test_other_ranks_than_those_of_the_launcher_are_refused(tmp_path: Path) -> None:
+@needs_hosts
+@pytest.mark.parametrize("name_is_loopback", [True, *nightly(False)])
+def test_groups_are_initialized_repeatedly_on_two_hosts(name_is_loopback: bool, tmp_path: Path) -> None:
+    """By default, Debian's installer makes the name of a host an alias of 127.0.1.1 on this host."""
+    script = tmp_path / "on_two_hosts.py"
+    script.write_text(ON_TWO_HOSTS)
+    folder = tmp_path / "hosts"
+    folder.mkdir()
+    with hosts(2, folder, hostname_is_loopback=name_is_loopback) as both:
+        processes = [
+            host.start([sys.executable, str(script), str(2 * number)], {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"})
+            for number, host in enumerate(both)
+        ]
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert all("finished" in output for output in outputs), outputs
+
+
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=[needs_mpi, pytest.mark.ci])])
+def test_other_ranks_than_those_of_the_launcher_are_refused(controller: str, tmp_path: Path) -> None:
     script = tmp_path / "other_ranks.py"
     script.write_text(OTHER_RANKS_OF_A_LAUNCHER)
-    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-    assert _run([horovodrun, "--gloo", "-np", "2", sys.executable, str(script), str(tmp_path)]).count("refused") == 2
+    command = [str(Path(sys.executable).with_name("horovodrun")), f"--{controller}", "-np", "2"]
+    environment.export_defaults({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+    assert _run([*command, sys.executable, str(script), str(tmp_path)]).count("refused") == 2
 
 
 def test_horovod_is_initialized_repeatedly_under_horovodrun(tmp_path: Path) -> None:

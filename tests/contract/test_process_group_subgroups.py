@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -321,6 +322,31 @@ def counts_of_process_sets(backend: Backend) -> list[int]:
 def test_destroying_a_group_removes_its_process_set_on_all_ranks() -> None:
     with RankGroup("horovod", 3) as group:
         assert group.run(counts_of_process_sets) == [[1, 2, 1, 2, 1, 2, 1]] * 3
+
+
+def wakes_of_idle_ranks(backend: Backend) -> list[int]:
+    """Return how often the threads of this process wake in a second, without a group and with an idle group."""
+    counts = []
+    for creates in (False, True):
+        group = dist.new_group([0, 1]) if creates else None
+        if group is not None and backend.rank < 2:
+            dist.all_reduce(torch.ones(1), group=group)
+        backend.barrier()
+        time.sleep(0.2)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        time.sleep(1)
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before)
+        backend.barrier()
+        if creates and backend.rank < 2:
+            dist.destroy_process_group(group)
+    return counts
+
+
+def test_ranks_with_an_idle_group_do_not_wake_more_often() -> None:
+    """In every cycle of 0.5 ms, they would wake ten times as often as in the idle cycle of 5 ms."""
+    with RankGroup("horovod", 3) as group:
+        for without, with_group in group.run(wakes_of_idle_ranks):
+            assert with_group < 2 * without + 100
 
 
 def sum_of_ranks(backend: Backend) -> float:
