@@ -39,27 +39,37 @@ def measure(rounds: int, ranks: int) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of each way, by size and round."""
     results: dict[str, dict[str, list[float]]] = {name: {} for name in ("creation", *SIZES)}
     with RankGroup("horovod", ranks, spawn=True) as group:
+        group.run(reduce_in_default_group, 1, timeout_seconds=300)  # starts the ranks
         for number in track(range(rounds + 1)):  # the first round warms up
             for name, count in SIZES.items():
-                taken = {"allreduce, no group": max(group.run(reduce_in_default_group, count))}
+                taken: dict[str, float] = {}
+                reduce_in_all_ranks(group, count, "no group", taken)
                 created = max(group.run(create_group)[: len(MEMBERS)])
                 for way, function in (
                     ("bare operation", bare_operation),
                     ("message", send_message),
                     ("allreduce in the group", reduce_in_group),
-                    ("allreduce, idle group", reduce_in_default_group),
                 ):
                     taken[way] = max(group.run(function, count))
+                reduce_in_all_ranks(group, count, "idle group", taken)
                 group.run(destroy_group)
-                taken["allreduce, no group again"] = max(group.run(reduce_in_default_group, count))
-                taken["allreduce, no group on average"] = statistics.mean(
-                    (taken["allreduce, no group"], taken["allreduce, no group again"])
-                )
+                reduce_in_all_ranks(group, count, "no group again", taken)
+                for what in ("allreduce", "CPU time of allreduce"):
+                    taken[f"{what}, no group on average"] = statistics.mean(
+                        (taken[f"{what}, no group"], taken[f"{what}, no group again"])
+                    )
                 if number:
                     results["creation"].setdefault("seconds", []).append(created)
                     for way, seconds in taken.items():
                         results[name].setdefault(way, []).append(seconds)
     return results
+
+
+def reduce_in_all_ranks(group: RankGroup, count: int, situation: str, taken: dict[str, float]) -> None:
+    """Measure an allreduce of all ranks, and store the seconds and the CPU seconds of all ranks in `taken`."""
+    seconds, cpu_seconds = zip(*group.run(reduce_in_default_group, count), strict=True)
+    taken[f"allreduce, {situation}"] = max(seconds)
+    taken[f"CPU time of allreduce, {situation}"] = sum(cpu_seconds)
 
 
 def table(results: dict[str, dict[str, list[float]]], ranks: int) -> list[str]:
@@ -86,7 +96,12 @@ def table(results: dict[str, dict[str, list[float]]], ranks: int) -> list[str]:
             "allreduce, no group on average",
         ),
         (
-            "the same without a group, second time divided by the first",
+            "CPU time of all ranks for this allreduce, divided by without",
+            "CPU time of allreduce, idle group",
+            "CPU time of allreduce, no group on average",
+        ),
+        (
+            "allreduce without a group, second time divided by the first",
             "allreduce, no group again",
             "allreduce, no group",
         ),

@@ -213,6 +213,19 @@ def test_contradictory_or_missing_numbers_of_ranks_are_rejected() -> None:
         unitrain.run(print, devices="two")
 
 
+def test_missing_and_repeated_devices_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_program(tmp_path, "nvidia-smi", "\n".join(f"echo 'GPU {index}: NVIDIA H100'" for index in range(4)))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for devices, message in (
+        ([1, 4], r"^devices=\[1, 4\] selects GPU 4, but this host has 4 GPUs, with indices 0 to 3\. Use devices=-1 "),
+        (5, r"^devices=5 selects 5 GPUs, but this host has 4 GPUs, with indices 0 to 3\. Use devices=-1 "),
+        ("1,3,1", r"^devices=\[1, 3, 1\] selects GPU 1 twice, .* Use devices=\[1, 3\]"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            unitrain.run(print, devices=devices)
+
+
 def test_run_inside_a_rank_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
