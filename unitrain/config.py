@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -173,6 +173,15 @@ class TrainConfig:
     progress: ProgressStyle = "auto"
     """Progress display of rank 0: "bar", "lines", "off", or "auto" (a bar on a terminal, otherwise lines)."""
 
+    peak_flops: float | None = None
+    """Peak FLOP/s of one device, from which the model FLOPs utilization (MFU) is computed. By default, the value of the
+    GPU's data sheet for the precision of the run; without it, as on CPUs, the MFU is not computed."""
+    metrics_port: int | None = None
+    """Serve the metrics of the run for Prometheus on this port of rank 0. `unitrain launch --metrics-port` takes
+    precedence."""
+    metrics_address: str = "127.0.0.1"
+    """The address on which rank 0 serves the metrics. The endpoint has no authentication."""
+
     # --- Checkpoints --------------------------------------------------------------------------------------------------
     output_dir: str | Path | None = None
     """Folder for checkpoints, history and logs; nothing is written without it. `fit` locks it against other jobs, with
@@ -241,6 +250,14 @@ class TrainConfig:
             raise ConfigError(
                 f"TrainConfig.ema_decay must be below 1, got {self.ema_decay}: at 1 the average never changes. "
                 "Use 0.999."
+            )
+        fix = "Use the peak of the device in FLOP/s, such as 312e12, or leave it out"
+        validation.check_positive(_full_name("peak_flops"), self.peak_flops, fix, optional=True)
+        fix = 'Use metrics_address="127.0.0.1", or "0.0.0.0" for all interfaces'
+        validation.check_text(_full_name("metrics_address"), self.metrics_address, fix)
+        if self.metrics_port is not None and self.metrics_port > 65535:
+            raise ConfigError(
+                f"TrainConfig.metrics_port must be at most 65535, got {self.metrics_port}. Use metrics_port=9400."
             )
         validation.check_text(
             _full_name("monitor"), self.monitor, "Use monitor='val_loss', or leave it out", optional=True
@@ -409,6 +426,7 @@ _OPTIONAL_INTEGER_SETTINGS = (
     ("limit_train_steps", 1, "Leave it out to train on all data"),
     ("limit_val_batches", 1, "Leave it out to evaluate all data"),
     ("log_every_n_steps", 1, "Leave it out to log about every two seconds"),
+    ("metrics_port", 1, "Use 9400, the port at which Prometheus reads the metrics, or leave it out"),
 )
 _CHOICE_SETTINGS: dict[str, Any] = {
     "precision": PrecisionName,
@@ -457,17 +475,6 @@ CHECKPOINT_SETTINGS = (
     "keep_every_epochs",
     "keep_best",
 )
-
-
-def dry_run_config(config: TrainConfig) -> TrainConfig:
-    """Return `config` limited to one validation batch, without output."""
-    return replace(
-        config,
-        limit_val_batches=1,
-        output_dir=None,
-        resume=False,
-        **{name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS},
-    )
 
 
 def check_same_config(config: TrainConfig, communicator: Communicator, config_text: str | None = None) -> None:

@@ -51,6 +51,16 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
+def process_age_seconds() -> float:
+    """Return the time since the start of this process, in seconds; 0 if the system has no /proc."""
+    try:
+        # The command name, in parentheses, may contain spaces. Field 22 is the start time, see proc(5).
+        fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
 def find_processes(tag: bytes) -> Iterator[int]:
     """Yield the IDs of processes with `tag` (NAME=value) in their environment; none if the system has no /proc."""
     for folder in Path("/proc").glob("[0-9]*"):

@@ -18,7 +18,7 @@ from unitrain.backends.logical_ranks import check_logical_ranks, set_current_log
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
-from unitrain.config import TrainConfig, check_same_config, dry_run_config
+from unitrain.config import TrainConfig, check_same_config
 from unitrain.data.loading import Data
 from unitrain.data.order import MicroBatch, begin_micro_batch
 from unitrain.data.prefetch import Prefetcher
@@ -32,20 +32,21 @@ from unitrain.metrics.user_metrics import Metric
 from unitrain.modules.sync_batch_norm import exclude_from_statistics
 from unitrain.optim.learning_rate import LearningRateFactor, check_same_learning_rates, learning_rate_sum
 from unitrain.optim.local_sgd import LocalSGD
-from unitrain.optim.loss_weighting import LossWeighting, read_training_loss
+from unitrain.optim.loss_weighting import Loss, LossWeighting, read_training_loss
 from unitrain.optim.precision import Precision
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory, planned_scheduler
 from unitrain.optim.step import Forward, ForwardFunction, ParameterUpdate, backward, block_gradients
-from unitrain.progress.reporter import RunReporter
+from unitrain.progress.reporter import LoggingMethods, RunReporter
+from unitrain.progress.run_metrics import RunMetrics
 from unitrain.progress.stopping import StopCoordinator, SyncPoint
 from unitrain.progress.timing import LoopTimer
 from unitrain.randomness import seed_after_step
-from unitrain.trainer_arguments import TrainerArguments, load_overrides
+from unitrain.trainer_arguments import TrainerArguments, dry_run_config, load_overrides
 from unitrain.training_run import Stateful, TrainingRun
 from unitrain.validation import check_result_name, check_text
 
 
-class Trainer:
+class Trainer(LoggingMethods):
     """Trains `model` on all ranks of `backend`, with the same results as a single process with the same global batch
     size.
 
@@ -110,6 +111,9 @@ class Trainer:
         self._train_batch_size = config.batch_size
         self._reporter = RunReporter(config, backend, loggers)
         self._timer = LoopTimer(backend)
+        self._run_metrics = RunMetrics(
+            config, backend, model, self._reporter, self._timer, has_endpoint=overrides is None
+        )
         self._prefetch = Prefetcher(backend.device, self._timer.measure_fetching)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
@@ -133,9 +137,10 @@ class Trainer:
         check_same_settings(backend, "Trainer", metrics=list(self._evaluation.names[1:]))
         if self._weight_average is not None:
             parts["average"] = self._weight_average
-        self.checkpointer = Checkpointer(config, backend)
+        self.checkpointer = Checkpointer(config, backend, self._run_metrics.record_checkpoint)
         self._run = TrainingRun(config, backend, self.checkpointer, parts, config_text)
         self.progress = self._run.progress
+        self._run_metrics.progress = self.progress
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
         self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)
         self._sync_point = SyncPoint(self._stopping, self._timer, self._reporter)
@@ -231,6 +236,7 @@ class Trainer:
             self._reporter.report_run(
                 self.progress.step, run.remaining_steps(shard), run.description, is_complete=run.is_complete
             ),
+            self._run_metrics.report_fit(run.description, is_new_run=not run.continues_in_folder),
         ):
             if self._learning_rate_factor is not None:
                 self._reporter.show_message(str(self._learning_rate_factor))
@@ -241,7 +247,8 @@ class Trainer:
                     results = self._train_epoch(shard, validation)
                 if self._local is not None and not stopping.preempted:
                     self._local.synchronize()
-                self.checkpointer.wait()
+                with self._run_metrics.measure("checkpoint"):
+                    self.checkpointer.wait()
             finally:
                 set_current_logical_rank(None)
                 self._callbacks.call("on_fit_end", self)
@@ -296,23 +303,6 @@ class Trainer:
         check_text("Trainer.stop(reason)", reason, 'Use trainer.stop("the loss is low enough")')
         self._stopping.request(reason)
 
-    def log(self, **values: float | Tensor) -> None:
-        """Log numbers at the current step. Rank 0 logs; any rank may call it."""
-        self._reporter.log(values, self.progress.step)
-
-    def log_image(self, name: str, image: Tensor, caption: str | None = None) -> None:
-        """Log an image: a tensor [height, width], [channels, height, width] or [height, width, channels] with 1, 3 or 4
-        channels, of dtype uint8 or with values from 0 to 1. Rank 0 logs; any rank may call it."""
-        self._reporter.log_image(name, image, self.progress.step, caption)
-
-    def log_histogram(self, name: str, values: Tensor) -> None:
-        """Log a histogram of the values of a tensor to W&B and TensorBoard. Rank 0 logs; any rank may call it."""
-        self._reporter.log_histogram(name, values, self.progress.step)
-
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table of numbers and strings to W&B and TensorBoard. Rank 0 logs; any rank may call it."""
-        self._reporter.log_table(name, columns, rows, self.progress.step)
-
     @property
     def loss_scale(self) -> Tensor | None:
         """The fp16 loss scale; None without fp16. In `on_before_optimizer_step`, gradients are multiplied by it."""
@@ -323,10 +313,11 @@ class Trainer:
         config, progress = self.config, self.progress
         epoch, first_sample = progress.epoch + 1, progress.sample
         self._timer.start()
+        self._run_metrics.begin("training")
         self._stopping.start_timing(progress.step)
         # Do not assign the iterator to a variable, so that its workers terminate immediately after an exception.
         for batch, micro_batch in self._timer.iterate(self._prefetched_batches(shard)):
-            self._forward_backward(batch, micro_batch)
+            self._run_metrics.flops.counted(self._forward_backward)(batch, micro_batch)
             if not micro_batch.ends_step:
                 continue
             if self._local is not None:
@@ -335,7 +326,7 @@ class Trainer:
             self._loss_weighting.finish_step(self.optimizer, micro_batch)
             self._callbacks.call("on_before_optimizer_step", self)
             if self.checkpointer.is_memory_enabled:  # so that a restart repeats at most the steps of one interval
-                with self._timer.measure("checkpoint"):
+                with self._run_metrics.measure("checkpoint"):
                     self.checkpointer.wait_for_memory()
             # Unscale, clip, step the optimizer, update the average, step the scheduler.
             self._update(progress.step, self._learning_rate_factor)
@@ -361,20 +352,20 @@ class Trainer:
             if self._run.is_epoch_at_limit or progress.step == config.max_steps or self.stop_reason is not None:
                 break
             if _is_multiple(progress.step, config.validate_every_steps):
-                with self._timer.measure("validation"):
-                    self._reporter.report_validation(epoch, progress.step, self._validate(validation))
+                self._reporter.report_validation(epoch, progress.step, self._validate_in_fit(validation))
         samples = progress.sample - first_sample
         # A converted checkpoint does not contain loss sums, so a run resumed from it at the end of an epoch has no
         # train_loss.
         losses = {"train_loss": self._loss.epoch_mean(epoch, progress.step)} if self._loss.steps else {}
         seconds = self._timer.stop()
-        self._end_epoch_if_complete(shard)
+        self._run_metrics.begin("other")
+        if self._run.end_epoch_if_complete(shard):
+            self._loss.start_epoch()
         speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": samples / seconds}
 
         # Little time remains after a preemption signal, so do not validate within an epoch.
         skip_validation = self._stopping.preempted and progress.sample > 0
-        with self._timer.measure("validation"):
-            results = {**losses, **({} if skip_validation else self._validate(validation))}
+        results = {**losses, **({} if skip_validation else self._validate_in_fit(validation))}
         if progress.sample == 0:
             self._epoch_scheduler.step(results)
         self._reporter.report_epoch(epoch, progress.step, results, samples / seconds)
@@ -396,21 +387,14 @@ class Trainer:
             overlapped=shard.can_overlap_prefetch,
         )
 
-    def _end_epoch_if_complete(self, shard: TrainingData) -> None:
-        is_at_limit = self._run.is_epoch_at_limit
-        if is_at_limit:
-            shard.end_epoch()
-        if is_at_limit or shard.is_epoch_finished(self.progress.position):
-            self.progress.end_epoch()
-            self._loss.start_epoch()
-
     def _save(self, results: dict[str, float], row: dict[str, Any] | None, *, in_memory: bool = False) -> None:
-        with self._timer.measure("checkpoint"), self._averaged_weights():
+        with self._run_metrics.measure("checkpoint"), self._averaged_weights():
             model = self.backend.unwrap(self.model)
             self._run.save(model, self.optimizer, self._scheduler, results, row, in_memory=in_memory)
 
-    def _forward_backward(self, batch: Any, micro_batch: MicroBatch) -> None:
-        """Run the forward and backward pass of a micro-batch, and accumulate its weighted gradients."""
+    def _forward_backward(self, batch: Any, micro_batch: MicroBatch) -> Loss:
+        """Run the forward and backward pass of a micro-batch, and accumulate its weighted gradients. Return its
+        loss."""
         is_dummy, ends_step = not micro_batch.samples, micro_batch.ends_step
         # With logical ranks, only the buffers of logical rank 0 are kept, which never has a dummy batch.
         is_excluded = is_dummy and self.config.logical_ranks is None
@@ -434,6 +418,7 @@ class Trainer:
         self.last_loss = loss.value
         self._loss.add(loss.value, micro_batch.samples, loss.tokens)
         self._callbacks.call("on_micro_batch_end", self, batch, micro_batch, loss)
+        return loss
 
     def _end_local_step(self, local: LocalSGD) -> None:
         """Synchronize the weights if a synchronization is due, and update their average."""
@@ -456,27 +441,38 @@ class Trainer:
                 for name, value in self._evaluation.evaluate(shard).items()
             }
 
+    def _validate_in_fit(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
+        with self._run_metrics.measure("validation"):
+            results = self._validate(validation)
+        self._run_metrics.record_validation(results)
+        return results
+
     def _evaluation_shard(self, data: Data, limit_batches: int | None = None) -> EvaluationShard:
         return EvaluationShard.from_config(data, self.backend, self.config, self._train_batch_size, limit_batches)
 
     def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
         """Synchronize stop requests and due checkpoints, and return the `numbers` of every rank. Raises ConfigError on
         every rank if the learning rates differ between ranks."""
-        own = [self.checkpointer.is_due, learning_rate_sum(self.optimizer), *numbers]
+        memory = self._run_metrics.memory_bytes()
+        own = [self.checkpointer.is_due, learning_rate_sum(self.optimizer), memory, *numbers]
         ranks = self._sync_point.exchange(self.progress.step, own)
         check_same_learning_rates([row[1] for row in ranks], self.progress.step)
+        self._run_metrics.synchronize(self._sync_point, [row[2] for row in ranks])
         if ranks[0][0]:  # according to rank 0's clock
             self._save({}, None)
-        return [row[2:] for row in ranks]
+        return [row[3:] for row in ranks]
 
     def _report_loss(self, epoch: int) -> None:
         """Synchronize the ranks, and show, log and record the mean loss since the last sync point."""
         step = self.progress.step
         sums = self._synchronize(self._loss.local_sums())
         values = {"loss": self._loss.mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
-        values |= {"learning_rate": self._learning_rate(), "samples_per_second": self._timer.samples_per_second()}
+        tokens = self._loss.count_at_sync if self._loss_weighting.counts_tokens else None
+        values |= {"learning_rate": self._learning_rate()}
+        values |= self._run_metrics.throughput(self._timer.samples_per_second(), tokens)
         self._reporter.report_sync_point(step, values)
-        self._run.record_steps({"step": step, **values, **self._sync_point.slow_ranks()})
+        memory = self._run_metrics.record_sync_point(values)
+        self._run.record_steps({"step": step, **values, **memory, **self._sync_point.slow_ranks()})
 
     def _is_loss_due(self) -> bool:
         step, interval = self.progress.step, self.config.log_every_n_steps

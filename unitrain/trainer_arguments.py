@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from unitrain.backends.checks import (
 )
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.bootstrap.overrides import load_tool
-from unitrain.config import TrainConfig
+from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.data.loading import Data, check_is_dataset
 from unitrain.errors import ConfigError, UnsupportedError
 
@@ -30,6 +30,18 @@ if TYPE_CHECKING:
     from unitrain.callbacks.callback import Callback
 
 _METRICS = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float()}'
+
+
+def dry_run_config(config: TrainConfig) -> TrainConfig:
+    """Return `config` limited to one validation batch, without output."""
+    return replace(
+        config,
+        limit_val_batches=1,
+        output_dir=None,
+        resume=False,
+        metrics_port=None,
+        **{name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS},
+    )
 
 
 def check_backend(argument: str, backend: Any) -> None:

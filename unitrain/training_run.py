@@ -58,8 +58,9 @@ class TrainingRun:
     Saves and restores `progress`, the RNG state and `parts` (other stateful objects) with the Checkpointer, and writes
     the history. `data_state` is the state of a stateful dataset on this rank after the last step. `config_text` is
     stored in the output folder and in checkpoints. `description` is the description of the run for the history and the
-    loggers. `is_elastic` is True if the job may be restarted with a different number of ranks. Raises CheckpointError
-    on every rank if the folder is not writable, or contains a run that cannot be resumed.
+    loggers. `is_elastic` is True if the job may be restarted with a different number of ranks, and
+    `continues_in_folder` if the output folder contains the run, or an earlier attempt of this job. Raises
+    CheckpointError on every rank if the folder is not writable, or contains a run that cannot be resumed.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class TrainingRun:
         self.data_state: StreamState | None = None
         self.description: dict[str, Any] = {}
         self.is_elastic = environment.is_elastic()
+        self.continues_in_folder = False
         self._config, self._backend, self._checkpointer, self._parts = config, backend, checkpointer, parts
         self._config_text = config_text
         self._id = secrets.token_hex(8)
@@ -103,6 +105,7 @@ class TrainingRun:
             self._id = self._restored.get(files.RUN_ID) or self._id
         if not restored and not isinstance(resume, bool):
             self._restore(Path(resume), *parts, required=True)
+        self.continues_in_folder = own_folder is not None
         self._is_row_from_own_folder, self._is_history_rewound = restored, False
         self.description = _describe_parts(model, optimizer, scheduler)
 
@@ -148,6 +151,15 @@ class TrainingRun:
         """Whether the current epoch has `limit_train_steps` steps."""
         limit = self._config.limit_train_steps
         return limit is not None and self.progress.step_in_epoch >= limit
+
+    def end_epoch_if_complete(self, data: TrainingData) -> bool:
+        """End the current epoch if all its steps are completed, and return whether it has ended."""
+        if self.is_epoch_at_limit:
+            data.end_epoch()
+        elif not data.is_epoch_finished(self.progress.position):
+            return False
+        self.progress.end_epoch()
+        return True
 
     def remaining_steps(self, data: TrainingData) -> int | None:
         """Return the number of remaining optimizer steps; None if the length of the data is unknown."""

@@ -120,6 +120,8 @@ JOB_KEY = "UNITRAIN_JOB_KEY"
 ELASTIC = "UNITRAIN_ELASTIC"
 # Folder in shared memory for checkpoints of a supervised job on one host.
 MEMORY_FOLDER = "UNITRAIN_MEMORY_FOLDER"
+# Port and address of the metrics endpoint of rank 0, from `unitrain launch --metrics-port`.
+METRICS_PORT, METRICS_ADDRESS = "UNITRAIN_METRICS_PORT", "UNITRAIN_METRICS_ADDRESS"
 # "1" adds a consistency check to every gradient bucket; "0" or unset omits it.
 DEBUG = "UNITRAIN_DEBUG"
 # Terminal of `unitrain launch`, for ranks whose output is redirected by the launcher.
@@ -129,7 +131,7 @@ TERMINAL = "UNITRAIN_TERMINAL"
 _LAUNCHER_PREFIXES = (
     "TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS",
-    JOB, JOB_KEY, SUPERVISOR, ELASTIC, MEMORY_FOLDER,
+    JOB, JOB_KEY, SUPERVISOR, ELASTIC, MEMORY_FOLDER, METRICS_PORT, METRICS_ADDRESS,
     HOROVOD_SET_BY_UNITRAIN, "OMPI_COMM", "OMPI_ARGV", "OMPI_UNIVERSE_SIZE", "OMPI_NUM_APP_CTX", "OMPI_APP_CTX_",
     "OMPI_FIRST_RANKS", "OMPI_FILE_LOCATION", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_",
     "OMPI_MCA_pmix", "PMIX_", "PMI_", "HYDI_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "JSM_", "FLUX_TASK_", "PALS_",

@@ -100,6 +100,12 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), backlog=1024)
 
 
+def check_can_listen(address: str, port: int) -> None:
+    """Raise OSError if this process cannot listen at `port` of `address`, for example because the port is in use."""
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    socket.create_server(target, family=family).close()  # create_server sets SO_REUSEADDR
+
+
 def free_port() -> int:
     """Return a TCP port that is currently free."""
     with socket.socket() as probe:

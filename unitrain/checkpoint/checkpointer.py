@@ -60,10 +60,16 @@ class Checkpointer:
     """Saves and loads the checkpoints of a run. All ranks must call every method; rank 0 accesses the files.
 
     It manages the output folder: its lock, the background writer, and the retention of checkpoints. Without an output
-    folder, nothing is saved. Raises CheckpointError on every rank if a file access fails.
+    folder, nothing is saved. `on_written(step, path, seconds)` is called on rank 0, possibly in another thread, when a
+    checkpoint is written to disk. Raises CheckpointError on every rank if a file access fails.
     """
 
-    def __init__(self, config: TrainConfig, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        communicator: Communicator,
+        on_written: Callable[[int, Path, float], None] | None = None,
+    ) -> None:
         self._config, self._communicator = config, communicator
         self.folder = None if config.output_dir is None else Path(config.output_dir)
         self.stored_batch_sizes: list[ElasticBatchSize] = []
@@ -74,7 +80,11 @@ class Checkpointer:
         if self.folder is not None:
             self._lock = FolderLock(self.folder)
             self._writer = CheckpointWriter(
-                self.folder, communicator, self._retention, asynchronous=config.async_checkpoints
+                self.folder,
+                communicator,
+                self._retention,
+                asynchronous=config.async_checkpoints,
+                on_written=on_written,
             )
         self._memory = MemoryCheckpoints.create(config, communicator, is_sharded=self.is_sharded)
         self._last_saved = time.monotonic()

@@ -158,11 +158,22 @@ def _wait_until_written(folder: Path, writing: _PendingWrite, communicator: Comm
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, then removes obsolete ones. All ranks call `save`, `save_sharded` and `wait`."""
+    """Writes one checkpoint at a time, then removes obsolete ones. All ranks call `save`, `save_sharded` and `wait`.
 
-    def __init__(self, folder: Path, communicator: Communicator, retention: Retention, *, asynchronous: bool) -> None:
+    `on_written(step, path, seconds)` is called on rank 0 when a checkpoint is written, possibly in another thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        communicator: Communicator,
+        retention: Retention,
+        *,
+        asynchronous: bool,
+        on_written: Callable[[int, Path, float], None] | None = None,
+    ) -> None:
         self._folder, self._communicator = folder, communicator
-        self._retention, self._asynchronous = retention, asynchronous
+        self._retention, self._asynchronous, self._on_written = retention, asynchronous, on_written
         self._is_busy = False
         self.current = _NO_PENDING_WRITE
         """The last checkpoint that this process started to write."""
@@ -185,8 +196,9 @@ class CheckpointWriter:
                 return host_copy((state[0], plain_state(state[1])))
 
             def write(state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+                started = time.monotonic()
                 files.write(target, *state, manifest)
-                self._retention.apply(target)
+                self._finish(step, target, started)
 
             self._start(target, state, copied, write)
         self._wait_if_synchronous()
@@ -219,11 +231,12 @@ class CheckpointWriter:
             return shard.host_copy(), host_copy(plain_state(training)) if rank == 0 else {}
 
         def write(state: tuple[StateShard, dict[str, Any]]) -> None:
+            started = time.monotonic()
             sharded_files.write_shard(staging_folder, state[0], rank, token)
             if rank == 0:
                 abandoned = writing.abandoned
                 if sharded_files.commit(target, *state, manifest, size=size, token=token, abandoned=abandoned):
-                    self._retention.apply(target)
+                    self._finish(step, target, started)
 
         self._start(target, (shard, training), copied, write)
         self._wait_if_synchronous()
@@ -252,6 +265,12 @@ class CheckpointWriter:
             function()
 
         threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True).start()
+
+    def _finish(self, step: int, target: Path, started: float) -> None:
+        """Report a checkpoint that is written, and remove obsolete ones."""
+        if self._on_written is not None:
+            self._on_written(step, target, time.monotonic() - started)
+        self._retention.apply(target)
 
     def _wait_if_synchronous(self) -> None:
         self._is_busy = True

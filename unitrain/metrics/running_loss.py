@@ -31,6 +31,8 @@ class RunningLoss:
         self._synced_totals: tuple[float, float] = (0.0, 0.0)
         self._totals: tuple[float, float] = (0.0, 0.0)
         self.steps = 0
+        self.count_at_sync = 0.0
+        """The number of samples or tokens of all ranks in the mean that `mean_since_sync` returned last."""
 
     def add(self, loss: Tensor, samples: int, count: Tensor | float | None = None) -> None:
         """Record the loss of one micro-batch: the mean over `samples` or, with a `count`, the sum over `count` tokens.
@@ -61,7 +63,8 @@ class RunningLoss:
         Raises NonFiniteLossError, on every rank, if the mean is not finite.
         """
         total, count = _total(ranks)
-        mean = _mean_or_nan(total - self._synced_totals[0], count - self._synced_totals[1])
+        self.count_at_sync = count - self._synced_totals[1]
+        mean = _mean_or_nan(total - self._synced_totals[0], self.count_at_sync)
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, ranks)
         self._synced_totals = (total, count)

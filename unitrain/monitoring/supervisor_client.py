@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import asdict, dataclass, replace
 
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.memory_folder import remove_abandoned_folder
@@ -27,16 +28,39 @@ START = "start"
 # Messages of a rank: it waits for its start, it has called `unitrain.init`, or it has shut its backend down.
 READY, RUNNING, SHUT_DOWN = "ready", "running", "shut down"
 ROLE = "supervision"
+# Prefix of the supervisor's message to rank 0 that describes the attempt, as JSON.
+ATTEMPT = "attempt "
 
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _MAX_SIGNAL_DELAY_SECONDS = 30.0
 _LAST_CHECKPOINT_SECONDS = 60.0
+_ATTEMPT_TIMEOUT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class AttemptInfo:
+    """An attempt of a supervised job.
+
+    `number` counts from 1. `age_seconds` is the time since the start of the attempt, which includes the start of the
+    launcher, and `waiting_seconds` the preceding time of waiting for hosts. `reason` states why the job was restarted.
+    """
+
+    number: int
+    age_seconds: float
+    waiting_seconds: float
+    reason: str | None
+
+    def message(self) -> str:
+        """Return the message that sends this description to rank 0."""
+        return ATTEMPT + json.dumps(asdict(self))
 
 
 class _SupervisorClient:
     def __init__(self, connection: PeerConnection, rank: int, *, standby: bool) -> None:
         self.connection, self._rank, self._pid = connection, rank, os.getpid()
         self.is_started = threading.Event()
+        self.attempt: tuple[AttemptInfo, float] | None = None  # and the time at which it was received
+        self.has_attempt = threading.Event()
         if not standby:
             self.is_started.set()
         connection.send(json.dumps({"rank": rank, "job": environment.job_id(), "standby": standby}))
@@ -47,6 +71,10 @@ class _SupervisorClient:
         while isinstance(message := self.connection.receive(), str):
             if message == START:
                 self.is_started.set()
+                continue
+            if message.startswith(ATTEMPT):
+                self.attempt = AttemptInfo(**json.loads(message.removeprefix(ATTEMPT))), time.monotonic()
+                self.has_attempt.set()
                 continue
             if message == EXIT:
                 break
@@ -108,6 +136,14 @@ def wait_for_start() -> bool:
         return False
     _client.connection.send(READY)
     return _client.is_started.wait()
+
+
+def attempt_info() -> AttemptInfo | None:
+    """Return the attempt to which this process belongs, or None if no supervisor has described it. Rank 0 only."""
+    if _client is None or not _client.has_attempt.wait(_ATTEMPT_TIMEOUT_SECONDS) or _client.attempt is None:
+        return None
+    info, received_at = _client.attempt
+    return replace(info, age_seconds=info.age_seconds + time.monotonic() - received_at)
 
 
 def report_shutdown() -> None:

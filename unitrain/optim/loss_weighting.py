@@ -116,6 +116,11 @@ class LossWeighting:
         self._kind: LossKind | None = None
         self.is_local = False
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the losses are sums over tokens."""
+        return self._kind is LossKind.SUM
+
     def weight_loss(self, loss: Loss, micro_batch: MicroBatch) -> Tensor:
         """Return the weighted loss, to call backward on. The weight of a dummy batch is 0."""
         if self._kind is not loss.kind:

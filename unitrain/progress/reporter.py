@@ -20,6 +20,7 @@ from unitrain.loggers.background import BackgroundLogger
 from unitrain.loggers.images import check_image, check_table, to_histogram, to_pixels
 from unitrain.loggers.logger import RunInfo, Status
 from unitrain.progress.display import ProgressDisplay, choose_progress
+from unitrain.progress.training_progress import TrainingProgress
 
 
 class RunReporter:
@@ -38,6 +39,8 @@ class RunReporter:
         self._loggers = call_on_all_ranks(communicator, lambda: create_loggers(loggers))
         self._started: list[BackgroundLogger] = []
         self._description: Mapping[str, Any] | None = None
+        self.stop_reason: str | None = None
+        """Why the run stops before its end, or None."""
         self._use_display(ProgressDisplay())
         call_on_all_ranks(communicator, self._prepare)
 
@@ -47,7 +50,7 @@ class RunReporter:
     ) -> Iterator[None]:
         """Context manager that reports a run, starting at `step`. A run without remaining steps is not logged."""
         self._finish("finished")  # finish loggers that the user restarted after an earlier run
-        self._description, self._stopped = description, False
+        self._description, self.stop_reason = description, None
         if not is_complete:
             self._start(step)
         status: Status = "failed"
@@ -56,7 +59,7 @@ class RunReporter:
                 self._use_display(progress)
                 progress.start(remaining_steps, self._config.max_epochs)
                 yield
-            status = "stopped" if self._stopped else "finished"
+            status = "stopped" if self.stop_reason is not None else "finished"
         except Preempted:
             status = "stopped"
             raise
@@ -70,7 +73,7 @@ class RunReporter:
 
     def report_stop(self, step: int, reason: str) -> None:
         """Report that the run stops before its end."""
-        self._stopped = True
+        self.stop_reason = reason
         self.show_message(f"stopped after step {step}: {reason}")
 
     def report_slow_ranks(self, description: str) -> None:
@@ -91,6 +94,11 @@ class RunReporter:
         """Show and log the `results` and the throughput of the completed epoch number `epoch`."""
         self._progress.show_epoch(epoch, results)
         self._call("log", {"epoch": epoch, **results, "epoch_samples_per_second": samples_per_second}, step)
+
+    def report_goodput(self, step: int, values: Mapping[str, float], description: str) -> None:
+        """Show and log the goodput of the run."""
+        self.show_message(description)
+        self._call("log", values, step)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Log the user's numbers. Raises ConfigError on every calling rank for values that are not numbers."""
@@ -172,6 +180,30 @@ class RunReporter:
 
     def _use_display(self, progress: ProgressDisplay) -> None:
         self._progress, self.count_step = progress, progress.count_step
+
+
+class LoggingMethods:
+    """The methods of the Trainer with which users log their own values. Rank 0 logs; any rank may call them."""
+
+    _reporter: RunReporter
+    progress: TrainingProgress
+
+    def log(self, **values: float | Tensor) -> None:
+        """Log numbers at the current step. Rank 0 logs; any rank may call it."""
+        self._reporter.log(values, self.progress.step)
+
+    def log_image(self, name: str, image: Tensor, caption: str | None = None) -> None:
+        """Log an image: a tensor [height, width], [channels, height, width] or [height, width, channels] with 1, 3 or 4
+        channels, of dtype uint8 or with values from 0 to 1. Rank 0 logs; any rank may call it."""
+        self._reporter.log_image(name, image, self.progress.step, caption)
+
+    def log_histogram(self, name: str, values: Tensor) -> None:
+        """Log a histogram of the values of a tensor to W&B and TensorBoard. Rank 0 logs; any rank may call it."""
+        self._reporter.log_histogram(name, values, self.progress.step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table of numbers and strings to W&B and TensorBoard. Rank 0 logs; any rank may call it."""
+        self._reporter.log_table(name, columns, rows, self.progress.step)
 
 
 def _number(value: Any) -> float:

@@ -116,6 +116,8 @@ class SyncPoint:
     def __init__(self, stopping: StopCoordinator, timer: LoopTimer, reporter: RunReporter) -> None:
         self._stopping, self._timer, self._reporter = stopping, timer, reporter
         self._detector = StragglerDetector()
+        self.seconds: list[list[float]] = []
+        """Seconds per rank and phase of TRAINING between the last two exchanges."""
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
         """Synchronize after `step` steps, and return the `numbers` of every rank. Their count must be the same on every
@@ -123,7 +125,8 @@ class SyncPoint:
         previous_reason = self._stopping.reason
         seconds, steps = self._timer.take_recent_seconds()
         ranks = self._stopping.exchange(step, [*seconds, *numbers])
-        self._detector.add([row[: len(seconds)] for row in ranks], steps)
+        self.seconds = [row[: len(seconds)] for row in ranks]
+        self._detector.add(self.seconds, steps)
         self._reporter.report_slow_ranks(str(self._detector))
         if self._stopping.reason not in (None, previous_reason):
             self._reporter.report_stop(step, self._stopping.reason)

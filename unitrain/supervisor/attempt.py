@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.bootstrap.network import free_port
 from unitrain.launchers import Command, Host, LaunchSpec, allocated_hosts, is_this_host
+from unitrain.monitoring.supervisor_client import AttemptInfo
 from unitrain.supervisor import standby_rank
 from unitrain.supervisor.ranks import RankConnections
 
@@ -96,14 +97,22 @@ class Attempt:
     """A started launcher, and the connections to its ranks. Raises LaunchError if it cannot be started.
 
     The attempt runs on `hosts`, or on the hosts of the job's spec if `hosts` is empty. With `standby`, its ranks import
-    torch and then wait for `start`.
+    torch and then wait for `start`. `describe` returns the description of the attempt for rank 0.
     """
 
-    def __init__(self, job: SupervisedJob, hosts: tuple[Host, ...], *, standby: bool = False) -> None:
+    def __init__(
+        self,
+        job: SupervisedJob,
+        hosts: tuple[Host, ...],
+        describe: Callable[[], AttemptInfo] | None = None,
+        *,
+        standby: bool = False,
+    ) -> None:
         self.hosts, self.num_ranks = hosts, job.num_ranks(hosts)
         listen_on, advertised_host = job.select_addresses(hosts)
         key = new_key()  # a new key per attempt: messages signed in an earlier attempt are rejected
         self.ranks = RankConnections(job.name, key, listen_on, advertised_host, standby=standby)
+        self.ranks.describe_attempt = describe
         try:
             environment.export({environment.JOB_KEY: key})
             command = job.command(hosts, {environment.SUPERVISOR: self.ranks.address}, standby=standby)
@@ -133,8 +142,9 @@ class Attempt:
         """Whether the launcher runs and no standby rank has exited."""
         return self.process.poll() is None and not self.ranks.has_disconnected_ranks
 
-    def start(self) -> None:
-        """Start the standby ranks."""
+    def start(self, describe: Callable[[], AttemptInfo]) -> None:
+        """Start the standby ranks. `describe` returns the description of the attempt for rank 0."""
+        self.ranks.describe_attempt = describe
         self.ranks.start()
 
     def cancel(self) -> None:

@@ -11,6 +11,7 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from unitrain.bootstrap.authentication import authenticate
@@ -24,6 +25,7 @@ from unitrain.monitoring.supervisor_client import (
     SAVE_AND_EXIT,
     SHUT_DOWN,
     START,
+    AttemptInfo,
 )
 
 # TCP keepalive detects an unresponsive host after 5 + 3 x 5 seconds.
@@ -54,6 +56,8 @@ class RankConnections:
         self, job: str, key: str | None, listen_on: str, advertised_host: str, *, standby: bool = False
     ) -> None:
         self._job, self._key = job, key
+        self.describe_attempt: Callable[[], AttemptInfo] | None = None
+        """Describes the attempt to rank 0 when it calls `unitrain.init`. Set it before the ranks are started."""
         self._is_started = not standby
         self._ready: set[int] = set()
         self._running: set[int] = set()
@@ -183,7 +187,7 @@ class RankConnections:
             with self._state_changed:
                 self._connections[rank] = connection
                 if not is_standby:
-                    self._running.add(rank)
+                    self._set_running(rank, connection)
                 if self._is_exiting:
                     connection.send(EXIT)
                 else:
@@ -198,12 +202,17 @@ class RankConnections:
                     if message == READY:
                         self._ready.add(rank)
                     elif message == RUNNING:
-                        self._running.add(rank)
+                        self._set_running(rank, connection)
                     elif message == SHUT_DOWN:
                         self._running.discard(rank)
             with self._state_changed:
                 if self._connections.get(rank) is connection:
                     self._record_disconnect(rank, received, message)
+
+    def _set_running(self, rank: int, connection: PeerConnection) -> None:
+        self._running.add(rank)
+        if rank == 0 and self.describe_attempt is not None:
+            connection.send(self.describe_attempt().message())
 
     def _parse_greeting(self, greeting: str | Disconnect) -> tuple[int, bool] | None:
         """Return the rank from a greeting and whether it is a standby rank; None if it is not a rank of this job."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import click
 
 from unitrain.launchers import Host, LaunchError
+from unitrain.monitoring.supervisor_client import AttemptInfo
 from unitrain.supervisor.attempt import Attempt, SupervisedJob
 
 # The standby ranks are started this long after the ranks of the running attempt, which then run their first steps.
@@ -57,14 +59,17 @@ class Standby:
         except LaunchError as error:
             click.echo(f"unitrain: cannot start standby ranks: {error}", err=True)
 
-    def take(self, hosts: tuple[Host, ...]) -> Attempt | None:
-        """Start the standby ranks and return their attempt, or None if there are none for `hosts`."""
+    def take(self, hosts: tuple[Host, ...], describe: Callable[[], AttemptInfo]) -> Attempt | None:
+        """Start the standby ranks and return their attempt, or None if there are none for `hosts`.
+
+        `describe` returns the description of the attempt for rank 0.
+        """
         attempt = self._attempt
         if attempt is None or not attempt.can_start or attempt.hosts != hosts:
             self.cancel()
             return None
         self._attempt, self._is_ready = None, False
-        attempt.start()
+        attempt.start(describe)
         return attempt
 
     def cancel(self) -> None:

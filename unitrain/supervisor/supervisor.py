@@ -18,6 +18,8 @@ import click
 from unitrain.bootstrap.memory_folder import MemoryFolder
 from unitrain.errors import Preempted
 from unitrain.launchers import Host
+from unitrain.monitoring.supervisor_client import AttemptInfo
+from unitrain.processes import process_age_seconds
 from unitrain.supervisor.attempt import Attempt, SupervisedJob, end_launcher
 from unitrain.supervisor.membership import POLL_SECONDS, Membership
 from unitrain.supervisor.ranks import RankConnections
@@ -56,7 +58,8 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._exiting_launchers: list[threading.Thread] = []
         self._stop_event = threading.Event()
-        self._num_failures = 0
+        self._num_failures = self._num_attempts = 0
+        self._restart_reason: str | None = None
         self.first_crashed_rank: int | None = None  # the first rank killed in the latest attempt, if known
 
     def run(self) -> int:
@@ -85,10 +88,11 @@ class Supervisor:
 
     def _run_attempts(self) -> int:
         while True:
+            waiting_since = time.monotonic()
             hosts = () if self._membership is None else self._membership.select_hosts(self._stop_event)
             if self._stop_event.is_set():
                 return _PREEMPTED_CODE
-            code, ranks = self._run_attempt(hosts)
+            code, ranks = self._run_attempt(hosts, time.monotonic() - waiting_since)
             self.first_crashed_rank = ranks.first_crashed_rank
             if code == 0:
                 return code
@@ -97,14 +101,17 @@ class Supervisor:
             if self._stop_event.is_set() or (code == _PREEMPTED_CODE and not ranks.is_exit_requested):
                 return _FAILED_CODE if code is None else code
             if ranks.is_exit_requested:
+                self._restart_reason = "the hosts of the job changed"
                 click.echo("unitrain: restarting the job on the hosts that are available now", err=True)
                 continue
             if code is not None and not self._has_restarts_left:
                 return code
             self._num_failures += 1
             if code is None:
-                problem = f"rank {ranks.first_crashed_rank} was killed or crashed; restarting the job"
+                self._restart_reason = f"rank {ranks.first_crashed_rank} was killed or crashed"
+                problem = f"{self._restart_reason}; restarting the job"
             else:
+                self._restart_reason = _describe_failure(code, ranks)
                 problem = f"the job ended with exit code {code}; restarting it"
             click.echo(
                 f"unitrain: {problem} from its newest checkpoint (restart {self._num_failures} of "
@@ -120,15 +127,18 @@ class Supervisor:
     def _has_restarts_left(self) -> bool:
         return self._num_failures < self._job.spec.max_restarts
 
-    def _run_attempt(self, hosts: tuple[Host, ...]) -> tuple[int | None, RankConnections]:
+    def _run_attempt(self, hosts: tuple[Host, ...], waiting_seconds: float) -> tuple[int | None, RankConnections]:
         """Run one attempt until the job exits or its hosts change. Return the exit code and the states of the ranks.
+
+        `waiting_seconds` is the time of waiting for hosts before the attempt.
 
         The exit code is None if a rank was killed or crashed, and standby ranks can replace the attempt. Its launcher
         may then still be exiting, but its ranks have exited.
         """
         if self._before_attempt is not None:
             self._before_attempt()
-        attempt = self._standby.take(hosts) or Attempt(self._job, hosts)
+        describe = self._begin_attempt(waiting_seconds)
+        attempt = self._standby.take(hosts, describe) or Attempt(self._job, hosts, describe)
         with attempt.ranks as ranks:
             self._process = attempt.process
             if self._stop_event.is_set():  # a signal arrived before the process was started
@@ -146,6 +156,14 @@ class Supervisor:
                 return None, ranks
             ranks.exit_all_ranks(_RANK_EXIT_TIMEOUT_SECONDS)
         return (code if code >= 0 else 128 - code), ranks
+
+    def _begin_attempt(self, waiting_seconds: float) -> Callable[[], AttemptInfo]:
+        """Count an attempt, and return the function that describes it. The first one starts with this process."""
+        self._num_attempts += 1
+        number, reason, started = self._num_attempts, self._restart_reason, time.monotonic()
+        if number == 1:
+            started -= max(0.0, process_age_seconds() - waiting_seconds)
+        return lambda: AttemptInfo(number, time.monotonic() - started, waiting_seconds, reason)
 
     def _wait_for_end(self, attempt: Attempt) -> int | None:
         """Wait for the launcher and return its exit code. If a host is unreachable, terminate it after a timeout.
@@ -197,6 +215,15 @@ class Supervisor:
             self._stop_event.set()
         else:
             self._forward_signal(signum, frame)
+
+
+def _describe_failure(code: int, ranks: RankConnections) -> str:
+    """Return the cause of the failure of an attempt that ended with exit code `code`."""
+    if ranks.first_crashed_rank is not None:
+        return f"rank {ranks.first_crashed_rank} was killed or crashed"
+    if ranks.unreachable:
+        return f"the host of rank {ranks.unreachable[0]} did not respond"
+    return f"the job ended with exit code {code}"
 
 
 def _is_in_foreground() -> bool:

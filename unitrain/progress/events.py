@@ -1,0 +1,74 @@
+"""Events of a run as JSON lines: `events.jsonl` in the output folder, for monitoring systems.
+
+Each line is one JSON object with the keys `time` (UTC, ISO 8601), `event`, `attempt` (from 1) and `step` (completed
+optimizer steps), and the keys of the event:
+
+    start        a `fit` call starts a run: ranks, nodes, backend, transport, device
+    restart      an attempt continues a run: like start, and reason, downtime_seconds
+    resize       an attempt has another number of ranks: ranks, previous_ranks
+    checkpoint   a checkpoint is completely written: path, write_seconds
+    validation   a validation has finished: epochs (completed), seconds, results
+    straggler    the slow ranks have changed: ranks, a list that is empty if there are none
+    failure      an attempt has failed: reason. The next attempt writes it if rank 0 was killed
+    end          a `fit` call has finished or stopped: status, reason, goodput, seconds
+
+Rows are appended and never removed, so the steps that an attempt repeats have several rows. A line that was being
+written when the process was killed may be incomplete.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from unitrain.loggers.json_lines import append_row
+
+EVENTS_FILE = "events.jsonl"
+
+_log = logging.getLogger(__name__)
+
+
+class EventLog:
+    """Appends events to EVENTS_FILE in `folder`; does nothing if `folder` is None. Any thread may call `append`.
+
+    If the file cannot be written, a warning is logged once, and the run continues.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / EVENTS_FILE
+        self._lock = threading.Lock()
+        self._has_failed = False
+        self.attempt = 1
+
+    def open(self, *, is_new_run: bool) -> None:
+        """Remove the events of another run, or complete the last line of an attempt that was killed."""
+        if self._path is None:
+            return
+        try:
+            if is_new_run:
+                self._path.unlink(missing_ok=True)
+            elif self._path.is_file():
+                with self._path.open("rb+") as file:
+                    if file.seek(0, 2) and file.seek(-1, 2) >= 0 and file.read(1) != b"\n":
+                        file.write(b"\n")
+        except OSError as error:
+            self._report(error)
+
+    def append(self, event: str, step: int, /, attempt: int | None = None, **values: Any) -> None:
+        """Append an event of this attempt, or of another `attempt`."""
+        if self._path is None or self._has_failed:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row = {"time": now, "event": event, "attempt": attempt or self.attempt, "step": step, **values}
+        try:
+            with self._lock:
+                append_row(row, self._path)
+        except OSError as error:
+            self._report(error)
+
+    def _report(self, error: OSError) -> None:
+        self._has_failed = True
+        _log.warning("'%s' cannot be written: %s. The run continues without it.", self._path, error)

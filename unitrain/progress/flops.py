@@ -1,0 +1,158 @@
+"""FLOPs of a training step, and the peak FLOPs of GPUs, from which the model FLOPs utilization (MFU) is computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from unitrain.config import TrainConfig
+from unitrain.data.order import MicroBatch
+from unitrain.optim.loss_weighting import Loss
+from unitrain.torch_compat import current_backward
+
+ForwardBackward = Callable[[Any, MicroBatch], Loss]
+
+_log = logging.getLogger(__name__)
+
+# Peak FLOP/s of dense matrix multiplications in 16 bits, TF32 and FP32, by a part of the name that CUDA reports. The
+# first match counts. None: not supported by the hardware. Sources: the data sheets of the products; those of NVIDIA
+# state twice these values "with sparsity". FP32 is the rate of the CUDA cores.
+_GPUS: tuple[tuple[str, float, float | None, float], ...] = (
+    # NVIDIA Blackwell architecture technical brief, per GPU.
+    ("GB200", 2500e12, 1250e12, 80e12),
+    ("B200", 2250e12, 1125e12, 75e12),
+    # NVIDIA H200 and H100 Tensor Core GPU data sheets.
+    ("H200", 989.5e12, 494.5e12, 67e12),
+    ("GH200", 989.5e12, 494.5e12, 67e12),
+    ("H100 NVL", 835.5e12, 417.5e12, 60e12),
+    ("H100 PCIe", 756.5e12, 378e12, 51e12),
+    ("H100", 989.5e12, 494.5e12, 67e12),
+    # NVIDIA A100, A30, A40, A10 data sheets; AWS EC2 G5 for the A10G.
+    ("A100", 312e12, 156e12, 19.5e12),
+    ("A800", 312e12, 156e12, 19.5e12),
+    ("A30", 165e12, 82e12, 10.3e12),
+    ("A40", 149.7e12, 74.8e12, 37.4e12),
+    ("A10G", 70e12, 35e12, 35e12),
+    ("A10", 125e12, 62.5e12, 31.2e12),
+    # NVIDIA L40S, L40 and L4 data sheets.
+    ("L40S", 362e12, 183e12, 91.6e12),
+    ("L40", 181e12, 90.5e12, 90.5e12),
+    ("L4", 121e12, 60e12, 30.3e12),
+    # NVIDIA Tesla V100 and T4 data sheets: FP16 only.
+    ("V100-PCIE", 112e12, None, 14e12),
+    ("V100", 125e12, None, 15.7e12),
+    ("T4", 65e12, None, 8.1e12),
+    # NVIDIA Ada and Ampere GA102 GPU architecture whitepapers, 16 bits with FP32 accumulation.
+    ("RTX 4090", 165.2e12, 82.6e12, 82.6e12),
+    ("RTX 3090", 71e12, 35.6e12, 35.6e12),
+    ("RTX A6000", 154.8e12, 77.4e12, 38.7e12),
+    # AMD Instinct MI300X and MI250X data sheets; a MI250X is two devices.
+    ("MI300X", 1307.4e12, 653.7e12, 163.4e12),
+    ("MI250X", 191.5e12, None, 47.9e12),
+)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def peak_flops(device_name: str, *, half: bool, tf32: bool) -> float | None:
+    """Return the peak FLOP/s of a GPU for 16-bit matrix multiplications (`half`), otherwise for TF32 or FP32.
+
+    Returns None for an unknown GPU.
+    """
+    words = device_name.replace("-", " - ").split()
+    for name, half_rate, tf32_rate, fp32_rate in _GPUS:
+        name_words = name.replace("-", " - ").split()
+        starts = range(len(words) - len(name_words) + 1)
+        if any(words[start : start + len(name_words)] == name_words for start in starts):
+            return half_rate if half else (tf32_rate or fp32_rate) if tf32 else fp32_rate
+    return None
+
+
+def device_peak_flops(device: torch.device, model: nn.Module, config: TrainConfig) -> float | None:
+    """Return `config.peak_flops`, or else the peak FLOP/s of this device for the precision of the run, or None."""
+    if config.peak_flops is not None or device.type != "cuda":
+        return config.peak_flops
+    dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    half = config.precision != "fp32" or dtype in _HALF
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_flops(torch.cuda.get_device_name(device), half=half, tf32=tf32)
+
+
+class _NoModules:
+    """Replaces the module tracker of FlopCounterMode, which would register hooks on all modules and tensors."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class FlopsMeasurement:
+    """Counts the FLOPs of one micro-batch on this rank with torch's counter. `is_due` is True until then.
+
+    The micro-batch is part of the training, so nothing is computed twice, and the results do not change. Recomputed
+    activations are not counted. Without `is_enabled`, nothing is counted.
+    """
+
+    def __init__(self, *, is_enabled: bool) -> None:
+        self.is_due = is_enabled
+        self.flops_per_sample: float | None = None
+        self.flops_per_token: float | None = None
+        self._unknown: set[str] = set()
+
+    def counted(self, forward_backward: ForwardBackward) -> ForwardBackward:
+        """Return `forward_backward`, the training on a micro-batch, or a function that also counts its FLOPs."""
+        return partial(self._count, forward_backward) if self.is_due else forward_backward
+
+    def _count(self, forward_backward: ForwardBackward, batch: Any, micro_batch: MicroBatch) -> Loss:
+        counter: Any = FlopCounterMode(display=False, custom_mapping=_additional_formulas())
+        counter.mod_tracker = _NoModules()
+        counter.flop_registry = {key: self._guarded(key, formula) for key, formula in counter.flop_registry.items()}
+        with counter:
+            loss = forward_backward(batch, micro_batch)
+        if not micro_batch.samples:
+            return loss
+        self.is_due = False
+        flops = counter.get_total_flops()
+        self.flops_per_sample = flops / micro_batch.samples
+        if loss.tokens is not None and (tokens := float(loss.tokens)) > 0:
+            self.flops_per_token = flops / tokens
+        if self._unknown:
+            _log.warning(
+                "torch's FLOP counter cannot count %s, so the MFU is too low.", ", ".join(sorted(self._unknown))
+            )
+        return loss
+
+    def _guarded(self, key: Any, formula: Callable[..., int]) -> Callable[..., int]:
+        """Return `formula` without its exceptions, which would end the training. It returns 0 in a recomputation."""
+
+        @wraps(formula)
+        def count(*args: Any, **kwargs: Any) -> int:
+            if current_backward() >= 0 and torch.is_grad_enabled():  # recomputed by activation checkpointing
+                return 0
+            try:
+                return formula(*args, **kwargs)
+            except Exception:
+                self._unknown.add(str(key))
+                return 0
+
+        return count
+
+
+def _additional_formulas() -> dict[Any, Any]:
+    """Return formulas for attention on CPUs, which torch's counter does not have."""
+    aten = torch.ops.aten
+    names = {
+        "_scaled_dot_product_flash_attention_for_cpu": aten._scaled_dot_product_flash_attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": aten._scaled_dot_product_flash_attention_backward,
+    }
+    registry = FlopCounterMode(display=False).flop_registry
+    return {getattr(aten, name): registry[same] for name, same in names.items() if hasattr(aten, name)}

@@ -1,0 +1,267 @@
+"""Goodput: the fraction of a run's wall-clock time in which it trained steps that it kept, over all of its attempts.
+
+Rank 0 divides the time of an attempt into CATEGORIES, and writes the sums to `goodput.json` in the output folder about
+every two seconds. If the attempt is killed, the time after its last record counts as `restart`. So the categories of
+all attempts add up to the wall-clock time of the run, from the start of its first attempt to its last record.
+`unitrain report` also uses this module, so it does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from unitrain.regular_files import read_regular_file, replace_file
+
+Category = Literal[
+    "training", "replayed", "data", "checkpoint", "validation", "startup", "hosts", "restart", "other"
+]  # fmt: skip
+CATEGORIES: dict[Category, str] = {
+    "training": "steps, without waiting for data",
+    "replayed": "steps trained again, because they were not in a checkpoint when the run was interrupted",
+    "data": "waiting for data",
+    "checkpoint": "waiting for checkpoints to be copied or written",
+    "validation": "validation",
+    "startup": "start of the processes, imports, rendezvous, and loading of checkpoints",
+    "hosts": "waiting for hosts of an elastic job",
+    "restart": "from the last record of an attempt to the start of the next one",
+    "other": "the rest, such as callbacks between epochs",
+}
+GOODPUT_FILE = "goodput.json"
+Status = Literal["running", "finished", "stopped", "failed"]
+
+_MAX_FILE_BYTES = 1 << 26
+_MIN_RECORD_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class AttemptRecord:
+    """The time of one attempt. Times are in seconds since 1970, `seconds` maps CATEGORIES to seconds.
+
+    `seconds` also contains the time between the preceding attempt and this one. `ended` is the time of the last record.
+    """
+
+    started: float
+    ended: float
+    first_step: int
+    last_step: int
+    ranks: int
+    replayed_steps: int = 0
+    status: Status = "running"
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GoodputSummary:
+    """The times of all attempts of a run: seconds by category, and numbers of attempts, steps and replayed steps."""
+
+    seconds: dict[str, float]
+    attempts: int
+    steps: int
+    replayed_steps: int
+
+    @classmethod
+    def of(cls, attempts: Sequence[AttemptRecord]) -> GoodputSummary:
+        """Add up the attempts of a run."""
+        seconds = {name: sum(attempt.seconds.get(name, 0.0) for attempt in attempts) for name in CATEGORIES}
+        steps = max((attempt.last_step for attempt in attempts), default=0)
+        return cls(seconds, len(attempts), steps, sum(attempt.replayed_steps for attempt in attempts))
+
+    @property
+    def total_seconds(self) -> float:
+        """The wall-clock time of the run."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The fraction of the wall-clock time in the category "training"."""
+        return self.seconds["training"] / (self.total_seconds or 1.0)
+
+    def __str__(self) -> str:
+        shown = sorted(self.seconds.items(), key=lambda item: -item[1])
+        parts = [f"{name} {seconds:,.1f} s" for name, seconds in shown if seconds >= 0.05]
+        restarts = f", {self.attempts - 1} restarts" if self.attempts > 1 else ""
+        return f"goodput {100 * self.goodput:.1f} % of {self.total_seconds:,.1f} s{restarts}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class AttemptStart:
+    """The start of an attempt: its age in seconds, and the preceding seconds of waiting for hosts."""
+
+    age_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+
+class GoodputMeter:
+    """Divides the time of one attempt of a run into CATEGORIES. Used on rank 0; other ranks need not create it.
+
+    `begin` and `measure` switch the category. In the category "training", `count_steps` divides the time since its last
+    call into steps, replayed steps and waiting for data. So a step costs no additional time.
+    """
+
+    def __init__(self, start: AttemptStart) -> None:
+        # `seconds` may be read by the thread that serves the metrics.
+        self._lock = threading.Lock()
+        now = time.perf_counter()
+        self._clock_offset = time.time() - now
+        self._start, self._started = start, now - start.age_seconds
+        self._seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self._category: Category = "startup"
+        self._since = self._started
+        self._counted = 0.0  # seconds of training that `count_steps` has divided
+        self._step = self._max_earlier_step = 0
+        self.replayed_steps = 0
+
+    @property
+    def started(self) -> float:
+        """The start of the attempt, in seconds since 1970."""
+        return self._started + self._clock_offset
+
+    def continue_run(self, earlier: Sequence[AttemptRecord], step: int) -> None:
+        """Continue a run with these `earlier` attempts at `step`, and account for the time since the last of them.
+
+        The time after an attempt that finished the run is not part of the run.
+        """
+        with self._lock:
+            self._step = step
+            self._max_earlier_step = max((attempt.last_step for attempt in earlier), default=0)
+            waited = self._start.waiting_seconds
+            if not earlier:
+                self._seconds["hosts"] += waited
+            elif earlier[-1].status != "finished":
+                gap = max(0.0, self.started - earlier[-1].ended)
+                self._seconds["hosts"] += min(gap, waited)
+                self._seconds["restart"] += max(0.0, gap - waited)
+
+    def begin(self, category: Category) -> Category:
+        """Start `category`, and return the preceding one."""
+        with self._lock:
+            self._lap()
+            previous, self._category = self._category, category
+            return previous
+
+    @contextmanager
+    def measure(self, category: Category) -> Iterator[None]:
+        """Context manager that adds its duration to `category`."""
+        previous = self.begin(category)
+        try:
+            yield
+        finally:
+            self.begin(previous)
+
+    def count_steps(self, step: int, data_seconds: float) -> None:
+        """Divide the training time since the last call, in which the run reached `step` and waited for data for
+        `data_seconds`."""
+        with self._lock:
+            self._lap()
+            before, self._step = self._step, step
+            pending = self._seconds["training"] - self._counted
+            data_seconds = min(data_seconds, pending)
+            replayed_steps = max(0, min(step, self._max_earlier_step) - before)
+            replayed = (pending - data_seconds) * replayed_steps / (step - before) if step > before else 0.0
+            self.replayed_steps += replayed_steps
+            self._seconds["data"] += data_seconds
+            self._seconds["replayed"] += replayed
+            self._seconds["training"] -= data_seconds + replayed
+            self._counted = self._seconds["training"]
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds by category until now. Any thread may call it."""
+        with self._lock:
+            self._lap()
+            return dict(self._seconds)
+
+    def loop_seconds(self) -> float:
+        """Return the seconds in the training loop until now, without checkpoints and validation."""
+        seconds = self.seconds()
+        return seconds["training"] + seconds["replayed"] + seconds["data"]
+
+    def record(self, first_step: int, ranks: int, status: Status) -> AttemptRecord:
+        """Return the record of the attempt until now."""
+        seconds = self.seconds()
+        return AttemptRecord(
+            started=self.started,
+            ended=self._since + self._clock_offset,
+            first_step=first_step,
+            last_step=self._step,
+            ranks=ranks,
+            replayed_steps=self.replayed_steps,
+            status=status,
+            seconds={name: round(value, 3) for name, value in seconds.items()},
+        )
+
+    def _lap(self) -> None:
+        now = time.perf_counter()
+        self._seconds[self._category] += now - self._since
+        self._since = now
+
+
+class GoodputFile:
+    """Writes the attempts of a run to GOODPUT_FILE in `folder`, or keeps them in memory if it is None.
+
+    If the file cannot be written, a warning is logged once, and the run continues.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder, self._next_write_at, self._has_failed = folder, 0.0, False
+        self.earlier: list[AttemptRecord] = []
+
+    def load(self) -> None:
+        """Read the earlier attempts of the run. A corrupt file is ignored with a warning."""
+        if self._folder is None:
+            return
+        try:
+            self.earlier = read_attempts(self._folder)
+        except (OSError, ValueError) as error:
+            _log.warning("'%s' is ignored: %s", self._folder / GOODPUT_FILE, error)
+
+    def write(self, attempt: AttemptRecord) -> None:
+        """Write the earlier attempts and this one."""
+        self._next_write_at = time.monotonic() + _MIN_RECORD_SECONDS
+        if self._folder is None or self._has_failed:
+            return
+        try:
+            text = json.dumps({"attempts": [asdict(record) for record in (*self.earlier, attempt)]})
+            replace_file(self._folder / GOODPUT_FILE, text)
+        except OSError as error:
+            self._has_failed = True
+            _log.warning(
+                "'%s' cannot be written: %s. The run continues without it.", self._folder / GOODPUT_FILE, error
+            )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last record is older than a second."""
+        return time.monotonic() >= self._next_write_at
+
+
+def read_attempts(folder: Path) -> list[AttemptRecord]:
+    """Return the attempts of the run in `folder`, oldest first; an empty list if there is no file.
+
+    Raises OSError, or ValueError if the file is corrupt.
+    """
+    try:
+        found = json.loads(read_regular_file(folder / GOODPUT_FILE, _MAX_FILE_BYTES))
+        return [_parse_attempt(attempt) for attempt in found["attempts"]]
+    except FileNotFoundError:
+        return []
+    except (TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"it has another format ({type(error).__name__}: {error})") from None
+
+
+def _parse_attempt(found: Mapping[str, Any]) -> AttemptRecord:
+    names = [known.name for known in fields(AttemptRecord)]
+    attempt = AttemptRecord(**{name: found[name] for name in names})
+    numbers = [attempt.started, attempt.ended, attempt.last_step, attempt.replayed_steps, *attempt.seconds.values()]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise TypeError("a value is not a number")
+    return attempt

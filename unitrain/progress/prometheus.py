@@ -1,0 +1,196 @@
+"""HTTP endpoint of rank 0 for Prometheus, with the metrics of the run that is in progress in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from unitrain.errors import ConfigError, MissingDependencyError
+from unitrain.progress.goodput import GoodputSummary
+from unitrain.progress.stragglers import TRAINING
+
+_log = logging.getLogger(__name__)
+_RETRY_SECONDS = 1.0
+
+# Gauges of the run, with their descriptions. All names have the prefix "unitrain_".
+GAUGES = {
+    "step": "Completed optimizer steps",
+    "epoch": "Current epoch, from 1",
+    "ranks": "Number of ranks",
+    "loss": "Mean training loss since the previous sync point",
+    "learning_rate": "Learning rate of the first parameter group",
+    "samples_per_second": "Training throughput of all ranks in samples per second",
+    "tokens_per_second": "Training throughput of all ranks in tokens per second, if loss_fn counts tokens",
+    "mfu": "Model FLOPs utilization, from 0 to 1",
+    "gradient_norm": "Gradient norm, if max_grad_norm is set",
+    "goodput_ratio": "Fraction of the wall-clock time of the run spent in training steps that were kept",
+}
+# Metrics with labels, and counters.
+LABELED = {
+    "result": ("Last result of a validation or an epoch", ("name",)),
+    "memory_bytes": ("Resident memory of the process of a rank, or peak memory of the tensors on its GPU", ("rank",)),
+    "slow_rank": ("1 if other ranks wait for this rank, otherwise 0", ("rank",)),
+}
+COUNTERS = {
+    "phase_seconds": ("Time of a rank in a phase of training since the start of the attempt", ("rank", "phase")),
+    "goodput_seconds": ("Wall-clock time of the run by category, over all attempts", ("category",)),
+    "restarts": ("Number of restarts of the run", ()),
+    "replayed_steps": ("Steps trained again after restarts", ()),
+}
+CHECKPOINT_SECONDS = "checkpoint_write_seconds"
+
+
+def exported_names() -> set[str]:
+    """Return the names of all exported time series."""
+    names = [*GAUGES, *LABELED, *(f"{name}_total" for name in COUNTERS)]
+    return {f"unitrain_{name}" for name in [*names, f"{CHECKPOINT_SECONDS}_count", f"{CHECKPOINT_SECONDS}_sum"]}
+
+
+@dataclass
+class RunValues:
+    """The current metrics of a run. The training thread updates it, and threads of the endpoint read it.
+
+    `gauges` has values of GAUGES. `memory` has one value per rank, `phase_seconds` a list in the order of TRAINING per
+    rank, and `checkpoint_seconds` the number and the total duration of the written checkpoints. `goodput` returns the
+    times of all attempts.
+    """
+
+    gauges: dict[str, float] = field(default_factory=dict)
+    results: dict[str, float] = field(default_factory=dict)
+    memory: Sequence[float] = ()
+    phase_seconds: Sequence[Sequence[float]] = ()
+    slow_ranks: frozenset[int] = frozenset()
+    checkpoint_seconds: tuple[int, float] = (0, 0.0)
+    goodput: Callable[[], GoodputSummary] | None = None
+
+    def add_phase_seconds(self, seconds: Sequence[Sequence[float]]) -> None:
+        """Add seconds per rank and phase of TRAINING."""
+        if not self.phase_seconds:
+            self.phase_seconds = seconds
+        elif seconds:
+            self.phase_seconds = [
+                [a + b for a, b in zip(*ranks, strict=True)] for ranks in zip(self.phase_seconds, seconds, strict=True)
+            ]
+
+
+class _Collector:
+    """Collector of prometheus_client: converts RunValues to its metrics."""
+
+    def __init__(self, values: RunValues) -> None:
+        self.values = values
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+
+        values = self.values
+        summary = None if values.goodput is None else values.goodput()
+        gauges = dict(values.gauges)
+        if summary is not None:
+            gauges["goodput_ratio"] = summary.goodput
+        for name, value in gauges.items():
+            if name in GAUGES:
+                yield GaugeMetricFamily(f"unitrain_{name}", GAUGES[name], value=value)
+        slow = [float(rank in values.slow_ranks) for rank in range(len(values.memory))]
+        samples: dict[str, Iterable[tuple[list[str], float]]] = {
+            "result": [([name], value) for name, value in dict(values.results).items()],
+            "memory_bytes": [([str(rank)], value) for rank, value in enumerate(values.memory)],
+            "slow_rank": [([str(rank)], value) for rank, value in enumerate(slow)],
+            "phase_seconds": [
+                ([str(rank), phase], seconds)
+                for rank, row in enumerate(values.phase_seconds)
+                for phase, seconds in zip(TRAINING, row, strict=True)
+            ],
+        }
+        if summary is not None:
+            samples["goodput_seconds"] = [([category], seconds) for category, seconds in summary.seconds.items()]
+            samples["restarts"] = [([], summary.attempts - 1)]
+            samples["replayed_steps"] = [([], summary.replayed_steps)]
+        for family, metrics in ((GaugeMetricFamily, LABELED), (CounterMetricFamily, COUNTERS)):
+            for name, (description, labels) in metrics.items():
+                metric = family(f"unitrain_{name}", description, labels=labels)
+                for label_values, value in samples.get(name, ()):
+                    metric.add_metric(label_values, value)
+                yield metric
+        count, seconds = values.checkpoint_seconds
+        yield SummaryMetricFamily(
+            f"unitrain_{CHECKPOINT_SECONDS}", "Duration of writing a checkpoint", count_value=count, sum_value=seconds
+        )
+
+
+class MetricsEndpoint:
+    """HTTP server for Prometheus on `port` of `address`, in threads of this process, until `close`.
+
+    If the port is in use, raises ConfigError, or, with `keep_trying`, logs a warning and tries again in a thread.
+    Raises MissingDependencyError without prometheus_client.
+    """
+
+    def __init__(self, address: str, port: int, *, keep_trying: bool) -> None:
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"The metrics endpoint on port {port} needs a package that is missing: {error}. Install it, in the "
+                'source folder of unitrain, with: pip install ".[prometheus]"'
+            ) from error
+        self._address, self._port, self._server = address, port, None
+        self._registry = prometheus_client.CollectorRegistry()
+        self._collector = _Collector(RunValues())
+        self._registry.register(self._collector)
+        self._is_closed = threading.Event()
+        try:
+            self._start()
+        except OSError as error:
+            if not keep_trying:
+                raise ConfigError(
+                    f"The metrics endpoint cannot listen on {address}:{port}: {error.strerror or error}. Use another "
+                    f"port: unitrain launch --metrics-port {port + 1 if port < 65535 else 9400}, or "
+                    "TrainConfig(metrics_port=...)."
+                ) from error
+            _log.warning("The metrics endpoint cannot listen on %s:%d yet: %s", address, port, error.strerror or error)
+            threading.Thread(target=self._keep_trying, name="unitrain metrics", daemon=True).start()
+        # Forked processes, such as DataLoader workers, would keep the port in use after this process has ended.
+        os.register_at_fork(after_in_child=self._close_socket)
+
+    def serve(self, values: RunValues) -> None:
+        """Serve the metrics of a run instead of those of an earlier one."""
+        self._collector.values = values
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._is_closed.set()
+        _endpoints.pop((self._address, self._port), None)
+        if self._server is not None:
+            self._server.shutdown()
+            self._close_socket()
+
+    def _start(self) -> None:
+        from prometheus_client import start_http_server
+
+        self._server, _ = start_http_server(self._port, self._address, self._registry)
+
+    def _keep_trying(self) -> None:
+        while not self._is_closed.wait(_RETRY_SECONDS):
+            with suppress(OSError):
+                self._start()
+                return
+
+    def _close_socket(self) -> None:
+        if self._server is not None:
+            self._server.socket.close()
+            self._server = None
+
+
+# The endpoints of this process, by address and port. Trainers with the same settings share one.
+_endpoints: dict[tuple[str, int], MetricsEndpoint] = {}
+
+
+def open_endpoint(address: str, port: int, *, keep_trying: bool) -> MetricsEndpoint:
+    """Return the endpoint of this process on `port`. Raises errors like MetricsEndpoint."""
+    if (address, port) not in _endpoints:
+        _endpoints[address, port] = MetricsEndpoint(address, port, keep_trying=keep_trying)
+    return _endpoints[address, port]

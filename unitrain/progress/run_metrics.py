@@ -1,0 +1,303 @@
+"""RunMetrics: throughput, MFU, memory and goodput of a run, its events, and the endpoint for Prometheus."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from unitrain.backends.base import Backend
+from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.bootstrap import environment
+from unitrain.config import TrainConfig
+from unitrain.errors import ConfigError, Preempted
+from unitrain.monitoring import supervisor_client
+from unitrain.processes import process_age_seconds
+from unitrain.progress.events import EventLog
+from unitrain.progress.flops import FlopsMeasurement, device_peak_flops
+from unitrain.progress.goodput import (
+    AttemptRecord,
+    AttemptStart,
+    Category,
+    GoodputFile,
+    GoodputMeter,
+    GoodputSummary,
+    Status,
+)
+from unitrain.progress.prometheus import MetricsEndpoint, RunValues, open_endpoint
+from unitrain.progress.reporter import RunReporter
+from unitrain.progress.stopping import SyncPoint
+from unitrain.progress.timing import LoopTimer
+from unitrain.progress.training_progress import TrainingProgress
+
+# The interval between two measurements of the memory of this rank, and the relative change from which the memory of all
+# ranks is recorded again.
+_MEMORY_INTERVAL_SECONDS = 1.0
+_MIN_MEMORY_CHANGE = 0.01
+_STATM = Path("/proc/self/statm")
+
+_is_first_in_process = True
+
+
+class RunMetrics:
+    """Measures a run at its sync points, and passes the metrics to the history, the loggers and the endpoint.
+
+    All ranks create it and make the same calls. Only rank 0 writes, and only the constructor communicates. The metrics
+    describe rank 0, except those of all ranks that `synchronize` receives. `flops` counts the FLOPs of a micro-batch,
+    on rank 0 and if the peak FLOP/s are known. Without `has_endpoint`, no endpoint is opened. Raises ConfigError or
+    MissingDependencyError on every rank if the endpoint cannot be opened.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        backend: Backend,
+        model: nn.Module,
+        reporter: RunReporter,
+        timer: LoopTimer,
+        *,
+        has_endpoint: bool,
+    ) -> None:
+        self._backend, self._reporter, self._timer = backend, reporter, timer
+        self.progress = TrainingProgress()
+        """The progress of the run. Set it before `report_fit`."""
+        self._is_rank_zero = backend.rank == 0
+        folder = None if config.output_dir is None or not self._is_rank_zero else Path(config.output_dir)
+        info = supervisor_client.attempt_info() if self._is_rank_zero else None
+        self._restart_reason = None if info is None else info.reason
+        self._goodput = GoodputMeter(_attempt_start(info))
+        self._file, self._events = GoodputFile(folder), EventLog(folder)
+        self._peak_flops = device_peak_flops(backend.device, model, config) if self._is_rank_zero else None
+        # torch.compile would compute a micro-batch without compilation while torch's counter is active.
+        self.flops = FlopsMeasurement(is_enabled=self._peak_flops is not None and not config.compile)
+        self._values = RunValues(goodput=self._summary)
+        self._values.gauges["ranks"] = backend.size
+        endpoint = call_on_all_ranks(backend, lambda: self._open_endpoint(config, info) if has_endpoint else None)
+        if endpoint is not None:
+            endpoint.serve(self._values)
+        self._has_endpoint = endpoint is not None
+        self._is_opened = False
+        self._first_step = 0
+        self._memory_bytes = self._memory_measured_at = 0.0
+        self._recorded_memory: Sequence[float] = ()
+        self._slow_ranks: frozenset[int] = frozenset()
+        self._loop_seconds = self._measured_seconds = 0.0
+
+    @contextmanager
+    def report_fit(self, description: Mapping[str, Any], *, is_new_run: bool) -> Iterator[None]:
+        """Context manager that records a `fit` call: its start, its end or failure, and the final goodput.
+
+        `is_new_run` is False if the run continues one that is recorded in the output folder. A run that is already
+        complete has no description, and is not recorded.
+        """
+        if not (self._is_rank_zero and "started" in description):
+            yield
+            return
+        self._start(description, is_new_run=is_new_run)
+        status: Status = "failed"
+        reason: str | None = None
+        try:
+            yield
+            status = "finished" if self._reporter.stop_reason is None else "stopped"
+        except Preempted as error:
+            status, reason = "stopped", str(error)
+            raise
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+            raise
+        finally:
+            self._goodput.begin("other")
+            self._finish(status, reason or self._reporter.stop_reason)
+
+    def begin(self, category: Category) -> None:
+        """Start a category of the goodput."""
+        self._goodput.begin(category)
+
+    @contextmanager
+    def measure(self, phase: Literal["validation", "checkpoint"]) -> Iterator[None]:
+        """Context manager that adds its duration to a phase of the timer, and to this category of the goodput."""
+        started = time.perf_counter()
+        with self._timer.measure(phase), self._goodput.measure(phase):
+            yield
+        self._measured_seconds = time.perf_counter() - started
+
+    def memory_bytes(self) -> float:
+        """Return the resident memory of this process, or the peak memory of the tensors on its GPU, in bytes.
+
+        It is measured at most once per second.
+        """
+        if (now := time.monotonic()) - self._memory_measured_at >= _MEMORY_INTERVAL_SECONDS:
+            self._memory_measured_at, self._memory_bytes = now, _memory_bytes(self._backend.device)
+        return self._memory_bytes
+
+    def synchronize(self, sync_point: SyncPoint, memory_bytes: Sequence[float]) -> None:
+        """Update the metrics after a sync point, given the memory of all ranks."""
+        if not self._is_rank_zero:
+            return
+        progress = self.progress
+        self._goodput.count_steps(progress.step, sync_point.seconds[0][0])
+        self._values.memory = memory_bytes
+        self._values.gauges |= {"step": progress.step, "epoch": progress.epoch + 1}
+        if self._has_endpoint:
+            self._values.add_phase_seconds(sync_point.seconds)
+        slow_ranks = sync_point.slow_ranks().get("slow", [])
+        slow = frozenset(int(found["rank"]) for found in slow_ranks)
+        if slow != self._slow_ranks:
+            self._slow_ranks = self._values.slow_ranks = slow
+            self._events.append("straggler", progress.step, ranks=slow_ranks)
+        if self._file.is_due:
+            self._file.write(self._record("running"))
+
+    def throughput(self, samples_per_second: float, tokens: float | None) -> dict[str, float]:
+        """Return the metrics for loggers since the last call, on rank 0.
+
+        `tokens` is the number of tokens of all ranks since the last call, or None if loss_fn does not count tokens.
+        """
+        if not self._is_rank_zero:
+            return {}
+        before, self._loop_seconds = self._loop_seconds, self._goodput.loop_seconds()
+        seconds = self._loop_seconds - before
+        found = {"samples_per_second": samples_per_second}
+        units_per_second, flops = samples_per_second, self.flops.flops_per_sample
+        if tokens is not None and seconds > 0:
+            found["tokens_per_second"] = units_per_second = tokens / seconds
+            flops = self.flops.flops_per_token
+        if self._peak_flops is not None and flops is not None:
+            found["mfu"] = flops * units_per_second / (self._peak_flops * self._backend.size)
+        if self._values.memory:
+            found["max_memory_bytes"] = max(self._values.memory)
+        return {**found, "goodput": self._summary().goodput}
+
+    def record_sync_point(self, values: Mapping[str, float]) -> dict[str, list[float]]:
+        """Pass the `values` of a sync point to the endpoint. Return the memory of all ranks for the history if that of
+        any rank has changed."""
+        self._values.gauges |= values
+        memory, recorded = self._values.memory, self._recorded_memory
+        if not memory or (len(memory) == len(recorded) and not any(map(_has_changed, recorded, memory))):
+            return {}
+        self._recorded_memory = memory
+        return {"memory_bytes": list(memory)}
+
+    def record_validation(self, results: Mapping[str, float]) -> None:
+        """Record the `results` of the validation that `measure` has measured."""
+        self._values.results |= results
+        if results and self._is_rank_zero:
+            seconds = round(self._measured_seconds, 6)
+            step, epochs = self.progress.step, self.progress.epoch
+            self._events.append("validation", step, epochs=epochs, seconds=seconds, results=dict(results))
+
+    def record_checkpoint(self, step: int, path: Path, seconds: float) -> None:
+        """Record that a checkpoint is written. The thread that writes it calls this."""
+        if self._is_rank_zero:
+            count, total = self._values.checkpoint_seconds
+            self._values.checkpoint_seconds = count + 1, total + seconds
+            self._events.append("checkpoint", step, path=str(path), write_seconds=round(seconds, 6))
+
+    def _start(self, description: Mapping[str, Any], *, is_new_run: bool) -> None:
+        names = {"ranks": "size", "nodes": "num_nodes", "backend": "backend", "transport": "transport"}
+        environment_values = {key: description.get(name) for key, name in {**names, "device": "device"}.items()}
+        if self._is_opened:  # a second `fit` call of this Trainer
+            self._events.append("start", self.progress.step, **environment_values)
+            return
+        self._is_opened, self._first_step = True, self.progress.step
+        if not is_new_run:
+            self._file.load()
+        self._events.open(is_new_run=is_new_run)
+        earlier = self._file.earlier
+        self._goodput.continue_run(earlier, self._first_step)
+        self._events.attempt = len(earlier) + 1
+        if earlier:
+            previous, reason = earlier[-1], self._restart_reason
+            if previous.status == "running":
+                killed = reason or "the attempt ended without a record of its end"
+                self._events.append("failure", previous.last_step, attempt=len(earlier), reason=killed)
+            seconds = self._goodput.seconds()
+            downtime_seconds = round(seconds["restart"] + seconds["hosts"], 3)
+            self._events.append(
+                "restart", self._first_step, reason=reason, downtime_seconds=downtime_seconds, **environment_values
+            )
+            if previous.ranks != self._backend.size:
+                self._events.append("resize", self._first_step, ranks=self._backend.size, previous_ranks=previous.ranks)
+        else:
+            self._events.append("start", self._first_step, **environment_values)
+        self._file.write(self._record("running"))
+
+    def _finish(self, status: Status, reason: str | None) -> None:
+        progress = self.progress
+        self._goodput.count_steps(progress.step, 0.0)
+        attempt = self._record(status)
+        self._file.write(attempt)
+        summary = GoodputSummary.of([*self._file.earlier, attempt])
+        if status == "failed":
+            self._events.append("failure", progress.step, reason=reason)
+        else:
+            self._events.append(
+                "end", progress.step, status=status, reason=reason, goodput=summary.goodput, seconds=summary.seconds
+            )
+        self._reporter.report_goodput(
+            progress.step,
+            {"goodput": summary.goodput, **{f"{name}_seconds": value for name, value in summary.seconds.items()}},
+            str(summary),
+        )
+
+    def _record(self, status: Status) -> AttemptRecord:
+        return self._goodput.record(self._first_step, self._backend.size, status)
+
+    def _summary(self) -> GoodputSummary:
+        return GoodputSummary.of([*self._file.earlier, self._record("running")])
+
+    def _open_endpoint(self, config: TrainConfig, info: supervisor_client.AttemptInfo | None) -> MetricsEndpoint | None:
+        port, address = _endpoint_settings(config)
+        if port is None or config.dry_run or not self._is_rank_zero:
+            return None
+        # Processes of an earlier attempt may still use the port.
+        endpoint = open_endpoint(address, port, keep_trying=info is not None and info.number > 1)
+        self._backend.call_before_exit(endpoint.close)
+        return endpoint
+
+
+def _endpoint_settings(config: TrainConfig) -> tuple[int | None, str]:
+    """Return the port and the address of `unitrain launch --metrics-port`, or else those of the configuration."""
+    port = environment.get_variable(environment.METRICS_PORT)
+    if port is None:
+        return config.metrics_port, config.metrics_address
+    if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):
+        raise ConfigError(
+            f"{environment.METRICS_PORT} must be a port from 1 to 65535, got {port!r}. Use: unitrain launch "
+            "--metrics-port 9400"
+        )
+    return int(port), environment.get_variable(environment.METRICS_ADDRESS) or config.metrics_address
+
+
+def _attempt_start(info: supervisor_client.AttemptInfo | None) -> AttemptStart:
+    """Return the start of the attempt: that of the launcher, or else of this process.
+
+    Another Trainer in the same process, or in an interactive session, starts when it is created.
+    """
+    global _is_first_in_process
+    is_first, _is_first_in_process = _is_first_in_process, False
+    if not is_first or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return AttemptStart()
+    if info is None:
+        return AttemptStart(process_age_seconds())
+    return AttemptStart(info.age_seconds, info.waiting_seconds)
+
+
+def _memory_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    try:
+        return float(int(_STATM.read_text().split()[1]) * mmap.PAGESIZE)
+    except (OSError, ValueError, IndexError):  # the system has no /proc
+        return 0.0
+
+
+def _has_changed(recorded: float, value: float) -> bool:
+    return abs(value - recorded) > _MIN_MEMORY_CHANGE * recorded
