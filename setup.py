@@ -19,6 +19,7 @@ migrate = ["libcst>=1.8"]
 torchmetrics = ["torchmetrics>=1.4"]
 data = ["datasets>=5.0", "torchdata>=0.11"]
 report = ["jinja2>=3.1", "matplotlib>=3.8"]
+prometheus = ["prometheus_client>=0.21"]
 tensorboard = ["pillow>=10.0", "tensorboard>=2.14"]
 wandb = ["pillow>=10.0", "wandb>=0.17"]
 mlflow = ["alembic>=1.10", "mlflow-skinny>=2.14", "pillow>=10.0", "sqlalchemy>=2.0"]  # with an SQLite database
@@ -103,6 +104,7 @@ setup(
         "wandb": wandb,
         "mlflow": mlflow,
         "loggers": loggers,
+        "prometheus": prometheus,
         "report": report,
         "peers": peers,
         "docs": docs,
@@ -116,6 +118,7 @@ setup(
             *migrate,
             *data,
             *torchmetrics,
+            *prometheus,
             *report,
             *loggers,
             *notebook,

@@ -91,6 +91,17 @@ from unitrain.supervisor.launch_plan import LaunchRequest, execute, export_job_k
     metavar="FOLDER",
     help="Also write the output of each rank to FOLDER/rank-N.log, and print the last lines of the failed rank.",
 )
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Serve the metrics of a Trainer for Prometheus on this port of rank 0, such as 9400.",
+)
+@click.option(
+    "--metrics-address",
+    metavar="ADDRESS",
+    help="Address on which --metrics-port listens; the endpoint has no authentication. [default: 127.0.0.1]",
+)
 @click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m.")
 @click.option("--untuned", is_flag=True, help="Ignore the settings stored by unitrain tune in unitrain-tuned.json.")
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Print the launcher command and exit.")

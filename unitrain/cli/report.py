@@ -15,7 +15,8 @@ from unitrain.errors import ReportError
     "--output", type=click.Path(path_type=Path), metavar="FILE", help="Output file. [default: report.html in RUN_DIR]"
 )
 @click.option("--png", is_flag=True, help="Write the charts to a single PNG instead, by default report.png.")
-def report(folders: tuple[Path, ...], output: Path | None, png: bool) -> None:
+@click.option("--goodput", is_flag=True, help="Print the wall-clock time of the run by category, over all restarts.")
+def report(folders: tuple[Path, ...], output: Path | None, png: bool, goodput: bool) -> None:
     """Create an HTML report with the metrics of a run and the time per phase of training.
 
     RUN_DIR is the output_dir of a finished or active run. With several folders, the report compares the runs.
@@ -23,7 +24,11 @@ def report(folders: tuple[Path, ...], output: Path | None, png: bool) -> None:
     \b
       unitrain report runs/first
       unitrain report runs/ddp runs/horovod --output compared.html
+      unitrain report --goodput runs/first
     """
+    if goodput:
+        _print_goodput(folders, output, png)
+        return
     try:
         from unitrain.report.page import write_report
     except ModuleNotFoundError as error:
@@ -42,3 +47,16 @@ def report(folders: tuple[Path, ...], output: Path | None, png: bool) -> None:
             f"Cannot write '{output}': {error}. Use another file: unitrain report --output report.html ..."
         ) from error
     click.echo(output)
+
+
+def _print_goodput(folders: tuple[Path, ...], output: Path | None, png: bool) -> None:
+    from unitrain.report.goodput import describe_goodput
+    from unitrain.report.record import read_records
+
+    if png or output is not None:
+        name = "--png" if png else "--output"
+        raise click.UsageError(f"--goodput prints text and writes no file. Leave {name} out.")
+    try:
+        click.echo(describe_goodput(read_records(list(folders))))
+    except (ReportError, OSError) as error:
+        raise click.ClickException(str(error)) from error

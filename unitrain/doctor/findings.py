@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from unitrain.bootstrap.network import is_loopback
 from unitrain.doctor.facts import Facts
 from unitrain.doctor.peers import PeerChecks
 
@@ -327,6 +328,20 @@ def _check_open_ports(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         )
 
 
+def _check_metrics_endpoint(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+    """Report an endpoint of `unitrain launch --metrics-port` that other hosts may be able to read."""
+    facts = ranks[0].facts
+    port, address = (facts.variables.get(name) for name in ("UNITRAIN_METRICS_PORT", "UNITRAIN_METRICS_ADDRESS"))
+    if port and address and not (is_loopback(address) or address in ("localhost", "::1")):
+        yield Finding(
+            level="note",
+            what=f"The metrics endpoint of rank 0 on {facts.host} listens on {address}:{port} without authentication. "
+            "Any program that can reach the port can read the metrics of the job.",
+            fix="Leave --metrics-address out, so that it listens on 127.0.0.1, or use a firewall that accepts "
+            "connections only from the Prometheus server.",
+        )
+
+
 def _addresses(ranks: Sequence[RankReport]) -> str:
     """Return the addresses of the hosts."""
     return ", ".join(dict.fromkeys(report.peer_checks.address for report in ranks if report.peer_checks))
@@ -340,5 +355,5 @@ def _interface_between_hosts(report: RankReport) -> str:
 _CHECKS: tuple[Callable[[Sequence[RankReport]], Iterator[Finding]], ...] = (
     _check_versions, _check_reachability, _check_gpus, _check_horovod, _check_host_names, _check_interfaces,
     _check_folders, _check_limits, _check_cores, _check_clocks, _check_variables, _check_authentication,
-    _check_open_ports,
+    _check_open_ports, _check_metrics_endpoint,
 )  # fmt: skip

@@ -6,6 +6,11 @@ preemption          signals that announce the end of the job
 preconditions       properties that must be equal in all processes with logical ranks
 timing              LoopTimer: time per phase of the training loop
 stragglers          detection of slow ranks
+run_metrics         RunMetrics: throughput, MFU, memory and goodput at the sync points
+flops               FLOPs of a micro-batch, and the peak FLOPs of GPUs
+goodput             GoodputMeter: the wall-clock time of a run by category, over all attempts
+events              events.jsonl
+prometheus          the HTTP endpoint for Prometheus
 reporter            progress display and loggers behind one interface
 display             the progress bar, or progress lines
 history             run.jsonl, history.jsonl and steps.jsonl

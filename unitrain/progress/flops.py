@@ -113,9 +113,9 @@ class FlopsMeasurement:
         return partial(self._count, forward_backward) if self.is_due else forward_backward
 
     def _count(self, forward_backward: ForwardBackward, batch: Any, micro_batch: MicroBatch) -> Loss:
-        counter: Any = FlopCounterMode(display=False, custom_mapping=_additional_formulas())
+        counter: Any = FlopCounterMode(display=False)
         counter.mod_tracker = _NoModules()
-        counter.flop_registry = {key: self._guarded(key, formula) for key, formula in counter.flop_registry.items()}
+        counter.flop_registry = {key: self._guarded(key, formula) for key, formula in _formulas().items()}
         with counter:
             loss = forward_backward(batch, micro_batch)
         if not micro_batch.samples:
@@ -147,12 +147,11 @@ class FlopsMeasurement:
         return count
 
 
-def _additional_formulas() -> dict[Any, Any]:
-    """Return formulas for attention on CPUs, which torch's counter does not have."""
-    aten = torch.ops.aten
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Return the formulas of torch's counter by operation, and those of attention on CPUs, which it does not have."""
+    aten, registry = torch.ops.aten, FlopCounterMode(display=False).flop_registry
     names = {
         "_scaled_dot_product_flash_attention_for_cpu": aten._scaled_dot_product_flash_attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": aten._scaled_dot_product_flash_attention_backward,
     }
-    registry = FlopCounterMode(display=False).flop_registry
-    return {getattr(aten, name): registry[same] for name, same in names.items() if hasattr(aten, name)}
+    return {getattr(aten, name): registry[same] for name, same in names.items() if hasattr(aten, name)} | registry

@@ -23,7 +23,7 @@ from unitrain.regular_files import read_regular_file, replace_file
 Category = Literal[
     "training", "replayed", "data", "checkpoint", "validation", "startup", "hosts", "restart", "other"
 ]  # fmt: skip
-CATEGORIES: dict[Category, str] = {
+CATEGORIES: dict[str, str] = {
     "training": "steps, without waiting for data",
     "replayed": "steps trained again, because they were not in a checkpoint when the run was interrupted",
     "data": "waiting for data",
@@ -114,7 +114,7 @@ class GoodputMeter:
         now = time.perf_counter()
         self._clock_offset = time.time() - now
         self._start, self._started = start, now - start.age_seconds
-        self._seconds = dict.fromkeys(CATEGORIES, 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
         self._category: Category = "startup"
         self._since = self._started
         self._counted = 0.0  # seconds of training that `count_steps` has divided

@@ -8,11 +8,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unitrain.errors import ConfigError, MissingDependencyError
 from unitrain.progress.goodput import GoodputSummary
 from unitrain.progress.stragglers import TRAINING
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 1.0
@@ -20,7 +23,7 @@ _RETRY_SECONDS = 1.0
 # Gauges of the run, with their descriptions. All names have the prefix "unitrain_".
 GAUGES = {
     "step": "Completed optimizer steps",
-    "epoch": "Current epoch, from 1",
+    "epoch": "Completed epochs",
     "ranks": "Number of ranks",
     "loss": "Mean training loss since the previous sync point",
     "learning_rate": "Learning rate of the first parameter group",
@@ -137,7 +140,8 @@ class MetricsEndpoint:
                 f"The metrics endpoint on port {port} needs a package that is missing: {error}. Install it, in the "
                 'source folder of unitrain, with: pip install ".[prometheus]"'
             ) from error
-        self._address, self._port, self._server = address, port, None
+        self._address, self._port = address, port
+        self._server: WSGIServer | None = None
         self._registry = prometheus_client.CollectorRegistry()
         self._collector = _Collector(RunValues())
         self._registry.register(self._collector)

@@ -144,7 +144,7 @@ class RunMetrics:
         progress = self.progress
         self._goodput.count_steps(progress.step, sync_point.seconds[0][0])
         self._values.memory = memory_bytes
-        self._values.gauges |= {"step": progress.step, "epoch": progress.epoch + 1}
+        self._values.gauges |= {"step": progress.step, "epoch": progress.epoch}
         if self._has_endpoint:
             self._values.add_phase_seconds(sync_point.seconds)
         slow_ranks = sync_point.slow_ranks().get("slow", [])

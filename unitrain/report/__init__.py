@@ -5,5 +5,6 @@ figures        compute statistics from the history: best results, throughput, ti
 contents       select the charts of a report
 charts         draw charts with matplotlib, as SVG or PNG
 page           write the report: render the HTML page, or draw the PNG
+goodput        describe the goodput of runs as text
 bench_charts   the charts and the HTML page of `unitrain bench --output`
 """

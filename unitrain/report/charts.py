@@ -25,6 +25,8 @@ COLORS = {
     "run-3": "#b8528f", "run-4": "#8a6d00", "run-5": "#2f9fd6",
     "data": "#e69f00", "compute": "#0173b3", "wait": "#d55e01", "update": "#009e74",
     "validation": "#56b4e9", "checkpoint": "#9a9a9a",
+    "training": "#0173b5", "replayed": "#cc78bc", "startup": "#de8f05", "hosts": "#ca9161", "restart": "#d55e03",
+    "other": "#949494",
     "forward": "#56b4ea", "backward": "#0173b4", "exposed": "#d55e02", "optimizer": "#009e75",
     "ink": "#1f2328", "muted": "#656d76", "grid": "#e4e7eb", "paper": "#ffffff",
 }  # fmt: skip

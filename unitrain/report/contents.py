@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from unitrain.progress.goodput import CATEGORIES
 from unitrain.report import figures
 from unitrain.report.charts import Chart, Line, LineChart, Style, TimeChart
 from unitrain.report.record import RunRecord
 
-_MAX_RANKS = 24
+_MAX_RANKS, _MAX_MEMORY_LINES = 24, 4
+_GIB = 2**30
 # The loss axis is logarithmic if the ratio of the highest to the lowest loss exceeds this.
 _LOGARITHMIC_RATIO = 30
 # Label and color of a result by name prefix.
@@ -27,20 +29,28 @@ def result_charts(records: Sequence[RunRecord]) -> list[LineChart]:
     in_epochs = figures.has_epoch_axis(records)
     marks = _resumption_marks(records[0], in_epochs) if len(records) == 1 else []
     charts = [_metric_chart(records, metric, in_epochs) for metric in figures.metric_names(records)]
-    for title, name in (("learning rate", "learning_rate"), ("samples per second", "samples_per_second")):
+    for title, name in (
+        ("learning rate", "learning_rate"),
+        ("samples per second", "samples_per_second"),
+        ("tokens per second", "tokens_per_second"),
+        ("model FLOPs utilization", "mfu"),
+    ):
         lines = []
         for run_index, record in enumerate(records):
             rows = record.epochs
             if name == "learning_rate":
                 rows = sorted([*record.epochs, *record.steps], key=lambda row: int(row["step"]))
-            elif len(record.steps) > len(record.epochs):
+            elif name == "samples_per_second" and len(record.steps) > len(record.epochs):
                 style: Style = "faint" if record.epochs else "solid"
                 lines.append(
                     Line("between epochs", figures.chart_points(record.steps, name, in_epochs), run_index, style)
                 )
+            elif name != "samples_per_second":
+                rows = [row for row in record.steps if name in row]
             lines.append(Line(record.name, figures.chart_points(rows, name, in_epochs), run_index))
         spans = _slow_rank_spans(records, in_epochs) if name == "samples_per_second" else []
         charts.append(LineChart(title, lines, "", legend=False, from_zero=True, spans=spans))
+    charts.append(_memory_chart(records, in_epochs))
     x_label = "epoch" if in_epochs else "step"
     return [
         replace(chart, x_label=x_label, marks=marks) for chart in charts if any(line.points for line in chart.lines)
@@ -49,6 +59,21 @@ def result_charts(records: Sequence[RunRecord]) -> list[LineChart]:
 
 def time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
     """Return charts of the time per phase: by rank and by epoch for one run, by epoch for several runs."""
+    return [*_rank_time_charts(records), *_attempt_charts(records)]
+
+
+def _attempt_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
+    """Return a chart of the wall-clock time of a run by category, if it was restarted."""
+    if len(records) != 1 or len(records[0].attempts) < 2:
+        return []
+    attempts = records[0].attempts[-_MAX_RANKS:]
+    first = len(records[0].attempts) - len(attempts) + 1
+    labels = [f"attempt {number}" for number in range(first, first + len(attempts))]
+    seconds = {name: [attempt.seconds.get(name, 0.0) for attempt in attempts] for name in CATEGORIES}
+    return [TimeChart("wall-clock time of each attempt", labels, seconds, x_label="seconds")]
+
+
+def _rank_time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
     times = [(record, rank_times) for record in records if (rank_times := figures.rank_times(record))]
     if len(records) > 1:
         seconds = {
@@ -121,6 +146,31 @@ def _metric_chart(records: list[RunRecord], metric: str, in_epochs: bool) -> Lin
         metric == "loss" and bool(values) and min(values) > 0 and max(values) / min(values) > _LOGARITHMIC_RATIO
     )
     return LineChart(metric, lines, "", legend=not is_comparison, logarithmic=is_logarithmic, dots=dots)
+
+
+def _memory_chart(records: Sequence[RunRecord], in_epochs: bool) -> LineChart:
+    """Return the chart of the memory of the ranks with most memory, or of the maximum if there are several runs. It has
+    no lines unless the memory of a run has changed."""
+    lines = []
+    for run_index, record in enumerate(records):
+        rows = [row for row in record.steps if row.get("memory_bytes")]
+        if len(rows) < 2:
+            continue
+        last = rows[-1]["memory_bytes"]
+        most = sorted(range(len(last)), key=lambda rank: -last[rank])[:_MAX_MEMORY_LINES]
+        for number, ranks in enumerate([[rank] for rank in sorted(most)] if len(records) == 1 else [range(len(last))]):
+            values = [
+                {
+                    **row,
+                    "gib": max(row["memory_bytes"][rank] for rank in ranks if rank < len(row["memory_bytes"])) / _GIB,
+                }
+                for row in rows
+                if ranks[0] < len(row["memory_bytes"])
+            ]
+            color = number if len(records) == 1 else run_index
+            label = f"rank {ranks[0]}" if len(records) == 1 else record.name
+            lines.append(Line(label, figures.chart_points(values, "gib", in_epochs), color))
+    return LineChart("memory, GiB", lines, "", legend=len(records) == 1, from_zero=True)
 
 
 def _slow_rank_spans(records: Sequence[RunRecord], in_epochs: bool) -> list[tuple[float, float, str]]:

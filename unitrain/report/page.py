@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from unitrain.progress.goodput import GoodputSummary
 from unitrain.report import figures
 from unitrain.report.charts import COLORS, RUNS, to_png, to_svg
 from unitrain.report.contents import all_charts, result_charts, shown_ranks, time_charts
@@ -83,6 +84,10 @@ def headline_values(record: RunRecord) -> list[HeadlineValue]:
                 "time", format_duration(figures.total_seconds(record)), "training, validation and checkpoints"
             )
         )
+    if record.attempts:
+        summary = GoodputSummary.of(record.attempts)
+        note = f"of {format_duration(summary.total_seconds)}, {summary.attempts - 1} restarts"
+        found.append(HeadlineValue("goodput", format_percent(summary.goodput), note))
     if times := figures.rank_times(record):
         if times.size > 1:
             found.append(
@@ -134,7 +139,7 @@ def _describe_run(record: RunRecord, run_index: int) -> dict[str, Any]:
         "environment": _describe_environment(start),
         "starts": [_describe_start(start) for start in record.starts],
         "headline": headline_values(record),
-        "sentences": [] if times is None else _describe_times(record, times),
+        "sentences": [*_describe_goodput(record), *([] if times is None else _describe_times(record, times))],
         "times": None if times is None else _time_rows(times),
         "epochs": _epoch_rows(record),
     }
@@ -201,6 +206,10 @@ def _describe_times(record: RunRecord, times: figures.RankTimes) -> list[str]:
             "Increase num_workers to load data in parallel with training."
         )
     return sentences
+
+
+def _describe_goodput(record: RunRecord) -> list[str]:
+    return [_to_sentence(str(GoodputSummary.of(record.attempts)))] if record.attempts else []
 
 
 def _to_sentence(text: str) -> str:

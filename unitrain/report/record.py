@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from unitrain.errors import ReportError, did_you_mean
+from unitrain.progress.goodput import GOODPUT_FILE, AttemptRecord, read_attempts
 from unitrain.progress.history import EPOCHS, STARTS, STEPS
 
 Row = dict[str, Any]
@@ -17,13 +18,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The rows of `unitrain.progress.history`, the display name of the run, and the time of the last change."""
+    """The rows of `unitrain.progress.history`, the display name of the run, the time of the last change, and the
+    attempts of the run in `unitrain.progress.goodput`."""
 
     name: str
     starts: list[Row]
     epochs: list[Row]
     steps: list[Row]
     last_modified: datetime
+    attempts: list[AttemptRecord] = field(default_factory=list)
 
     @property
     def start(self) -> Row:
@@ -63,7 +66,12 @@ def _read_record(folder: Path, name: str) -> RunRecord:
     starts, epochs, steps = (_read_rows(path) if path in present else [] for path in paths)
     # Omit a start without steps, because the next start is from the same step.
     starts = [start for start, after in pairwise(starts) if after["step"] > start["step"]] + starts[-1:]
-    return RunRecord(name, starts, epochs, steps, datetime.fromtimestamp(last_modified, UTC))
+    try:
+        attempts = read_attempts(folder)
+    except ValueError as error:
+        path = folder / GOODPUT_FILE
+        raise ReportError(f"'{path}' is corrupt: {error}. Remove it: rm '{path}'") from None
+    return RunRecord(name, starts, epochs, steps, datetime.fromtimestamp(last_modified, UTC), attempts)
 
 
 def _read_rows(path: Path) -> list[Row]:

@@ -6,6 +6,7 @@ execute(plan)  # replaces this process with the launcher, or supervises the laun
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
@@ -24,6 +25,7 @@ from unitrain import launchers
 from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
+from unitrain.bootstrap.network import LOOPBACK, check_can_listen
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers import Command, ElasticRange, Host, LaunchError, LaunchSpec, SelectedDevices
 from unitrain.supervisor import rank_logs
@@ -72,6 +74,8 @@ class LaunchRequest:
     elastic_timeout_seconds: float = 600.0
     log_dir: Path | None = None
     standby: bool = False
+    metrics_port: int | None = None
+    metrics_address: str | None = None
     use_tuned_settings: bool = True
     is_dry_run: bool = False
 
@@ -115,6 +119,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         _check_interface(request.interface)
     if request.log_dir is not None and not request.is_dry_run:
         _create_log_folder(request.log_dir)
+    spec = replace(spec, environment={**spec.environment, **_metrics_variables(request)})
     if request.standby:
         _check_standby(request, launcher, spec)
     membership: Membership | None = None
@@ -124,6 +129,8 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     else:
         job, command, membership = _plan_elastic_job(request, launcher, spec, launchers.parse_elastic(request.elastic))
     job = replace(job, uses_standby=request.standby)
+    if request.metrics_port is not None and not request.is_dry_run and job.starts_on_this_host():
+        _check_metrics_port(request.metrics_port, request.metrics_address or LOOPBACK)
     return LaunchPlan(job, command, membership, uses_other_hosts, request.log_dir)
 
 
@@ -301,6 +308,35 @@ def _create_log_folder(folder: Path) -> None:
     except OSError as error:
         raise LaunchError(
             f"--log-dir {folder} is not writable: {error.strerror}. Use another folder: --log-dir logs"
+        ) from None
+
+
+def _metrics_variables(request: LaunchRequest) -> dict[str, str]:
+    """Return the variables for --metrics-port. Raises LaunchError for --metrics-address without it."""
+    if request.metrics_port is None:
+        if request.metrics_address is not None:
+            raise LaunchError(
+                f"--metrics-address {request.metrics_address} is the address of --metrics-port, which is missing. Add "
+                "the port: --metrics-port 9400"
+            )
+        return {}
+    address = {} if request.metrics_address is None else {environment.METRICS_ADDRESS: request.metrics_address}
+    return {environment.METRICS_PORT: str(request.metrics_port), **address}
+
+
+def _check_metrics_port(port: int, address: str) -> None:
+    """Raise LaunchError if rank 0, which runs on this host, cannot listen on the port of --metrics-port."""
+    try:
+        check_can_listen(address, port)
+    except OSError as error:
+        other = port + 1 if port < 65535 else port - 1
+        fix = (
+            f"Use another port: --metrics-port {other}"
+            if error.errno == errno.EADDRINUSE
+            else ("Use an address of this host: --metrics-address 127.0.0.1")
+        )
+        raise LaunchError(
+            f"--metrics-port {port} is not available on {address}: {error.strerror or error}. {fix}"
         ) from None
 
 

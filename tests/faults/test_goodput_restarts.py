@@ -1,0 +1,171 @@
+"""Goodput, events and metrics of jobs whose ranks are killed: the categories add up to the measured wall-clock time."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from launches import running_launcher
+from prometheus_client.parser import text_string_to_metric_families
+
+from unitrain.bootstrap.network import free_port
+from unitrain.cli import unitrain as command_line
+from unitrain.progress.goodput import GoodputSummary, read_attempts
+
+# Rank 1 is killed after step 7, and rank 0 after step 12. Checkpoints are saved after every fifth step. The last record
+# before each kill includes the step before it, because records are written at sync points if a second has passed.
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import unitrain
+
+folder = Path(sys.argv[1])
+
+class Kills(unitrain.Callback):
+    def on_step_end(self, trainer):
+        step, rank = trainer.progress.step, trainer.backend.rank
+        time.sleep(1.2 if step in (6, 11) else 0.1)
+        for killed, at in ((1, 7), (0, 12)):
+            marker = folder / f"killed-{killed}"
+            if (rank, step) == (killed, at) and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_fit_end(self, trainer):
+        if trainer.backend.rank == 0:
+            print("time before", time.time())
+
+with unitrain.init(device="cpu") as backend:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(60, 3), torch.randn(60, 1))
+    config = unitrain.TrainConfig(
+        max_epochs=2, batch_size=4, output_dir=folder / "run", checkpoint_every_steps=5, async_checkpoints=False,
+        log_every_n_steps=1, peak_flops=1e9, progress="lines",
+    )
+
+    def loss_fn(output, target):
+        return ((output - target) ** 2).sum(), 7 * len(target)
+
+    trainer = unitrain.Trainer(model, optimizer, loss_fn, backend=backend, config=config, callbacks=[Kills()])
+    trainer.fit(data, TensorDataset(*data[:8]))
+    if backend.rank == 0:
+        print("time after", time.time())
+        time.sleep(float(sys.argv[2]))  # for a last scrape
+"""
+
+
+class Scraper:
+    """Reads the endpoint on `port` every 0.2 s. `samples` has every answer: values by name and labels."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self.samples = port, list[dict[tuple[str, str], float]]()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.2):
+            try:
+                text = urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=10).read().decode()
+            except OSError:
+                continue
+            self.samples.append(
+                {
+                    (sample.name, ",".join(sample.labels.values())): sample.value
+                    for family in text_string_to_metric_families(text)
+                    for sample in family.samples
+                }
+            )
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("backend", "launcher"), [("ddp", "torchrun"), ("horovod", "horovodrun")])
+def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
+    backend: str, launcher: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    port = free_port()
+    command = [
+        sys.executable, "-m", "unitrain", "launch", "--backend", backend, "--launcher", launcher, "-np", "2",
+        "--max-restarts", "3", "--metrics-port", str(port), str(tmp_path / "train.py"), str(tmp_path), "3",
+    ]  # fmt: skip
+    started = time.time()
+    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
+        since = time.time()
+        scraper = Scraper(port)
+        output = launch.output()
+        scraper.stop()
+    assert launch.process.returncode == 0, output
+
+    # The sum is the time from the start of `unitrain launch` to the end of `fit`.
+    attempts = read_attempts(tmp_path / "run")
+    summary = GoodputSummary.of(attempts)
+    before, after = (float(re.findall(rf"time {name} ([\d.]+)", output)[-1]) for name in ("before", "after"))
+    assert before - since - 0.05 <= summary.total_seconds <= after - started + 0.05, output
+    assert attempts[-1].ended - attempts[0].started == pytest.approx(summary.total_seconds, abs=0.05)
+
+    assert [(attempt.first_step, attempt.last_step, attempt.status) for attempt in attempts] == [
+        (0, 6, "running"), (5, 11, "running"), (10, 16, "finished"),
+    ]  # fmt: skip
+    assert [attempt.replayed_steps for attempt in attempts] == [0, 1, 1]
+    for category, least in {
+        "training": 3.0,
+        "replayed": 2.4,
+        "startup": 1.0,
+        "restart": 3.0,
+        "checkpoint": 0.01,
+    }.items():
+        assert summary.seconds[category] >= least, (category, summary)
+    assert f"goodput {100 * summary.goodput:.1f} %" in " ".join(output.split()), output
+    shown = CliRunner().invoke(command_line, ["report", "--goodput", str(tmp_path / "run")])
+    assert shown.exit_code == 0
+    assert re.search(r"2 restarts, 2 replayed steps", shown.output)
+    assert re.search(r"running, or killed\n.*running, or killed\n.*finished", shown.output)
+
+    events = read_events(tmp_path / "run")
+    found = [(event["attempt"], event["event"], event["step"]) for event in events]
+    assert [event for event in found if event[1] not in ("checkpoint", "validation", "straggler")] == [
+        (1, "start", 0), (1, "failure", 6), (2, "restart", 5), (2, "failure", 11), (3, "restart", 10), (3, "end", 16),
+    ]  # fmt: skip
+    assert [event for event in found if event[1] == "checkpoint"] == [
+        (1, "checkpoint", 5), (2, "checkpoint", 8), (2, "checkpoint", 10), (3, "checkpoint", 15), (3, "checkpoint", 16),
+    ]  # fmt: skip
+    reasons = [event["reason"] for event in events if event["event"] == "failure"]
+    assert reasons == [f"rank {rank} was killed or crashed" for rank in (1, 0)]
+
+    # The endpoint was read in all attempts, at the same port.
+    assert {sample["unitrain_restarts_total", ""] for sample in scraper.samples} == {0, 1, 2}
+    last = scraper.samples[-1]
+    assert last["unitrain_step", ""] == 16
+    assert last["unitrain_replayed_steps_total", ""] == 2
+    assert last["unitrain_goodput_ratio", ""] == pytest.approx(summary.goodput, rel=0.5)
+    assert last["unitrain_tokens_per_second", ""] > 0
+    assert last["unitrain_mfu", ""] > 0
+    for rank in ("0", "1"):
+        assert last["unitrain_memory_bytes", rank] > 1e7
+        assert last["unitrain_slow_rank", rank] in (0, 1)
+        assert ("unitrain_phase_seconds_total", f"{rank},compute") in last or (
+            "unitrain_phase_seconds_total",
+            f"compute,{rank}",
+        ) in last

@@ -1,0 +1,243 @@
+"""Goodput: the categories add up to the wall-clock time over all attempts; the files survive killed processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from unitrain.backends.local import LocalBackend
+from unitrain.callbacks.callback import Callback
+from unitrain.config import TrainConfig
+from unitrain.progress import goodput
+from unitrain.progress.events import EventLog
+from unitrain.progress.goodput import (
+    CATEGORIES,
+    AttemptRecord,
+    AttemptStart,
+    Category,
+    GoodputFile,
+    GoodputMeter,
+    GoodputSummary,
+    read_attempts,
+)
+from unitrain.trainer import Trainer
+
+LOCAL = LocalBackend(torch.device("cpu"))
+
+
+class Clock:
+    """Replaces the module `time`. `time()` is 1,000,000 s ahead of `perf_counter()`."""
+
+    now = 50.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1e6 + self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(goodput, "time", clock)
+    return clock
+
+
+def attempt(started: float, ended: float, last_step: int, **given: Any) -> AttemptRecord:
+    seconds = {"training": ended - started}
+    return AttemptRecord(
+        started=started, ended=ended, first_step=0, last_step=last_step, ranks=2, seconds=seconds, **given
+    )
+
+
+def test_categories_are_those_of_the_type() -> None:
+    assert get_args(Category) == tuple(CATEGORIES)
+
+
+def test_categories_of_an_attempt_add_up_to_its_time(clock: Clock) -> None:
+    meter = GoodputMeter(AttemptStart(age_seconds=4.0, waiting_seconds=1.5))
+    meter.continue_run([], 0)
+    clock.now += 2
+    meter.begin("training")
+    clock.now += 10
+    meter.count_steps(5, data_seconds=3.0)
+    with meter.measure("checkpoint"):
+        clock.now += 1
+    clock.now += 4
+    with suppress(KeyError), meter.measure("validation"):
+        clock.now += 0.5
+        raise KeyError  # as of a failed validation
+    meter.begin("other")
+    clock.now += 0.25
+    meter.count_steps(7, data_seconds=100.0)  # at most the time of training
+    seconds = {"startup": 6, "hosts": 1.5, "training": 7, "data": 7, "checkpoint": 1, "validation": 0.5, "other": 0.25}
+    assert meter.seconds() == pytest.approx(dict.fromkeys(CATEGORIES, 0.0) | seconds)
+    record = meter.record(0, 2, "finished")
+    assert sum(record.seconds.values()) == pytest.approx(record.ended - record.started + 1.5)
+    assert (record.started, record.ended, record.last_step) == (1e6 + 46, 1e6 + 67.75, 7)
+
+
+def test_steps_of_an_earlier_attempt_are_replayed(clock: Clock) -> None:
+    """The earlier attempt had reached step 12, and this one resumes at step 10. It ends 20 s before this one starts,
+    after waiting 8 s for hosts."""
+    earlier = attempt(1e6 - 100, 1e6 + 50 - 3 - 20, 12)
+    meter = GoodputMeter(AttemptStart(age_seconds=3.0, waiting_seconds=8.0))
+    meter.continue_run([earlier], 10)
+    meter.begin("training")
+    clock.now += 9
+    meter.count_steps(13, data_seconds=0.0)
+    clock.now += 6
+    meter.count_steps(16, data_seconds=0.0)
+    assert meter.replayed_steps == 2
+    seconds = {"startup": 3, "hosts": 8, "restart": 12, "replayed": 6, "training": 9}
+    assert meter.seconds() == pytest.approx(dict.fromkeys(CATEGORIES, 0.0) | seconds)
+    record = meter.record(10, 2, "running")
+    summary = GoodputSummary.of([earlier, record])
+    assert summary.total_seconds == pytest.approx(record.ended - earlier.started)
+    assert summary.goodput == pytest.approx((127 + 9) / summary.total_seconds)
+    assert (summary.attempts, summary.steps, summary.replayed_steps) == (2, 16, 2)
+
+
+def test_time_after_a_finished_run_is_not_part_of_it(clock: Clock) -> None:
+    meter = GoodputMeter(AttemptStart())
+    meter.continue_run([attempt(1e6 - 5000, 1e6 - 4000, 12, status="finished")], 12)
+    clock.now += 1
+    assert sum(meter.seconds().values()) == pytest.approx(1)
+
+
+def test_file_returns_the_written_attempts(tmp_path: Path) -> None:
+    file = GoodputFile(tmp_path)
+    file.load()
+    assert file.earlier == []
+    first, second = attempt(1.0, 2.5, 3), attempt(4.0, 5.0, 6, status="stopped", replayed_steps=2)
+    file.write(first)
+    assert not file.is_due
+    again = GoodputFile(tmp_path)
+    again.load()
+    again.write(second)
+    assert read_attempts(tmp_path) == [first, second]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"attempts": [{}]}', '{"attempts": 3}', "\0\0"])
+def test_corrupt_file_is_ignored_with_a_warning(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "goodput.json").write_text(text)
+    file = GoodputFile(tmp_path)
+    file.load()
+    assert file.earlier == []
+    assert "is ignored" in caplog.text
+
+
+def test_file_that_cannot_be_written_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, events = GoodputFile(tmp_path / "missing"), EventLog(tmp_path / "missing")
+    for _ in range(2):
+        file.write(attempt(1.0, 2.0, 3))
+        events.append("end", 3)
+    assert len(caplog.records) == 2
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_events_are_appended_after_an_incomplete_line(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event": "start", "step": 0}\n{"event": "che')
+    log = EventLog(tmp_path)
+    log.open(is_new_run=False)
+    log.append("restart", 5, reason=None, value=float("nan"))
+    *_, damaged, restart = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert damaged == '{"event": "che'
+    assert json.loads(restart).items() >= {"event": "restart", "attempt": 1, "step": 5, "value": None}.items()
+
+
+def train(folder: Path | None, callbacks: list[Callback] | None = None, **given: Any) -> Trainer:
+    """Train on 24 samples in steps of 4 for two epochs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
+    config = TrainConfig(
+        **{"max_epochs": 2, "batch_size": 4, "log_every_n_steps": 2, "progress": "off", "output_dir": folder, **given}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, nn.MSELoss(), backend=LOCAL, config=config, callbacks=callbacks or [])
+    data = TensorDataset(torch.arange(72.0).reshape(24, 3) / 72, torch.ones(24, 1))
+    trainer.fit(data, TensorDataset(*data[:8]))
+    return trainer
+
+
+class FailsAtStep(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == self.step:
+            raise OSError("the disk is gone")
+
+
+def test_events_and_goodput_of_a_run_that_failed_and_resumed(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="the disk is gone"):
+        train(tmp_path, [FailsAtStep(5)], checkpoint_every_steps=3)
+    train(tmp_path, resume=True)
+    (failed, resumed) = read_attempts(tmp_path)
+    assert (failed.status, failed.first_step, failed.last_step) == ("failed", 0, 5)
+    assert (resumed.status, resumed.first_step, resumed.last_step, resumed.replayed_steps) == ("finished", 3, 12, 2)
+    total = GoodputSummary.of([failed, resumed]).total_seconds
+    assert total == pytest.approx(resumed.ended - failed.started, abs=0.02)
+    found = [(event["attempt"], event["event"], event["step"]) for event in read_events(tmp_path)]
+    assert [event for event in found if event[1] != "checkpoint"] == [
+        (1, "start", 0), (1, "failure", 5), (2, "restart", 3), (2, "validation", 6), (2, "validation", 12),
+        (2, "end", 12),
+    ]  # fmt: skip
+    assert sorted(event for event in found if event[1] == "checkpoint") == [
+        (1, "checkpoint", 3), (2, "checkpoint", 6), (2, "checkpoint", 12),
+    ]  # fmt: skip
+    failure = next(event for event in read_events(tmp_path) if event["event"] == "failure")
+    assert "the disk is gone" in failure["reason"]
+
+
+def test_new_run_in_a_folder_without_checkpoints_starts_new_records(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(Exception, match="the disk is gone"):
+            train(tmp_path, [FailsAtStep(2)])
+    assert len(read_attempts(tmp_path)) == 1
+    assert [event["event"] for event in read_events(tmp_path)] == ["start", "failure"]
+
+
+def test_metrics_are_logged_at_sync_points(tmp_path: Path) -> None:
+    """Without peak_flops, the MFU of a CPU is unknown. The FLOPs of a sample are those of its matrix products."""
+    train(tmp_path / "first", peak_flops=1e6)
+    train(tmp_path / "second")
+    rows, without = (
+        [json.loads(line) for line in (tmp_path / name / "steps.jsonl").read_text().splitlines()]
+        for name in ("first", "second")
+    )
+    forward, backward = 2 * (3 * 5 + 5 * 1), 2 * (3 * 5 + 5 * 1) + 2 * 5 * 1
+    for row in rows:
+        assert row["mfu"] == pytest.approx((forward + backward) * row["samples_per_second"] / 1e6)
+        assert 0 < row["goodput"] < 1
+        assert row["max_memory_bytes"] > 1e7
+    assert rows[0]["memory_bytes"] == [rows[0]["max_memory_bytes"]]
+    assert not any("mfu" in row for row in without)
+    assert not any("tokens_per_second" in row for row in rows)
+
+
+def test_counting_flops_does_not_change_the_results(tmp_path: Path) -> None:
+    first, second = train(None, peak_flops=1e6), train(None)
+    for counted, plain in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(counted, plain)
+
+
+def test_goodput_is_displayed_at_the_end(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    logging.getLogger().handlers.clear()
+    train(tmp_path, progress="lines")
+    assert "goodput" in capfd.readouterr().err.splitlines()[-1]

@@ -1,0 +1,226 @@
+"""FLOPs, the endpoint for Prometheus, and the options that configure it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor, nn
+
+from unitrain import checkpoint_activations
+from unitrain.bootstrap.network import free_port
+from unitrain.cli import unitrain as command_line
+from unitrain.config import TrainConfig
+from unitrain.data.order import MicroBatch
+from unitrain.errors import ConfigError
+from unitrain.optim.loss_weighting import Loss
+from unitrain.progress.flops import FlopsMeasurement, peak_flops
+from unitrain.progress.goodput import AttemptRecord, GoodputSummary
+from unitrain.progress.prometheus import MetricsEndpoint, RunValues, exported_names
+
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "unitrain.json"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(inputs)))
+
+
+def count(model: nn.Module, inputs: Tensor, tokens: Tensor | None = None) -> FlopsMeasurement:
+    measurement = FlopsMeasurement(is_enabled=True)
+
+    def forward_backward(batch: Tensor, micro_batch: MicroBatch) -> Loss:
+        loss = model(batch).sum()
+        loss.backward()
+        return Loss(loss, tokens)
+
+    samples = len(inputs)
+    measurement.counted(forward_backward)(inputs, MicroBatch(slice(0, samples), samples, samples, samples, True))
+    assert not measurement.is_due
+    assert measurement.counted(forward_backward) is forward_backward
+    return measurement
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_flops_are_those_of_the_matrix_products_without_recomputation(checkpointing: bool) -> None:
+    model = nn.Sequential(Block(), Block())
+    if checkpointing:
+        checkpoint_activations(model, Block)
+    found = count(model, torch.randn(4, 10, 16), torch.tensor(20.0))
+    products = 2 * 2 * 10 * (16 * 32 + 32 * 16)  # of the forward pass of a sample with 10 positions
+    # The backward pass computes as much for the weights, and for the inputs except those of the model.
+    assert found.flops_per_sample == 3 * products - 2 * 10 * 16 * 32
+    assert found.flops_per_token == 4 * found.flops_per_sample / 20
+
+
+def test_flops_of_attention_are_counted() -> None:
+    """Two products of the scores in the forward pass; four or, with recomputed scores, five in the backward pass."""
+
+    def attend(inputs: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(inputs, inputs, inputs)
+
+    model = nn.Module()
+    model.forward = attend  # type: ignore[method-assign]
+    found = count(model, torch.randn(3, 2, 10, 8, requires_grad=True))
+    product = 2 * 2 * 10 * 10 * 8
+    assert found.flops_per_sample in (6 * product, 7 * product)
+
+
+def test_formula_that_fails_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    measurement = FlopsMeasurement(is_enabled=True)
+
+    def fails(*shapes: Any) -> int:
+        raise AssertionError
+
+    assert measurement._guarded("aten.new", fails)() == 0
+    assert measurement._unknown == {"aten.new"}
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "tf32", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", True, False, 989.5e12),
+        ("NVIDIA H100 PCIe", True, False, 756.5e12),
+        ("NVIDIA A100-SXM4-80GB", False, True, 156e12),
+        ("NVIDIA A100-SXM4-80GB", False, False, 19.5e12),
+        ("NVIDIA A10G", True, False, 70e12),
+        ("Tesla V100-SXM2-16GB", False, True, 15.7e12),
+        ("NVIDIA L4", True, False, 121e12),
+        ("NVIDIA L40S", True, False, 362e12),
+        ("Quadro P400", True, False, None),
+    ],
+)
+def test_peak_flops_of_known_gpus(name: str, half: bool, tf32: bool, expected: float | None) -> None:
+    assert peak_flops(name, half=half, tf32=tf32) == expected
+
+
+@pytest.fixture
+def values() -> RunValues:
+    attempts = [
+        AttemptRecord(started=0, ended=8, first_step=0, last_step=4, ranks=2, seconds={"training": 6, "startup": 2}),
+        AttemptRecord(
+            started=9, ended=12, first_step=2, last_step=9, ranks=2, replayed_steps=2, seconds={"training": 3}
+        ),
+    ]
+    gauges = {"step": 9, "loss": 0.5, "max_memory_bytes": 3.0}
+    found = RunValues(gauges=gauges, results={"val_loss": 0.7}, memory=[10.0, 20.0], slow_ranks=frozenset({1}))
+    found.goodput = lambda: GoodputSummary.of(attempts)
+    found.checkpoint_seconds = (2, 3.5)
+    found.add_phase_seconds([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    found.add_phase_seconds([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    return found
+
+
+def scrape(port: int) -> dict[tuple[str, tuple[str, ...]], float]:
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read().decode()
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_endpoint_serves_the_metrics(values: RunValues) -> None:
+    port = free_port()
+    endpoint = MetricsEndpoint("127.0.0.1", port, keep_trying=False)
+    try:
+        assert scrape(port)["unitrain_checkpoint_write_seconds_count", ()] == 0
+        endpoint.serve(values)
+        found = scrape(port)
+    finally:
+        endpoint.close()
+    expected = {
+        ("unitrain_step", ()): 9, ("unitrain_result", ("val_loss",)): 0.7, ("unitrain_memory_bytes", ("1",)): 20,
+        ("unitrain_slow_rank", ("0",)): 0, ("unitrain_slow_rank", ("1",)): 1, ("unitrain_restarts_total", ()): 1,
+        ("unitrain_replayed_steps_total", ()): 2, ("unitrain_goodput_ratio", ()): 9 / 11,
+        ("unitrain_goodput_seconds_total", ("startup",)): 2, ("unitrain_checkpoint_write_seconds_sum", ()): 3.5,
+    }  # fmt: skip
+    assert found.items() >= expected.items()
+    phases = {labels: value for (name, labels), value in found.items() if name == "unitrain_phase_seconds_total"}
+    assert sorted(phases.values()) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert {name for name, _ in found} <= exported_names()
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+
+
+def test_port_in_use_is_an_error_or_is_opened_later(values: RunValues, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use. Use another port"):
+            MetricsEndpoint("127.0.0.1", port, keep_trying=False)
+        endpoint = MetricsEndpoint("127.0.0.1", port, keep_trying=True)
+        assert "cannot listen" in caplog.text
+    try:
+        endpoint.serve(values)
+        for _ in range(50):
+            try:
+                assert scrape(port)["unitrain_step", ()] == 9
+                break
+            except OSError:
+                endpoint._is_closed.wait(0.2)
+        else:
+            pytest.fail("the endpoint was not opened")
+    finally:
+        endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--metrics-port", "0"], "1<=x<=65535"),
+        (["--metrics-address", "0.0.0.0"], "--metrics-port 9400"),
+        (["--metrics-port", "9400", "--metrics-address", "192.0.2.1"], "is not available on 192.0.2.1"),
+    ],
+)
+def test_launch_rejects_metrics_options(options: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    result = CliRunner().invoke(command_line, ["launch", *options, str(tmp_path / "train.py")])
+    assert result.exit_code == 2
+    assert message in re.sub(r"\s+", " ", result.output)
+
+
+def test_launch_rejects_a_port_in_use(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = CliRunner().invoke(command_line, ["launch", "--metrics-port", str(port), str(tmp_path / "train.py")])
+    assert result.exit_code == 2
+    assert f"--metrics-port {port} is not available on 127.0.0.1: Address already in use" in result.output
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"metrics_port": 0}, "metrics_port must be"),
+        ({"metrics_port": 65536}, "at most 65535"),
+        ({"metrics_port": "9400"}, "metrics_port must be"),
+        ({"metrics_address": ""}, "metrics_address must be a non-empty string"),
+        ({"peak_flops": 0}, "peak_flops must be a number above 0"),
+    ],
+)
+def test_invalid_settings_are_rejected(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(max_epochs=1, **given)
+
+
+def test_each_query_of_the_dashboard_uses_an_exported_metric() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [entry["query"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
+    names = [re.findall(r"unitrain_\w+", query) for query in queries]
+    assert len(queries) >= 20
+    assert all(names)
+    assert {name for found in names for name in found} <= exported_names()
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
