@@ -368,7 +368,8 @@ class Trainer(LoggingMethods):
         results = {**losses, **({} if skip_validation else self._validate_in_fit(validation))}
         if progress.sample == 0:
             self._epoch_scheduler.step(results)
-        self._reporter.report_epoch(epoch, progress.step, results, samples / seconds)
+        goodput = self._run_metrics.goodput_seconds()
+        self._reporter.report_epoch(epoch, progress.step, results, samples / seconds, goodput)
         self._callbacks.call("on_epoch_end", self, results)
         self._synchronize()
         row = {"epoch": epoch, "step": progress.step, **results, **speed}

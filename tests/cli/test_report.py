@@ -251,7 +251,9 @@ def test_a_run_without_epochs_has_a_report(trained: Path, tmp_path: Path, kept: 
 def test_a_run_of_one_epoch_without_validation(tmp_path: Path) -> None:
     train(tmp_path / "short", validate=False, max_epochs=1)
     shown = page(tmp_path / "short")
-    assert [tile[0] for tile in shown.tiles] == ["epochs", "train_loss", "samples per second", "time", "data loading"]
+    assert [tile[0] for tile in shown.tiles] == [
+        "epochs", "train_loss", "samples per second", "time", "goodput", "data loading",
+    ]  # fmt: skip
     assert shown.charts[:2] == ["loss", "learning rate"]
 
 

@@ -242,7 +242,10 @@ def test_every_step_is_logged_once_with_the_loss_of_plain_torch(ranks: RankGroup
         points = read(tmp_path)
         names = [(name, step) for name, step, _ in points]
         speeds = {(name, step): value for name, step, value in points if name.endswith("samples_per_second")}
-        assert sorted(names) == sorted([*wanted, *speeds]), kind
+        metrics = [(name, step) for name, step in names if name.startswith(("goodput", "max_memory_bytes"))]
+        assert sorted(names) == sorted([*wanted, *speeds, *metrics]), kind
+        assert {step for name, step in metrics if name in ("goodput", "max_memory_bytes")} == set(range(1, 13))
+        assert {step for name, step in metrics if name == "goodput_training_seconds"} == {4, 8, 12}
         assert {step for name, step in speeds if name == "samples_per_second"} == set(range(1, 13))
         assert {step for name, step in speeds if name == "epoch_samples_per_second"} == {4, 8, 12}
         assert all(value > 0 for value in speeds.values())

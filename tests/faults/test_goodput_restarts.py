@@ -125,10 +125,13 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
     assert before - since - 0.05 <= summary.total_seconds <= after - started + 0.05, output
     assert attempts[-1].ended - attempts[0].started == pytest.approx(summary.total_seconds, abs=0.05)
 
+    # When rank 1 is killed, rank 0 is terminated, or it raises an exception after its step 7.
+    reached = attempts[0].last_step
+    assert (reached, attempts[0].status) in [(6, "running"), (7, "failed")]
     assert [(attempt.first_step, attempt.last_step, attempt.status) for attempt in attempts] == [
-        (0, 6, "running"), (5, 11, "running"), (10, 16, "finished"),
+        (0, reached, attempts[0].status), (5, 11, "running"), (10, 16, "finished"),
     ]  # fmt: skip
-    assert [attempt.replayed_steps for attempt in attempts] == [0, 1, 1]
+    assert [attempt.replayed_steps for attempt in attempts] == [0, reached - 5, 1]
     for category, least in {
         "training": 3.0,
         "replayed": 2.4,
@@ -140,32 +143,31 @@ def test_goodput_of_a_job_with_killed_ranks_adds_up_to_its_wall_clock_time(
     assert f"goodput {100 * summary.goodput:.1f} %" in " ".join(output.split()), output
     shown = CliRunner().invoke(command_line, ["report", "--goodput", str(tmp_path / "run")])
     assert shown.exit_code == 0
-    assert re.search(r"2 restarts, 2 replayed steps", shown.output)
-    assert re.search(r"running, or killed\n.*running, or killed\n.*finished", shown.output)
+    assert re.search(rf"2 restarts, {reached - 4} replayed steps", shown.output)
+    assert re.search(r"(running, or killed|failed)\n.*running, or killed\n.*finished", shown.output)
 
     events = read_events(tmp_path / "run")
     found = [(event["attempt"], event["event"], event["step"]) for event in events]
     assert [event for event in found if event[1] not in ("checkpoint", "validation", "straggler")] == [
-        (1, "start", 0), (1, "failure", 6), (2, "restart", 5), (2, "failure", 11), (3, "restart", 10), (3, "end", 16),
+        (1, "start", 0), (1, "failure", reached), (2, "restart", 5), (2, "failure", 11), (3, "restart", 10),
+        (3, "end", 16),
     ]  # fmt: skip
     assert [event for event in found if event[1] == "checkpoint"] == [
         (1, "checkpoint", 5), (2, "checkpoint", 8), (2, "checkpoint", 10), (3, "checkpoint", 15), (3, "checkpoint", 16),
     ]  # fmt: skip
     reasons = [event["reason"] for event in events if event["event"] == "failure"]
-    assert reasons == [f"rank {rank} was killed or crashed" for rank in (1, 0)]
+    assert reasons[0] == "rank 1 was killed or crashed" or attempts[0].status == "failed"
+    assert reasons[1:] == ["rank 0 was killed or crashed"]
 
     # The endpoint was read in all attempts, at the same port.
     assert {sample["unitrain_restarts_total", ""] for sample in scraper.samples} == {0, 1, 2}
     last = scraper.samples[-1]
     assert last["unitrain_step", ""] == 16
-    assert last["unitrain_replayed_steps_total", ""] == 2
+    assert last["unitrain_replayed_steps_total", ""] == reached - 4
     assert last["unitrain_goodput_ratio", ""] == pytest.approx(summary.goodput, rel=0.5)
     assert last["unitrain_tokens_per_second", ""] > 0
     assert last["unitrain_mfu", ""] > 0
     for rank in ("0", "1"):
         assert last["unitrain_memory_bytes", rank] > 1e7
         assert last["unitrain_slow_rank", rank] in (0, 1)
-        assert ("unitrain_phase_seconds_total", f"{rank},compute") in last or (
-            "unitrain_phase_seconds_total",
-            f"compute,{rank}",
-        ) in last
+        assert last["unitrain_phase_seconds_total", f"compute,{rank}"] > 0

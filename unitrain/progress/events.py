@@ -59,7 +59,7 @@ class EventLog:
 
     def append(self, event: str, step: int, /, attempt: int | None = None, **values: Any) -> None:
         """Append an event of this attempt, or of another `attempt`."""
-        if self._path is None or self._has_failed:
+        if self._path is None:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = {"time": now, "event": event, "attempt": attempt or self.attempt, "step": step, **values}
@@ -70,5 +70,6 @@ class EventLog:
             self._report(error)
 
     def _report(self, error: OSError) -> None:
+        if not self._has_failed:
+            _log.warning("'%s' cannot be written: %s. The run continues.", self._path, error)
         self._has_failed = True
-        _log.warning("'%s' cannot be written: %s. The run continues without it.", self._path, error)

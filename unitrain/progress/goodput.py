@@ -72,9 +72,16 @@ class GoodputSummary:
     @classmethod
     def of(cls, attempts: Sequence[AttemptRecord]) -> GoodputSummary:
         """Add up the attempts of a run."""
-        seconds = {name: sum(attempt.seconds.get(name, 0.0) for attempt in attempts) for name in CATEGORIES}
-        steps = max((attempt.last_step for attempt in attempts), default=0)
-        return cls(seconds, len(attempts), steps, sum(attempt.replayed_steps for attempt in attempts))
+        summary = cls(dict.fromkeys(CATEGORIES, 0.0), 0, 0, 0)
+        for attempt in attempts:
+            summary = summary.with_attempt(attempt)
+        return summary
+
+    def with_attempt(self, attempt: AttemptRecord) -> GoodputSummary:
+        """Add another attempt."""
+        seconds = {name: value + attempt.seconds.get(name, 0.0) for name, value in self.seconds.items()}
+        replayed_steps = self.replayed_steps + attempt.replayed_steps
+        return GoodputSummary(seconds, self.attempts + 1, max(self.steps, attempt.last_step), replayed_steps)
 
     @property
     def total_seconds(self) -> float:
@@ -227,16 +234,15 @@ class GoodputFile:
     def write(self, attempt: AttemptRecord) -> None:
         """Write the earlier attempts and this one."""
         self._next_write_at = time.monotonic() + _MIN_RECORD_SECONDS
-        if self._folder is None or self._has_failed:
+        if self._folder is None:
             return
         try:
             text = json.dumps({"attempts": [asdict(record) for record in (*self.earlier, attempt)]})
             replace_file(self._folder / GOODPUT_FILE, text)
         except OSError as error:
+            if not self._has_failed:
+                _log.warning("'%s' cannot be written: %s. The run continues.", self._folder / GOODPUT_FILE, error)
             self._has_failed = True
-            _log.warning(
-                "'%s' cannot be written: %s. The run continues without it.", self._folder / GOODPUT_FILE, error
-            )
 
     @property
     def is_due(self) -> bool:

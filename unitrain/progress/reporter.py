@@ -90,15 +90,18 @@ class RunReporter:
         self._progress.show_validation(epoch, results)
         self._call("log", results, step)
 
-    def report_epoch(self, epoch: int, step: int, results: dict[str, float], samples_per_second: float) -> None:
-        """Show and log the `results` and the throughput of the completed epoch number `epoch`."""
+    def report_epoch(
+        self,
+        epoch: int,
+        step: int,
+        results: dict[str, float],
+        samples_per_second: float,
+        goodput: Mapping[str, float],
+    ) -> None:
+        """Show and log the `results` and the throughput of the completed epoch number `epoch`, and log the goodput."""
         self._progress.show_epoch(epoch, results)
-        self._call("log", {"epoch": epoch, **results, "epoch_samples_per_second": samples_per_second}, step)
-
-    def report_goodput(self, step: int, values: Mapping[str, float], description: str) -> None:
-        """Show and log the goodput of the run."""
-        self.show_message(description)
-        self._call("log", values, step)
+        speed = {"epoch_samples_per_second": samples_per_second}
+        self._call("log", {"epoch": epoch, **results, **speed, **goodput}, step)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Log the user's numbers. Raises ConfigError on every calling rank for values that are not numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 import time
@@ -77,13 +78,14 @@ class RunMetrics:
         self._peak_flops = device_peak_flops(backend.device, model, config) if self._is_rank_zero else None
         # torch.compile would compute a micro-batch without compilation while torch's counter is active.
         self.flops = FlopsMeasurement(is_enabled=self._peak_flops is not None and not config.compile)
-        self._values = RunValues(goodput=self._summary)
+        self._values = RunValues()
         self._values.gauges["ranks"] = backend.size
         endpoint = call_on_all_ranks(backend, lambda: self._open_endpoint(config, info) if has_endpoint else None)
         if endpoint is not None:
             endpoint.serve(self._values)
         self._has_endpoint = endpoint is not None
         self._is_opened = False
+        self._earlier = GoodputSummary.of([])
         self._first_step = 0
         self._memory_bytes = self._memory_measured_at = 0.0
         self._recorded_memory: Sequence[float] = ()
@@ -127,6 +129,7 @@ class RunMetrics:
         with self._timer.measure(phase), self._goodput.measure(phase):
             yield
         self._measured_seconds = time.perf_counter() - started
+        self._write_if_due()
 
     def memory_bytes(self) -> float:
         """Return the resident memory of this process, or the peak memory of the tensors on its GPU, in bytes.
@@ -152,8 +155,7 @@ class RunMetrics:
         if slow != self._slow_ranks:
             self._slow_ranks = self._values.slow_ranks = slow
             self._events.append("straggler", progress.step, ranks=slow_ranks)
-        if self._file.is_due:
-            self._file.write(self._record("running"))
+        self._write_if_due()
 
     def throughput(self, samples_per_second: float, tokens: float | None) -> dict[str, float]:
         """Return the metrics for loggers since the last call, on rank 0.
@@ -175,6 +177,12 @@ class RunMetrics:
             found["max_memory_bytes"] = max(self._values.memory)
         return {**found, "goodput": self._summary().goodput}
 
+    def goodput_seconds(self) -> dict[str, float]:
+        """Return the seconds of each category of the goodput over all attempts, for loggers, on rank 0."""
+        if not self._is_rank_zero:
+            return {}
+        return {f"goodput_{name}_seconds": seconds for name, seconds in self._summary().seconds.items()}
+
     def record_sync_point(self, values: Mapping[str, float]) -> dict[str, list[float]]:
         """Pass the `values` of a sync point to the endpoint. Return the memory of all ranks for the history if that of
         any rank has changed."""
@@ -191,7 +199,7 @@ class RunMetrics:
         if results and self._is_rank_zero:
             seconds = round(self._measured_seconds, 6)
             step, epochs = self.progress.step, self.progress.epoch
-            self._events.append("validation", step, epochs=epochs, seconds=seconds, results=dict(results))
+            self._events.append("validation", step, epochs=epochs, seconds=seconds, results=_without_nan(results))
 
     def record_checkpoint(self, step: int, path: Path, seconds: float) -> None:
         """Record that a checkpoint is written. The thread that writes it calls this."""
@@ -213,6 +221,8 @@ class RunMetrics:
         earlier = self._file.earlier
         self._goodput.continue_run(earlier, self._first_step)
         self._events.attempt = len(earlier) + 1
+        self._earlier = GoodputSummary.of(earlier)
+        self._values.goodput = self._summary
         if earlier:
             previous, reason = earlier[-1], self._restart_reason
             if previous.status == "running":
@@ -234,24 +244,24 @@ class RunMetrics:
         self._goodput.count_steps(progress.step, 0.0)
         attempt = self._record(status)
         self._file.write(attempt)
-        summary = GoodputSummary.of([*self._file.earlier, attempt])
+        summary = self._earlier.with_attempt(attempt)
         if status == "failed":
             self._events.append("failure", progress.step, reason=reason)
         else:
             self._events.append(
                 "end", progress.step, status=status, reason=reason, goodput=summary.goodput, seconds=summary.seconds
             )
-        self._reporter.report_goodput(
-            progress.step,
-            {"goodput": summary.goodput, **{f"{name}_seconds": value for name, value in summary.seconds.items()}},
-            str(summary),
-        )
+        self._reporter.show_message(str(summary))
+
+    def _write_if_due(self) -> None:
+        if self._is_opened and self._file.is_due:
+            self._file.write(self._record("running"))
 
     def _record(self, status: Status) -> AttemptRecord:
         return self._goodput.record(self._first_step, self._backend.size, status)
 
     def _summary(self) -> GoodputSummary:
-        return GoodputSummary.of([*self._file.earlier, self._record("running")])
+        return self._earlier.with_attempt(self._record("running"))
 
     def _open_endpoint(self, config: TrainConfig, info: supervisor_client.AttemptInfo | None) -> MetricsEndpoint | None:
         port, address = _endpoint_settings(config)
@@ -297,6 +307,11 @@ def _memory_bytes(device: torch.device) -> float:
         return float(int(_STATM.read_text().split()[1]) * mmap.PAGESIZE)
     except (OSError, ValueError, IndexError):  # the system has no /proc
         return 0.0
+
+
+def _without_nan(results: Mapping[str, float]) -> dict[str, float | None]:
+    """Return `results` with None instead of nan and infinity, which JSON does not support."""
+    return {name: value if math.isfinite(value) else None for name, value in results.items()}
 
 
 def _has_changed(recorded: float, value: float) -> bool:
