@@ -71,6 +71,7 @@ class RunMetrics:
         """The progress of the run. Set it before `report_fit`."""
         self._is_rank_zero = backend.rank == 0
         folder = None if config.output_dir is None or not self._is_rank_zero else Path(config.output_dir)
+        self._has_folder = folder is not None
         info = supervisor_client.attempt_info() if self._is_rank_zero else None
         self._restart_reason = None if info is None else info.reason
         self._goodput = GoodputMeter(_attempt_start(info))
@@ -94,7 +95,8 @@ class RunMetrics:
 
     @contextmanager
     def report_fit(self, description: Mapping[str, Any], *, is_new_run: bool) -> Iterator[None]:
-        """Context manager that records a `fit` call: its start, its end or failure, and the final goodput.
+        """Context manager that records a `fit` call: its start, and its end or failure. Shows the goodput of a run
+        with an output folder.
 
         `is_new_run` is False if the run continues one that is recorded in the output folder. A run that is already
         complete has no description, and is not recorded.
@@ -251,7 +253,8 @@ class RunMetrics:
             self._events.append(
                 "end", progress.step, status=status, reason=reason, goodput=summary.goodput, seconds=summary.seconds
             )
-        self._reporter.show_message(str(summary))
+        if self._has_folder:
+            self._reporter.show_message(str(summary))
 
     def _write_if_due(self) -> None:
         if self._is_opened and self._file.is_due:
