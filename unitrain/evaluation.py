@@ -20,9 +20,9 @@ from unitrain.errors import DataError
 from unitrain.metrics.means import create_means
 from unitrain.metrics.user_metrics import Metric, UserMetrics
 from unitrain.modules.buffers import broadcast_buffers
+from unitrain.optim.forward import Forward
 from unitrain.optim.loss_weighting import LossKind, LossOutput, check_one_loss_kind, read_loss
 from unitrain.optim.precision import Precision
-from unitrain.optim.step import Forward
 from unitrain.prediction import Outputs
 from unitrain.randomness import preserve_generators
 

@@ -13,16 +13,16 @@ from unitrain.errors import ConfigError, did_you_mean
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 FIT = ("train_data", "val_data")
-_REQUIRED = ("model", "optimizer", "loss_fn", "config", "train_data")
+_REQUIRED = ("model", "optimizer", "config", "train_data")
 
 
 def call_training_function(target: str) -> Mapping[str, Any]:
     """Call the function `target`, package.module:function or file.py:function, and return its result. Return the same
     arguments for `target` "config.yaml", a configuration file of `unitrain train`.
 
-    The function takes no arguments. It returns a dictionary with "model", "optimizer", "loss_fn", "config",
-    "train_data" and optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises ConfigError if
-    the function does not exist or does not return such a dictionary.
+    The function takes no arguments. It returns a dictionary with "model", "optimizer", "config", "train_data" and
+    optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises ConfigError if the function does
+    not exist or does not return such a dictionary.
     """
     import unitrain
 

@@ -30,12 +30,14 @@ from unitrain.loggers.logger import Logger
 from unitrain.metrics.running_loss import RunningLoss
 from unitrain.metrics.user_metrics import Metric
 from unitrain.modules.sync_batch_norm import exclude_from_statistics
+from unitrain.optim.forward import Forward, ForwardFunction
 from unitrain.optim.learning_rate import LearningRateFactor, check_same_learning_rates, learning_rate_sum
 from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.loss_weighting import Loss, LossWeighting, read_training_loss
+from unitrain.optim.model_loss import ModelLoss
 from unitrain.optim.precision import Precision
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory, planned_scheduler
-from unitrain.optim.step import Forward, ForwardFunction, ParameterUpdate, backward, block_gradients
+from unitrain.optim.step import ParameterUpdate, backward, block_gradients
 from unitrain.progress.reporter import LoggingMethods, RunReporter
 from unitrain.progress.run_metrics import RunMetrics
 from unitrain.progress.stopping import StopCoordinator, SyncPoint
@@ -55,10 +57,12 @@ class Trainer(LoggingMethods):
     `optimizer` contains the parameters of `model`, and `scheduler` changes the learning rates of `optimizer`.
     `scheduler` may also be a function `scheduler(optimizer, total_steps)`, which `fit` calls when the number of steps
     is known. `loss_fn(output, target)` returns the mean loss over the batch, or a pair (sum, count) for a mean over
-    tokens or pixels. `metrics` maps names to functions that return the mean over the batch or one value per sample, or
-    to torchmetrics objects, whose states are merged exactly over ranks. A batch is a pair (inputs, targets), and the
-    model is called with the inputs. For other batch structures, pass a function `forward(model, batch)` that calls
-    `model` and returns (output, target). `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard",
+    tokens or pixels; without `loss_fn`, the model returns the loss (see ModelLoss). `metrics` maps names to functions
+    of (output, target) that return the mean over the batch or one value per sample, or to torchmetrics objects, whose
+    states are merged exactly over ranks. A batch is a pair (inputs, targets), and the model is called with the inputs;
+    or a mapping, such as a dictionary, and the model is called with its items as keyword arguments, and the target is
+    the batch. For other batch structures, pass a function `forward(model, batch)` that calls `model` and returns
+    (output, target). `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard",
     "wandb" and "mlflow"; rank 0 logs. `config_text`, such as the configuration file of the script, is stored as
     config.yaml in `config.output_dir` and in each checkpoint.
 
@@ -73,7 +77,7 @@ class Trainer(LoggingMethods):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None = None,
         *,
         backend: Backend,
         config: TrainConfig,
@@ -86,27 +90,24 @@ class Trainer(LoggingMethods):
     ) -> None:
         trainer_arguments.check_backend("Trainer(backend=...)", backend)
         backend.check_running("Trainer")
-        call_on_all_ranks(
-            backend,
-            lambda: trainer_arguments.check_trainer(
-                model, optimizer, loss_fn, config, scheduler, metrics, callbacks, config_text
-            ),
-        )
+        call_on_all_ranks(backend, lambda: trainer_arguments.check_trainer(
+            model, optimizer, loss_fn, config, scheduler, metrics, callbacks, config_text
+        ))  # fmt: skip
         check_same_config(config, backend, config_text)
         check_logical_ranks("TrainConfig.logical_ranks", config.logical_ranks, backend)
         if config.dry_run:
             config, loggers = dry_run_config(config), ()
+        loss_fn = ModelLoss() if loss_fn is None else loss_fn
+        used = TrainerArguments(model=model, loss_fn=loss_fn, config=config, callbacks=callbacks, forward=forward)
         if (overrides := load_overrides()) is not None:  # started by `unitrain verify` or another tool
-            given = TrainerArguments(model=model, loss_fn=loss_fn, config=config, callbacks=callbacks, forward=forward)
-            used = overrides.override(given, backend)
-            loss_fn, config, callbacks, forward, loggers = used.loss_fn, used.config, used.callbacks, used.forward, ()
-        self.backend, self.config = backend, config
-        self.loss_fn = loss_fn
+            used, loggers = overrides.override(used, backend), ()
+        config, callbacks, forward = used.config, used.callbacks, used.forward
+        self.backend, self.config, self.loss_fn = backend, config, used.loss_fn
         self._scheduler = planned_scheduler(scheduler, optimizer)
         self._epoch_scheduler = call_on_all_ranks(backend, lambda: EpochScheduler(self._scheduler, config))
         self._precision = call_on_all_ranks(backend, lambda: Precision(config.precision, backend.device))
         self._callbacks = call_on_all_ranks(backend, lambda: Callbacks(callbacks))
-        self._forward = call_on_all_ranks(backend, lambda: Forward(forward))
+        self._forward = call_on_all_ranks(backend, lambda: Forward(forward, model))
         self._learning_rate_factor: LearningRateFactor | None = None
         self._train_batch_size = config.batch_size
         self._reporter = RunReporter(config, backend, loggers)
@@ -125,7 +126,7 @@ class Trainer(LoggingMethods):
         self.averaged_model = None if self._weight_average is None else self._weight_average.model
         evaluated = model if self.averaged_model is None else self.averaged_model
         self._evaluation = call_on_all_ranks(backend, lambda: Evaluation(
-            evaluated, self._forward, loss_fn, metrics or {}, self._precision, self._prefetch, backend,
+            evaluated, self._forward, self.loss_fn, metrics or {}, self._precision, self._prefetch, backend,
             exact=has_logical_ranks,
         ))  # fmt: skip
 
@@ -163,13 +164,10 @@ class Trainer(LoggingMethods):
             self.optimizer = backend.distributed_optimizer(optimizer, self.model, shard=config.shard)
             self._run.restore_optimizer_state(self.optimizer)
         self._update = ParameterUpdate(
-            self.optimizer,
-            model,
-            self._precision,
-            max_grad_norm=config.max_grad_norm,
+            self.optimizer, model, self._precision, max_grad_norm=config.max_grad_norm,
             average=self._weight_average if self._local is None else None,
             scheduler=self._scheduler if config.scheduler_interval == "step" else None,
-        )
+        )  # fmt: skip
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -396,6 +394,7 @@ class Trainer(LoggingMethods):
     def _forward_backward(self, batch: Any, micro_batch: MicroBatch) -> Loss:
         """Run the forward and backward pass of a micro-batch, and accumulate its weighted gradients. Return its
         loss."""
+        self._forward.check_same_keys(self.backend, batch)
         is_dummy, ends_step = not micro_batch.samples, micro_batch.ends_step
         # With logical ranks, only the buffers of logical rank 0 are kept, which never has a dummy batch.
         is_excluded = is_dummy and self.config.logical_ranks is None

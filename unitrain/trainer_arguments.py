@@ -74,7 +74,7 @@ def check_trainer(
             "own loop with backend.distributed_model and backend.distributed_optimizer."
         )
     fix = "Use an object, such as nn.CrossEntropyLoss(), or a function: loss_fn=nn.functional.cross_entropy"
-    validation.check_function("Trainer(loss_fn)", loss_fn, fix)
+    validation.check_function("Trainer(loss_fn)", loss_fn, fix, optional=True)
     validation.check_instance(
         "Trainer(config=...)", config, TrainConfig, "a TrainConfig", "Use TrainConfig(max_epochs=10)"
     )

@@ -19,7 +19,8 @@ from unitrain.backends.base import Backend
 from unitrain.bench.results import PHASES
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
-from unitrain.optim.step import Forward
+from unitrain.optim.forward import Forward
+from unitrain.optim.model_loss import ModelLoss
 from unitrain.torch_compat import queue_backward_callback
 
 # After the timed steps of a turn, this fraction of the steps is repeated to time the phases of a step.
@@ -48,12 +49,12 @@ class StepProfiler(Callback):
     profiler synchronizes after each phase, so throughput is measured in separate steps.
     """
 
-    def __init__(self, backend: Backend, forward: Any, loss_fn: Callable[..., Any]) -> None:
+    def __init__(self, backend: Backend, forward: Forward, loss_fn: Callable[..., Any]) -> None:
         self.is_active = False
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.steps = self.samples = 0
         self._cuda = backend.device.type == "cuda"
-        self._forward, self._loss_fn = Forward(forward), loss_fn
+        self._forward, self._loss_fn = forward, loss_fn
         self._phase_start_time: float | None = None
 
     def start(self, *, is_active: bool) -> None:
@@ -163,9 +164,11 @@ def _prepare(
     if batch_size is not None:
         overrides["batch_size"] = batch_size
     config = replace(config, **overrides, **settings)
-    profiler = StepProfiler(backend, arguments.get("forward"), arguments["loss_fn"])
+    model = arguments["model"]
+    forward = Forward(arguments.get("forward"), model)
+    profiler = StepProfiler(backend, forward, arguments.get("loss_fn") or ModelLoss())
     trainer = unitrain.Trainer(
-        arguments["model"],
+        model,
         arguments["optimizer"],
         profiler.loss,
         backend=backend,

@@ -25,11 +25,10 @@ from unitrain.errors import ConfigError, MissingDependencyError, did_you_mean
 from unitrain.loggers.logger import Logger
 
 PYTHON_PATH = "python_path"
-REQUIRED = ("model", "optimizer", "loss_fn", "train_data")
+REQUIRED = ("model", "optimizer", "train_data")
 _EXAMPLES = {
     "model": "torch.nn.Linear",
     "optimizer": "torch.optim.AdamW",
-    "loss_fn": "torch.nn.CrossEntropyLoss",
     "train_data": "package.module.create_dataset",
 }
 _Data: Any = Dataset | DataLoader
@@ -44,7 +43,13 @@ _KEYS: tuple[tuple[str, Any, Any, str], ...] = (
         "Class of the learning-rate scheduler, or function scheduler(optimizer, total_steps). If a class has an "
         "argument total_steps that is not set, it receives the number of steps of the run.",
     ),
-    ("loss_fn", Callable[..., Any], None, "Function loss_fn(output, target), or a class such as torch.nn.MSELoss."),
+    (
+        "loss_fn",
+        Callable[..., Any] | None,
+        None,
+        "Function loss_fn(output, target), or a class such as torch.nn.MSELoss. [default: the loss in the model's "
+        "output]",
+    ),
     ("metrics", dict[str, Callable[..., Any]] | None, None, "Metric functions or torchmetrics classes by name."),
     ("forward", Callable[..., Any] | None, None, "Function forward(model, batch) that returns (output, target)."),
     ("train_data", _Data, None, "Class of the dataset or DataLoader, or function that returns it."),

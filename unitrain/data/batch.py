@@ -188,8 +188,8 @@ def _has_layout_of(part: Any, item: Any) -> bool:
 
 def _samples_are_in_dim_1(columns: list[Any], count: int, item: Any) -> bool:
     """Return whether the second dimension of all tensors indexes the samples, as in [time, samples, features]."""
-    tensors = [leaf for column in columns for leaf in _leaves(column) if isinstance(leaf, Tensor) and leaf.ndim]
-    shapes = {tuple(leaf.shape) for leaf in _leaves(item) if isinstance(leaf, (Tensor, np.ndarray))}
+    tensors = [leaf for column in columns for leaf in leaves(column) if isinstance(leaf, Tensor) and leaf.ndim]
+    shapes = {tuple(leaf.shape) for leaf in leaves(item) if isinstance(leaf, (Tensor, np.ndarray))}
     return bool(tensors) and all(
         tensor.ndim > 1 and tensor.shape[1] == count and tuple(tensor.shape[1:]) not in shapes for tensor in tensors
     )
@@ -198,22 +198,37 @@ def _samples_are_in_dim_1(columns: list[Any], count: int, item: Any) -> bool:
 def count_batch_samples(batch: Any) -> int:
     """Return the size of the first dimension of the first tensor in `batch`, at any depth.
 
-    Raises DataError if the batch has no tensor.
+    Raises DataError if the batch has no tensor, or if it is a mapping whose tensors have different first dimensions.
     """
-    tensor = next((leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)), None)
-    if tensor is None or tensor.dim() == 0:
-        found = "it contains no tensor" if tensor is None else "its first tensor has no dimension"
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    if isinstance(batch, Mapping):
+        lengths = {key: len(value) for key, value in batch.items() if isinstance(value, Tensor) and value.dim()}
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
+            raise DataError(
+                f"The number of samples in this {type(batch).__name__} is unknown, because the first dimensions of its "
+                f"tensors differ ({listed}). Make the first dimension the samples in each tensor. Or let the dataset "
+                "yield single samples, which are counted: DataLoader(dataset, batch_size=32, collate_fn=...)."
+            )
+        tensors = [tensor for tensor in tensors if tensor.dim()] or tensors
+    if not tensors or tensors[0].dim() == 0:
+        found = "its first tensor has no dimension" if tensors else "it contains no tensor"
+        example = "(inputs, targets), of tensors [samples, ...]"
+        if isinstance(batch, Mapping):
+            example = (
+                '{"input_ids": ..., "labels": ...}, of tensors [samples, ...], as with dataset.with_format("torch")'
+            )
         raise DataError(
             f"The number of samples in this {type(batch).__name__} is unknown, because {found}. Yield batches "
-            "such as (inputs, targets), of tensors [samples, ...]."
+            f"such as {example}."
         )
-    return len(tensor)
+    return len(tensors[0])
 
 
 def fingerprint(item: Any) -> int:
     """Return a hash of the tensors, arrays, numbers and strings in `item`."""
     number = 0
-    for leaf in _leaves(item):
+    for leaf in leaves(item):
         if isinstance(leaf, Tensor):
             leaf = as_bytes(leaf.cpu()).numpy() if leaf.layout == torch.strided else ""
         if isinstance(leaf, np.ndarray | np.generic):
@@ -224,11 +239,12 @@ def fingerprint(item: Any) -> int:
     return number
 
 
-def _leaves(container: Any) -> list[Any]:
+def leaves(container: Any) -> list[Any]:
+    """Return the parts of `container` at any depth that have no parts themselves."""
     found: list[Any] = []
 
     def visit(_: str, part: Any) -> Any:
-        found.extend(_leaves(part))
+        found.extend(leaves(part))
         return part
 
     return [container] if map_parts(visit, container) is container else found

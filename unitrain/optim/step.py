@@ -1,8 +1,8 @@
-"""Forward, backward and optimizer update of a training step."""
+"""Backward pass and optimizer update of a training step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unitrain.errors import ConfigError, DataError, ModelError
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.optim.precision import Precision
@@ -54,80 +53,6 @@ class _BlockGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:
         return None
-
-
-# (model, batch) -> (output, target), the arguments of the loss function and the metrics.
-ForwardFunction = Callable[[nn.Module, Any], tuple[Any, Any]]
-
-
-class Forward:
-    """Calls a model on a batch, through `function` if it is not None.
-
-    Otherwise, a batch is a pair (inputs, targets), and the model is called with the inputs. Raises ConfigError if
-    `function` is not callable, DataError if a batch is not a pair, and ModelError if `function` does not return a pair.
-    """
-
-    def __init__(self, function: ForwardFunction | None) -> None:
-        if function is not None and (not callable(function) or isinstance(function, type)):
-            raise ConfigError(
-                f"Trainer(forward=...) takes a function, got {function!r}. "
-                "Use forward=lambda model, batch: (model(batch[0]), batch[1])."
-            )
-        self._function = function
-
-    def __call__(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        """Return (output, target)."""
-        if self._function is None:
-            inputs, target = input_and_target(batch)
-            return model(inputs), target
-        result = self._function(model, batch)
-        if isinstance(result, tuple) and len(result) == 2:
-            return result
-        raise ModelError(
-            f"forward must return a pair (output, target), got {_describe_object(result)}. End it with: "
-            "return output, target"
-        )
-
-    def output(self, model: nn.Module, batch: Any) -> Any:
-        """Return only the output. Without a function, the batch may consist of inputs only."""
-        if self._function is None:
-            if isinstance(batch, (list, tuple)) and len(batch) == 1:
-                return model(batch[0])
-            if not isinstance(batch, (list, tuple)):
-                return model(batch)
-        return self(model, batch)[0]
-
-
-def input_and_target(batch: Any) -> tuple[Any, Any]:
-    """Return the two parts of a batch. Raises DataError if it is not a pair."""
-    if isinstance(batch, (list, tuple)) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise DataError(
-        f"A batch must be a pair (inputs, targets), got {_describe_object(batch)}. For other batches, pass a function: "
-        f"Trainer(..., forward=lambda model, batch: {_forward_example(batch)})."
-    )
-
-
-def _describe_object(found: Any) -> str:
-    kind = type(found).__name__
-    if isinstance(found, Tensor):
-        return f"a {kind} of shape {list(found.shape)}"
-    if isinstance(found, Mapping):
-        return f"a {kind} with {', '.join(map(repr, found)) or 'nothing in it'}"
-    return f"a {kind} of {len(found)}" if isinstance(found, (list, tuple)) else f"a {kind}"
-
-
-def _forward_example(batch: Any) -> str:
-    """Return an example of `forward` for a batch of this type, for an error message."""
-    if isinstance(batch, Mapping) and len(batch) > 1:
-        first, *_, last = batch
-        return f"(model(batch[{first!r}]), batch[{last!r}])"
-    if isinstance(batch, (list, tuple)) and len(batch) > 2:
-        return "(model(*batch[:-1]), batch[-1])"
-    if isinstance(batch, (list, tuple, Mapping)) and batch:
-        part = f"batch[{next(iter(batch))!r}]" if isinstance(batch, Mapping) else "batch[0]"
-        return f"(model({part}), {part})"
-    return "(model(batch), batch)" if isinstance(batch, Tensor) else "(model(batch.x), batch.y)"
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:

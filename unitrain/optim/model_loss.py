@@ -1,0 +1,139 @@
+"""Losses of models that compute their own loss, such as the models of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unitrain import validation
+from unitrain.errors import ModelError
+from unitrain.optim.loss_weighting import LossOutput
+
+LossAverage = Literal["auto", "samples", "tokens"]
+_LABELS_AT_TOKENS = ("MaskedLMOutput", "Seq2SeqLMOutput", "TokenClassifierOutput")
+_ADD_LOSS_FN = (
+    "Let the model return its loss, as the models of transformers do for batches with 'labels', or pass a loss "
+    "function: Trainer(model, optimizer, loss_fn=lambda output, batch: ...)."
+)
+
+
+class ModelLoss:
+    """Loss function of the Trainer that returns the loss computed by the model. `loss_fn=None` is `ModelLoss()`.
+
+    The output of the model is an object with an attribute `loss`, a mapping with the key "loss", or the loss.
+
+    `average` states over which items the loss of a batch is the mean. With "samples", the loss of a batch is weighted
+    by its number of samples. With "tokens", the loss of a batch is weighted by its number of labels that are not
+    `ignore_index`, so that each token has the same weight on all ranks; the batch must be a mapping with the key
+    `labels`. `shift_labels` is True if the model predicts the label of the next token, so that the first label of each
+    sequence is not counted.
+
+    With "auto", `average` and `shift_labels` follow from the class of the output, as transformers names it: language
+    models and token classification have a mean over tokens, and other outputs over samples. For integer labels of two
+    or more dimensions and an output of another class, "auto" raises ModelError.
+
+    Raises ConfigError for invalid arguments, and ModelError for an output without a loss.
+    """
+
+    def __init__(
+        self,
+        average: LossAverage = "auto",
+        *,
+        labels: str = "labels",
+        ignore_index: int = -100,
+        shift_labels: bool | None = None,
+    ) -> None:
+        owner = "ModelLoss"
+        validation.check_choice("ModelLoss average", average, ("auto", "samples", "tokens"))
+        validation.check_text(f"{owner}(labels=...)", labels, 'Use labels="labels"')
+        validation.check_boolean(f"{owner}.shift_labels", shift_labels, optional=True)
+        if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+            validation.check_integer(f"{owner}(ignore_index=...)", ignore_index, 0, "Use ignore_index=-100")
+        self._average, self._labels, self._ignore_index, self._shift = average, labels, ignore_index, shift_labels
+
+    def __call__(self, output: Any, batch: Any) -> LossOutput:
+        """Return the loss in `output`, or a pair (sum over tokens, number of tokens)."""
+        loss = _find_loss(output, batch)
+        counted = self._count_settings(output, batch)
+        if counted is None:
+            return loss
+        labels, is_shifted = counted
+        count = ((labels[..., 1:] if is_shifted else labels) != self._ignore_index).sum()
+        # The mean over no tokens is NaN. The loss is a float32 number also with half-precision models.
+        mean = torch.where(count > 0, loss, torch.zeros_like(loss)).to(torch.promote_types(loss.dtype, torch.float32))
+        return mean * count, count
+
+    def _count_settings(self, output: Any, batch: Any) -> _Counted | None:
+        """Return the labels to count, or None if the loss is a mean over samples."""
+        if self._average == "samples":
+            return None
+        labels = batch.get(self._labels) if isinstance(batch, Mapping) else None
+        name, is_auto = type(output).__name__, self._average == "auto"
+        if not isinstance(labels, Tensor):
+            if is_auto:
+                return None
+            raise ModelError(
+                f'ModelLoss(average="tokens") counts the labels in a batch, but this {type(batch).__name__} does not '
+                f'have a tensor {self._labels!r}. Name the key of the labels: ModelLoss("tokens", labels="targets").'
+            )
+        if is_auto and (labels.dim() < 2 or labels.is_floating_point()):
+            return None
+        if self._shift is not None:
+            return _Counted(labels, self._shift)
+        is_shifted = _predicts_next_token(name, batch)
+        if is_shifted is not None:
+            return _Counted(labels, is_shifted)
+        if is_auto:
+            raise ModelError(
+                f"The batch has labels of shape {list(labels.shape)}, and the model returned a {name}, so it is "
+                "unknown whether its loss is a mean over samples or over tokens. Use loss_fn=unitrain.ModelLoss"
+                '("samples"), ModelLoss("tokens", shift_labels=False), or, if the model predicts the next token, '
+                'ModelLoss("tokens", shift_labels=True).'
+            )
+        raise ModelError(
+            f"It is unknown whether the model, which returned a {name}, predicts the label of the next token. Use "
+            'loss_fn=unitrain.ModelLoss("tokens", shift_labels=True) if it does, and shift_labels=False otherwise.'
+        )
+
+
+class _Counted(NamedTuple):
+    """Labels whose number is counted, and whether the first one of each sequence is not counted."""
+
+    labels: Tensor
+    is_shifted: bool
+
+
+def _predicts_next_token(name: str, batch: Mapping[str, Any]) -> bool | None:
+    """Return whether the label of the next token is predicted, given the name of an output class of transformers; None
+    if it is unknown."""
+    # Models for speech with a CTC loss also return a CausalLMOutput.
+    if "CausalLMOutput" in name and (name != "CausalLMOutput" or "input_ids" in batch):
+        return True
+    return False if name.endswith(_LABELS_AT_TOKENS) else None
+
+
+def _find_loss(output: Any, batch: Any) -> Tensor:
+    """Return the loss in `output`. Raises ModelError if there is none."""
+    if isinstance(output, Tensor):
+        if output.dim() == 0:
+            return output
+        raise ModelError(
+            f"The Trainer has no loss_fn, and the model returned a tensor of shape {list(output.shape)} instead of a "
+            "loss. Pass a loss function, as in Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), ...)."
+        )
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    kind = type(output).__name__
+    keys = f"The batch has {', '.join(map(repr, batch))}. " if isinstance(batch, Mapping) else ""
+    if isinstance(output, tuple) and not isinstance(output, Mapping):
+        raise ModelError(
+            f"The Trainer has no loss_fn, and the model returned a {kind} without a loss. For a model of "
+            f"transformers, use model.config.return_dict = True. {_ADD_LOSS_FN}"
+        )
+    raise ModelError(
+        f"The Trainer has no loss_fn, and the model returned a {kind} without a loss. {keys}{_ADD_LOSS_FN}"
+    )
