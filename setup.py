@@ -18,6 +18,7 @@ config = ["jsonargparse[ruamel,signatures]>=4.49,<5"]
 migrate = ["libcst>=1.8"]
 torchmetrics = ["torchmetrics>=1.4"]
 data = ["datasets>=5.0", "torchdata>=0.11"]
+huggingface = ["datasets>=5.0", "tokenizers>=0.22", "transformers>=5.0"]
 report = ["jinja2>=3.1", "matplotlib>=3.8"]
 prometheus = ["prometheus_client>=0.21"]
 tensorboard = ["pillow>=10.0", "tensorboard>=2.14"]
@@ -100,6 +101,7 @@ setup(
         "migrate": migrate,
         "torchmetrics": torchmetrics,
         "data": data,
+        "huggingface": huggingface,
         "tensorboard": tensorboard,
         "wandb": wandb,
         "mlflow": mlflow,
@@ -117,6 +119,7 @@ setup(
             *config,
             *migrate,
             *data,
+            *huggingface,
             *torchmetrics,
             *prometheus,
             *report,

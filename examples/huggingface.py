@@ -91,6 +91,7 @@ def main(
 ) -> None:
     """Fine-tune on Python's manual, and save the model with save_pretrained."""
     datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
     with unitrain.init(backend_name, device=device) as backend:
         texts = paragraphs()[:samples]
         encoding = backend.broadcast_object(train_tokenizer(texts) if backend.rank == 0 else None)

@@ -34,7 +34,7 @@ def call_training_function(target: str) -> Mapping[str, Any]:
     if not isinstance(arguments, Mapping):
         raise ConfigError(
             f"{target} returned a {type(arguments).__name__}. Return a dictionary with the arguments of Trainer "
-            "and fit: model, optimizer, loss_fn, config and train_data."
+            "and fit: model, optimizer, config, train_data and others."
         )
     known = [*inspect.signature(unitrain.Trainer).parameters, *FIT]
     known.remove("backend")

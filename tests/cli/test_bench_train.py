@@ -238,7 +238,7 @@ def test_an_error_of_the_function_is_reported_once(slow: str) -> None:
     result = CliRunner().invoke(command, ["bench", "train", target, "--ranks", "1", "--device", "cpu"])
     assert result.exit_code == 1
     message = result.output.splitlines()[-1]
-    assert message == f"Error: {target} did not return model, optimizer, loss_fn, config, train_data. " + (
+    assert message == f"Error: {target} did not return model, optimizer, config, train_data. " + (
         "Add them to the dictionary: Trainer and fit require them."
     )
 

@@ -13,6 +13,7 @@ import torch
 from hosts import Host
 from launches import running_launcher
 from requirements import needs_hosts
+from safetensors.torch import load_file
 from small_mnist import small_mnist
 
 BIN = Path(sys.executable).parent
@@ -31,7 +32,7 @@ def launcher_command(backend: str, script: str, *arguments: str | Path, options:
 
 def run(command: list[str]) -> str:
     """Return the output, without the prefixes that horovodrun adds to the lines of a rank."""
-    with running_launcher(command, {"OMP_NUM_THREADS": "1"}) as launch:
+    with running_launcher(command, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}) as launch:
         output = launch.output()
     assert launch.process.returncode == 0, output
     # A prefix may precede the end of the previous line, because horovodrun forwards incomplete lines.
@@ -169,3 +170,20 @@ def test_snapshots_resumes_after_a_failure_and_on_another_backend(tmp_path: Path
     output = run(launcher_command("horovod", "snapshots.py", "--snapshot", switched, *epochs))
     assert f"resuming from '{switched}' after epoch 1" in output
     assert read_results(output) == read_results(expected)
+
+
+@pytest.mark.ci
+def test_huggingface_prints_the_same_results_on_each_backend_and_saves_the_model(tmp_path: Path) -> None:
+    arguments = ("--steps", "6", "--samples", "120", "--device", "cpu")
+    alone = run([sys.executable, str(EXAMPLES / "huggingface.py"), "--backend", "local", *arguments])
+    outputs = [
+        run(launcher_command(backend, "huggingface.py", *arguments, "--output", tmp_path / backend))
+        for backend in BACKENDS
+    ]
+    for output in outputs:
+        assert read_results(output) == pytest.approx(read_results(alone), abs=2e-3)
+    models = [load_file(tmp_path / backend / "model.safetensors") for backend in BACKENDS]
+    assert models[0].keys() == models[1].keys()
+    assert "model.embed_tokens.weight" in models[0]
+    for name, tensor in models[0].items():
+        torch.testing.assert_close(tensor, models[1][name], rtol=0, atol=1e-5)

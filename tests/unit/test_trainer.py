@@ -398,7 +398,9 @@ def test_inputs_may_be_nested() -> None:
 
 def test_invalid_trainer_arguments_are_named() -> None:
     inputs, targets = samples().tensors
-    with pytest.raises(DataError, match=r"^A batch must be a pair \(inputs, targets\), got a list of 3\."):
+    with pytest.raises(
+        DataError, match=r"^A batch must be a pair \(inputs, targets\) or a mapping .*, got a list of 3\."
+    ):
         make(settings()).fit(TensorDataset(inputs, inputs, targets))
     model = network()
     trainer = Trainer(

@@ -1,7 +1,9 @@
 """The computations of a training step.
 
-step             forward, backward and the optimizer update
+forward          calls of the model on batches
+step             the backward pass and the optimizer update
 loss_weighting   loss weights for the exact mean over the samples or tokens of all ranks
+model_loss       losses that the model computes
 precision        autocast and loss scaling
 learning_rate    scaling of learning rates with the global batch size
 schedulers       schedulers that step per epoch, or require the total number of steps
