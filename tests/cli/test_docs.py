@@ -70,6 +70,7 @@ def user_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "train.py",
         "examples/digits.py",
         "examples/hierarchical.py",
+        "examples/huggingface.py",
         "file.py",
         "old.ckpt",
         "config.yaml",
