@@ -12,11 +12,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import network_delay
 from preload import preloaded
 
 SSHD = "/usr/sbin/sshd"  # absolute path, because sshd re-executes itself for each connection
@@ -144,10 +146,13 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(count: int, folder: Path, *, hostname_is_loopback: bool = False) -> Iterator[list[Host]]:
+def hosts(
+    count: int, folder: Path, *, hostname_is_loopback: bool = False, network: tuple[float, float] | None = None
+) -> Iterator[list[Host]]:
     """Context manager that creates `count` hosts named h1, h2, ... with their files in the empty `folder`. Each host
     accepts the ssh keys of the others. With `hostname_is_loopback`, each host resolves its own name to 127.0.1.1, as
-    configured by Debian's installer.
+    configured by Debian's installer. `network` is the delay between two hosts, in seconds, and the bandwidth of each
+    host, in bits per second.
     """
     key = folder / "key"
     _run_checked("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
@@ -170,11 +175,18 @@ def hosts(count: int, folder: Path, *, hostname_is_loopback: bool = False) -> It
             inside = ("nsenter", "-t", str(first), "--net", "ip")
             _run_checked(*inside, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
             _run_checked(*inside, "link", "set", "eth0", "up")
+            if network is not None:
+                _run_checked(*inside[:-1], sys.executable, network_delay.__file__, "--compute-checksums", "eth0")
+            master = () if network is not None else ("master", "bridge")
             _run_checked(
                 *("nsenter", "-t", str(switch.pid), "--net"),
-                *("ip", "link", "set", f"host{number}", "master", "bridge", "up"),
+                *("ip", "link", "set", f"host{number}", *master, "up"),
             )
             found.append(Host(f"h{number}", f"10.77.0.{number}", own / "home", first))
+        if network is not None:
+            interfaces = [f"host{number}" for number in range(1, count + 1)]
+            command = ["nsenter", "-t", str(switch.pid), "--net", sys.executable, network_delay.__file__]
+            cleanup.enter_context(_run_until_exit([*command, *map(str, network), *interfaces]))
         keys = [(host, (host.home.parent / "host_key.pub").read_text()) for host in found]
         known = "".join(f"{host.name},{host.address} {key}" for host, key in keys)
         for host in found:
