@@ -71,6 +71,7 @@ def main() -> None:
             local_sgd=SETTINGS,
             output_dir=folder / "run",
             checkpoint_every_steps=CHECKPOINT_EVERY_STEPS,
+            keep_last=100,
             log_every_n_steps=1,
             progress="off",
         )
