@@ -11,7 +11,7 @@ from unitrain.report.charts import Chart, Line, LineChart, Style, TimeChart
 from unitrain.report.record import RunRecord
 
 _MAX_RANKS, _MAX_MEMORY_LINES = 24, 4
-_GIB = 2**30
+_GIB, _MIN_MEMORY_GROWTH = 2**30, 1.1
 # The loss axis is logarithmic if the ratio of the highest to the lowest loss exceeds this.
 _LOGARITHMIC_RATIO = 30
 # Label and color of a result by name prefix.
@@ -149,12 +149,15 @@ def _metric_chart(records: list[RunRecord], metric: str, in_epochs: bool) -> Lin
 
 
 def _memory_chart(records: Sequence[RunRecord], in_epochs: bool) -> LineChart:
-    """Return the chart of the memory of the ranks with most memory, or of the maximum if there are several runs. It has
-    no lines unless the memory of a run has changed."""
+    """Return the chart of the memory of the ranks with most memory, or of the maximum if there are several runs.
+
+    It has no line for a run in which the memory of the rank with most memory has changed by less than 10 %.
+    """
     lines = []
     for run_index, record in enumerate(records):
         rows = [row for row in record.steps if row.get("memory_bytes")]
-        if len(rows) < 2:
+        maxima = [max(row["memory_bytes"]) for row in rows]
+        if not rows or max(maxima) < _MIN_MEMORY_GROWTH * min(maxima):
             continue
         last = rows[-1]["memory_bytes"]
         most = sorted(range(len(last)), key=lambda rank: -last[rank])[:_MAX_MEMORY_LINES]
