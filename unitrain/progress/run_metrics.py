@@ -105,6 +105,7 @@ class RunMetrics:
             yield
             return
         self._start(description, is_new_run=is_new_run)
+        self._values.goodput = self._summary
         status: Status = "failed"
         reason: str | None = None
         try:
@@ -224,7 +225,6 @@ class RunMetrics:
         self._goodput.continue_run(earlier, self._first_step)
         self._events.attempt = len(earlier) + 1
         self._earlier = GoodputSummary.of(earlier)
-        self._values.goodput = self._summary
         if earlier:
             previous, reason = earlier[-1], self._restart_reason
             if previous.status == "running":
@@ -247,6 +247,7 @@ class RunMetrics:
         attempt = self._record(status)
         self._file.write(attempt)
         summary = self._earlier.with_attempt(attempt)
+        self._values.goodput = lambda: summary  # the time after `fit` does not count
         if status == "failed":
             self._events.append("failure", progress.step, reason=reason)
         else:
