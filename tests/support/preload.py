@@ -51,6 +51,7 @@ _MODULES = (
     "unitrain.bootstrap.torchrun",
     "unitrain.backends.horovod.horovodrun",
     "unitrain.testing.worker",
+    "tests.torch_suites.coordinator",
 )
 _COMMANDS = (("unitrain", "bench"), ("unitrain", "tune"), ("unitrain", "verify"))
 _PROGRAMS = ("torchrun", "horovodrun")

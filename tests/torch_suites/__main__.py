@@ -28,6 +28,7 @@ from .suites import BY_NAME, SUITES, Suite
 
 Outcomes = dict[str, Any]  # {backend: {test: (outcome, detail, seconds)}}
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests" / "support"))  # as in the other tests
 TITLES = {"horovod": "Horovod over Gloo", "horovod-mpi": "Horovod over MPI"}
 
 
@@ -47,13 +48,21 @@ class Comparison:
 
 
 def run_suite(suite: Suite, backends: list[str], folder: Path | None, tests: list[str], logs: Path | None) -> Outcomes:
-    """Run a suite in a process that imports its tests once."""
+    """Run a suite in a process that imports its tests once. It and the ranks of mpirun are forked from one that has
+    imported torch."""
+    from preload import preloaded
+
     command = [sys.executable, "-m", "tests.torch_suites.coordinator", "--suite", suite.name, "--backends", *backends]
     command += [] if folder is None else ["--folder", str(folder)]
     command += [] if logs is None else ["--logs", str(logs)]
     command += ["--tests", *tests] if tests else []
     finished = subprocess.run(
-        command, stdout=subprocess.PIPE, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        check=True,
+        cwd=ROOT,
+        env=preloaded({**os.environ, "OMP_NUM_THREADS": "1"}),
     )
     outcomes: Outcomes = json.loads(finished.stdout)
     return outcomes
