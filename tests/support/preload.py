@@ -75,7 +75,7 @@ _UNDERSTOOD_VARIABLES = (
 )
 _NAMESPACES = {"user": 0x10000000, "ipc": 0x08000000, "uts": 0x04000000, "net": 0x40000000, "mnt": 0x00020000,
                "pid": 0x20000000}  # fmt: skip
-_START_SECONDS = 240.0
+_START_SECONDS = 600.0
 # Size of the memory that /proc shows as the command line and the environment of a forked process.
 _ARGUMENT_BYTES, _ENVIRONMENT_BYTES = 16_384, 65_536
 _FREE_DESCRIPTOR = 1_000
