@@ -126,6 +126,9 @@ class TrainConfig:
     (1 - ema_decay) * weight. Buffers are copied. Evaluation uses the average. With `local_sgd`, the average is
     updated at each synchronization, with ema_decay**steps.
     """
+    check_weights: bool = True
+    """Compare the weights of all ranks at the end of each epoch and before each checkpoint on disk; differences raise
+    ModelError. Use False if the ranks compute on different processors, whose results differ by rounding errors."""
 
     # --- Optimization -------------------------------------------------------------------------------------------------
     precision: PrecisionName = "fp32"
@@ -445,6 +448,7 @@ _BOOLEAN_SETTINGS = (
     "broadcast_buffers",
     "sync_batch_norm",
     "channels_last",
+    "check_weights",
     "async_checkpoints",
     "dry_run",
 )

@@ -171,7 +171,7 @@ class Trainer(LoggingMethods):
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler. None if there is none, or before `fit` if the argument was a function."""
+        """The scheduler; None without one, or before `fit` if the argument was a function."""
         return self._scheduler.scheduler if isinstance(self._scheduler, PlannedScheduler) else self._scheduler
 
     @property
@@ -370,6 +370,7 @@ class Trainer(LoggingMethods):
         self._reporter.report_epoch(epoch, progress.step, results, samples / seconds, goodput)
         self._callbacks.call("on_epoch_end", self, results)
         self._synchronize()
+        self._run.check_weights(self.backend.unwrap(self.model))
         row = {"epoch": epoch, "step": progress.step, **results, **speed}
         if progress.epoch % config.checkpoint_every_epochs == 0 or self.is_finished:
             self._save(results, row)
@@ -451,16 +452,18 @@ class Trainer(LoggingMethods):
         return EvaluationShard.from_config(data, self.backend, self.config, self._train_batch_size, limit_batches)
 
     def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Synchronize stop requests and due checkpoints, and return the `numbers` of every rank. Raises ConfigError on
-        every rank if the learning rates differ between ranks."""
-        memory = self._run_metrics.memory_bytes()
-        own = [self.checkpointer.is_due, learning_rate_sum(self.optimizer), memory, *numbers]
-        ranks = self._sync_point.exchange(self.progress.step, own)
+        """Synchronize stop requests and due checkpoints, and return the `numbers` of every rank. Raises ConfigError or
+        ModelError on every rank if the learning rates or the mode of the model differ between ranks."""
+        memory, rate = self._run_metrics.memory_bytes(), learning_rate_sum(self.optimizer)
+        ranks = self._sync_point.exchange(
+            self.progress.step, [self.checkpointer.is_due, rate, memory, self.model.training, *numbers]
+        )
         check_same_learning_rates([row[1] for row in ranks], self.progress.step)
+        trainer_model.check_same_mode([bool(row[3]) for row in ranks], self.progress.step)
         self._run_metrics.synchronize(self._sync_point, [row[2] for row in ranks])
         if ranks[0][0]:  # according to rank 0's clock
             self._save({}, None)
-        return [row[3:] for row in ranks]
+        return [row[4:] for row in ranks]
 
     def _report_loss(self, epoch: int) -> None:
         """Synchronize the ranks, and show, log and record the mean loss since the last sync point."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -9,9 +11,11 @@ from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsShardedParameters, require_capability
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import TrainConfig
+from unitrain.errors import ModelError
 from unitrain.modules.acceleration import compile_forward, use_channels_last
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.sync_batch_norm import sync_batch_norm
+from unitrain.monitoring.rank_status import format_ranks
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.precision import allow_tf32
 
@@ -62,3 +66,15 @@ def start_average(average: WeightAverage, distributed: nn.Module, config: TrainC
         feature = "TrainConfig.shard 'parameters'"
         require_capability(backend, SupportsShardedParameters, feature).shard_copy(average.model, distributed)
     average.start()
+
+
+def check_same_mode(is_training: Sequence[bool], step: int) -> None:
+    """Raise ModelError if the model is in training mode on some ranks only, after `step` steps. `is_training` contains
+    the mode on every rank."""
+    evaluating = [rank for rank, mode in enumerate(is_training) if not mode]
+    if evaluating and any(is_training):
+        training = [rank for rank, mode in enumerate(is_training) if mode]
+        raise ModelError(
+            f"After step {step}, the model is in eval mode on {format_ranks(evaluating)} and in training mode on "
+            f"{format_ranks(training)}. Call model.eval() and model.train() on every rank."
+        )

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from unitrain import randomness
 from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsPowerSGD, require_capability
+from unitrain.backends.checks import check_same_weights
 from unitrain.backends.compression_setting import PowerSGD, read_compression
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files, loading
@@ -230,6 +231,8 @@ class TrainingRun:
         """
         if not (self._checkpointer.is_memory_enabled if in_memory else self._checkpointer.is_enabled):
             return
+        if row is None and not in_memory:  # otherwise the end of the epoch has checked them, or the save is frequent
+            self.check_weights(model)
         broadcast_buffers(model, self._backend)
         with self._checkpointer.state_format():
             parts = {name: part.state_dict() for name, part in self._parts.items()}
@@ -286,6 +289,12 @@ class TrainingRun:
             saved = self._saved_data_state or {}
             return {"data": saved} if (saved.get("epoch"), saved.get("position")) == (epoch, position) else {}
         return {"data": state}
+
+    def check_weights(self, model: nn.Module) -> None:
+        """Raise ModelError on every rank if a rank has changed the weights of `model`, the user's module. With local
+        steps, ranks train different weights. All ranks call it."""
+        if self._config.check_weights and self._config.local_sgd is None:
+            check_same_weights(self._backend, model)
 
     def record_epoch(self, row: dict[str, Any]) -> None:
         """Append the `row` of an epoch to the history."""

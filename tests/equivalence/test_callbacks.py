@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from unitrain import Callback, EarlyStopping, GradientWatch, Profiler, TrainConf
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.order import MicroBatch
-from unitrain.errors import CallbackError, ConfigError, DataError, NonFiniteGradientError
+from unitrain.errors import CallbackError, ConfigError, DataError, ModelError, NonFiniteGradientError
 from unitrain.optim.loss_weighting import Loss
 from unitrain.testing import RankGroup
 
@@ -326,8 +326,56 @@ def loss_of(rank: int) -> Any:
     return loss_fn
 
 
+class OnRankOne(Callback):
+    """Calls `change(trainer)` after step 2, on rank 1 only."""
+
+    def __init__(self, change: Callable[[Trainer], object]) -> None:
+        self._change = change
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 2 and trainer.backend.rank == 1:
+            self._change(trainer)
+
+
+def negate_bias(trainer: Trainer) -> None:
+    with torch.no_grad():
+        trainer.backend.unwrap(trainer.model)[2].bias.neg_()
+
+
+def renormalize_rows(trainer: Trainer) -> None:
+    """Shorten some rows of a weight, as the operation behind `embedding(max_norm=...)` does."""
+    weight = trainer.backend.unwrap(trainer.model)[0].weight
+    torch.embedding_renorm_(weight.detach(), torch.tensor([3]), 1e-3, 2.0)
+
+
+def different_ranks(backend: Backend, folder: str) -> dict[str, tuple[str, int]]:
+    """Return the error, and the step after which it is raised, for each kind of difference on rank 1."""
+
+    def pair_on_rank_one(output: Tensor, target: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(output, target, reduction="sum")
+        return (loss, len(target)) if backend.rank == 1 else loss / len(target)
+
+    cases: dict[str, tuple[list[Callback], dict[str, Any]]] = {
+        "weights": ([OnRankOne(negate_bias)], {}),
+        "rows": ([OnRankOne(renormalize_rows)], {"output_dir": folder, "checkpoint_every_steps": 3}),
+        "average": ([OnRankOne(negate_bias)], {"local_sgd": 2}),
+        "allowed": ([OnRankOne(negate_bias)], {"check_weights": False}),
+        "mode": ([OnRankOne(lambda trainer: trainer.model.eval())], {"log_every_n_steps": 1}),
+        "loss": ([], {"loss_fn": pair_on_rank_one}),
+    }
+    found = {}
+    for name, (callbacks, settings) in cases.items():
+        trainer, text = make(backend, callbacks, **settings), ""
+        try:
+            trainer.fit(data())
+        except ModelError as error:
+            text = str(error)
+        found[name] = (text, trainer.progress.step)
+    return found
+
+
 def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"different": different_ranks(backend, f"{folder}/run")}
     trainer = make(backend, [StopHere()], log_every_n_steps=2)
     trainer.fit(data())
     found["stopped"] = (trainer.progress.step, trainer.stop_reason)
@@ -339,7 +387,7 @@ def on_ranks(backend: Backend, folder: str) -> dict[str, Any]:
     trainer = make(backend, [stopping], max_epochs=9, metrics=scripted([1.0, 0.5, 0.5, 0.5]), eval_batch_size=48)
     trainer.fit(data(), data())
     found["early"] = (trainer.progress.epoch, stopping.best)
-    make(backend, [Profiler(skip=1, steps=2, folder=folder)]).fit(data())
+    make(backend, [Profiler(skip=1, steps=2, folder=f"{folder}/traces")]).fit(data())
     return found
 
 
@@ -361,13 +409,28 @@ def test_every_rank_reports_the_rank_with_a_non_finite_loss(ranks: tuple[list[An
     assert "the loss was not finite on rank 1." in ranks[0][0]["watch"]
 
 
+def test_differences_between_ranks_raise_the_same_error_on_every_rank(ranks: tuple[list[Any], Path]) -> None:
+    found, _ = ranks
+    different = found[0]["different"]
+    assert all(other["different"] == different for other in found)
+    assert "parameter '2.bias' on rank 1 differ from those" in different["weights"][0]
+    assert different["weights"][1] == STEPS_PER_EPOCH  # at the end of the epoch
+    assert "parameter '0.weight' on rank 1 differ from those" in different["rows"][0]
+    assert different["rows"][1] == 3  # before the first checkpoint
+    assert "After step 2, the model is in eval mode on rank 1 and in training mode on rank" in different["mode"][0]
+    assert "the mean over the batch on rank" in different["loss"][0]
+    assert "a pair (sum, number of tokens) on rank 1. Let loss_fn return" in different["loss"][0]
+    assert different["loss"][1] == 0
+    assert different["average"] == different["allowed"] == ("", 2 * STEPS_PER_EPOCH)
+
+
 def test_early_stopping_ends_all_ranks_at_the_same_epoch(ranks: tuple[list[Any], Path]) -> None:
     assert {found["early"] for found in ranks[0]} == {(3, 0.5)}
 
 
 def test_every_rank_writes_a_trace(ranks: tuple[list[Any], Path]) -> None:
     found, folder = ranks
-    traces = sorted(folder.iterdir())
+    traces = sorted((folder / "traces").iterdir())
     assert [trace.name for trace in traces] == [f"rank-{rank}.json.gz" for rank in range(len(found))]
     for trace in traces:
         assert events(trace).count("Optimizer.step#SGD.step") == 2

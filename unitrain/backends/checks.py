@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, get_args
 from weakref import WeakSet
@@ -16,14 +17,18 @@ from unitrain.backends.base import Communicator, ReduceOp, Shard
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
 from unitrain.backends.pipeline.stage_runs import StageModule
 from unitrain.backends.synchronized_errors import gather_if_different
+from unitrain.backends.tensors import as_bytes
 from unitrain.errors import ConfigError, ModelError, TensorError, UnsupportedError, did_you_mean
 from unitrain.monitoring.flight_recorder import dtype_name
-from unitrain.torch_compat import call_before_embedding_renorm, memory_address, unwrap_compiled
+from unitrain.monitoring.rank_status import format_ranks
+from unitrain.torch_compat import call_before_embedding_renorm, local_shard, memory_address, unwrap_compiled
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
 )  # fmt: skip
+
+_WORDS_PER_ROW = 256
 
 # Models whose weights must be equal on all ranks after each step.
 _distributed_models: WeakSet[nn.Module] = WeakSet()
@@ -357,6 +362,45 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
 
 def _stride_of(tensor: Tensor) -> list[int]:
     return list(tensor.stride()) if tensor.layout == torch.strided else []
+
+
+@torch.no_grad()
+def check_same_weights(communicator: Communicator, model: nn.Module) -> None:
+    """Raise ModelError on every rank if the values of a parameter that is not sharded differ between ranks. All ranks
+    call it.
+
+    Compares a digest of the bits of each parameter, which takes about as long as reading the parameters once.
+    """
+    if communicator.size == 1:
+        return
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if local_shard(parameter) is parameter
+    }
+    digests = [_digest(parameter.detach()).to(communicator.device) for parameter in parameters.values()]
+    own = torch.stack(digests).tolist() if digests else []
+    by_rank: list[list[int]] = gather_if_different(communicator, own) or []
+    for name, found in zip(parameters, zip(*by_rank, strict=True), strict=False):
+        counts = Counter(found)  # equal counts are in rank order
+        expected = max(counts, key=counts.__getitem__)
+        if different := [rank for rank, digest in enumerate(found) if digest != expected]:
+            raise ModelError(
+                f"The values of parameter {name!r} on {format_ranks(different)} differ from those on the other ranks, "
+                "so the ranks train different models. Change weights in the same way on every rank, for example in "
+                "callbacks. If the ranks compute on different processors, whose results differ by rounding errors, use "
+                "TrainConfig(check_weights=False)."
+            )
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Return a 64-bit digest of the bits of `tensor`, which depends on the order of rows of 1024 bytes."""
+    content = as_bytes(tensor)
+    if content.storage_offset() % 4:
+        content = content.clone()
+    words = content.view(torch.int32) if len(content) % 4 == 0 else content
+    whole = len(words) // _WORDS_PER_ROW * _WORDS_PER_ROW
+    rows = words[:whole].view(-1, _WORDS_PER_ROW).sum(1, dtype=torch.int64)
+    summands = torch.cat([rows, words[whole:].long()])
+    return (summands * torch.arange(1, len(summands) + 1, device=tensor.device)).sum()  # modulo 2**64
 
 
 def check_same_order(communicator: Communicator, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

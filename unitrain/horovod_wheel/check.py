@@ -126,7 +126,7 @@ def create_report(found: Mapping[str, Any], status: int = 0) -> Report:
         controllers=tuple(name for name in ("gloo", "mpi") if built.get(name)),
         cpu_operations=tuple(name for name in ("gloo", "mpi", "ccl") if built.get(name)),
         gpu_operations=tuple(name for name in gpu if built.get(name)),
-        runtime_fixes=tuple(record["mended"]) if "mended" in record else None,
+        runtime_fixes=tuple(record["runtime_fixes"]) if "runtime_fixes" in record else None,
         built_by_unitrain=bool(record),
         key=record.get("key"),
         problems=tuple(_find_problems(found, record, built, status)),
@@ -173,7 +173,7 @@ def _find_limitations(
     found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]
 ) -> Iterator[Problem]:
     """Yield the limitations of an importable Horovod."""
-    missing = [name for name in runtime_fixes(PATCHES) if name not in record.get("mended", ())]
+    missing = [name for name in runtime_fixes(PATCHES) if name not in record.get("runtime_fixes", ())]
     if missing:
         what = (
             f"Fixes that may be missing: {', '.join(missing)} (this Horovod was not built by this version of unitrain)."

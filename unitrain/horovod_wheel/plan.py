@@ -161,8 +161,7 @@ def _wheel_facts(machine: Machine, *, mpi: bool, cuda: bool, toolkit: Tool | Non
         "cuda": (toolkit.version if toolkit else f"{torch.cuda} (pip)") if cuda else None,
         "nccl": machine.nccl.version if cuda and machine.nccl else None,
         "architectures": list(torch.architectures) if cuda else [],
-        # This entry name is part of the keys of existing wheels.
-        "mended": list(runtime_fixes(PATCHES)),
+        "runtime_fixes": list(runtime_fixes(PATCHES)),
         "patches": patch_digest(PATCHES),
         # Omitted if no flag is set, so that the keys of existing wheels without flags do not change.
         **({"flags": dict(machine.flags), "cpu": machine.cpu} if machine.flags else {}),

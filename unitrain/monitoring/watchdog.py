@@ -34,6 +34,7 @@ from unitrain.monitoring.liveness import LivenessCheck
 from unitrain.monitoring.loop_counters import LoopCounters
 from unitrain.monitoring.rank_status import Activity, Failure, RankStatus, format_statuses
 from unitrain.monitoring.stack_inspection import awaited_batch
+from unitrain.monitoring.stalled_ranks import StalledRanks
 
 _PERIOD_SECONDS = 0.5
 # Time within which the main thread must raise an error after another rank has failed.
@@ -78,6 +79,7 @@ class Watchdog:
         self._first_failure: Failure | None = None
         self._has_reported = False  # whether this rank reported the first failure
         self._report: list[str] = []
+        self._stalled_ranks = StalledRanks(flight_recorder, self._rank, self._size)
         self._shutdown_wait_detector = ShutdownWaitDetector(_PERIOD_SECONDS)
         self._collected_statuses: dict[int, RankStatus] = {}
         self._reporter: threading.Thread | None = None
@@ -337,16 +339,16 @@ class Watchdog:
         if failure is not None:
             self._first_failure = failure
             return True
-        problem = self._compare_loops()
-        if problem is not None:
-            self._publish_failure(Failure(self._rank, f"{ModelError.__name__}: {problem}"))
-            return True
-        return False
+        failure = self._compare_loops() or self._stalled_ranks.find_mismatch(self._thread_store.messages)
+        if failure is not None:
+            self._publish_failure(failure)
+        return failure is not None
 
-    def _compare_loops(self) -> str | None:
-        """Return a description of the difference if this rank's training loop is not in the same step as rank 0's."""
+    def _compare_loops(self) -> Failure | None:
+        """Return a failure if this rank's training loop is not in the same step as rank 0's."""
         if self._rank:
-            return self._loop_counters.compare(self._thread_store.messages, self._rank)
+            problem = self._loop_counters.compare(self._thread_store.messages, self._rank)
+            return None if problem is None else Failure(self._rank, f"{ModelError.__name__}: {problem}")
         self._loop_counters.publish(self._thread_store.messages)
         return None
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from unitrain.backends.base import Communicator
 from unitrain.data.order import MicroBatch
 from unitrain.errors import ModelError
+from unitrain.monitoring.rank_status import format_ranks
 from unitrain.optim.step import optimizer_parameters
 from unitrain.torch_compat import foreach_mul_, local_shard
 
@@ -123,9 +124,11 @@ class LossWeighting:
 
     def weight_loss(self, loss: Loss, micro_batch: MicroBatch) -> Tensor:
         """Return the weighted loss, to call backward on. The weight of a dummy batch is 0."""
-        if self._kind is not loss.kind:
-            check_one_loss_kind({loss.kind} if self._kind is None else {loss.kind, self._kind})
+        if self._kind is None:
+            self._check_same_kind(loss.kind)
             self._kind = loss.kind
+        elif self._kind is not loss.kind:
+            check_one_loss_kind({loss.kind, self._kind})
         weight = self._ranks / micro_batch.step_samples
         if loss.tokens is None:
             weight *= micro_batch.samples
@@ -140,6 +143,16 @@ class LossWeighting:
                 approximate = self._communicator.broadcast(tokens) * self._ranks
             self._tokens_per_sample = _power_of_two(approximate / micro_batch.step_samples)
         return loss.value * (weight if micro_batch.samples else 0.0) / self._tokens_per_sample.to(loss.value.dtype)
+
+    def _check_same_kind(self, kind: LossKind) -> None:
+        """Raise ModelError on every rank if the first losses of the ranks have different kinds. Later losses must have
+        the same kind as the first, so this requires one exchange only."""
+        sums = torch.tensor([kind is LossKind.SUM], dtype=torch.int64, device=self._communicator.device)
+        kinds = [LossKind.SUM if is_sum else LossKind.MEAN for is_sum in self._communicator.allgather(sums).tolist()]
+        if len(set(kinds)) > 1:
+            found = {kind: [rank for rank, other in enumerate(kinds) if other is kind] for kind in LossKind}
+            texts = [f"{kind.value} on {format_ranks(ranks)}" for kind, ranks in found.items()]
+            raise ModelError(f"loss_fn returned {' and '.join(texts)}. {_RETURN} Return the same on every rank.")
 
     def loss_scale(self) -> Tensor | None:
         """Return the factor by which gradients are scaled until `finish_step`; None if losses are means over

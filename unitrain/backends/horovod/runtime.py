@@ -148,7 +148,7 @@ def _can_start() -> bool:
         record = json.loads(Path(hvd.__file__).parents[1].joinpath("unitrain_build.json").read_text())
     except (OSError, ValueError):  # this Horovod was not built by unitrain
         return False
-    return "repeated-settings" in record.get("mended", ())
+    return "repeated-settings" in record.get("runtime_fixes", ())
 
 
 def _shut_down_horovod() -> None:

@@ -1,0 +1,83 @@
+"""StalledRanks: ranks that wait for each other in different operations are detected, and no others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder, GradientPhase
+from unitrain.monitoring.stalled_ranks import StalledRanks
+
+
+class Job:
+    """Ranks of one process, each with a flight recorder, and a clock."""
+
+    def __init__(self, size: int) -> None:
+        self.now, self.store = 0.0, HashStore()
+        self.recorders = [FlightRecorder() for _ in range(size)]
+        self._ranks = [
+            StalledRanks(recorder, rank, size, lambda: self.now) for rank, recorder in enumerate(self.recorders)
+        ]
+
+    def wait_in(self, rank: int, operation: CollectiveCall | GradientPhase) -> None:
+        self.recorders[rank].record(operation)
+        self.recorders[rank].is_main_thread_waiting = True
+
+    def poll(self, seconds: float) -> str | None:
+        """Poll every half second, like the watchdogs, and return the first failure as text."""
+        for _ in range(round(seconds * 2)):
+            self.now += 0.5
+            for member in reversed(self._ranks):  # rank 0 reads what the others have written
+                if (failure := member.find_mismatch(self.store)) is not None:  # type: ignore[arg-type]
+                    return str(failure)
+        return None
+
+
+BACKWARD, BROADCAST = (
+    GradientPhase("backward", 7),
+    CollectiveCall(3, "broadcast", root=0, dtype=torch.uint8, shape=(4,)),
+)
+
+
+def test_ranks_in_different_operations_are_named_within_three_seconds() -> None:
+    job = Job(3)
+    for rank in range(3):
+        job.recorders[rank].record(GradientPhase("backward", 6))
+        job.wait_in(rank, BROADCAST if rank == 1 else BACKWARD)
+    assert job.poll(1.5) is None
+    text = job.poll(1.5)
+    assert text is not None
+    assert text.startswith("rank 1 failed first: CollectiveMismatchError: The ranks wait for each other in different ")
+    assert "rank 1 in broadcast(uint8 [4]) (collective #3), at test_stalled_ranks.py:" in text
+    assert "ranks 0, 2 in backward #7, at test_stalled_ranks.py:" in text
+
+
+@pytest.mark.parametrize("progresses", ["a rank computes", "the ranks continue", "a rank is ahead"])
+def test_ranks_that_can_continue_are_not_reported(progresses: str) -> None:
+    job = Job(2)
+    job.wait_in(0, BACKWARD)
+    if progresses == "a rank computes":
+        job.recorders[1].record(BROADCAST)
+    elif progresses == "a rank is ahead":
+        job.wait_in(1, BACKWARD)
+        job.wait_in(1, BROADCAST)
+    else:
+        job.wait_in(1, BROADCAST)
+        assert job.poll(1.5) is None
+        job.wait_in(0, BACKWARD)
+    assert job.poll(1.5 if progresses == "the ranks continue" else 20) is None
+
+
+def test_records_of_a_rank_that_has_continued_are_withdrawn() -> None:
+    job = Job(2)
+    job.wait_in(1, BROADCAST)
+    assert job.poll(3) is None
+    assert json.loads(job.store.get("stalled/1"))
+    job.recorders[1].is_main_thread_waiting = False
+    job.recorders[1].record(BACKWARD)
+    job.wait_in(0, BACKWARD)
+    assert job.poll(20) is None
+    assert json.loads(job.store.get("stalled/1")) == []
