@@ -13,6 +13,9 @@ TRAINERS := $(VENV)/.trainers
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# If it is set, as in some containers, every process compiles all modules again, and pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 CASES ?= 1000
 TRIALS ?= 100
 FIRST ?= 0
@@ -27,8 +30,9 @@ TORCH_VENV := .venv-$(TORCH)
 demo: $(INSTALLED)
 	$(BIN)/unitrain launch -np 2 examples/digits.py --device cpu
 
+# MARKERS="not nightly" also runs the tests of `make test-ci`, as CI does.
 test: $(INSTALLED) $(HOROVOD)
-	$(PYTEST)
+	$(PYTEST) $(if $(MARKERS),-m "$(MARKERS)")
 
 # Tests that take long, which CI runs in addition.
 test-ci: $(INSTALLED) $(HOROVOD)

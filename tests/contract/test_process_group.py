@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparison import assert_equal
-from groups import nightly
+from groups import ci, nightly
 from preload import preloaded
 from requirements import needs_mpi
 from torch import Tensor, nn
@@ -212,7 +212,7 @@ CASES: list[Callable[[Backend], list[Any]]] = [
     uneven_exchange,
     a_second_group_of_all_ranks,
     functional_collectives,
-    compiled_functional_collectives,
+    *ci(compiled_functional_collectives),
 ]
 
 

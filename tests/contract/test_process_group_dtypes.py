@@ -42,7 +42,7 @@ LIMITS_AND_DTYPES = pytest.mark.parametrize(
     ("limit", "dtypes"),
     [
         pytest.param(LIMITS[0], DTYPES, id="whole"),
-        pytest.param(LIMITS[1], TYPICAL_DTYPES, id="pieces"),
+        pytest.param(LIMITS[1], TYPICAL_DTYPES, id="pieces", marks=pytest.mark.ci),
         pytest.param(LIMITS[1], DTYPES, id="pieces of every dtype", marks=pytest.mark.nightly),
     ],
 )

@@ -1,6 +1,6 @@
 """The same run produces the same parameters in one process with the global batch, on ddp and on horovod.
 
-Every run is 30 optimizer steps of `Trainer` on the same samples per step. SGD is compared in float32, to 1e-6. AdamW
+Every run is 15 optimizer steps of `Trainer` on the same samples per step. SGD is compared in float32, to 1e-6. AdamW
 divides by the root of its second moment, which magnifies the last bits of small gradients, also between two orders of
 addition in one process; so it is compared in float64, to 1e-9, where a real difference could not hide.
 """
@@ -23,7 +23,7 @@ from unitrain.data.order import epoch_order
 from unitrain.testing import RankGroup
 
 GLOBAL_BATCH = 12
-STEPS = 30
+STEPS = 15
 IGNORED = -100
 OPTIMIZERS = {"sgd": (torch.float32, 1e-6), "adamw": (torch.float64, 1e-9)}
 VARIANTS = (

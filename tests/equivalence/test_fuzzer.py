@@ -34,7 +34,7 @@ def test_known_defects_stay_fixed(ranks: runner.Pool, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [*FIRSTS[:1], *nightly(*FIRSTS[1:])])
+@pytest.mark.parametrize("first", nightly(*FIRSTS))  # in CI, `make fuzz` runs them
 def test_random_runs_equal_plain_torch(ranks: runner.Pool, first: int) -> None:
     for seed in range(first, min(first + PER_TEST, FIRST + COUNT)):
         case = cases.draw_case(seed)

@@ -47,13 +47,19 @@ def read_results(output: str) -> list[float]:
 
 
 def test_digits_prints_the_same_results_under_each_launcher() -> None:
+    options = ["--device", "cpu", "--epochs", "2"]
     commands = [
-        [str(BIN / "unitrain"), "launch", "-np", "2", str(EXAMPLES / "digits.py"), "--device", "cpu"],
-        *(launcher_command(backend, "digits.py", "--device", "cpu") for backend in BACKENDS),
+        [str(BIN / "unitrain"), "launch", "-np", "2", str(EXAMPLES / "digits.py"), *options],
+        *(launcher_command(backend, "digits.py", *options) for backend in BACKENDS),
     ]
     expected, *others = [read_results(run(command)) for command in commands]
     assert others == [expected] * len(others)
-    accuracy, _ = expected
+
+
+@pytest.mark.ci
+def test_digits_reaches_97_percent_accuracy() -> None:
+    command = [str(BIN / "unitrain"), "launch", "-np", "2", str(EXAMPLES / "digits.py"), "--device", "cpu"]
+    accuracy, _ = read_results(run(command))
     assert accuracy >= 0.97
 
 

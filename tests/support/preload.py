@@ -52,6 +52,7 @@ _MODULES = (
     "unitrain.backends.horovod.horovodrun",
     "unitrain.testing.worker",
     "tests.torch_suites.coordinator",
+    "package.train",  # a user's module, which `unitrain launch -m` runs
 )
 _COMMANDS = (("unitrain", "bench"), ("unitrain", "tune"), ("unitrain", "verify"))
 _PROGRAMS = ("torchrun", "horovodrun")
