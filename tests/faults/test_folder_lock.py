@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -183,6 +184,32 @@ def test_file_system_without_locks_is_logged_once(
         trainer(tmp_path).fit(data())
     (message,) = caplog.messages
     assert message.startswith(f"The file system of output folder '{tmp_path}' does not support locks ([Errno 38]")
+
+
+@pytest.mark.parametrize("call", ["flock", "fstat"])
+def test_lock_file_removed_by_another_host_is_created_again(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS client returns ESTALE for an open file that another client has removed; a local file system never does."""
+    module = folder_lock.fcntl if call == "flock" else folder_lock.os
+    original, removed = getattr(module, call), []
+
+    def return_stale(descriptor: int, *arguments: int) -> Any:
+        if not removed and Path(f"/proc/self/fd/{descriptor}").readlink().name == folder_lock.FILE:
+            (tmp_path / folder_lock.FILE).unlink()
+            removed.append(descriptor)
+        if removed == [descriptor]:
+            removed.append(-1)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return original(descriptor, *arguments)
+
+    monkeypatch.setattr(module, call, return_stale)
+    lock = FolderLock(tmp_path)
+    assert lock.acquire(0)
+    assert removed
+    assert json.loads((tmp_path / folder_lock.FILE).read_text())["pid"] == os.getpid()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_folders_of_the_writer_are_removed(tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ class FolderLock:
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     os.close(descriptor)
+                    if error.errno == errno.ESTALE:  # on NFS, the holder on another host has just removed the file
+                        continue
                     if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                         return False
                     raise
@@ -156,6 +158,10 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # on NFS, another host has removed the file
+            return False
+        raise
 
 
 def _this_job() -> dict[str, Any]:
