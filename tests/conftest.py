@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # backends share.
 BACKEND_CASES = {"broadcasts", "collectives", "gradients", "large_tensors", "parameters", "sharding"}
 # Cases that take long because they import and run the compiler on every rank; one group runs them in `make test`.
-COMPILING_CASES = {"compiled_models_are_reduced", "compiled_models_are_reduced_with_sharded_gradients"}
+COMPILING_CASES = ("-compiled_models_are_reduced", "-compiled_models_are_reduced_with_sharded_gradients")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their markers
@@ -64,19 +64,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else "contract")
         if item.path.name == "test_contract.py" and isinstance(item, pytest.Function):
-            tier = contract_tier(item.callspec.params["case"], item.callspec.params["ranks"])
+            case, ranks = item.callspec.params["case"], item.callspec.params["ranks"]
+            tier = contract_tier(item.callspec.id, case.__module__.rpartition(".")[2], ranks)
             if tier is not None:
                 item.add_marker(tier)
     ranking = {name: number for number, name in enumerate(ORDER)}
     items.sort(key=lambda item: ranking.get(item.path.stem, len(ranking)))  # stable within a file
 
 
-def contract_tier(case: Callable[..., object], ranks: tuple[str, int]) -> str | None:
-    """Return the marker of a case of the contract suite on these ranks; None if `make test` runs it."""
-    is_backend_case = case.__module__.rpartition(".")[2] in BACKEND_CASES
+def contract_tier(case_id: str, module: str, ranks: tuple[str, int]) -> str | None:
+    """Return the marker of a case of the contract suite, from `module`, on these ranks; None if `make test` runs it."""
+    is_backend_case = module in BACKEND_CASES
     if ranks in [("ddp", 2), ("horovod", 3)]:
         return "ci" if is_backend_case else "nightly"
-    if case.__name__ in COMPILING_CASES:
+    if case_id.endswith(COMPILING_CASES):
         return None if ranks == ("horovod", 2) else "ci"
     return "ci" if ranks in [("ddp", 1), ("horovod", 1)] and not is_backend_case else None
 

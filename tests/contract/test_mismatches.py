@@ -120,9 +120,9 @@ def test_ranks_in_different_operations_end_long_before_the_timeout(backend: str,
     (began,) = re.findall(r"began (\S+)", together)  # on rank 0; rank 1 waits before it
     assert ended - float(began) < 25, together  # about eight seconds, and more on a busy machine
     assert "rank 1 failed first: CollectiveMismatchError: The ranks wait for each other in different" in together
-    assert "rank 0 in backward #2, at train.py:14: model(" in together
+    assert "rank 0 in backward #2, at train.py:13: model(" in together
     assert "rank 1 in allreduce(float32 [2], mean) (collective #" in together
-    assert ", at train.py:11: backend.allreduce(torch.ones(2)). Call the same collectives" in together
+    assert ", at train.py:10: backend.allreduce(torch.ones(2)). Call the same collectives" in together
 
 
 def set_debug_on_rank_1(backend: Backend) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ import threading
 import time
 import urllib.request
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,126 @@ def test_a_forged_failure_neither_ends_a_job_nor_hides_a_real_one(
     assert "a forged failure" not in message_text
     assert (launch.process.returncode != 0) is fails, message_text
     assert ("rank 1 failed first: ValueError: an independent failure" in message_text) is fails
+
+
+# Runs collectives until the file "end" exists.
+COMMUNICATING = (
+    "import torch, unitrain\nbackend = unitrain.init(device='cpu', timeout_seconds=60)\n"
+    + SCRIPT.partition("while not")[0]
+    + """
+while not backend.allreduce(torch.tensor(float(os.path.exists(f"{sys.argv[1]}/end"))), "max"):
+    time.sleep(0.02)
+backend.shutdown()
+"""
+)
+OTHER_ADDRESS = "10.88.0.1"
+# Its arguments: "connect" or "attack", then addresses and ports. Prints those that accept a connection. "attack" also
+# sends to each what its protocol does not expect, and keeps idle connections open for a while.
+CLIENT = """
+import os, socket, sys, time
+
+mode, *targets = sys.argv[1:]
+messages = [os.urandom(70_000), b"GET / HTTP/1.1\\r\\n\\r\\n", b"\\xff" * 16, b"\\0" * 64, b"\\1"]
+idle = []
+for target in targets:
+    address, _, port = target.rpartition(":")
+    for message in messages if mode == "attack" else [b""]:
+        try:
+            connection = socket.create_connection((address, int(port)), timeout=5)
+        except OSError:
+            break
+        if message is messages[0] or not message:
+            print(target, flush=True)
+        try:
+            connection.sendall(message)
+        except OSError:
+            pass
+        idle.append(connection)
+time.sleep(2 if mode == "attack" else 0)
+"""
+
+
+def add_network(host: Host) -> None:
+    """Connect `host` to another network, in which it has OTHER_ADDRESS."""
+    for line in (
+        "link add other type veth peer name peer", f"addr add {OTHER_ADDRESS}/24 dev other", "link set other up",
+        "link set peer up",
+    ):  # fmt: skip
+        assert host.run(["ip", *line.split()]).returncode == 0
+
+
+def listening_ports(host: Host, programs: Sequence[str]) -> set[int]:
+    """Return the ports at which processes of a host listen whose names contain one of `programs`, except sshd."""
+    lines = host.run(["ss", "-ltnpH"]).stdout.splitlines()
+    found = [line for line in lines if any(program in line for program in programs)]
+    return {int(line.split()[3].rpartition(":")[2]) for line in found} - {22}
+
+
+def call_client(host: Host, folder: Path, mode: str, address: str, ports: set[int]) -> set[int]:
+    """Run CLIENT on `host`, and return the ports of `address` that accept a connection."""
+    script = folder / "client.py"
+    script.write_text(CLIENT)
+    targets = [f"{address}:{port}" for port in sorted(ports)]
+    done = host.run(["python3", "-S", str(script), mode, *targets], fresh=True)
+    assert done.returncode == 0, done.stdout
+    return {int(line.rpartition(":")[2]) for line in done.stdout.splitlines()}
+
+
+def forge_failure(host: Host, folder: Path, variables: dict[str, str]) -> None:
+    """Write a failure to the store of a job, from `host`."""
+    script = folder / "forge.py"
+    script.write_text(
+        f"import json, sys, urllib.request\nimport torch\n{inspect.getsource(connect_to_store)}\n"
+        "store = connect_to_store(json.loads(sys.argv[1]))\n"
+        "assert store.check(['unitrain/0/0/failures/process/0'])\n"
+        "store.set('unitrain/0/0/failures/failure', json.dumps([0, 'a forged failure', '0/1']))\n"
+    )
+    done = host.run([sys.executable, str(script), json.dumps(variables)])
+    assert done.returncode == 0, done.stdout
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("options", "on_two_hosts"),
+    [
+        pytest.param(["--backend", "ddp"], False, marks=pytest.mark.ci),
+        pytest.param(["--backend", "ddp"], True, marks=pytest.mark.ci),
+        pytest.param(["--backend", "horovod"], False, marks=pytest.mark.ci),
+        pytest.param(["--backend", "horovod"], True, marks=pytest.mark.nightly),
+        pytest.param(["--launcher", "mpirun"], False, marks=[needs_mpi, pytest.mark.nightly]),
+        pytest.param(["--launcher", "mpirun"], True, marks=[needs_mpi, pytest.mark.nightly]),
+    ],
+)
+def test_other_programs_neither_reach_nor_disturb_a_job(
+    options: list[str], on_two_hosts: bool, two_hosts: list[Host], script: str, tmp_path: Path
+) -> None:
+    """The job cannot be reached at addresses that it does not use. Unexpected data does not end it or blame a rank."""
+    Path(script).write_text(COMMUNICATING)
+    first, second = two_hosts
+    add_network(first)
+    used = first.address if on_two_hosts else "127.0.0.1"
+    command = [*LAUNCH, *options, *(["-H", "h1:1,h2:1"] if on_two_hosts else ["-np", "2"]), script, str(tmp_path)]
+    with first.start(command, VARIABLES) as process:
+        try:
+            (rank_reports, _) = wait_for_ranks(tmp_path, 2)
+            python, every = listening_ports(first, ("python", "pt_elastic")), listening_ports(first, ("",))
+            for address in {first.address, OTHER_ADDRESS} - {used}:
+                assert not call_client(first, tmp_path, "connect", address, python)
+            if not on_two_hosts:
+                assert not call_client(second, tmp_path, "connect", first.address, python)
+            client = second if on_two_hosts else first
+            assert call_client(client, tmp_path, "attack", used, every) & python
+            forge_failure(client, tmp_path, rank_reports["variables"])
+            time.sleep(8)  # a rank exits five seconds after it receives a failure report
+            assert process.poll() is None
+            (tmp_path / "end").touch()
+            message_text, _ = process.communicate(timeout=SECONDS)
+        finally:
+            for host in two_hosts:
+                host.kill_all()
+    assert process.returncode == 0, message_text
+    assert "failed first" not in message_text
+    assert "forged" not in message_text
 
 
 class Harm:
