@@ -309,7 +309,7 @@ def forge_failure(host: Host, folder: Path, variables: dict[str, str]) -> None:
         pytest.param(["--backend", "ddp"], False, marks=pytest.mark.ci),
         pytest.param(["--backend", "ddp"], True, marks=pytest.mark.ci),
         pytest.param(["--backend", "horovod"], False, marks=pytest.mark.ci),
-        pytest.param(["--backend", "horovod"], True, marks=pytest.mark.nightly),
+        pytest.param(["--backend", "horovod"], True, marks=pytest.mark.ci),
         pytest.param(["--launcher", "mpirun"], False, marks=[needs_mpi, pytest.mark.nightly]),
         pytest.param(["--launcher", "mpirun"], True, marks=[needs_mpi, pytest.mark.nightly]),
     ],
