@@ -66,10 +66,10 @@ def parse(line: str) -> Job:
     return _without_defaults(job)
 
 
-def build(job: Job, target: str) -> Translation:
+def build(job: Job, target: str, kind: str | None = None) -> Translation:
     """Build the command lines, batch script or Kubernetes manifest of a job for `target`.
 
-    Raises LaunchError for an unknown target and for a job that it cannot run.
+    `kind` is the kind of a Kubernetes job. Raises LaunchError for an unknown target and for a job that it cannot run.
     """
     if target not in TARGETS:
         raise LaunchError(f"Unknown target {target!r}. {did_you_mean(target, TARGETS)}Available: {', '.join(TARGETS)}.")
@@ -78,7 +78,9 @@ def build(job: Job, target: str) -> Translation:
             f"The script {job.discovery!r} lists the hosts while the job runs, but {target} needs them at the start. "
             f"Name them, as in: --hosts node1:{job.size},node2:{job.size}"
         )
-    return TARGETS[target](job)
+    if kind is not None and target != kubernetes.LAUNCHER:
+        raise LaunchError(f"--kind {kind} is an option for kubernetes, but --to is {target}. Leave --kind out")
+    return TARGETS[target](job) if kind is None else kubernetes.build(job, kubernetes.Pods(kind=kind))
 
 
 def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:

@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes: Kubeflow's PyTorchJob and TrainJob, and the MPI operator's MPIJob."""
+"""Manifests for Kubernetes: the TrainJob of Kubeflow Trainer, the older PyTorchJob, and the MPI operator's MPIJob."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.translation import torchrun
 from unitrain.launchers.translation.job import Job
 from unitrain.launchers.translation.sbatch import job_name
-from unitrain.launchers.translation.words import as_typed, has_expansion, join
+from unitrain.launchers.translation.words import as_typed, has_expansion, join, quote
 from unitrain.launchers.translation.writing import Translation, options_for, variables_for
 
 LAUNCHER = "kubernetes"
-KINDS = ("PyTorchJob", "TrainJob", "MPIJob")
+KINDS = ("TrainJob", "PyTorchJob", "MPIJob")
+# The runtime for PyTorch that Kubeflow Trainer installs.
+DEFAULT_RUNTIME = "torch-distributed"
 # The operators create services of this name, so it must be a DNS label (RFC 1035).
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_LABEL_CHARACTERS = 63
+# A ClusterTrainingRuntime is named as most objects are: a DNS subdomain (RFC 1123).
+_RUNTIME_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_MAX_RUNTIME_CHARACTERS = 253
 _GRACE_SECONDS = 120
 
 
@@ -31,11 +36,15 @@ _GRACE_SECONDS = 120
 class Pods:
     """The fields of a manifest that are not part of the job.
 
-    `kind` is one of KINDS, or None for the default of the backend. `gpus`, `cpus` and `memory` are per pod, as
-    Kubernetes quantities. `timeout_seconds` limits the duration of the job.
+    `kind` is one of KINDS, or None for a TrainJob. `runtime` is the ClusterTrainingRuntime of a TrainJob in which
+    torchrun starts the ranks, or None for DEFAULT_RUNTIME. `mpi_runtime` is a ClusterTrainingRuntime with an MPI policy
+    instead, in which mpirun starts them. `gpus`, `cpus` and `memory` are per pod, as Kubernetes quantities.
+    `timeout_seconds` limits the duration of the job.
     """
 
     kind: str | None = None
+    runtime: str | None = None
+    mpi_runtime: str | None = None
     name: str | None = None
     namespace: str | None = None
     image: str = "IMAGE"
@@ -50,13 +59,15 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
 
     The grace period between SIGTERM and SIGKILL is two minutes.
 
-    The default is a PyTorchJob for DDP, in which torchrun starts the ranks, and an MPIJob for Horovod, in which mpirun
-    starts them. Raises LaunchError for a job that the kind does not support.
+    The default is a TrainJob in which torchrun starts the ranks, for every backend: Horovod then uses Gloo, or NCCL on
+    GPUs. mpirun starts the ranks of an MPIJob, and those of a TrainJob in `pods.mpi_runtime`. Raises LaunchError for a
+    job that the kind does not support.
     """
     pods = pods or Pods()
-    kind = pods.kind or ("MPIJob" if job.backend == "horovod" else "PyTorchJob")
+    kind = pods.kind or "TrainJob"
     if kind not in KINDS:
         raise LaunchError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}. Use: --kind {KINDS[0]}")
+    _check_runtime(pods, kind)
     job.check_even(kind)
     options = [word for option in job.launcher_options for word in option.words]
     for word in (*job.program, *job.environment.values(), job.directory or "", *options):
@@ -65,9 +76,9 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
                 f"{as_typed(word)!r} needs a shell to expand it, but containers run their command without one. Write "
                 "its value instead, or start a shell: bash -c '...'"
             )
-    name = _name(job, pods.name, kind)
+    name = _name(job, pods, kind)
     # Options of the launcher that starts the ranks in the pods are passed to it.
-    runner = "mpirun" if kind == "MPIJob" else "torchrun"
+    runner = "mpirun" if kind == "MPIJob" or pods.mpi_runtime is not None else "torchrun"
     kept = [option for option in job.launcher_options if option.launcher == runner or runner in option.equivalents]
     launcher_words, _ = options_for(replace(job, launcher_options=tuple(kept)), runner)
     left = replace(job, launcher_options=tuple(option for option in job.launcher_options if option not in kept))
@@ -87,13 +98,36 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
     return Translation(text=dump_manifest(manifest), remarks=notes)
 
 
-def _name(job: Job, given: str | None, kind: str) -> str:
-    """Return `given`, else a job name derived from the script. Raises LaunchError for an invalid name."""
-    last = len(job.counts) - 1
+def _check_runtime(pods: Pods, kind: str) -> None:
+    """Raise LaunchError for the runtime of a TrainJob that is invalid or belongs to another kind."""
+    for option, name in (("--runtime", pods.runtime), ("--mpi-runtime", pods.mpi_runtime)):
+        if name is None:
+            continue
+        if kind != "TrainJob":
+            raise LaunchError(
+                f"{option} {name} is an option for a TrainJob, but --kind is {kind}. Leave {option} or --kind out"
+            )
+        if not _RUNTIME_NAME.fullmatch(name) or len(name) > _MAX_RUNTIME_CHARACTERS:
+            raise LaunchError(
+                f"{option} must be the name of a ClusterTrainingRuntime, got {name!r}. List them with: "
+                "kubectl get clustertrainingruntimes"
+            )
+    if pods.runtime is not None and pods.mpi_runtime is not None:
+        raise LaunchError(
+            f"A TrainJob has one runtime, but --runtime is {pods.runtime} and --mpi-runtime is {pods.mpi_runtime}. "
+            "Leave one of them out"
+        )
+
+
+def _name(job: Job, pods: Pods, kind: str) -> str:
+    """Return the name in `pods`, else one derived from the script. Raises LaunchError for an invalid name."""
+    given, last = pods.name, len(job.counts) - 1
     # The operator appends this suffix to the name for its pods or the pods of its JobSet; the result must be a label.
     suffix = {
         "PyTorchJob": f"-worker-{max(0, last - 1)}", "MPIJob": f"-worker-{last}", "TrainJob": f"-node-0-{last}-abcde"
     }[kind]  # fmt: skip
+    if pods.mpi_runtime is not None:
+        suffix = max(suffix, "-launcher-0-0-abcde", key=len)
     max_characters = _MAX_LABEL_CHARACTERS - len(suffix)
     wanted = given if given is not None else job_name(job)
     label = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-") or "job"
@@ -130,15 +164,32 @@ def _build_pytorchjob(
 def _build_trainjob(
     job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    common = _container_fields(job, pods, name, notes)
-    if "workingDir" in common:
-        raise LaunchError(
-            f"A TrainJob has no working directory, but the job runs in {job.directory}. Set it in the image, "
-            "or use: --kind PyTorchJob"
+    if pods.mpi_runtime is not None:
+        runtime = pods.mpi_runtime
+        command, common = _mpirun_words(job, pods, name, launcher_words, notes)
+        common.pop("workingDir", None)
+        notes.append(
+            f"The TrainJob needs a ClusterTrainingRuntime {runtime!r} with an MPI policy. Kubeflow Trainer starts the "
+            f"workers from the image of this runtime, not from {pods.image}: both need the script, Open MPI and sshd."
         )
+    else:
+        runtime = pods.runtime or DEFAULT_RUNTIME
+        command, common = _torchrun_words(job, launcher_words), _container_fields(job, pods, name, notes)
+        directory = common.pop("workingDir", None)
+        if directory is not None:  # a TrainJob does not have this field
+            command = ["bash", "-c", f"cd {quote(directory)} && exec {join(command)}"]
+        notes.append(
+            f"The TrainJob needs Kubeflow Trainer 2.2 or later with the ClusterTrainingRuntime {runtime!r}. For the "
+            "older training operator, use: unitrain submit --kind PyTorchJob."
+        )
+        if job.backend == "horovod":
+            notes.append(
+                "torchrun starts the ranks, and Horovod uses Gloo, or NCCL on GPUs. For MPI, use: unitrain submit "
+                "--mpi-runtime NAME, or --kind MPIJob."
+            )
     trainer: dict[str, Any] = {
         "image": pods.image,
-        "command": _torchrun_words(job, launcher_words),
+        "command": command,
         "numNodes": len(job.counts),
         "numProcPerNode": job.counts[0],
     }
@@ -146,10 +197,14 @@ def _build_trainjob(
         trainer["env"] = common["env"]
     if "resources" in common:
         trainer["resourcesPerNode"] = common["resources"]
-    notes.append(
-        "The TrainJob needs the ClusterTrainingRuntime 'torch-distributed', which is part of Kubeflow Trainer."
-    )
-    spec: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
+    if job.max_restarts:
+        notes.append(
+            f"--max-restarts {job.max_restarts} is left out: the runtime determines the restarts of a TrainJob, with "
+            "failurePolicy and backoffLimit."
+        )
+    spec: dict[str, Any] = {"runtimeRef": {"name": runtime}, "trainer": trainer}
+    if runtime == DEFAULT_RUNTIME and pods.mpi_runtime is None:  # other runtimes define their own volumes
+        spec["runtimePatches"] = [_pod_patch()]
     if pods.timeout_seconds is not None:
         spec["activeDeadlineSeconds"] = pods.timeout_seconds
     return "trainer.kubeflow.org/v1alpha1", spec
@@ -158,26 +213,8 @@ def _build_trainjob(
 def _build_mpijob(
     job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    variables = variables_for(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # Images set the last two, but sshd in the workers does not pass them to the ranks. mpirun warns if one is unset.
-    names = [*variables_for(job, "mpirun"), *job.forwarded, "PATH", "LD_LIBRARY_PATH"]
-    if job.backend != "horovod":
-        variables |= {"MASTER_PORT": str(job.port or DEFAULT_PORT)}
-        names = [*names, "MASTER_ADDR", "MASTER_PORT"]
-    command = ["mpirun", "-np", str(job.size)]  # the operator sets the hosts and their slots
-    command += [word for variable in dict.fromkeys(names) for word in ("-x", variable)]
-    command += merge_options(mpirun.DEFAULT_OPTIONS, launcher_words)
-    common = _container_fields(
-        replace(job, environment=variables, backend=None, launcher_options=()), pods, name, notes, "mpirun"
-    )
+    command, common = _mpirun_words(job, pods, name, launcher_words, notes)
     resources = {"resources": common.pop("resources")} if "resources" in common else {}
-    if "workingDir" in common:
-        command += ["-wdir", common["workingDir"]]
-    command += job.program
-    if job.backend != "horovod":
-        # The names of the workers depend on the version of the operator; every version writes them to this file.
-        first = 'export MASTER_ADDR="$(head -n 1 "$OMPI_MCA_orte_default_hostfile" | cut -d " " -f 1)"'
-        command = ["bash", "-c", f"{first} && exec {join(command)}"]
     launcher = {"name": "launcher", "image": pods.image, "command": command, **common}
     worker = {"name": "worker", "image": pods.image, "command": ["/usr/sbin/sshd", "-De"], **resources}
     policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts or 3}
@@ -203,6 +240,32 @@ def _build_mpijob(
     return "kubeflow.org/v2beta1", spec
 
 
+def _mpirun_words(
+    job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the mpirun command and the other fields of the container that runs it. The operator sets the hosts."""
+    variables = variables_for(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    # Images set the last two, but sshd in the workers does not pass them to the ranks. mpirun warns if one is unset.
+    names = [*variables_for(job, "mpirun"), *job.forwarded, "PATH", "LD_LIBRARY_PATH"]
+    if job.backend != "horovod":
+        variables |= {"MASTER_PORT": str(job.port or DEFAULT_PORT)}
+        names = [*names, "MASTER_ADDR", "MASTER_PORT"]
+    command = ["mpirun", "-np", str(job.size)]
+    command += [word for variable in dict.fromkeys(names) for word in ("-x", variable)]
+    command += merge_options(mpirun.DEFAULT_OPTIONS, launcher_words)
+    common = _container_fields(
+        replace(job, environment=variables, backend=None, launcher_options=()), pods, name, notes, "mpirun"
+    )
+    if "workingDir" in common:
+        command += ["-wdir", common["workingDir"]]
+    command += job.program
+    if job.backend != "horovod":
+        # The names of the workers depend on the version of the operator; every version writes them to this file.
+        first = 'export MASTER_ADDR="$(head -n 1 "$OMPI_MCA_orte_default_hostfile" | cut -d " " -f 1)"'
+        command = ["bash", "-c", f"{first} && exec {join(command)}"]
+    return command, common
+
+
 def _pod_template(container: dict[str, Any]) -> dict[str, Any]:
     """Return a pod template with one container. DataLoader workers need more shared memory than the default 64 MB."""
     shared = {"name": "shared-memory", "mountPath": "/dev/shm"}
@@ -212,6 +275,16 @@ def _pod_template(container: dict[str, Any]) -> dict[str, Any]:
             "containers": [{**container, "volumeMounts": [shared]}],
             "volumes": [{"name": shared["name"], "emptyDir": {"medium": "Memory"}}],
         }
+    }
+
+
+def _pod_patch() -> dict[str, Any]:
+    """Return the patch of the runtime's pods with the grace period and the shared memory of `_pod_template`."""
+    pod = _pod_template({"name": "node"})["spec"]
+    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    return {
+        "manager": "unitrain/submit",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
     }
 
 

@@ -115,12 +115,30 @@ def manifest(*arguments: str, **variables: str) -> dict[str, Any]:
         read = TrainerV1alpha1TrainJob.from_dict(found)
         assert read is not None
         assert read.to_dict() == found  # it ignores unknown options
+        trainer, patches = found["spec"]["trainer"], found["spec"].get("runtimePatches", [])
+        pods = [pod_of_patch(patch) for patch in patches] or [{"containers": [{"name": "node"}]}]
+        for pod in pods:
+            container = {key: trainer[key] for key in ("image", "command", "env") if key in trainer}
+            (node,) = pod["containers"]
+            resources = {"resources": trainer["resourcesPerNode"]} if "resourcesPerNode" in trainer else {}
+            check_pod({**pod, "containers": [{**node, **container, **resources}]})
         return found
     jsonschema.validate(found, SCHEMAS[found["kind"]])
     for replica in found["spec"].get("pytorchReplicaSpecs", found["spec"].get("mpiReplicaSpecs")).values():
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replica["template"]["spec"]}
-        kubernetes_validate.validate(pod, "1.33", strict=True)
+        check_pod(replica["template"]["spec"])
     return found
+
+
+def check_pod(spec: dict[str, Any]) -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}
+    kubernetes_validate.validate(pod, "1.33", strict=True)
+
+
+def pod_of_patch(patch: dict[str, Any]) -> dict[str, Any]:
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert job["name"] == "node"
+    spec: dict[str, Any] = job["template"]["spec"]["template"]["spec"]
+    return spec
 
 
 def test_batch_script_for_slurm(script: Path) -> None:
@@ -211,6 +229,8 @@ def test_signal_of_slurm_is_one_that_the_trainer_handles(script: Path) -> None:
 
 def test_pytorchjob_for_ddp(script: Path) -> None:
     request_options = [
+        "--kind",
+        "PyTorchJob",
         "--nodes",
         "3",
         "--gpus-per-node",
@@ -235,24 +255,19 @@ def test_pytorchjob_for_ddp(script: Path) -> None:
     assert container["command"] == ["torchrun", "train_digits.py", "-v"]
     assert container["env"] == [{"name": "LEVEL", "value": "3"}]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 4, "cpu": "8", "memory": "64Gi"}}
-    assert list(manifest("--image", "a", script.name)["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+    one_node = manifest("--kind", "PyTorchJob", "--image", "a", script.name)
+    assert list(one_node["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
 def test_submit_writes_a_trainjob(script: Path) -> None:
-    request_options = [
-        "--nodes",
-        "2",
-        "--gpus-per-node",
-        "4",
-        "--image",
-        "a",
-        "--kind",
-        "TrainJob",
-        "--backend",
-        "horovod",
-    ]
+    request_options = ["--nodes", "2", "--gpus-per-node", "4", "--image", "a", "--backend", "horovod"]
     found = manifest(*request_options, "--time", "90", script.name)
-    assert found["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    assert (found["apiVersion"], found["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    (patch,) = found["spec"].pop("runtimePatches")
+    assert patch["manager"] == "unitrain/submit"
+    pod = pod_of_patch(patch)
+    assert pod["terminationGracePeriodSeconds"] == 120
+    assert [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]] == ["/dev/shm"]
     assert found["spec"] == {
         "runtimeRef": {"name": "torch-distributed"},
         "trainer": {
@@ -267,16 +282,39 @@ def test_submit_writes_a_trainjob(script: Path) -> None:
     }
 
 
+def test_trainjob_runs_in_another_runtime_and_folder(script: Path, tmp_path: Path) -> None:
+    found = manifest("--runtime", "team-torch", "--image", "a", script.name)
+    assert found["spec"]["runtimeRef"] == {"name": "team-torch"}
+    assert "runtimePatches" not in found["spec"]  # the pods of another runtime are unknown
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    write_program(tmp_path, "torchrun", 'pwd; printf "%s\\n" "$@"')
+    result = CliRunner().invoke(unitrain, ["translate", "--to", "kubernetes", f"cd '{folder}' && torchrun t.py 'a b'"])
+    assert result.exit_code == 0, result.output
+    command = yaml.safe_load(result.stdout)["spec"]["trainer"]["command"]
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    words = subprocess.check_output(command, env=environ, text=True, timeout=30).splitlines()
+    assert words == [str(folder), "t.py", "a b"]
+
+
+@pytest.mark.parametrize("kind", ["MPIJob", "TrainJob"])
 @pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_submit_writes_an_mpijob(backend: str, script: Path, tmp_path: Path) -> None:
-    found = manifest("--backend", backend, "--kind", "MPIJob", "--nodes", "2", "-np", "8", "--image", "a", script.name)
+def test_mpirun_starts_the_ranks_in_kubernetes(backend: str, kind: str, script: Path, tmp_path: Path) -> None:
+    request_options = ["--kind", "MPIJob"] if kind == "MPIJob" else ["--mpi-runtime", "mpi-train"]
+    found = manifest("--backend", backend, *request_options, "--nodes", "2", "-np", "8", "--image", "a", script.name)
     spec = found["spec"]
-    assert spec["slotsPerWorker"] == 4
-    assert [(name, one["replicas"]) for name, one in spec["mpiReplicaSpecs"].items()] == [
-        ("Launcher", 1),
-        ("Worker", 2),
-    ]
-    launcher = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    if kind == "MPIJob":
+        assert spec["slotsPerWorker"] == 4
+        assert [(name, one["replicas"]) for name, one in spec["mpiReplicaSpecs"].items()] == [
+            ("Launcher", 1),
+            ("Worker", 2),
+        ]
+        launcher = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    else:
+        launcher = spec["trainer"]
+        assert (spec["runtimeRef"], launcher["numNodes"], launcher["numProcPerNode"]) == ({"name": "mpi-train"}, 2, 4)
+        # Kubeflow Trainer rejects jobs that set these variables.
+        assert not {one["name"] for one in launcher["env"] if one["name"].startswith("OMPI_MCA_")}
     given_variables = {one["name"]: one["value"] for one in launcher["env"]}
     (tmp_path / "hostfile").write_text("w-0.train slots=4\nw-1.train slots=4\n")
     write_program(tmp_path, "mpirun", 'echo "$MASTER_ADDR:$MASTER_PORT:$UNITRAIN_BACKEND"; printf "%s\\n" "$@"')
@@ -295,7 +333,16 @@ def test_submit_writes_an_mpijob(backend: str, script: Path, tmp_path: Path) -> 
         "LD_LIBRARY_PATH",
         *rendezvous,
     }
-    assert manifest("--backend", "horovod", "--image", "a", script.name)["kind"] == "MPIJob"
+
+
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+def test_default_kind_is_a_trainjob_in_the_runtime_that_trainer_installs(backend: str, script: Path) -> None:
+    arguments = ("--to", "kubernetes", "--backend", backend, "--image", "a", script.name)
+    found = yaml.safe_load(printed(*arguments))
+    assert (found["kind"], found["spec"]["runtimeRef"]) == ("TrainJob", {"name": "torch-distributed"})
+    notes = submit("--dry-run", *arguments).stderr
+    assert "needs Kubeflow Trainer 2.2 or later with the ClusterTrainingRuntime 'torch-distributed'" in notes
+    assert ("For MPI, use: unitrain submit --mpi-runtime NAME, or --kind MPIJob." in notes) == (backend == "horovod")
 
 
 KINDS = {"PyTorchJob": "-worker-{}", "MPIJob": "-worker-{}", "TrainJob": "-node-0-{}-abcde"}
@@ -335,18 +382,28 @@ def test_job_names_in_kubernetes_are_valid_labels(kind: str, nodes: int, script:
 
 
 def test_launcher_options_are_passed_to_the_launcher_in_the_pods(script: Path) -> None:
-    def command(line: str) -> str:
-        given_variables = CliRunner().invoke(unitrain, ["translate", "--to", "kubernetes", line])
-        spec = yaml.safe_load(given_variables.stdout)["spec"]
+    def command(line: str, *options: str) -> str:
+        result = CliRunner().invoke(unitrain, ["translate", "--to", "kubernetes", *options, line])
+        spec = yaml.safe_load(result.stdout)["spec"]
+        assert "left out" not in result.stderr
+        if "trainer" in spec:
+            return " ".join(spec["trainer"]["command"])
         replica = next(iter((spec.get("pytorchReplicaSpecs") or spec["mpiReplicaSpecs"]).values()))
-        assert "left out" not in given_variables.stderr
         return " ".join(replica["template"]["spec"]["containers"][0]["command"])
 
-    assert command("torchrun --nproc-per-node 2 --tee 3 t.py") == "torchrun --tee 3 t.py"
-    assert command("OMPI_MCA_x=1 mpirun -np 2 --report-bindings -bind-to none python t.py") == (
+    for options in ((), ("--kind", "PyTorchJob")):
+        assert command("torchrun --nproc-per-node 2 --tee 3 t.py", *options) == "torchrun --tee 3 t.py"
+    line = "OMPI_MCA_x=1 mpirun -np 2 --report-bindings -bind-to none python t.py"
+    assert command(line, "--kind", "MPIJob") == (
         "mpirun -np 2 -x OMPI_MCA_x -x PATH -x LD_LIBRARY_PATH --bind-to none --map-by slot "
         "-mca odls_base_sigkill_timeout 4 --report-bindings python t.py"
     )
+
+
+def test_kind_of_another_target_is_rejected() -> None:
+    result = CliRunner().invoke(unitrain, ["translate", "--to", "srun", "--kind", "MPIJob", "torchrun t.py"])
+    assert result.exit_code == 2
+    assert "--kind MPIJob is an option for kubernetes, but --to is srun. Leave --kind out" in result.stderr
 
 
 def test_secrets_are_not_written_into_manifests_and_scripts(script: Path) -> None:
@@ -406,21 +463,40 @@ def test_submit_prints_the_job_and_passes_it_to_the_scheduler(
         ),
         (
             "--to kubernetes --kind Job T",
-            "--kind must be one of PyTorchJob, TrainJob, MPIJob, got 'Job'. Use: --kind PyTorchJob",
+            "--kind must be one of TrainJob, PyTorchJob, MPIJob, got 'Job'. Use: --kind TrainJob",
         ),
         (
             "--to kubernetes --job-name My_Job T",
             (
-                "The name of a PyTorchJob must have at most 54 lowercase letters, digits and dashes and begin "
-                "with a letter, because the names of its pods end in -worker-0, got 'My_Job'. Use: --job-name "
+                "The name of a TrainJob must have at most 48 lowercase letters, digits and dashes and begin "
+                "with a letter, because the names of its pods end in -node-0-0-abcde, got 'My_Job'. Use: --job-name "
                 "my-job"
             ),
         ),
         (
             "--to kubernetes --nodes 2 -np 3 --image a T",
             (
-                "PyTorchJob starts the same number of processes on each host, but the hosts of this job have 2, "
+                "TrainJob starts the same number of processes on each host, but the hosts of this job have 2, "
                 "1. Use equal slots, as in: -np 4 with 2 slots per host"
+            ),
+        ),
+        (
+            "--to slurm --runtime a T",
+            "--runtime a is an option for kubernetes, but --to is slurm. Leave --runtime out",
+        ),
+        (
+            "--to kubernetes --kind MPIJob --mpi-runtime a T",
+            "--mpi-runtime a is an option for a TrainJob, but --kind is MPIJob. Leave --mpi-runtime or --kind out",
+        ),
+        (
+            "--to kubernetes --runtime a --mpi-runtime b T",
+            "A TrainJob has one runtime, but --runtime is a and --mpi-runtime is b. Leave one of them out",
+        ),
+        (
+            "--to kubernetes --runtime My_Runtime T",
+            (
+                "--runtime must be the name of a ClusterTrainingRuntime, got 'My_Runtime'. List them with: kubectl "
+                "get clustertrainingruntimes"
             ),
         ),
         (

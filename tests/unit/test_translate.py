@@ -851,7 +851,7 @@ def test_invalid_command_lines_are_rejected(line: str, message: str) -> None:
             "horovodrun -np 3 -H a:2,b:1 python t.py",
             "kubernetes",
             (
-                "MPIJob starts the same number of processes on each host, but the hosts of this job have 2, 1. "
+                "TrainJob starts the same number of processes on each host, but the hosts of this job have 2, 1. "
                 "Use equal slots, as in: -np 4 with 2 slots per host"
             ),
         ),

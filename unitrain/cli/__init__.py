@@ -19,6 +19,7 @@ _COMMANDS = {
     "bench": ("unitrain.cli.bench", "Benchmark collectives and training on every backend, and predict scaling."),
     "ckpt": ("unitrain.cli.ckpt", "List, verify, show, convert and consolidate checkpoints."),
     "doctor": ("unitrain.cli.doctor", "Diagnose problems on this machine, or in the ranks of a job."),
+    "follow": ("unitrain.cli.follow", "Show the state and the log of a Slurm or Kubernetes job."),
     "horovod": ("unitrain.cli.horovod", "Build Horovod for the installed torch, and check it."),
     "launch": ("unitrain.cli.launch", "Run a training script on several ranks."),
     "memory": (

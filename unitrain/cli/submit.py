@@ -41,7 +41,15 @@ from unitrain.supervisor import submission
     help="slurm: seconds before the time limit at which Slurm signals the job to checkpoint, exit and requeue. "
     "[default: 120]",
 )
-@click.option("--kind", metavar="KIND", help="kubernetes: PyTorchJob, TrainJob or MPIJob. [default: the backend's]")
+@click.option("--kind", metavar="KIND", help="kubernetes: TrainJob, PyTorchJob or MPIJob. [default: TrainJob]")
+@click.option(
+    "--runtime", metavar="NAME", help="kubernetes: ClusterTrainingRuntime of a TrainJob. [default: torch-distributed]"
+)
+@click.option(
+    "--mpi-runtime",
+    metavar="NAME",
+    help="kubernetes: ClusterTrainingRuntime with an MPI policy, in which mpirun starts the ranks of a TrainJob.",
+)
 @click.option("--image", metavar="NAME", help="kubernetes: container image.")
 @click.option("--namespace", metavar="NAME", help="kubernetes: namespace of the job.")
 @click.option(
@@ -50,6 +58,12 @@ from unitrain.supervisor import submission
     multiple=True,
     metavar="NAME[=VALUE]",
     help="Forward or set an environment variable on all ranks. Repeatable.",
+)
+@click.option(
+    "--follow",
+    "is_followed",
+    is_flag=True,
+    help="Show the state and the log of the job until it ends, and exit with its exit code.",
 )
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Print the script or manifest and exit.")
 @click.argument(
@@ -61,11 +75,12 @@ def submit(scheduler: str, is_dry_run: bool, **arguments: object) -> None:
     SCRIPT may be a configuration file of `unitrain train`.
 
     Prints the batch script or manifest first. Unknown options are passed to sbatch and must use the form --qos=high.
+    With --follow, Ctrl-C stops following, but not the job.
 
     \b
       unitrain submit --to slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 --partition gpu train.py --epochs 90
       unitrain submit --to kubernetes --nodes 2 --gpus-per-node 8 --image registry/train:1 --dry-run train.py
-      unitrain submit --to kubernetes --kind TrainJob --image registry/train:1 train.py
+      unitrain submit --to kubernetes --kind PyTorchJob --image registry/train:1 train.py
     """
     request = submission.SubmitRequest(scheduler=scheduler, is_dry_run=is_dry_run, **arguments)  # type: ignore[arg-type]
     try:
@@ -77,6 +92,8 @@ def submit(scheduler: str, is_dry_run: bool, **arguments: object) -> None:
         return
     sys.stdout.flush()
     try:
+        if request.is_followed:
+            sys.exit(submission.submit_and_follow(scheduler, translation))
         sys.exit(submission.submit(scheduler, translation))
     except LaunchError as error:
         raise click.UsageError(str(error)) from error

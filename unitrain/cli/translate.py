@@ -17,8 +17,9 @@ from unitrain.launchers.translation.words import join
 @click.option("--to", "target", required=True, metavar="TARGET", help=f"{', '.join(translation.TARGETS)}.")
 @click.option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts of the converted job. [default: as in LINE]")
 @click.option("--backend", metavar="NAME", help="ddp, horovod, or a plug-in. [default: as in LINE]")
+@click.option("--kind", metavar="KIND", help="kubernetes: TrainJob, PyTorchJob or MPIJob. [default: TrainJob]")
 @click.argument("line", nargs=-1, required=True)
-def translate(target: str, hosts: str | None, backend: str | None, line: tuple[str, ...]) -> None:
+def translate(target: str, hosts: str | None, backend: str | None, kind: str | None, line: tuple[str, ...]) -> None:
     """Convert LINE, the command line of a launcher, to another launcher.
 
     The result is written to standard output. For each option without an equivalent, a note with an alternative is
@@ -28,7 +29,7 @@ def translate(target: str, hosts: str | None, backend: str | None, line: tuple[s
       unitrain translate "horovodrun -np 16 -H a:8,b:8 python train.py" --to torchrun
       unitrain translate "torchrun --nproc-per-node 8 train.py" --to mpirun --backend horovod
       unitrain translate "mpirun -np 16 -H a:8,b:8 python train.py" --to sbatch > train.sbatch
-      unitrain translate --to kubernetes -- horovodrun -np 4 python train.py
+      unitrain translate --to kubernetes --kind MPIJob -- horovodrun -np 4 python train.py
     """
     try:
         if backend is not None:
@@ -37,7 +38,7 @@ def translate(target: str, hosts: str | None, backend: str | None, line: tuple[s
         if hosts is not None:
             counts, names, notes = place_processes(job.size, parse_hosts(hosts))
             job = replace(job, counts=counts, hosts=names, address=None, discovery=None, remarks=(*job.remarks, *notes))
-        translated = translation.build(replace(job, backend=backend or job.backend), target)
+        translated = translation.build(replace(job, backend=backend or job.backend), target, kind)
     except (LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
     print_translation(translated)

@@ -2,6 +2,7 @@
 
 launch_plan  validate a launch request, plan it, and execute the plan
 submission   batch scripts and manifests for `unitrain submit`
+following    state and log of a submitted job for `unitrain follow`, with slurm_job and kubernetes_job
 checks       checks shared by all commands that start ranks
 supervisor   Supervisor: run attempts of a job, and restart it after failures and host changes
 attempt      a job, and one attempt of it: the launcher's process and the connections to its ranks

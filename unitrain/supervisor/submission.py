@@ -18,7 +18,10 @@ from unitrain.launchers import LaunchError, parse_exports
 from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.translation import Job, Translation, kubernetes, sbatch
 from unitrain.launchers.translation.hosts import divide_evenly
+from unitrain.supervisor import following
 from unitrain.supervisor.checks import check_script, is_config_file
+from unitrain.supervisor.kubernetes_job import KubernetesJob
+from unitrain.supervisor.slurm_job import SlurmJob
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
 _MEMORY = re.compile(r"(?P<amount>\d+)(?P<unit>[KMGT])i?", re.ASCII)
@@ -48,9 +51,12 @@ class SubmitRequest:
     output: str | None = None
     signal_seconds: int | None = None
     kind: str | None = None
+    runtime: str | None = None
+    mpi_runtime: str | None = None
     image: str | None = None
     namespace: str | None = None
     exports: tuple[str, ...] = ()
+    is_followed: bool = False
     is_dry_run: bool = False
 
 
@@ -86,6 +92,9 @@ def write_submission(request: SubmitRequest) -> Translation:
         forwarded=forwarded,
     )
     if scheduler == "slurm":
+        arrays = [option for option in scheduler_options if re.match(r"--array\b|-a", option)]
+        if request.is_followed and arrays:
+            raise LaunchError(f"--follow shows one job, but {arrays[0]} submits several. Leave --follow out")
         return sbatch.build(job, [*_directives(request), *scheduler_options])
     return _write_manifest(request, job, timeout_seconds)
 
@@ -95,6 +104,25 @@ def submit(scheduler: str, translation: Translation) -> int:
 
     Raises LaunchError if the command is not installed, and TimeoutError if it times out.
     """
+    return _submit(scheduler, translation).returncode
+
+
+def submit_and_follow(scheduler: str, translation: Translation) -> int:
+    """Submit a job, print its state and log until it ends, and return its exit code.
+
+    If the job is not accepted, return the exit code of sbatch or kubectl. Raises LaunchError and TimeoutError as
+    `submit` does.
+    """
+    done = _submit(scheduler, translation, stdout=subprocess.PIPE)
+    print(done.stdout, end="", flush=True)
+    if done.returncode != 0:
+        return done.returncode
+    if scheduler == "slurm":
+        return following.follow(SlurmJob.from_output(done.stdout))
+    return following.follow(KubernetesJob.from_manifest(translation.text or ""))
+
+
+def _submit(scheduler: str, translation: Translation, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
     command = _SUBMIT_COMMANDS[scheduler]
     if shutil.which(command[0]) is None:
         raise LaunchError(
@@ -102,18 +130,22 @@ def submit(scheduler: str, translation: Translation) -> int:
             "job to a file: --dry-run > job"
         )
     try:
-        done = subprocess.run(command, input=translation.text, text=True, timeout=_SUBMIT_TIMEOUT_SECONDS, check=False)
+        return subprocess.run(
+            command, input=translation.text, stdout=stdout, text=True, timeout=_SUBMIT_TIMEOUT_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         raise TimeoutError(
             f"{command[0]} did not respond within {_SUBMIT_TIMEOUT_SECONDS} s, but may have accepted the job. Check "
             f"with: {'squeue --me' if scheduler == 'slurm' else 'kubectl get pods'}"
         ) from None
-    return done.returncode
 
 
 def _directives(request: SubmitRequest) -> list[str]:
     """Return the sbatch options for a request."""
-    kubernetes_options = {"--kind": request.kind, "--image": request.image, "--namespace": request.namespace}
+    kubernetes_options = {
+        "--kind": request.kind, "--runtime": request.runtime, "--mpi-runtime": request.mpi_runtime,
+        "--image": request.image, "--namespace": request.namespace,
+    }  # fmt: skip
     _reject_options_of_other_scheduler("slurm", kubernetes_options)
     values = {
         "--job-name": request.job_name,
@@ -134,6 +166,8 @@ def _write_manifest(request: SubmitRequest, job: Job, timeout_seconds: int | Non
     _reject_options_of_other_scheduler("kubernetes", {**slurm_options, "--signal-seconds": request.signal_seconds})
     pods = kubernetes.Pods(
         kind=request.kind,
+        runtime=request.runtime,
+        mpi_runtime=request.mpi_runtime,
         name=request.job_name,
         namespace=request.namespace,
         image=request.image or "IMAGE",

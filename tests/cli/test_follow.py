@@ -1,0 +1,271 @@
+"""`unitrain submit --follow` and `unitrain follow` with programs that print what Slurm and Kubernetes print."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_programs import write_program
+
+from unitrain.cli import unitrain
+from unitrain.supervisor import following
+from unitrain.supervisor.slurm_job import SlurmJob
+
+# A kubectl whose answers are the files NUMBER.TYPE.json in its folder: each `get` of the job moves to the next number.
+# `logs --follow` prints lines from the file `log`, with times, from --since-time, at most two lines per call.
+KUBECTL = f"""exec {sys.executable} -I -S - "$@" <<'END'
+import os, pathlib, sys
+
+folder = pathlib.Path(os.environ["FAKE_CLUSTER"])
+words = sys.argv[1:]
+with (folder / "calls").open("a") as calls:
+    calls.write(" ".join(words) + chr(10))
+if words[0] == "apply":
+    print("trainjob.trainer.kubeflow.org/train created")
+elif words[0] == "logs":
+    since = words[words.index("--since-time") + 1] if "--since-time" in words else ""
+    lines = [line for line in (folder / "log").read_text().splitlines() if line.split()[0] >= since]
+    print("".join(line + chr(10) for line in lines[:3]), end="")
+else:
+    kind = "pods" if words[1] == "pods" else "job"
+    number = int((folder / "number").read_text())
+    if kind == "job":
+        number += 1
+        (folder / "number").write_text(str(number))
+    answer = folder / f"{{number}}.{{kind}}.json"
+    if not answer.exists():
+        sys.exit("Error from server (NotFound): not found")
+    text = answer.read_text()
+    if text.startswith("error"):
+        sys.exit(text)
+    print(text)
+END"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("_LOG_SECONDS", "_FIRST_STATE_SECONDS", "_MAX_STATE_SECONDS", "_LAST_LOG_SECONDS"):
+        monkeypatch.setattr(following, name, 0.01)
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    (folder / "number").write_text("0")
+    (folder / "log").write_text("")
+    write_program(folder, "kubectl", KUBECTL)
+    monkeypatch.setenv("FAKE_CLUSTER", str(folder))
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return folder
+
+
+def pod(index: int, phase: str, **status: Any) -> dict[str, Any]:
+    labels = {
+        "jobset.sigs.k8s.io/replicatedjob-name": "node",
+        "batch.kubernetes.io/job-completion-index": str(index),
+    }
+    metadata = {"name": f"train-node-0-{index}", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    spec = {} if phase == "Pending" else {"nodeName": f"host{index}"}
+    return {"metadata": metadata, "spec": spec, "status": {"phase": phase, **status}}
+
+
+def container(state: str, **fields: Any) -> dict[str, Any]:
+    return {"containerStatuses": [{"state": {state: fields}, "restartCount": 0}]}
+
+
+def answers(cluster: Path, *polls: tuple[dict[str, Any] | str, list[dict[str, Any]]]) -> None:
+    """Store the answers to the queries of the job and its pods, in order."""
+    for number, (job, pods) in enumerate(polls, start=1):
+        text = job if isinstance(job, str) else json.dumps(job)
+        (cluster / f"{number}.job.json").write_text(text)
+        (cluster / f"{number}.pods.json").write_text(json.dumps({"items": pods}))
+
+
+def conditions(**types: str) -> dict[str, Any]:
+    found = [{"type": name, "status": "True", "reason": reason} for name, reason in types.items()]
+    return {"status": {"conditions": found}}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(unitrain, arguments)
+
+
+def states(result: Result) -> list[str]:
+    return [line.removeprefix("unitrain: ") for line in result.stderr.splitlines() if line.startswith("unitrain: ")]
+
+
+def test_submit_follows_a_trainjob_until_it_fails(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_LAST_LOG_SECONDS", 3.0)
+    unschedulable = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPUs"}]
+    running = [pod(index, "Running", **container("running")) for index in (0, 1)]
+    failed = [pod(rank, "Failed", **container("terminated", exitCode=code)) for rank, code in ((0, 1), (1, 3))]
+    (cluster / "log").write_text("".join(f"2026-01-01T00:00:0{second}Z line {second}\n" for second in range(6)))
+    answers(
+        cluster,
+        ({}, []),
+        ({}, [pod(0, "Pending", conditions=unschedulable), running[1]]),
+        ("error: connection refused", []),
+        ({}, [pod(0, "Pending", **container("waiting", reason="ImagePullBackOff")), running[1]]),
+        *[({}, running)] * 3,
+        *[(conditions(Failed="JobFailed"), failed)] * 2,
+    )
+    result = run("submit", "--to", "kubernetes", "--follow", "--namespace", "team", "--image", "a", "train.py")
+    assert result.exit_code == 1, result.output
+    assert states(result) == [
+        "TrainJob train is pending (no pods yet)",
+        "TrainJob train is pending (train-node-0-0: Unschedulable: no GPUs)",
+        "the scheduler does not respond, retrying: error: connection refused",
+        "the scheduler responds again",
+        "TrainJob train is pending (train-node-0-0: ImagePullBackOff)",
+        "TrainJob train is running on host0, host1",
+        "TrainJob train has failed (JobFailed), with exit code 1",
+    ]
+    # kubectl ends after each three lines, and its next call repeats the last one.
+    log = [line for line in result.stdout.splitlines() if line.startswith("line ")]
+    assert log == [f"line {second}" for second in range(6)]
+    calls = (cluster / "calls").read_text().splitlines()
+    assert calls[0] == "apply -f -"
+    assert "get trainjobs.trainer.kubeflow.org train --namespace team --output json" in calls
+    assert "get pods --selector jobset.sigs.k8s.io/jobset-name=train --namespace team --output json" in calls
+    assert "logs --follow --timestamps --namespace team train-node-0-0" in calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "resource", "succeeded"),
+    [
+        ("TrainJob", "trainjobs.trainer.kubeflow.org", "Complete"),
+        ("PyTorchJob", "pytorchjobs.kubeflow.org", "Succeeded"),
+        ("MPIJob", "mpijobs.kubeflow.org", "Succeeded"),
+    ],
+)
+def test_follow_of_a_completed_job_exits_with_0(kind: str, resource: str, succeeded: str, cluster: Path) -> None:
+    answers(cluster, (conditions(Created="JobCreated", **{succeeded: "Done"}), []))
+    result = run("follow", "--to", "kubernetes", "--kind", kind, "train")
+    assert (result.exit_code, states(result)) == (0, [f"{kind} train is completed"])
+    assert f"get {resource} train --output json" in (cluster / "calls").read_text()
+
+
+def test_follow_reports_a_deleted_job(cluster: Path) -> None:
+    answers(cluster, ({}, []))
+    result = run("follow", "--to", "kubernetes", "train")
+    assert result.exit_code == 1
+    assert states(result)[-1] == "TrainJob train was deleted, so that its exit code is unknown"
+
+
+def test_follow_stops_if_the_scheduler_does_not_respond(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_UNREACHABLE_LIMIT_SECONDS", 0.2)
+    answers(cluster, *[("error: connection refused", [])] * 200)
+    result = run("follow", "--to", "kubernetes", "train")
+    assert result.exit_code == 1
+    assert states(result) == [
+        "the scheduler does not respond, retrying: error: connection refused",
+        "TrainJob train is not followed any longer. Follow it again with: unitrain follow --to kubernetes train",
+    ]
+
+
+def test_log_file_may_appear_late_be_truncated_and_be_replaced(
+    cluster: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    log = cluster / "my log.out"
+    text = f"JobId=7 JobName=a\n   JobState=RUNNING Reason=None\n   NodeList=n[1-2]\n   StdOut={log}\n"
+    (cluster / "show").write_text(text)
+    write_program(cluster, "scontrol", f"cat {cluster}/show")
+    job = SlurmJob("7")
+    assert job.read_status().text == "is running on n[1-2]"
+    assert not job.copy_log()
+
+    def copied() -> bytes:
+        assert job.copy_log()
+        assert not job.copy_log()
+        return capfdbinary.readouterr().out
+
+    log.write_bytes(b"one\n\xff")
+    assert copied() == b"one\n\xff"
+    with log.open("ab") as file:
+        file.write(b"two\n")
+    assert copied() == b"two\n"
+    log.write_bytes(b"3\n")  # truncated
+    assert copied() == b"3\n"
+    with log.open("ab") as file:
+        file.write(b"rest\n")
+    log.rename(cluster / "rotated")
+    log.write_bytes(b"a longer text in a new file\n")
+    assert copied() == b"rest\na longer text in a new file\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "expected", "text"),
+    [
+        ("COMPLETED", "0:0", 0, "is completed"),
+        ("FAILED", "75:0", 75, "has failed, with exit code 75"),
+        ("CANCELLED", "0:15", 143, "is cancelled, with exit code 143"),
+        ("TIMEOUT", "0:0", 1, "has reached its time limit, with exit code 1"),
+        ("OUT_OF_MEMORY", "0:125", 253, "has ended as OUT_OF_MEMORY, with exit code 253"),
+    ],
+)
+@pytest.mark.parametrize("is_removed", [False, True], ids=["controller", "accounting"])
+def test_exit_code_of_a_slurm_job(
+    state: str, code: str, expected: int, text: str, is_removed: bool, cluster: Path
+) -> None:
+    shown = f"echo 'JobId=7 JobState={state} Reason=None ExitCode={code}'"
+    gone = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    write_program(cluster, "scontrol", gone if is_removed else shown)
+    write_program(cluster, "sacct", f"echo '{state} by 0|{code}'")
+    result = run("follow", "--to", "slurm", "7")
+    assert (result.exit_code, states(result)) == (expected, [f"job 7 {text}"])
+
+
+def test_follow_polls_slurm_rarely(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that waits for hours must not load the controller."""
+    monkeypatch.undo()
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    times = []
+
+    class Pending(SlurmJob):
+        def read_status(self) -> following.JobStatus:
+            times.append(clock[0])
+            return following.JobStatus("is completed", 0) if clock[0] > 3600 else following.JobStatus("is pending")
+
+    assert following.follow(Pending("7")) == 0
+    assert 300 <= len(times) <= 370
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("follow --to slrum 7", "Unknown scheduler 'slrum'. Did you mean 'slurm'? Available: slurm, kubernetes."),
+        ("follow --to slurm train", "A Slurm job has a number, got 'train'. Use the number that sbatch printed"),
+        (
+            "follow --to slurm --kind MPIJob 7",
+            "--kind MPIJob is an option for kubernetes, but --to is slurm. Leave --kind out",
+        ),
+        (
+            "follow --to kubernetes --cluster a train",
+            "--cluster a is an option for slurm, but --to is kubernetes. Leave --cluster out",
+        ),
+        (
+            "follow --to kubernetes --kind Job train",
+            "--kind must be one of TrainJob, PyTorchJob, MPIJob, got 'Job'. Use: --kind TrainJob",
+        ),
+        (
+            "submit --to slurm --follow --array=1-3 train.py",
+            "--follow shows one job, but --array=1-3 submits several. Leave --follow out",
+        ),
+    ],
+    ids=str,
+)
+def test_invalid_arguments_are_reported_with_a_fix(arguments: str, message: str, cluster: Path) -> None:
+    result = run(*arguments.split())
+    assert result.exit_code == 2, result.output
+    assert result.stderr.rpartition("\nError: ")[2].strip() == message

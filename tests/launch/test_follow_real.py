@@ -1,0 +1,150 @@
+"""`unitrain submit --follow` on a real Slurm with two hosts: state, log and exit code of jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import hosts
+from requirements import needs_hosts, needs_slurm
+from slurm import slurm
+
+SECONDS = 120
+UNITRAIN = [sys.executable, "-m", "unitrain"]
+SCRIPT = """
+import os, pathlib, sys, time
+
+attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
+kind, go = sys.argv[1:]
+print(kind, "attempt", attempt, "rank", os.environ["SLURM_PROCID"], flush=True)
+if kind == "fails":
+    sys.exit(3)
+if kind == "requeued" and attempt == "0":
+    sys.exit(75)
+if kind == "waits":
+    while not pathlib.Path(go).exists():
+        time.sleep(0.2)
+    print("waits no longer", flush=True)
+if kind == "cancelled":
+    time.sleep(300)
+"""
+
+
+class Followed:
+    """A running `unitrain submit --follow` or `unitrain follow` with its output so far."""
+
+    def __init__(self, process: subprocess.Popen[str], path: Path) -> None:
+        self.process, self.path = process, path
+
+    def output(self) -> str:
+        return self.path.read_text()
+
+    def job(self) -> str:
+        match = wait_for("the job's number", lambda: re.search(r"^Submitted batch job (\d+)$", self.output(), re.M))
+        return str(match[1])
+
+    def states(self) -> list[str]:
+        return re.findall(r"^unitrain: (.*)$", self.output(), re.MULTILINE)
+
+
+def wait_for(what: str, find: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + SECONDS
+    while not (found := find()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} was not seen within {SECONDS} s")
+        time.sleep(0.2)
+    return found
+
+
+@needs_hosts
+@needs_slurm
+@pytest.mark.ci
+@pytest.mark.timeout(600)
+def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    daemons = tmp_path / "slurm"
+    daemons.mkdir()
+    with hosts(2, tmp_path) as found, slurm(found, daemons) as variables:
+        variables |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        first = found[0]
+
+        def start(name: str, *words: str) -> Followed:
+            path = tmp_path / f"{name}.output"
+            with path.open("w") as output:
+                return Followed(first.start([*UNITRAIN, *words], variables, stdout=output.fileno()), path)
+
+        def submit(kind: str, *options: str) -> Followed:
+            arguments = ["submit", "--to", "slurm", "--follow", "--time", "30", "--output", f"{kind}.log", *options]
+            return start(kind, *arguments, "train.py", kind, "go")
+
+        def control(*words: str) -> str:
+            done = first.run(words, variables, seconds=60)
+            assert done.returncode == 0, done.stdout
+            return done.stdout
+
+        fails = submit("fails", "--nodes", "2")
+        requeued = submit("requeued", "--open-mode=truncate")
+        waits, cancelled = submit("waits"), submit("cancelled")
+
+        assert fails.process.wait(SECONDS) == 3, fails.output()
+        assert sorted(re.findall("^fails attempt 0 rank .$", fails.output(), re.M)) == [
+            f"fails attempt 0 rank {rank}" for rank in (0, 1)
+        ]
+        assert fails.states()[-1] == f"job {fails.job()} has failed, with exit code 3"
+
+        wait_for("the log of a running job", lambda: "cancelled attempt 0 rank 0" in cancelled.output())
+        assert re.search(rf"^unitrain: job {cancelled.job()} is running on h[12]$", cancelled.output(), re.M)
+        control("scancel", cancelled.job())
+        assert cancelled.process.wait(SECONDS) not in (0, 130), cancelled.output()
+        assert f"job {cancelled.job()} is cancelled, with exit code" in cancelled.states()[-1]
+
+        # Ctrl-C ends the command and not the job.
+        wait_for("the log of a running job", lambda: "waits attempt 0 rank 0" in waits.output())
+        (pid,) = (pid for pid, command in first.find_processes().items() if "waits.log" in command)
+        os.kill(pid, signal.SIGINT)
+        assert waits.process.wait(SECONDS) == 130, waits.output()
+        job = waits.job()
+        assert waits.states()[-2:] == [
+            f"job {job} continues. Follow it with: unitrain follow --to slurm {job}",
+            f"Cancel it with: scancel {job}",
+        ]
+        assert control("squeue", "-h", "-o", "%T", "-j", job).strip() == "RUNNING"
+
+        # The controller does not respond for a while.
+        again = start("again", "follow", "--to", "slurm", job)
+        wait_for("the log of a running job", lambda: "waits attempt 0 rank 0" in again.output())
+        for pid, command in first.find_processes().items():
+            if "slurmctld" in command:
+                os.kill(pid, signal.SIGKILL)
+        wait_for("the failure", lambda: "the scheduler does not respond, retrying" in again.output())
+        controller = first.start(["/usr/sbin/slurmctld", "-D"], variables, stdout=subprocess.DEVNULL)
+        wait_for("the response", lambda: "the scheduler responds again" in again.output())
+        (tmp_path / "go").touch()
+        assert again.process.wait(SECONDS) == 0, again.output()
+        assert again.output().count("waits no longer") == 1
+        assert again.states()[-1] == f"job {job} is completed"
+
+        # Slurm starts a requeued job after two minutes; its log is truncated.
+        job = requeued.job()
+        wait_for("the requeue", lambda: re.search(r"is pending \(\w+\), requeued once", requeued.output()))
+        wait_for("free nodes", lambda: set(control("sinfo", "-hN", "--format=%T").split()) == {"idle"})
+        time.sleep(3)
+        control("scontrol", "update", f"JobId={job}", "StartTime=now")
+        assert requeued.process.wait(SECONDS) == 0, requeued.output()
+        attempts = [f"requeued attempt {attempt} rank 0" for attempt in (0, 1)]
+        assert [requeued.output().count(attempt) for attempt in attempts] == [1, 1], requeued.output()
+        assert requeued.states()[-1] == f"job {job} is completed"
+
+        done = first.run([*UNITRAIN, "follow", "--to", "slurm", "999999"], variables)
+        assert done.returncode == 1
+        assert "Slurm does not know job 999999 any more" in done.stdout
+    controller.wait(SECONDS)

@@ -1,0 +1,213 @@
+"""State and log of a Kubernetes job of Kubeflow, for `following`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from unitrain.launchers import LaunchError
+from unitrain.launchers.translation.kubernetes import KINDS
+from unitrain.supervisor.following import FollowedJob, JobGoneError, JobStatus, UnreachableError, run_client
+
+_RESOURCES = {
+    "TrainJob": "trainjobs.trainer.kubeflow.org",
+    "PyTorchJob": "pytorchjobs.kubeflow.org",
+    "MPIJob": "mpijobs.kubeflow.org",
+}
+# The label of the pods with the name of the job: a TrainJob has a JobSet of the same name.
+_JOB_LABELS = {
+    "TrainJob": "jobset.sigs.k8s.io/jobset-name",
+    "PyTorchJob": "training.kubeflow.org/job-name",
+    "MPIJob": "training.kubeflow.org/job-name",
+}
+# Labels of a pod with their values in the pod that runs rank 0 or the launcher, which prints the output of all ranks.
+_FIRST_POD_LABELS = (
+    {"jobset.sigs.k8s.io/replicatedjob-name": "launcher"},
+    {"jobset.sigs.k8s.io/replicatedjob-name": "node", "batch.kubernetes.io/job-completion-index": "0"},
+    {"training.kubeflow.org/replica-type": "master"},
+    {"training.kubeflow.org/job-role": "launcher"},
+)
+_SUCCEEDED, _FAILED = ("Complete", "Succeeded"), ("Failed",)
+_CHUNK_BYTES = 1 << 16
+
+
+class KubernetesJob(FollowedJob):
+    """A job of one of `kubernetes.KINDS` in a namespace, or in the default namespace of kubectl."""
+
+    def __init__(self, name: str, kind: str = KINDS[0], namespace: str | None = None) -> None:
+        if kind not in KINDS:
+            raise LaunchError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}. Use: --kind {KINDS[0]}")
+        self.name = f"{kind} {name}"
+        self._job, self._kind = name, kind
+        self._namespace = ("--namespace", namespace) if namespace is not None else ()
+        options = "".join(f" {word}" for word in self._namespace)
+        kind_option = f" --kind {kind}" if kind != KINDS[0] else ""
+        self.follow_command = f"unitrain follow --to kubernetes{kind_option}{options} {name}"
+        self.cancel_command = f"kubectl delete {_RESOURCES[kind]} {name}{options}"
+        self._pod: Mapping[str, Any] | None = None
+        self._log = _PodLog(self._namespace)
+
+    @staticmethod
+    def from_manifest(text: str) -> KubernetesJob:
+        """Return the job of a manifest that unitrain has written."""
+        manifest = yaml.safe_load(text)
+        metadata = manifest["metadata"]
+        return KubernetesJob(metadata["name"], manifest["kind"], metadata.get("namespace"))
+
+    def read_status(self) -> JobStatus:
+        job = self._get(_RESOURCES[self._kind], self._job)
+        if job is None:
+            raise JobGoneError(f"{self.name} was deleted, so that its exit code is unknown")
+        pods = self._get("pods", "--selector", f"{_JOB_LABELS[self._kind]}={self._job}")
+        found = sorted((pods or {}).get("items", ()), key=lambda pod: pod["metadata"]["creationTimestamp"])
+        first = [pod for pod in found if _is_first(pod)]
+        self._pod = first[-1] if first else None  # the newest, after a restart
+        conditions = {
+            one["type"]: one for one in job.get("status", {}).get("conditions", ()) if one["status"] == "True"
+        }
+        if any(name in conditions for name in _SUCCEEDED):
+            return JobStatus("is completed", 0)
+        failed = next((conditions[name] for name in _FAILED if name in conditions), None)
+        if failed is not None:
+            code = next((code for code in map(_exit_code, [*reversed(first), *found]) if code), 1)
+            return JobStatus(f"has failed ({_reason(failed)}), with exit code {code}", code)
+        if "Suspended" in conditions:
+            return JobStatus(f"is suspended ({_reason(conditions['Suspended'])})")
+        waiting = [(pod["metadata"]["name"], reason) for pod in found if (reason := _waiting_reason(pod))]
+        restarts = sum(one.get("restartCount", 0) for pod in found for one in _container_statuses(pod))
+        restarted = f", {restarts} restarts of containers" if restarts else ""
+        if not found:
+            return JobStatus("is pending (no pods yet)")
+        if waiting:
+            return JobStatus(f"is pending ({waiting[0][0]}: {waiting[0][1]}){restarted}")
+        nodes = dict.fromkeys(pod["spec"].get("nodeName", "unknown node") for pod in found)
+        return JobStatus(f"is running on {', '.join(nodes)}{restarted}")
+
+    def copy_log(self) -> bool:
+        return self._log.copy(self._pod)
+
+    def close(self) -> None:
+        self._log.close()
+
+    def _get(self, *words: str) -> dict[str, Any] | None:
+        """Return objects as kubectl prints them, or None if the object does not exist."""
+        done = run_client(["kubectl", "get", *words, *self._namespace, "--output", "json"])
+        if done.returncode == 0:
+            found: dict[str, Any] = json.loads(done.stdout)
+            return found
+        if "(NotFound)" in done.stderr:
+            return None
+        raise UnreachableError(done.stderr.strip() or f"kubectl exited with {done.returncode}")
+
+
+class _PodLog:
+    """The log of a pod, which `kubectl logs --follow` writes to a pipe.
+
+    kubectl ends when the container ends, when the log is rotated, and when it loses its connection. It is then started
+    again, at the time of the last line.
+    """
+
+    def __init__(self, namespace: Sequence[str]) -> None:
+        self._namespace = namespace
+        self._process: subprocess.Popen[bytes] | None = None
+        self._rest = b""
+        self._last_time = b""
+        self._lines_at_last_time: set[bytes] = set()
+
+    def copy(self, pod: Mapping[str, Any] | None) -> bool:
+        """Write new lines to standard output, and return whether there were any."""
+        if self._process is None:
+            if pod is None or not _has_log(pod):
+                return False
+            since = ["--since-time", self._last_time.decode()] if self._last_time else []
+            self._process = subprocess.Popen(
+                ["kubectl", "logs", "--follow", "--timestamps", *since, *self._namespace, pod["metadata"]["name"]],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            assert self._process.stdout is not None
+            os.set_blocking(self._process.stdout.fileno(), False)
+        is_new = False
+        assert self._process.stdout is not None
+        while True:
+            try:
+                chunk = os.read(self._process.stdout.fileno(), _CHUNK_BYTES)
+            except BlockingIOError:
+                break
+            if not chunk:
+                self.close()
+                break
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            for line in lines:
+                is_new |= self._write(line)
+        return is_new
+
+    def close(self) -> None:
+        """Terminate kubectl."""
+        if self._process is None:
+            return
+        if self._rest:
+            self._write(self._rest)
+        self._rest = b""
+        process, self._process = self._process, None
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        assert process.stdout is not None
+        process.stdout.close()
+        process.wait()
+
+    def _write(self, line: bytes) -> bool:
+        """Write a line without its time, unless it was written before kubectl was started again."""
+        time, _, text = line.partition(b" ")
+        if time < self._last_time or (time == self._last_time and line in self._lines_at_last_time):
+            return False
+        if time != self._last_time:
+            self._last_time = time
+            self._lines_at_last_time.clear()
+        self._lines_at_last_time.add(line)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text + b"\n")
+        sys.stdout.buffer.flush()
+        return True
+
+
+def _is_first(pod: Mapping[str, Any]) -> bool:
+    labels = pod["metadata"].get("labels", {})
+    return any(expected.items() <= labels.items() for expected in _FIRST_POD_LABELS)
+
+
+def _container_statuses(pod: Mapping[str, Any]) -> list[dict[str, Any]]:
+    statuses: list[dict[str, Any]] = pod.get("status", {}).get("containerStatuses", [])
+    return statuses
+
+
+def _has_log(pod: Mapping[str, Any]) -> bool:
+    return any({"running", "terminated"} & one.get("state", {}).keys() for one in _container_statuses(pod))
+
+
+def _exit_code(pod: Mapping[str, Any]) -> int:
+    """Return the exit code of a container that failed, or 0."""
+    states = [one.get(key, {}) for one in _container_statuses(pod) for key in ("state", "lastState")]
+    return next((code for state in states if (code := state.get("terminated", {}).get("exitCode", 0))), 0)
+
+
+def _waiting_reason(pod: Mapping[str, Any]) -> str:
+    """Return the reason why a pod does not run, such as ImagePullBackOff or Unschedulable, or an empty string."""
+    for one in _container_statuses(pod):
+        if "waiting" in one.get("state", {}):
+            return _reason(one["state"]["waiting"])
+    for condition in pod.get("status", {}).get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return _reason(condition)
+    return "Pending" if pod.get("status", {}).get("phase") == "Pending" else ""
+
+
+def _reason(found: Mapping[str, Any]) -> str:
+    reason, message = found.get("reason", "unknown reason"), found.get("message", "")
+    return f"{reason}: {message}" if message else reason

@@ -1,0 +1,140 @@
+"""State and log of a Slurm job, for `following`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from unitrain.launchers import LaunchError
+from unitrain.supervisor.following import FollowedJob, JobGoneError, JobStatus, UnreachableError, run_client
+
+_SUBMITTED = re.compile(r"^Submitted batch job (\d+)(?: on cluster (\S+))?", re.MULTILINE)
+_FINAL_STATES = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+}  # fmt: skip
+# Values end at a blank, except the last of a line, such as a path.
+_WORD = r"(?:^|\s){}=(\S*)"
+_LINE = r"^\s*{}=(.*)$"
+_CHUNK_BYTES = 1 << 16
+
+
+class SlurmJob(FollowedJob):
+    """A batch job. `cluster` is its cluster in a federation, or None."""
+
+    def __init__(self, job_id: str, cluster: str | None = None) -> None:
+        if not re.fullmatch(r"\d+", job_id, re.ASCII):
+            raise LaunchError(f"A Slurm job has a number, got {job_id!r}. Use the number that sbatch printed")
+        self.name = f"job {job_id}"
+        self.follow_command = f"unitrain follow --to slurm {job_id}"
+        self.cancel_command = f"scancel {job_id}"
+        self._id = job_id
+        self._clusters: tuple[str, ...] = ()
+        if cluster is not None:
+            self._clusters = ("-M", cluster)
+            self.follow_command = f"unitrain follow --to slurm --cluster {cluster} {job_id}"
+            self.cancel_command = f"scancel -M {cluster} {job_id}"
+        self._log: _GrowingFile | None = None
+
+    @staticmethod
+    def from_output(text: str) -> SlurmJob:
+        """Return the job of which sbatch printed the number. Raises LaunchError if it printed none."""
+        match = _SUBMITTED.search(text)
+        if match is None:
+            raise LaunchError("sbatch printed no job number, so that the job cannot be followed. Use: squeue --me")
+        return SlurmJob(match[1], match[2])
+
+    def read_status(self) -> JobStatus:
+        done = run_client(["scontrol", *self._clusters, "show", "job", self._id])
+        if done.returncode != 0:
+            if "Invalid job id" in done.stderr:
+                return self._read_accounting()
+            raise UnreachableError(done.stderr.strip() or f"scontrol exited with {done.returncode}")
+        text = done.stdout
+        state = _find(_WORD, "JobState", text)
+        path = _find(_LINE, "StdOut", text)
+        if path and (self._log is None or self._log.path != Path(path)):
+            self._log = _GrowingFile(Path(path))
+        if state in _FINAL_STATES:
+            return _final_status(state, _find(_WORD, "ExitCode", text))
+        restarts = int(_find(_WORD, "Restarts", text) or 0)
+        attempt = f", requeued {restarts} times" if restarts > 1 else ", requeued once" if restarts else ""
+        hosts = _find(_WORD, "NodeList", text)
+        if state == "PENDING":
+            reason = _find(_WORD, "Reason", text)
+            return JobStatus(f"is pending{f' ({reason})' if reason not in ('', 'None') else ''}{attempt}")
+        if hosts in ("", "(null)"):
+            return JobStatus(f"is {state.lower()}{attempt}")
+        return JobStatus(f"is {state.lower()} on {hosts}{attempt}")
+
+    def copy_log(self) -> bool:
+        return self._log is not None and self._log.copy()
+
+    def _read_accounting(self) -> JobStatus:
+        """Return the state of a job that the controller has removed, from the accounting database."""
+        gone = f"Slurm does not know {self.name} any more, so that its exit code is unknown"
+        try:
+            done = run_client(["sacct", *self._clusters, "-XnP", "-o", "State,ExitCode", "-j", self._id])
+        except LaunchError:
+            raise JobGoneError(gone) from None
+        state, _, code = done.stdout.strip().partition("\n")[0].partition("|")
+        state = state.partition(" ")[0]  # CANCELLED by 1000
+        if done.returncode != 0 or state not in _FINAL_STATES:
+            raise JobGoneError(gone)
+        return _final_status(state, code)
+
+
+class _GrowingFile:
+    """A file that another process writes. It may appear later, be truncated, or be replaced by another file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def copy(self) -> bool:
+        """Write new content to standard output, and return whether there was any."""
+        is_new = self._copy_open_file()
+        try:
+            found = self.path.stat()
+        except OSError:  # it does not exist yet, or is being replaced
+            return is_new
+        if self._descriptor is not None:
+            known = os.fstat(self._descriptor)
+            if (known.st_dev, known.st_ino) != (found.st_dev, found.st_ino):
+                os.close(self._descriptor)
+                self._descriptor = None
+            elif known.st_size < os.lseek(self._descriptor, 0, os.SEEK_CUR):
+                os.lseek(self._descriptor, 0, os.SEEK_SET)
+        if self._descriptor is None:
+            try:
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except OSError:
+                return is_new
+        return self._copy_open_file() or is_new
+
+    def _copy_open_file(self) -> bool:
+        is_new = False
+        while self._descriptor is not None and (chunk := os.read(self._descriptor, _CHUNK_BYTES)):
+            sys.stdout.flush()
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+            is_new = True
+        return is_new
+
+
+def _find(pattern: str, name: str, text: str) -> str:
+    match = re.search(pattern.format(name), text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _final_status(state: str, code_and_signal: str) -> JobStatus:
+    """Return the status for a final state and Slurm's exit code, such as 3:0, or 0:9 after a signal."""
+    code, _, signal_number = code_and_signal.partition(":")
+    exit_code = int(code or 0) or (128 + int(signal_number) if int(signal_number or 0) else 0)
+    if state == "COMPLETED":
+        return JobStatus("is completed", 0)
+    exit_code = exit_code or 1
+    names = {"FAILED": "has failed", "TIMEOUT": "has reached its time limit", "CANCELLED": "is cancelled"}
+    return JobStatus(f"{names.get(state, f'has ended as {state}')}, with exit code {exit_code}", exit_code)
