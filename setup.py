@@ -26,6 +26,8 @@ wandb = ["pillow>=10.0", "wandb>=0.17"]
 mlflow = ["alembic>=1.10", "mlflow-skinny>=2.14", "pillow>=10.0", "sqlalchemy>=2.0"]  # with an SQLite database
 loggers = [*tensorboard, *wandb, *mlflow]
 notebook = ["ipykernel>=6.20", "nbclient>=0.8"]  # the tests execute a notebook
+# Not part of dev: flytekit requires python-dateutil<3, and constraints.txt has a later version.
+flyte = ["flytekit>=1.16"]
 # For benchmarks/peers.py, which reports missing libraries.
 peers = ["accelerate>=1.0", "lightning>=2.4", "pytorch-ignite>=0.5"]
 # Schemas of Kubernetes and Kubeflow, with which the tests validate manifests.
@@ -108,6 +110,7 @@ setup(
         "loggers": loggers,
         "prometheus": prometheus,
         "report": report,
+        "flyte": flyte,
         "peers": peers,
         "docs": docs,
         "dev": [
