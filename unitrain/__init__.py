@@ -22,6 +22,7 @@ _EXPORTS = {
     "AuthenticationError": "unitrain.errors",
     "Backend": "unitrain.backends.base",
     "BackendUnavailableError": "unitrain.errors",
+    "BatchSizeSearch": "unitrain.batch_size_finder",
     "CSVLogger": "unitrain.loggers.csv",
     "Callback": "unitrain.callbacks.callback",
     "CallbackError": "unitrain.errors",
@@ -40,6 +41,7 @@ _EXPORTS = {
     "HorovodBuildError": "unitrain.errors",
     "JSONLinesLogger": "unitrain.loggers.json_lines",
     "LauncherMismatchError": "unitrain.errors",
+    "LearningRateCurve": "unitrain.learning_rate_finder",
     "LocalSGDConfig": "unitrain.backends.local_sgd_config",
     "LocalSGD": "unitrain.optim.local_sgd",
     "Logger": "unitrain.loggers.logger",
@@ -48,12 +50,14 @@ _EXPORTS = {
     "MeanMetric": "unitrain.metrics.means",
     "MetricError": "unitrain.errors",
     "MissingDependencyError": "unitrain.errors",
+    "ModelSummary": "unitrain.model_summary",
     "ModelError": "unitrain.errors",
     "ModelLoss": "unitrain.optim.model_loss",
     "NonFiniteGradientError": "unitrain.errors",
     "NonFiniteLossError": "unitrain.errors",
     "Pipeline": "unitrain.backends.pipeline.pipeline",
     "PowerSGD": "unitrain.backends.compression_setting",
+    "PredictionWriter": "unitrain.prediction_writer",
     "Preempted": "unitrain.errors",
     "Profiler": "unitrain.callbacks.profiler",
     "RankFailedError": "unitrain.errors",
@@ -78,11 +82,14 @@ _EXPORTS = {
     "broadcast_buffers": "unitrain.modules.buffers",
     "checkpoint_activations": "unitrain.modules.activation_checkpointing",
     "differentiable_allgather": "unitrain.modules.differentiable_allgather",
+    "find_batch_size": "unitrain.batch_size_finder",
+    "find_learning_rate": "unitrain.learning_rate_finder",
     "init": "unitrain.initialize",
     "register_process_group": "unitrain.backends.horovod",
     "require_capability": "unitrain.backends.capabilities",
     "run": "unitrain.functions.run",
     "shard_optimizer_state": "unitrain.backends.sharding.optimizer_state",
+    "summarize": "unitrain.model_summary",
     "sync_batch_norm": "unitrain.modules.sync_batch_norm",
 }
 _RENAMED = {"available_backends": "available"}
@@ -91,6 +98,7 @@ __all__ = [
     "AuthenticationError",
     "Backend",
     "BackendUnavailableError",
+    "BatchSizeSearch",
     "CSVLogger",
     "Callback",
     "CallbackError",
@@ -109,6 +117,7 @@ __all__ = [
     "HorovodBuildError",
     "JSONLinesLogger",
     "LauncherMismatchError",
+    "LearningRateCurve",
     "LocalSGD",
     "LocalSGDConfig",
     "Logger",
@@ -119,10 +128,12 @@ __all__ = [
     "MissingDependencyError",
     "ModelError",
     "ModelLoss",
+    "ModelSummary",
     "NonFiniteGradientError",
     "NonFiniteLossError",
     "Pipeline",
     "PowerSGD",
+    "PredictionWriter",
     "Preempted",
     "Profiler",
     "RankFailedError",
@@ -148,11 +159,14 @@ __all__ = [
     "broadcast_buffers",
     "checkpoint_activations",
     "differentiable_allgather",
+    "find_batch_size",
+    "find_learning_rate",
     "init",
     "register_process_group",
     "require_capability",
     "run",
     "shard_optimizer_state",
+    "summarize",
     "sync_batch_norm",
 ]
 
@@ -172,6 +186,7 @@ if TYPE_CHECKING:
     from unitrain.backends.pipeline.pipeline import Pipeline
     from unitrain.backends.registry import available as available_backends
     from unitrain.backends.sharding.optimizer_state import shard_optimizer_state
+    from unitrain.batch_size_finder import BatchSizeSearch, find_batch_size
     from unitrain.bootstrap.environment import RankInfo
     from unitrain.callbacks.callback import Callback
     from unitrain.callbacks.early_stopping import EarlyStopping
@@ -210,6 +225,7 @@ if TYPE_CHECKING:
     )
     from unitrain.functions.run import run
     from unitrain.initialize import init
+    from unitrain.learning_rate_finder import LearningRateCurve, find_learning_rate
     from unitrain.loggers.csv import CSVLogger
     from unitrain.loggers.json_lines import JSONLinesLogger
     from unitrain.loggers.logger import Logger
@@ -217,11 +233,13 @@ if TYPE_CHECKING:
     from unitrain.loggers.tensorboard import TensorBoardLogger
     from unitrain.loggers.wandb import WandbLogger
     from unitrain.metrics.means import MeanMetric
+    from unitrain.model_summary import ModelSummary, summarize
     from unitrain.modules.activation_checkpointing import checkpoint_activations
     from unitrain.modules.buffers import broadcast_buffers
     from unitrain.modules.differentiable_allgather import differentiable_allgather
     from unitrain.modules.sync_batch_norm import sync_batch_norm
     from unitrain.optim.local_sgd import LocalSGD
+    from unitrain.prediction_writer import PredictionWriter
     from unitrain.progress.training_progress import TrainingProgress
     from unitrain.trainer import Trainer
 

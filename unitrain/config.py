@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from unitrain import validation
+from unitrain.accumulation import Accumulation, read_accumulation
 from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
 from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
@@ -60,8 +61,10 @@ class TrainConfig:
     """Samples per rank and micro-batch. If the data is a DataLoader, its batch size is used. An elastic job keeps its
     initial global batch size when its number of ranks changes.
     """
-    gradient_accumulation_steps: int | None = None
-    """Micro-batches per optimizer step. The default is 1 unless `global_batch_size` is set."""
+    gradient_accumulation_steps: Accumulation | None = None
+    """Micro-batches per optimizer step. The default is 1 unless `global_batch_size` is set. A schedule such as
+    {0: 1, 4: 4} accumulates 4 micro-batches from the fifth epoch on, so the global batch size changes.
+    """
     global_batch_size: int | None = None
     """Samples per optimizer step over all ranks. Without the other two settings, it is divided by the number of
     ranks."""
@@ -221,6 +224,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_length()
+        name, value = "gradient_accumulation_steps", self.gradient_accumulation_steps
+        object.__setattr__(self, name, read_accumulation(_full_name(name), value, self.global_batch_size))
         for name, minimum, fix in _INTEGER_SETTINGS:
             validation.check_integer(_full_name(name), getattr(self, name), minimum, fix)
         for name, minimum, fix in _OPTIONAL_INTEGER_SETTINGS:
@@ -417,7 +422,6 @@ _OPTIONAL_INTEGER_SETTINGS = (
     ("max_steps", 1, "Use max_steps=1 to update the parameters once"),
     ("batch_size", 1, "Use 32 to start with"),
     ("eval_batch_size", 1, "Leave it out to evaluate with batch_size"),
-    ("gradient_accumulation_steps", 1, "Use 1 to step after every batch"),
     ("global_batch_size", 1, "Use 256 to start with"),
     ("logical_ranks", 1, "Leave it out to train on the ranks that were started"),
     ("reference_batch_size", 1, "Use the batch size for which the learning rate was chosen"),

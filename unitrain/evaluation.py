@@ -24,6 +24,7 @@ from unitrain.optim.forward import Forward
 from unitrain.optim.loss_weighting import LossKind, LossOutput, check_one_loss_kind, read_loss
 from unitrain.optim.precision import Precision
 from unitrain.prediction import Outputs
+from unitrain.prediction_writer import PredictionFiles, PredictionWriter
 from unitrain.randomness import preserve_generators
 
 LossFunction = Callable[[Any, Any], LossOutput]
@@ -100,9 +101,21 @@ class Evaluation:
                 )
         return {**results, **self._metrics.compute()}
 
-    def predict(self, shard: EvaluationShard) -> Any:
-        """Return the model's outputs for all samples, in the order of the dataset, the same on every rank."""
-        outputs = Outputs()
+    def predict(self, shard: EvaluationShard, writer: PredictionWriter | None = None) -> Any:
+        """Return the model's outputs for all samples, in the order of the dataset, the same on every rank.
+
+        With a `writer`, write the outputs to its folder, and return the path of the folder.
+        """
+        if writer is None:
+            outputs = Outputs()
+            self._predict_shard(shard, outputs)
+            return outputs.gather(self._communicator, shard.stride_unit)
+        with writer.open(self._communicator, shard.first_row, shard.stride_unit) as files:
+            self._predict_shard(shard, files)
+            return files.finish()
+
+    def _predict_shard(self, shard: EvaluationShard, outputs: Outputs | PredictionFiles) -> None:
+        """Add the outputs of this rank's batches to `outputs`."""
 
         def predict_shard() -> None:
             for batch, samples in self._batches(shard, shard.complete_batches()):
@@ -115,7 +128,6 @@ class Evaluation:
 
         with self._evaluating():
             call_on_all_ranks(self._communicator, predict_shard)
-        return outputs.gather(self._communicator, shard.stride_unit)
 
     def _batches(self, shard: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
         prefetched = self._prefetch(batches, ahead=shard.can_prefetch)

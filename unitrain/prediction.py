@@ -19,7 +19,7 @@ _MAX_GATHERED_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class _OutputSpec:
+class OutputSpec:
     """Properties of an output that must be equal in all batches and on all ranks: path, shape per sample and dtype."""
 
     path: str
@@ -39,7 +39,7 @@ class Outputs:
 
     def __init__(self) -> None:
         self._layout: Any = None
-        self._specs: list[_OutputSpec] = []
+        self._specs: list[OutputSpec] = []
         self._batches: list[list[Tensor]] = []
         self._samples: list[int] = []
 
@@ -53,27 +53,9 @@ class Outputs:
         Raises ModelError if it cannot be concatenated: it contains objects other than tensors, its first dimension is
         not `samples`, or its structure differs from earlier batches.
         """
-        tensors: list[Tensor] = []
-        specs: list[_OutputSpec] = []
-
-        def read_part(path: str, part: Any) -> Any:
-            if part is None:
-                return None
-            if isinstance(part, Tensor):
-                tensors.append(_copy_to_cpu(path, part, samples))
-                specs.append(_OutputSpec(path, tuple(part.shape[1:]), part.dtype))
-                return specs[-1]
-            copied = map_parts(lambda step, inner: read_part(path + step, inner), part)
-            if copied is part:
-                raise ModelError(
-                    f"predict collects tensors, but {path} is a {type(part).__name__}. "
-                    "Do not return it from forward, or make it a tensor with one row per sample."
-                )
-            return copied
-
-        layout = read_part("output", output)
-        if self._batches and specs != self._specs:
-            raise ModelError(_mismatch_message("batches", self._specs, specs))
+        layout, specs, tensors = split_output(output, samples)
+        if self._batches:
+            check_same_specs("batches", self._specs, specs)
         self._layout, self._specs = layout, specs
         self._batches.append(tensors)
         self._samples.append(samples)
@@ -88,14 +70,13 @@ class Outputs:
         rows = self._samples if self._specs or not self._batches else []
         rows = rows if stride_unit == "batches" else [sum(rows)]
         summary = (bool(self._batches), self._specs, self._layout, rows)
-        summaries: list[tuple[bool, list[_OutputSpec], Any, list[int]]] = communicator.allgather_object(summary)
+        summaries: list[tuple[bool, list[OutputSpec], Any, list[int]]] = communicator.allgather_object(summary)
         found = [(specs, layout) for has_batches, specs, layout, _ in summaries if has_batches]
         if not found:
             raise DataError("predict got data without samples. Pass data with at least one sample.")
         specs, layout = found[0]
         for other, _ in found:
-            if other != specs:
-                raise ModelError(_mismatch_message("ranks", specs, other))
+            check_same_specs("ranks", specs, other)
         lengths = [lengths for _, _, _, lengths in summaries]
         counts = [sum(lengths_of_rank) for lengths_of_rank in lengths]
         outputs = [self._gather_output(index, spec, counts, communicator) for index, spec in enumerate(specs)]
@@ -107,7 +88,7 @@ class Outputs:
         self._samples.clear()
         return _fill_layout(layout, iter(outputs))
 
-    def _gather_output(self, index: int, spec: _OutputSpec, counts: list[int], communicator: Communicator) -> Tensor:
+    def _gather_output(self, index: int, spec: OutputSpec, counts: list[int], communicator: Communicator) -> Tensor:
         """Return one output for all samples; rank i has counts[i] of them."""
         batches_here = [batch[index] for batch in self._batches]
         for batch in self._batches:
@@ -146,19 +127,50 @@ def _copy_to_cpu(path: str, tensor: Tensor, samples: int) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _mismatch_message(compared: str, one: list[_OutputSpec], other: list[_OutputSpec]) -> str:
+def split_output(output: Any, samples: int) -> tuple[Any, list[OutputSpec], list[Tensor]]:
+    """Return the structure of the output of a batch, with an OutputSpec in place of each tensor; these OutputSpecs; and
+    copies of the tensors on the CPU.
+
+    Raises ModelError if the output contains objects other than tensors and None, or if the first dimension of a tensor
+    is not `samples`.
+    """
+    tensors: list[Tensor] = []
+    specs: list[OutputSpec] = []
+
+    def read_part(path: str, part: Any) -> Any:
+        if part is None:
+            return None
+        if isinstance(part, Tensor):
+            tensors.append(_copy_to_cpu(path, part, samples))
+            specs.append(OutputSpec(path, tuple(part.shape[1:]), part.dtype))
+            return specs[-1]
+        copied = map_parts(lambda step, inner: read_part(path + step, inner), part)
+        if copied is part:
+            raise ModelError(
+                f"predict collects tensors, but {path} is a {type(part).__name__}. "
+                "Do not return it from forward, or make it a tensor with one row per sample."
+            )
+        return copied
+
+    return read_part("output", output), specs, tensors
+
+
+def check_same_specs(compared: str, one: list[OutputSpec], other: list[OutputSpec]) -> None:
+    """Raise ModelError if the outputs of two batches or ranks (`compared`) differ."""
+    if one == other:
+        return
     first, second = (
         ", ".join(str(spec) for spec in specs if spec not in others) or "no other output"
         for specs, others in ((one, other), (other, one))
     )
-    return (
+    raise ModelError(
         f"predict concatenates the outputs of all samples, but they differ between {compared}: {first} (per sample) "
         f"and {second}. Let forward return the same shapes for every batch, for example padded to one length."
     )
 
 
 def _fill_layout(layout: Any, tensors: Any) -> Any:
-    """Return `layout` with each _OutputSpec replaced by the next of `tensors`."""
-    if isinstance(layout, _OutputSpec):
+    """Return `layout` with each OutputSpec replaced by the next of `tensors`."""
+    if isinstance(layout, OutputSpec):
         return next(tensors)
     return map_parts(lambda _, part: _fill_layout(part, tensors), layout)

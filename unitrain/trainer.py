@@ -38,6 +38,7 @@ from unitrain.optim.model_loss import ModelLoss
 from unitrain.optim.precision import Precision
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory, planned_scheduler
 from unitrain.optim.step import ParameterUpdate, backward, block_gradients
+from unitrain.prediction_writer import PredictionWriter
 from unitrain.progress.reporter import LoggingMethods, RunReporter
 from unitrain.progress.run_metrics import RunMetrics
 from unitrain.progress.stopping import StopCoordinator, SyncPoint
@@ -216,7 +217,7 @@ class Trainer(LoggingMethods):
         self._epoch_scheduler.check(self.result_names)
         if config.keep_best is not None:
             check_result_name("TrainConfig.keep_best", config.keep_best, self.result_names)
-        self._learning_rate_factor = LearningRateFactor.from_config(config, shard.global_batch_size)
+        self._begin_epoch(shard)
         limit = config.limit_val_batches
         validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in named.items()}
         if isinstance(self._scheduler, PlannedScheduler):
@@ -264,7 +265,7 @@ class Trainer(LoggingMethods):
         with self._averaged_weights():
             return self._evaluation.evaluate(self._evaluation_shard(data))
 
-    def predict(self, data: Data) -> Any:
+    def predict(self, data: Data, *, writer: PredictionWriter | None = None) -> Any:
         """Return the outputs of the model in eval mode for all samples of `data`, in the order of `data`, on the CPU.
 
         All ranks call it and return all outputs, so each host needs enough memory for one copy per rank. The result has
@@ -272,10 +273,13 @@ class Trainer(LoggingMethods):
         first dimension indexes the samples. Targets are ignored; without `forward` they may be missing. Every rank
         evaluates its shard with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank. Raises
         DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
+
+        With `writer`, each rank writes its outputs to files as it computes them, and `predict` returns the folder.
         """
         trainer_arguments.check_data(self.backend, "predict", data=data)
+        trainer_arguments.check_writer(self.backend, writer)
         with self._averaged_weights():
-            return self._evaluation.predict(self._evaluation_shard(data))
+            return self._evaluation.predict(self._evaluation_shard(data), writer)
 
     def load_weights(self, checkpoint: str | Path) -> None:
         """Load the weights of a checkpoint, of the newest checkpoint in a run folder, or, with "best", of the best
@@ -310,6 +314,7 @@ class Trainer(LoggingMethods):
         """Train to the end of the epoch or the run, validate, step an epoch scheduler, and save a checkpoint."""
         config, progress = self.config, self.progress
         epoch, first_sample = progress.epoch + 1, progress.sample
+        self._begin_epoch(shard)
         self._timer.start()
         self._run_metrics.begin("training")
         self._stopping.start_timing(progress.step)
@@ -376,6 +381,11 @@ class Trainer(LoggingMethods):
             self._save(results, row)
         self._run.record_epoch({**row, **self._timer.gather()})
         return results
+
+    def _begin_epoch(self, shard: TrainingData) -> None:
+        """Apply the schedule of gradient accumulation, and scale the learning rate for the global batch size."""
+        shard.begin_epoch(self.progress.epoch)
+        self._learning_rate_factor = LearningRateFactor.from_config(self.config, shard.global_batch_size)
 
     def _prefetched_batches(self, shard: TrainingData) -> Iterable[tuple[Any, MicroBatch]]:
         """Return the batches of this rank from the current position to the end of the epoch."""

@@ -17,6 +17,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.checks import (
     check_is_optimizer,
     check_no_meta_tensors,
+    check_same_settings,
     check_single_optimizer,
     check_unwrapped_model,
 )
@@ -25,6 +26,7 @@ from unitrain.bootstrap.overrides import load_tool
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.data.loading import Data, check_is_dataset
 from unitrain.errors import ConfigError, UnsupportedError
+from unitrain.prediction_writer import PredictionWriter
 
 if TYPE_CHECKING:
     from unitrain.callbacks.callback import Callback
@@ -155,6 +157,16 @@ def check_data(backend: Backend, method: str, **data: Any) -> None:
             check_is_dataset(f"Trainer.{method}({name})", value)
 
     call_on_all_ranks(backend, check)
+
+
+def check_writer(backend: Backend, writer: Any) -> None:
+    """Raise ConfigError on every rank unless all ranks pass the same PredictionWriter, or None, to `predict`."""
+    name, fix = "Trainer.predict(writer=...)", 'Use writer=unitrain.PredictionWriter("runs/first/predictions")'
+    call_on_all_ranks(
+        backend,
+        lambda: validation.check_instance(name, writer, PredictionWriter, "a PredictionWriter", fix, optional=True),
+    )
+    check_same_settings(backend, "Trainer.predict", writer=None if writer is None else str(writer))
 
 
 def validation_data_by_prefix(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain import randomness
+from unitrain.accumulation import epochs_with_equal_steps
 from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsPowerSGD, require_capability
 from unitrain.backends.checks import check_same_weights
@@ -166,14 +167,23 @@ class TrainingRun:
         """Return the number of remaining optimizer steps; None if the length of the data is unknown."""
         if self._config.max_steps is not None:
             return max(0, self._config.max_steps - self.progress.step)
-        epochs = (self._config.max_epochs or 0) - self.progress.epoch
-        in_this_epoch, in_an_epoch = data.steps_in_epoch(self.progress.position), data.steps_in_epoch()
-        if in_this_epoch is None or in_an_epoch is None:
-            return None
-        if (limit := self._config.limit_train_steps) is not None:
-            in_this_epoch = min(in_this_epoch, limit - self.progress.step_in_epoch)
-            in_an_epoch = min(in_an_epoch, limit)
-        return 0 if epochs <= 0 else in_this_epoch + (epochs - 1) * in_an_epoch
+        first, last, limit = self.progress.epoch, self._config.max_epochs or 0, self._config.limit_train_steps
+        total = 0
+        try:
+            for epochs in epochs_with_equal_steps(self._config.gradient_accumulation_steps, first, last):
+                data.begin_epoch(epochs[0])
+                in_first, in_each = data.steps_in_epoch(), data.steps_in_epoch()
+                if epochs[0] == first:
+                    in_first = data.steps_in_epoch(self.progress.position)
+                if in_first is None or in_each is None:
+                    return None
+                if limit is not None:
+                    in_first = min(in_first, limit - (self.progress.step_in_epoch if epochs[0] == first else 0))
+                    in_each = min(in_each, limit)
+                total += in_first + (len(epochs) - 1) * in_each
+        finally:
+            data.begin_epoch(first)
+        return total
 
     def total_scheduler_steps(self, data: TrainingData) -> int | None:
         """Return the number of scheduler steps in the complete run; None if the length of the data is unknown."""
@@ -342,7 +352,9 @@ class TrainingRun:
             on_rank_zero(self._backend, f"write '{path}'", CHECK_WRITABLE, lambda: replace_file(path, text))
 
     def _store_batch_size(self, data: TrainingData) -> None:
+        data.begin_epoch(0)
         fit_index, batch_size, global_batch_size = self._fit_count, data.batch_size, data.global_batch_size
+        data.begin_epoch(self.progress.epoch)
         self._fit_count += 1
         if self.is_elastic and batch_size and global_batch_size:
             self._checkpointer.store_batch_size(fit_index, ElasticBatchSize(batch_size, global_batch_size))

@@ -304,3 +304,9 @@ def test_config_text_of_a_script_must_be_text(folder: Path) -> None:
             config=config,
             config_text={"seed": 1},  # type: ignore
         )
+
+
+def test_schedule_of_gradient_accumulation_is_read_from_file_and_option(folder: Path) -> None:
+    path = folder / "config" / "run.yaml"
+    path.write_text(CONFIG + "gradient_accumulation_steps: {0: 1, 1: 3}\n")
+    assert parse([str(path)]).values["gradient_accumulation_steps"] == {0: 1, 1: 3}

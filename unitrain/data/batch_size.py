@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from torch.utils.data import DataLoader
 
+from unitrain.accumulation import Accumulation
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.data.loading import Data
@@ -29,6 +31,12 @@ class ElasticBatchSize(NamedTuple):
 
     batch_size: int
     global_batch_size: int
+
+
+def describe_accumulation(batch_sizes: Mapping[int, BatchSizes]) -> int | dict[int, int]:
+    """Return the number of micro-batches per step: one number, or numbers by the first epoch to which they apply."""
+    steps = {epoch: sizes.gradient_accumulation_steps for epoch, sizes in batch_sizes.items()}
+    return steps[0] if len(steps) == 1 else steps
 
 
 def resolve_batch_sizes(
@@ -148,7 +156,7 @@ def derive_batch_sizes(
 def evaluation_batch_sizes(
     batch_size: int | None,
     global_batch_size: int | None,
-    gradient_accumulation_steps: int | None,
+    gradient_accumulation_steps: Accumulation | None,
     train_batch_size: int | None,
     size: int,
 ) -> tuple[int | None, int | None]:
@@ -160,6 +168,7 @@ def evaluation_batch_sizes(
     """
     if batch_size is not None or global_batch_size is None:
         return batch_size or train_batch_size, None
+    assert not isinstance(gradient_accumulation_steps, Mapping)  # TrainConfig excludes a schedule
     batch_size_of_all = -(-global_batch_size // (gradient_accumulation_steps or 1))
     return train_batch_size or -(-batch_size_of_all // size), batch_size_of_all
 

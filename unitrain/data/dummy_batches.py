@@ -56,20 +56,24 @@ class StepAligner:
         min_step_items: int | None,
         copies_batches: bool,
     ) -> None:
-        self._communicator, self._gradient_accumulation_steps, self._uneven, self._min_step_items = (
-            communicator,
-            gradient_accumulation_steps,
-            uneven,
-            min_step_items,
-        )
-        self._steps = max(1, ahead // gradient_accumulation_steps)
-        self._copies_batches = copies_batches and self._steps * gradient_accumulation_steps > 1
+        self._communicator, self._uneven, self._min_step_items = communicator, uneven, min_step_items
+        self._ahead, self._may_copy_batches = ahead, copies_batches
+        self.set_accumulation(gradient_accumulation_steps)
         self.has_ended = False
         # A batch on which this rank or another rank has trained.
         self._dummy_batch: CountedBatch | None = None
         self._error: DataError | None = None
         # State of a stateful dataset after this rank's last batch.
         self._data_state: StreamState | None = None
+
+    def set_accumulation(self, gradient_accumulation_steps: int, min_step_items: int | None = None) -> None:
+        """Set the number of micro-batches per step. Call it between epochs. `min_step_items` replaces the argument of
+        the constructor if it was set."""
+        self._gradient_accumulation_steps = gradient_accumulation_steps
+        self._steps = max(1, self._ahead // gradient_accumulation_steps)
+        self._copies_batches = self._may_copy_batches and self._steps * gradient_accumulation_steps > 1
+        if min_step_items is not None:
+            self._min_step_items = min_step_items
 
     def micro_batches(
         self,

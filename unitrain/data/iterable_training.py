@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unitrain.backends.base import Communicator
+from unitrain.data.batch_size import BatchSizes, describe_accumulation
 from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.loading import Data, check_same_data, format_call
@@ -36,11 +37,11 @@ class TrainingStream(TrainingData):
         self, data: Data, communicator: Communicator, settings: ShardSettings = DEFAULT_SHARD_SETTINGS
     ) -> None:
         self._owner, uneven = settings.owner, settings.uneven
-        batch_sizes = settings.resolve_batch_sizes(data, communicator, full_batches_only=True)
+        self._batch_sizes = settings.resolve_batch_sizes(data, communicator, full_batches_only=True)
         self._source = source = open_stream(
             data,
             communicator,
-            batch_size=batch_sizes.batch_size,
+            batch_size=self._batch_sizes[0].batch_size,
             num_workers=settings.num_workers,
             stream_kind=settings.stream,
             seed=settings.seed,
@@ -53,33 +54,40 @@ class TrainingStream(TrainingData):
             "The training data",
             communicator,
             None,
-            {"uneven": uneven, "gradient_accumulation_steps": batch_sizes.gradient_accumulation_steps},
+            {"uneven": uneven, "gradient_accumulation_steps": describe_accumulation(self._batch_sizes)},
         )
         sizes_and_kinds = communicator.allgather_object((source.batch_size, source.is_stateful))
         sizes: list[int | None] = [size for size, _ in sizes_and_kinds]
         self._is_stateful = all(is_stateful for _, is_stateful in sizes_and_kinds)
         self._resume_state: Mapping[str, Any] | None = None
         self.batch_size = source.batch_size
-        self.global_batch_size = None
-        if all(sizes):
-            self.global_batch_size = sum(size or 0 for size in sizes) * batch_sizes.gradient_accumulation_steps
-        if batch_sizes.global_batch_size not in (None, self.global_batch_size) and communicator.rank == 0:
+        # Samples per micro-batch of all ranks.
+        self._micro_batch_samples = sum(size or 0 for size in sizes) if all(sizes) else None
+        self._communicator = communicator
+        self._aligner = StepAligner(
+            communicator,
+            gradient_accumulation_steps=self._batch_sizes[0].gradient_accumulation_steps,
+            uneven=uneven,
+            ahead=common_prefetch_count(source.prefetched_batches, communicator),
+            min_step_items=None,
+            copies_batches=source.may_reuse_memory,
+        )
+        self.begin_epoch(0)
+        requested = self._batch_sizes[0].global_batch_size
+        if requested not in (None, self.global_batch_size) and communicator.rank == 0:
             _log.warning(
                 "This job started with a global batch size of %d, but with %d ranks it is %d: every rank needs full "
                 "batches of an iterable dataset. Use numbers of ranks that divide the global batch size.",
-                *(batch_sizes.global_batch_size, communicator.size, self.global_batch_size),
+                *(requested, communicator.size, self.global_batch_size),
             )
-        self._communicator = communicator
-        full = self.global_batch_size if source.drop_last and source.stream_kind == "shared" else None
-        self._aligner = StepAligner(
-            communicator,
-            gradient_accumulation_steps=batch_sizes.gradient_accumulation_steps,
-            uneven=uneven,
-            ahead=common_prefetch_count(source.prefetched_batches, communicator),
-            min_step_items=full,
-            copies_batches=source.may_reuse_memory,
-        )
         self._steps = _Steps(source, self._aligner, communicator, 0, 0, None, self._owner)
+
+    def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:
+        """Use the `batch_sizes` for the next steps."""
+        steps, samples = batch_sizes.gradient_accumulation_steps, self._micro_batch_samples
+        self.global_batch_size = None if samples is None else samples * steps
+        drops_last = self._source.drop_last and self._source.stream_kind == "shared"
+        self._aligner.set_accumulation(steps, min_step_items=self.global_batch_size if drops_last else None)
 
     @property
     def order_settings(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from unitrain.backends.logical_ranks import check_logical_ranks, local_logical_r
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import StreamKind, TrainConfig
 from unitrain.data.batch import CountedBatch
-from unitrain.data.batch_size import evaluation_batch_sizes
+from unitrain.data.batch_size import BatchSizes, describe_accumulation, evaluation_batch_sizes
 from unitrain.data.dummy_batches import StepAligner, common_prefetch_count
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.iterable_training import TrainingStream
@@ -62,12 +62,11 @@ class TrainingShard(TrainingData):
         # With logical ranks, the data is divided among them.
         self._logical_ranks = _local_logical_ranks(settings.logical_ranks, communicator)
         self._size = settings.logical_ranks or communicator.size
-        batch_sizes = settings.resolve_batch_sizes(data, communicator)
-        self._gradient_accumulation_steps = batch_sizes.gradient_accumulation_steps
+        self._batch_sizes = settings.resolve_batch_sizes(data, communicator)
         self._source = source = _open_source(
             data,
             communicator,
-            batch_size=batch_sizes.batch_size,
+            batch_size=self._batch_sizes[0].batch_size,
             shuffle=settings.shuffle,
             drop_last=settings.drop_last,
             num_workers=settings.num_workers,
@@ -85,15 +84,12 @@ class TrainingShard(TrainingData):
         }
         compared |= {
             "sampler": self._sampler_name,
-            "gradient_accumulation_steps": self._gradient_accumulation_steps,
+            "gradient_accumulation_steps": describe_accumulation(self._batch_sizes),
             "seed": settings.seed,
         }
         check_same_data("The training data", communicator, source.length, compared)
-        micro_steps = self._size * self._gradient_accumulation_steps
-        self._requested_global_batch_size = batch_sizes.global_batch_size
-        self.global_batch_size = (
-            None if source.batch_size is None else self._requested_global_batch_size or source.batch_size * micro_steps
-        )
+        self._aligner: StepAligner | None = None
+        self.begin_epoch(0)
         if source.sampler is None:
             if source.length < self._size and not settings.allow_empty_ranks:
                 raise DataError(
@@ -102,7 +98,6 @@ class TrainingShard(TrainingData):
                 )
             self._find_epoch_end(source.length)
         self._end = 0
-        self._aligner: StepAligner | None = None
         # Ranks may have different collate_fns.
         if any(communicator.allgather_object(source.may_drop_samples)) and self._logical_ranks is None:
             self._aligner = StepAligner(
@@ -113,6 +108,15 @@ class TrainingShard(TrainingData):
                 min_step_items=None,
                 copies_batches=source.prefetched_batches == 0,
             )
+
+    def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:
+        """Use the `batch_sizes` for the next steps."""
+        samples = self._source.batch_size
+        steps = self._gradient_accumulation_steps = batch_sizes.gradient_accumulation_steps
+        self._requested_global_batch_size = requested = batch_sizes.global_batch_size
+        self.global_batch_size = None if samples is None else requested or samples * self._size * steps
+        if self._aligner is not None:
+            self._aligner.set_accumulation(steps)
 
     @property
     def order_settings(self) -> dict[str, Any]:
@@ -432,7 +436,14 @@ class EvaluationShard:
 
         With logical ranks, the caller seeds the random number generators for each batch with its position.
         """
-        return (self._slices[0].start if self._slices else 0) if self._has_logical_ranks else None
+        return self.first_row if self._has_logical_ranks else None
+
+    @property
+    def first_row(self) -> int | None:
+        """The position of this rank's first sample in the data; None for an iterable dataset."""
+        if isinstance(self._source, StreamSource):
+            return None
+        return self._slices[0].start if self._slices else 0
 
     def count_batches(self) -> int | None:
         """Return the number of this rank's batches; None for an iterable dataset."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from unitrain.accumulation import Accumulation, accumulation_by_first_epoch, first_epoch_of
 from unitrain.backends.base import Communicator
 from unitrain.config import StreamKind, TrainConfig, Uneven
 from unitrain.data.batch_size import BatchSizes, ElasticBatchSize, resolve_batch_sizes
@@ -30,7 +31,7 @@ class ShardSettings:
     """
 
     batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: Accumulation | None = None
     global_batch_size: int | None = None
     seed: int = 0
     shuffle: bool = True
@@ -65,19 +66,28 @@ class ShardSettings:
 
     def resolve_batch_sizes(
         self, data: Data, communicator: Communicator, *, full_batches_only: bool = False
-    ) -> BatchSizes:
-        """Call `batch_size.resolve_batch_sizes` with these settings. All ranks call it."""
-        return resolve_batch_sizes(
-            data,
-            communicator,
-            batch_size=self.batch_size,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            global_batch_size=self.global_batch_size,
-            elastic=self.elastic,
-            elastic_batch_size=self.elastic_batch_size,
-            full_batches_only=full_batches_only,
-            logical_ranks=self.logical_ranks,
-        )
+    ) -> dict[int, BatchSizes]:
+        """Return the results of `batch_size.resolve_batch_sizes` with these settings, by the first epoch to which they
+        apply. All ranks call it."""
+        resolved = {}
+        schedule = accumulation_by_first_epoch(self.gradient_accumulation_steps)
+        for epoch, steps in schedule.items():
+            elastic_batch_size = self.elastic_batch_size
+            if elastic_batch_size is not None and epoch:  # the stored size is that of the first epoch
+                samples = elastic_batch_size.global_batch_size // (schedule[0] or 1) * (steps or 1)
+                elastic_batch_size = elastic_batch_size._replace(global_batch_size=samples)
+            resolved[epoch] = resolve_batch_sizes(
+                data,
+                communicator,
+                batch_size=self.batch_size,
+                gradient_accumulation_steps=steps,
+                global_batch_size=self.global_batch_size,
+                elastic=self.elastic,
+                elastic_batch_size=elastic_batch_size,
+                full_batches_only=full_batches_only,
+                logical_ranks=self.logical_ranks,
+            )
+        return resolved
 
 
 DEFAULT_SHARD_SETTINGS = ShardSettings()
@@ -98,11 +108,22 @@ class TrainingData(ABC):
     """This rank's shard of the training data, for any number of epochs. All ranks make the same calls.
 
     `batch_size` is the number of samples per rank and micro-batch, `global_batch_size` the number per step over all
-    ranks; None if it is not known in advance.
+    ranks in the current epoch, which `begin_epoch` sets; None if it is not known in advance.
     """
 
     batch_size: int | None
     global_batch_size: int | None
+    _batch_sizes: dict[int, BatchSizes]  # by the first epoch to which they apply
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Use the number of micro-batches per step of `epoch`, and compute `global_batch_size` and `steps_in_epoch` for
+        it. Does not communicate.
+        """
+        self._use_batch_sizes(self._batch_sizes[first_epoch_of(self._batch_sizes, epoch)])
+
+    @abstractmethod
+    def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:
+        """Use the `batch_sizes` for the next steps."""
 
     @property
     @abstractmethod
@@ -143,7 +164,8 @@ class TrainingData(ABC):
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`.
 
-        All ranks call it; the number of micro-batches is the same on all of them. Raises DataError on every rank.
+        Call `begin_epoch` first if the number of micro-batches per step depends on the epoch. All ranks call it; the
+        number of micro-batches is the same on all of them. Raises DataError on every rank.
         """
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from unitrain.accumulation import scale_accumulation
 from unitrain.backends.base import Shard
 from unitrain.memory.record import RankMemory
 
@@ -137,7 +138,7 @@ def _smaller_batch(record: RankMemory, batch_size: int | None) -> list[Saving]:
     if batch_size == 1:
         return []
     halved = "half the batch" if batch_size is None else f"batch_size={batch_size // 2}"
-    steps = 2 * (record.settings.get("gradient_accumulation_steps") or 1)
+    steps = scale_accumulation(record.settings.get("gradient_accumulation_steps"), 2)
     return [
         Saving(
             setting=f"{halved}, gradient_accumulation_steps={steps}",

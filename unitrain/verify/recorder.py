@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from unitrain.accumulation import scale_accumulation
 from unitrain.backends.sharding.state_format import complete_tensor
 from unitrain.callbacks.callback import Callback
 from unitrain.data.batch import map_tensors
@@ -82,7 +83,7 @@ class Recorder(Callback):
                 config.sync_batch_norm or batch_statistics(model) == "all"
             )
             name = "batch_size" if in_one_batch else "gradient_accumulation_steps"
-            changes[name] = (getattr(config, name) or 1) * self._request.emulated_ranks // backend.size
+            changes[name] = scale_accumulation(getattr(config, name), self._request.emulated_ranks, backend.size)
         if self._request.float64:
             changes["precision"] = "fp32"  # disables autocast
             loss_fn, forward = _convert_to_double(model, loss_fn, forward)

@@ -1,0 +1,153 @@
+"""find_batch_size: the largest batch that fits on all ranks, and an unchanged Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from groups import ci
+from test_learning_rate_finder import assert_equal, state_of
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from unitrain import TrainConfig, Trainer, find_batch_size
+from unitrain.backends.base import Backend
+from unitrain.backends.local import LocalBackend
+from unitrain.errors import ConfigError
+from unitrain.testing import RankGroup
+
+LOCAL = LocalBackend(torch.device("cpu"))
+ENOUGH = 1 << 40  # bytes
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, length: int = 1000) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((4,), float(index)), torch.ones(2)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Samples(100))
+
+
+class Limited(nn.Module):
+    """Raises the error of torch's allocator for batches above `limit` samples."""
+
+    def __init__(self, limit: int, error: Exception | None = None) -> None:
+        super().__init__()
+        self.limit = limit
+        self.error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > self.limit:
+            raise self.error
+        result: Tensor = self.layers(inputs)
+        return result
+
+
+def make(backend: Backend = LOCAL, model: nn.Module | None = None, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = model or Limited(100)
+    config = TrainConfig(max_epochs=1, progress="off", **{"batch_size": 4, **settings})
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    return Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config)
+
+
+def searches_on(backend: Backend) -> list[Any]:
+    """Search with ranks of different memory, and return the results."""
+    results: list[Any] = []
+    for mode in ("power", "binary"):
+        trainer = make(backend, Limited(50 if backend.rank == backend.size - 1 else 100))
+        before = state_of(trainer)
+        found = find_batch_size(trainer, Samples(), initial=2, memory_limit_bytes=ENOUGH, mode=mode)  # type: ignore[arg-type]
+        assert_equal(state_of(trainer), before)
+        results.append((found.batch_size, found.global_batch_size, found.reason, [t.batch_size for t in found.trials]))
+    trainer = make(backend)
+    results.append(find_batch_size(trainer, Samples(7 * backend.size), memory_limit_bytes=ENOUGH).reason)
+    trainer.fit(Samples(64))  # the ranks can still train
+    other = make(backend, Limited(8, ValueError("broken") if backend.rank == 0 else None))
+    with pytest.raises((ConfigError, ValueError)) as caught:
+        find_batch_size(other, Samples(), memory_limit_bytes=ENOUGH)
+    return [*results, str(caught.value)]
+
+
+@pytest.mark.parametrize("group", [("ddp", 3), *ci(("horovod", 2))], ids=lambda group: f"{group[0]}-{group[1]}")
+def test_rank_with_the_least_memory_determines_the_batch_size(group: tuple[str, int]) -> None:
+    size, last = group[1], group[1] - 1
+    with RankGroup(*group) as started:
+        ranks = started.run(searches_on)
+    for rank, (power, binary, reason, error) in enumerate(ranks):
+        assert power == (32, 32 * size, f"64 samples exceed the memory of rank {last}", [2, 4, 8, 16, 32, 64])
+        assert binary[:3] == (50, 50 * size, f"51 samples exceed the memory of rank {last}")
+        assert reason == "the data has fewer than 8 samples per rank"
+        assert error == (
+            "broken" if rank == 0 else "find_batch_size failed on another rank, whose error states the reason."
+        )
+
+
+def test_memory_limit_of_the_process_bounds_the_measured_peak() -> None:
+    class Large(nn.Module):
+        """Needs 8 MiB per sample for one activation."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return (inputs[:, :1].expand(-1, 1 << 21) * self.weight).sigmoid()[:, :2]
+
+    trainer = make(model=Large())
+    small = find_batch_size(trainer, Samples(), max_batch_size=1, memory_limit_bytes=ENOUGH)
+    limit = small.trials[0].peak_bytes + 600 * 2**20
+    found = find_batch_size(trainer, Samples(), memory_limit_bytes=limit)
+    by_size = {trial.batch_size: trial for trial in found.trials}
+    assert by_size[found.batch_size].peak_bytes <= limit < by_size[2 * found.batch_size].peak_bytes
+    assert 8 <= found.batch_size <= 64
+    assert "above the limit of" in found.reason or "would need about" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [(Stream(), {}), (DataLoader(Samples(100), 4, shuffle=True), {"batch_size": None}), (Samples(100), {})],
+)
+def test_kinds_of_data(data: Any, settings: dict[str, Any]) -> None:
+    found = find_batch_size(make(model=Limited(20), **settings), data, memory_limit_bytes=ENOUGH, mode="binary")
+    assert found.batch_size == 20
+    assert str(found).startswith("Largest batch size: 20 per rank, 20 over all ranks (21 samples exceed the memory of")
+    assert "too large" in str(found)
+
+
+def test_maximum_and_settings_are_respected() -> None:
+    trainer = make(gradient_accumulation_steps={0: 2, 1: 4})
+    found = find_batch_size(trainer, Samples(), max_batch_size=24, memory_limit_bytes=ENOUGH)
+    assert (found.batch_size, found.reason) == (24, "max_batch_size is 24")
+    assert trainer.config.gradient_accumulation_steps == {0: 2, 1: 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "message"),
+    [
+        ({"memory_limit_bytes": None}, {}, r"needs memory_limit_bytes on a CPU"),
+        ({"initial": 0}, {}, r"find_batch_size\(initial=...\) must be at least 1, got 0"),
+        ({"initial": 8, "max_batch_size": 4}, {}, r"max_batch_size=4\) is below initial=8"),
+        ({"mode": "binsearch"}, {}, r"Unknown find_batch_size\(mode=...\) 'binsearch'"),
+        (
+            {"initial": 128},
+            {},
+            r"a batch of 128 samples per rank does not fit: 128 samples exceed the memory of rank 0",
+        ),
+        ({}, {"sync_batch_norm": True}, r"does not support TrainConfig.sync_batch_norm=True"),
+        ({}, {"shard": "gradients"}, r"does not support TrainConfig.shard='gradients'"),
+    ],
+)
+def test_invalid_arguments_are_rejected(given: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_batch_size(make(**settings), Samples(), **{"memory_limit_bytes": ENOUGH, **given})

@@ -1,0 +1,64 @@
+"""Number of micro-batches per optimizer step: one number, or a schedule by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from unitrain import validation
+from unitrain.errors import ConfigError
+
+# One number for all epochs, or the number from each of these epochs on (the first epoch is 0).
+Accumulation = int | Mapping[int, int]
+
+_FIX = "Use gradient_accumulation_steps={0: 1, 4: 4} for 1 micro-batch per step, and 4 from the fifth epoch on"
+
+
+def read_accumulation(name: str, value: Any, global_batch_size: Any) -> int | dict[int, int] | None:
+    """Return `value`, a schedule as a dictionary that is sorted by epoch and contains epoch 0.
+
+    A schedule without epoch 0 starts with 1 micro-batch per step. Raises ConfigError if `value` is not an integer, None
+    or a schedule, or if it is a schedule and `global_batch_size` is not None.
+    """
+    if not isinstance(value, Mapping):
+        validation.check_integer(name, value, 1, "Use 1 to step after every batch", optional=True)
+        steps: int | None = value
+        return steps
+    if not value:
+        raise ConfigError(f"{name} is an empty schedule. {_FIX}.")
+    for epoch, steps_from_epoch in value.items():
+        validation.check_integer(f"An epoch in {name}", epoch, 0, _FIX)
+        validation.check_integer(f"{name}[{epoch}]", steps_from_epoch, 1, _FIX)
+    if global_batch_size is not None:
+        raise ConfigError(
+            f"{name} is the schedule {validation.describe_value(value)}, which changes the global batch size, but "
+            f"global_batch_size is {validation.describe_value(global_batch_size)}. Set batch_size instead of "
+            "global_batch_size."
+        )
+    return {0: 1, **dict(sorted(value.items()))}
+
+
+def accumulation_by_first_epoch(accumulation: Accumulation | None) -> dict[int, int | None]:
+    """Return `accumulation` by the first epoch to which it applies. None means that the batch sizes determine it."""
+    return dict(accumulation) if isinstance(accumulation, Mapping) else {0: accumulation}
+
+
+def first_epoch_of(epochs: Mapping[int, Any], epoch: int) -> int:
+    """Return the key of a schedule whose value applies to `epoch`. The keys are sorted and contain 0."""
+    return max(first for first in epochs if first <= epoch)
+
+
+def epochs_with_equal_steps(accumulation: Accumulation | None, first: int, last: int) -> Iterator[range]:
+    """Yield the epochs from `first` to `last` - 1 as ranges with the same number of micro-batches per step."""
+    bounds = [first, *(epoch for epoch in accumulation_by_first_epoch(accumulation) if first < epoch < last), last]
+    for start, stop in pairwise(bounds):
+        if start < stop:
+            yield range(start, stop)
+
+
+def scale_accumulation(accumulation: Accumulation | None, factor: int, divisor: int = 1) -> int | dict[int, int]:
+    """Return `accumulation` (default: 1) multiplied by `factor` and divided by `divisor`, rounded down."""
+    if isinstance(accumulation, Mapping):
+        return {epoch: steps * factor // divisor for epoch, steps in accumulation.items()}
+    return (accumulation or 1) * factor // divisor

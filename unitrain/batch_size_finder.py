@@ -1,0 +1,280 @@
+"""Search for the largest batch size per rank that fits in memory, on all ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch.utils.data import DataLoader
+
+from unitrain import validation
+from unitrain.backends.checks import check_same_settings
+from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.data.loading import Data
+from unitrain.errors import ConfigError
+from unitrain.memory.process_memory import ProcessMemory, process_memory
+from unitrain.trial_steps import TrialSteps, check_trial, preserved_state
+
+if TYPE_CHECKING:
+    from unitrain.trainer import Trainer
+
+SearchMode = Literal["power", "binary"]
+
+_NAME = "find_batch_size"
+# A batch size is not tried if the extrapolated memory exceeds the limit by this factor, which could end the process.
+_MAX_EXCESS = 2.0
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+
+
+@dataclass(frozen=True)
+class BatchSizeTrial:
+    """A tested batch size: whether it fits on all ranks, and the largest peak memory of a rank that was measured."""
+
+    batch_size: int
+    fits: bool
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class BatchSizeSearch:
+    """The result of `find_batch_size`, equal on all ranks.
+
+    `batch_size` is the largest tested number of samples per rank and micro-batch that fits, `global_batch_size` the
+    number over all ranks. `reason` states why larger batches were not selected.
+    """
+
+    batch_size: int
+    global_batch_size: int
+    reason: str
+    trials: tuple[BatchSizeTrial, ...]
+
+    def __str__(self) -> str:
+        """Return a table of the trials."""
+        rows = [
+            f"{trial.batch_size:>10}  {trial.peak_bytes / 2**20:>10.1f} MiB  {'fits' if trial.fits else 'too large'}"
+            for trial in self.trials
+        ]
+        first = (
+            f"Largest batch size: {self.batch_size} per rank, {self.global_batch_size} over all ranks ({self.reason})."
+        )
+        return "\n".join([first, "batch size     peak memory", *rows])
+
+
+def find_batch_size(
+    trainer: Trainer,
+    data: Data,
+    *,
+    initial: int = 1,
+    max_batch_size: int | None = None,
+    memory_limit_bytes: int | None = None,
+    mode: SearchMode = "power",
+) -> BatchSizeSearch:
+    """Return the largest batch size per rank and micro-batch with which a training step fits in memory on every rank.
+    All ranks call it.
+
+    The batch size is doubled from `initial` until a rank runs out of memory, exceeds `memory_limit_bytes`, or the data
+    or `max_batch_size` is exhausted. With mode "binary", a binary search then finds the largest batch size.
+    `memory_limit_bytes` limits the memory of each rank: that of the tensors on a GPU, or that of the process on a CPU,
+    where it is required. Batches contain the first samples of an epoch, so samples of different sizes may need more
+    memory later.
+
+    Forward and backward passes of the trials do not communicate, so that no rank waits for one that runs out of memory.
+    One optimizer step with `initial` samples per rank is taken before, which creates the optimizer state. Afterwards,
+    the model, its buffers, the optimizer and the random number generators are the same as before.
+
+    Raises ConfigError on every rank for invalid arguments, for a Trainer whose forward pass communicates
+    (`sync_batch_norm`, and `shard` "gradients" and "parameters"), and if not even `initial` samples fit.
+    """
+    check_trial(trainer, _NAME)
+    backend = trainer.backend
+    call_on_all_ranks(
+        backend, lambda: _check_arguments(trainer, data, initial, max_batch_size, memory_limit_bytes, mode)
+    )
+    check_same_settings(
+        backend, _NAME, initial=initial, max_batch_size=max_batch_size, memory_limit_bytes=memory_limit_bytes, mode=mode
+    )
+    search = _Search(trainer, data, memory_limit_bytes)
+    with preserved_state(trainer, data):
+        if not search.try_size(initial):
+            raise ConfigError(
+                f"{_NAME}: a batch of {initial} samples per rank does not fit: {search.reason}. Use initial=1, "
+                'TrainConfig(precision="bf16"), checkpoint_activations or shard="state".'
+            )
+        search.create_optimizer_state(initial)
+        fitting, too_large = initial, None
+        while too_large is None:
+            size = 2 * fitting if max_batch_size is None else min(2 * fitting, max_batch_size)
+            if size == fitting:
+                search.reason = f"max_batch_size is {max_batch_size}"
+                break
+            if search.try_size(size):
+                fitting = size
+            else:
+                too_large = size
+        while mode == "binary" and too_large is not None and too_large - fitting > 1:
+            middle = (fitting + too_large) // 2
+            if search.try_size(middle):
+                fitting = middle
+            else:
+                too_large = middle
+    return BatchSizeSearch(
+        fitting, fitting * (trainer.config.logical_ranks or backend.size), search.reason, tuple(search.trials)
+    )
+
+
+class _Search:
+    """Tries batch sizes. All ranks make the same calls. `reason` describes the last batch size that did not fit."""
+
+    def __init__(self, trainer: Trainer, data: Data, limit_bytes: int | None) -> None:
+        self.trials: list[BatchSizeTrial] = []
+        self.reason = ""
+        self._trainer, self._data, self._limit_bytes = trainer, data, limit_bytes
+        self._memory: ProcessMemory = call_on_all_ranks(trainer.backend, lambda: process_memory(trainer.backend.device))
+
+    def try_size(self, batch_size: int) -> bool:
+        """Run a forward and backward pass, and return whether it fits on all ranks."""
+        backend, limit = self._trainer.backend, self._limit_bytes
+        if (expected := self._extrapolate(batch_size)) and limit and expected > _MAX_EXCESS * limit:
+            self.reason = f"{batch_size} samples would need about {expected / 2**20:.0f} MiB"
+            self.trials.append(BatchSizeTrial(batch_size, False, int(expected)))
+            return False
+        self._memory.reset_peak()
+        samples, is_out_of_memory, error = self._run(batch_size)
+        peak = self._memory.peak()
+        _release_memory(backend.device)
+        failed, missing, memory_exceeded, highest = backend.allreduce(
+            torch.tensor([error is not None, samples is not None and samples < batch_size, is_out_of_memory, peak]),
+            "max",
+        ).tolist()
+        if error is not None:
+            raise error
+        if failed:
+            raise ConfigError(f"{_NAME} failed on another rank, whose error states the reason.")
+        if missing:
+            self.reason = f"the data has fewer than {batch_size} samples per rank"
+            return False
+        is_above_limit = limit is not None and highest > limit
+        fits = not (memory_exceeded or is_above_limit)
+        self.trials.append(BatchSizeTrial(batch_size, fits, highest))
+        if memory_exceeded:
+            ranks = [rank for rank, found in enumerate(backend.allgather_object(is_out_of_memory)) if found]
+            named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            self.reason = f"{batch_size} samples exceed the memory of {named}"
+        elif is_above_limit and limit is not None:
+            self.reason = f"{batch_size} samples need {highest / 2**20:.0f} MiB, above the limit of {limit / 2**20:.0f}"
+        return fits
+
+    def create_optimizer_state(self, batch_size: int) -> None:
+        """Take an optimizer step with the gradients of all ranks."""
+        error: BaseException | None = None
+        try:
+            with self._resized(batch_size) as (data, trainer):
+                TrialSteps(trainer, data, _NAME).run(1, lambda step: None, lambda step, loss: False)
+        except Exception as caught:
+            if not _is_out_of_memory(caught):
+                raise
+            error = ConfigError(
+                f"{_NAME}: the optimizer state does not fit in memory with {batch_size} samples per rank. Use "
+                'TrainConfig(shard="state"), or a smaller model.'
+            )
+
+        def check() -> None:
+            if error is not None:
+                raise error
+
+        call_on_all_ranks(self._trainer.backend, check)
+        self._trainer.backend.unwrap(self._trainer.model).zero_grad(set_to_none=True)
+
+    def _run(self, batch_size: int) -> tuple[int | None, bool, Exception | None]:
+        """Return the number of samples of the tested batch, whether this rank ran out of memory, and another error."""
+        samples: int | None = None
+        with self._resized(batch_size) as (data, trainer):
+            trial = TrialSteps(trainer, data, _NAME)  # raises the same error on every rank
+            try:
+                for batch, micro_batch in trial.batches(trainer.progress.epoch):
+                    samples = micro_batch.samples
+                    if samples == batch_size:
+                        trial.forward_backward_locally(batch, micro_batch)
+                    break
+                return samples, False, None
+            except Exception as error:
+                is_out_of_memory = _is_out_of_memory(error)
+                return samples, is_out_of_memory, None if is_out_of_memory else error
+            finally:
+                trainer.backend.unwrap(trainer.model).zero_grad(set_to_none=True)
+
+    @contextmanager
+    def _resized(self, batch_size: int) -> Iterator[tuple[Data, Trainer]]:
+        """Context manager in which the Trainer has this batch size, without gradient accumulation."""
+        trainer, data = self._trainer, self._data
+        config = trainer.config
+        given: Any = data
+        if isinstance(data, DataLoader):
+            given = DataLoader(data.dataset, batch_size, collate_fn=data.collate_fn)
+        trainer.config = replace(
+            config,
+            batch_size=None if isinstance(data, DataLoader) else batch_size,
+            global_batch_size=None,
+            gradient_accumulation_steps=None,
+        )
+        try:
+            yield given, trainer
+        finally:
+            trainer.config = config
+
+    def _extrapolate(self, batch_size: int) -> float | None:
+        """Return the expected peak memory in bytes, which is a linear function of the batch size; None if unknown."""
+        if len(self.trials) < 2:
+            return None
+        first, second = sorted(self.trials, key=lambda trial: trial.batch_size)[-2:]
+        slope = (second.peak_bytes - first.peak_bytes) / (second.batch_size - first.batch_size)
+        return second.peak_bytes + slope * (batch_size - second.batch_size)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def _release_memory(device: torch.device) -> None:
+    gc.collect()  # tracebacks of exceptions refer to tensors
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _check_arguments(
+    trainer: Trainer, data: Any, initial: Any, max_batch_size: Any, memory_limit_bytes: Any, mode: Any
+) -> None:
+    validation.check_integer(f"{_NAME}(initial=...)", initial, 1, "Use initial=1")
+    fix = "Leave it out to search up to the limit of the memory"
+    validation.check_integer(f"{_NAME}(max_batch_size=...)", max_batch_size, 1, fix, optional=True)
+    fix = "Use memory_limit_bytes=8 * 2**30 for 8 GiB"
+    validation.check_integer(f"{_NAME}(memory_limit_bytes=...)", memory_limit_bytes, 1, fix, optional=True)
+    validation.check_choice(f"{_NAME}(mode=...)", mode, get_args(SearchMode))
+    if max_batch_size is not None and max_batch_size < initial:
+        raise ConfigError(
+            f"{_NAME}(max_batch_size={max_batch_size}) is below initial={initial}. Use initial=1, or a larger "
+            "max_batch_size."
+        )
+    if memory_limit_bytes is None and trainer.backend.device.type == "cpu":
+        raise ConfigError(
+            f"{_NAME} needs memory_limit_bytes on a CPU, where a process that runs out of memory is killed. {fix}."
+        )
+    config = trainer.config
+    if config.sync_batch_norm or config.shard in ("gradients", "parameters"):
+        name = "sync_batch_norm" if config.sync_batch_norm else "shard"
+        raise ConfigError(
+            f"{_NAME} does not support TrainConfig.{name}={getattr(config, name)!r}, which communicates in the forward "
+            f"or backward pass, so the other ranks would wait for a rank that runs out of memory. Leave {name} out, or "
+            "use unitrain memory."
+        )
+    if isinstance(data, DataLoader) and data.batch_size is None:
+        raise ConfigError(
+            f"{_NAME} cannot change the batch size of a DataLoader whose dataset or batch_sampler creates the batches. "
+            "Pass a DataLoader with batch_size, or the dataset."
+        )

@@ -1,0 +1,341 @@
+"""Writes the model outputs of all ranks to files in dataset order, without holding them in memory.
+
+Format: a folder with one NumPy file per output tensor and `predictions.json`. The rows of each file are the samples in
+dataset order, so the files are the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib import format as numpy_format
+from numpy.typing import NDArray
+from torch import Tensor
+
+from unitrain import validation
+from unitrain.backends.base import Communicator
+from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.data.order import StrideUnit
+from unitrain.errors import ConfigError, DataError
+from unitrain.prediction import OutputSpec, check_same_specs, split_output
+
+MANIFEST = "predictions.json"
+_UNFINISHED = ".unfinished"
+_FORMAT = 1
+_FLAGS = os.O_RDWR | os.O_CREAT
+# Rows of other files are copied in chunks of about this size.
+_COPIED_BYTES = 1 << 24
+_NUMPY_DTYPES = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PredictionWriter:
+    """Folder to which `Trainer.predict(data, writer=...)` writes the outputs of the model.
+
+    Each output tensor becomes a file such as `output.npy` or `output.logits.npy`, in NumPy's format, with one row per
+    sample in dataset order. Read it with `numpy.load(path, mmap_mode="r")`. `predictions.json` contains the number of
+    samples and, for each file, the path in the output, the dtype and the shape. NumPy has no bfloat16 and float8, so
+    these outputs are written as float32, which represents them exactly.
+
+    Ranks write their rows as they compute them. All hosts must see the folder. `folder` appears when all files are
+    complete; until then, the files are in `folder` with the suffix `.unfinished`. An existing folder is an error,
+    unless `overwrite` is True.
+    """
+
+    folder: str | Path
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        fix = 'Use PredictionWriter("runs/first/predictions")'
+        validation.check_path("PredictionWriter(folder)", self.folder, fix)
+        validation.check_boolean("PredictionWriter.overwrite", self.overwrite)
+
+    @contextmanager
+    def open(
+        self, communicator: Communicator, first_row: int | None, stride_unit: StrideUnit | None
+    ) -> Iterator[PredictionFiles]:
+        """Return the files of a prediction, in a context manager. All ranks call it.
+
+        `first_row` and `stride_unit` are attributes of the EvaluationShard. If the context ends with an exception, the
+        unfinished files are removed. Raises ConfigError on every rank if the folder exists, cannot be created, or is
+        not visible to a rank.
+        """
+        folder = Path(self.folder)
+        unfinished = folder.with_name(folder.name + _UNFINISHED)
+        token = communicator.broadcast_object(os.urandom(8).hex())
+
+        def create() -> None:
+            if (folder.exists() or folder.is_symlink()) and not self.overwrite:
+                raise ConfigError(
+                    f"The folder of PredictionWriter, '{folder}', already exists. Choose another folder, or replace it "
+                    f"with PredictionWriter({str(folder)!r}, overwrite=True)."
+                )
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed job
+            unfinished.mkdir(parents=True)
+            (unfinished / token).touch()
+
+        def check_visible() -> None:
+            if not (unfinished / token).exists():
+                raise ConfigError(
+                    f"PredictionWriter('{folder}') is not visible to rank {communicator.rank}, because its host has "
+                    "another file system. Use a folder that all hosts share."
+                )
+
+        _on_rank_zero(communicator, folder, create)
+        _on_each_rank(communicator, folder, check_visible)
+        _on_rank_zero(communicator, folder, (unfinished / token).unlink)
+        files = PredictionFiles(folder, unfinished, communicator, first_row, stride_unit)
+        try:
+            yield files
+        except BaseException:
+            files.close()
+            if communicator.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+
+class PredictionFiles:
+    """The files of one prediction, with the interface of `unitrain.prediction.Outputs`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        unfinished: Path,
+        communicator: Communicator,
+        first_row: int | None,
+        stride_unit: StrideUnit | None,
+    ) -> None:
+        self._folder, self._unfinished, self._communicator = folder, unfinished, communicator
+        # Without a known position in the data, rows are first written to a file of this rank.
+        self._first_row, self._stride_unit = first_row, stride_unit
+        self._specs: list[OutputSpec] = []
+        self._descriptors: list[int] = []
+        self._batch_rows: list[int] = []
+        self._rows = 0
+
+    def add_empty(self) -> None:
+        """Record a batch without samples, for which the model is not called."""
+        self._batch_rows.append(0)
+
+    def add(self, output: Any, samples: int) -> None:
+        """Write the output of a batch of `samples` samples.
+
+        Raises ModelError if it cannot be concatenated, and DataError if it cannot be written.
+        """
+        _, specs, tensors = split_output(output, samples)
+        if not self._descriptors:
+            self._specs = specs
+            paths = [self._path(index, is_final=self._first_row is not None) for index in range(len(specs))]
+            self._write(lambda: self._descriptors.extend(os.open(path, _FLAGS, 0o666) for path in paths))
+        check_same_specs("batches", self._specs, specs)
+
+        def write_rows() -> None:
+            for index, (descriptor, tensor) in enumerate(zip(self._descriptors, tensors, strict=True)):
+                content = memoryview(_to_numpy(tensor).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+                _write_at(descriptor, content, self._offset(index, self._rows))
+
+        self._write(write_rows)
+        self._rows += samples
+        self._batch_rows.append(samples)
+
+    def finish(self) -> Path:
+        """Complete the files, and return the folder. All ranks call it.
+
+        Raises ModelError on all ranks if the outputs differ between ranks, and DataError if there are no samples or the
+        files cannot be written.
+        """
+        communicator, folder = self._communicator, self._folder
+        turns = self._batch_rows if self._stride_unit == "batches" else [self._rows]
+        summaries = communicator.allgather_object((self._specs, bool(self._rows), turns))
+        found = [specs for specs, has_rows, _ in summaries if has_rows]
+        if not found:
+            raise DataError("predict got data without samples. Pass data with at least one sample.")
+        for specs in found:
+            check_same_specs("ranks", found[0], specs)
+        self._specs = found[0]
+        total = sum(sum(turns_of_rank) for _, _, turns_of_rank in summaries)
+        if self._first_row is None:
+            rows = _target_rows([turns for _, _, turns in summaries], self._stride_unit, communicator.rank)
+            _on_each_rank(communicator, folder, lambda: self._copy_rows(rows))
+        _on_each_rank(communicator, folder, self._sync)
+        _on_rank_zero(communicator, folder, lambda: self._complete(total))
+        return folder
+
+    def close(self) -> None:
+        """Close the files of this rank."""
+        descriptors, self._descriptors = self._descriptors, []
+        for descriptor in descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def _path(self, index: int, *, is_final: bool) -> Path:
+        name = _file_names(self._specs)[index]
+        return self._unfinished / (name if is_final else f"rank-{self._communicator.rank}.{name}")
+
+    def _offset(self, index: int, row: int) -> int:
+        """Return the position of a row of this rank in the file of an output."""
+        spec = self._specs[index]
+        if self._first_row is None:
+            return row * _row_bytes(spec)
+        return len(_header(spec, 0)) + (self._first_row + row) * _row_bytes(spec)
+
+    def _copy_rows(self, rows: NDArray[np.int64]) -> None:
+        """Copy the rows from the files of this rank to the `rows` of the complete files."""
+        for index, descriptor in enumerate(self._descriptors):
+            spec, header = self._specs[index], len(_header(self._specs[index], 0))
+            row_bytes = _row_bytes(spec)
+            step = max(1, _COPIED_BYTES // max(1, row_bytes))
+            with _open_file(self._path(index, is_final=True)) as target:
+                for first in range(0, len(rows) if row_bytes else 0, step):
+                    own = rows[first : first + step]
+                    content = memoryview(os.pread(descriptor, len(own) * row_bytes, first * row_bytes))
+                    # Write runs of consecutive rows.
+                    bounds = [0, *(np.flatnonzero(np.diff(own) != 1) + 1).tolist(), len(own)]
+                    for start, stop in pairwise(bounds):
+                        part = content[start * row_bytes : stop * row_bytes]
+                        _write_at(target, part, header + int(own[start]) * row_bytes)
+                os.fsync(target)
+            self._path(index, is_final=False).unlink()
+
+    def _sync(self) -> None:
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+        self.close()
+
+    def _complete(self, total: int) -> None:
+        """Write the headers and the manifest, and rename the folder. Rank 0 calls it when all rows are written."""
+        outputs = []
+        for spec, name in zip(self._specs, _file_names(self._specs), strict=True):
+            path = self._unfinished / name
+            with _open_file(path) as file:
+                header = _header(spec, total)
+                _write_at(file, memoryview(header), 0)
+                os.ftruncate(file, len(header) + total * _row_bytes(spec))
+                os.fsync(file)
+            outputs.append(
+                {"path": spec.path, "file": name, "dtype": str(_numpy_dtype(spec)), "shape": [total, *spec.shape]}
+            )
+        manifest = {"format": _FORMAT, "samples": total, "outputs": outputs}
+        (self._unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        folder = self._folder
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
+        elif folder.exists() or folder.is_symlink():
+            folder.unlink()
+        self._unfinished.rename(folder)
+
+    def _write(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise _write_error(self._folder, error) from error
+
+
+def _target_rows(turns: Sequence[Sequence[int]], unit: StrideUnit | None, rank: int) -> NDArray[np.int64]:
+    """Return the rows of the complete file that belong to `rank`, int64 [rows], given the rows of each rank.
+
+    With `unit` "samples", samples were assigned to ranks round-robin; with "batches", batches of turns[rank][turn] rows
+    were. With None, the rows of each rank follow those of the ranks before it.
+    """
+    count = sum(turns[rank])
+    if unit == "samples":
+        return np.arange(count, dtype=np.int64) * len(turns) + rank
+    if unit is None:
+        return np.arange(count, dtype=np.int64) + sum(sum(own) for own in turns[:rank])
+    lengths = np.zeros((max(map(len, turns)), len(turns)), dtype=np.int64)
+    for column, own in enumerate(turns):
+        lengths[: len(own), column] = own
+    ends = lengths.reshape(-1).cumsum().reshape(lengths.shape)
+    starts = (ends - lengths)[: len(turns[rank]), rank]
+    return np.concatenate(
+        [np.arange(start, start + length) for start, length in zip(starts.tolist(), turns[rank], strict=True)]
+        or [np.empty(0, dtype=np.int64)]
+    )
+
+
+def _file_names(specs: Sequence[OutputSpec]) -> list[str]:
+    """Return a file name for each output, such as "output.logits.npy" for the path "output['logits']"."""
+    names: list[str] = []
+    for spec in specs:
+        plain = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", spec.path)
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", plain)
+        repeated = sum(other == name or other.startswith(f"{name}~") for other in names)
+        names.append(f"{name}~{repeated}" if repeated else name)
+    return [f"{name}.npy" for name in names]
+
+
+def _numpy_dtype(spec: OutputSpec) -> np.dtype[Any]:
+    dtype = spec.dtype if spec.dtype in _NUMPY_DTYPES else torch.float32
+    return np.dtype(torch.empty(0, dtype=dtype).numpy().dtype)
+
+
+def _to_numpy(tensor: Tensor) -> NDArray[Any]:
+    return np.ascontiguousarray((tensor if tensor.dtype in _NUMPY_DTYPES else tensor.float()).numpy())
+
+
+def _row_bytes(spec: OutputSpec) -> int:
+    return math.prod(spec.shape) * _numpy_dtype(spec).itemsize
+
+
+def _header(spec: OutputSpec, rows: int) -> bytes:
+    """Return the header of a NumPy file. Its length does not depend on `rows`, because NumPy pads it."""
+    file = io.BytesIO()
+    description = numpy_format.dtype_to_descr(_numpy_dtype(spec))
+    header = {"descr": description, "fortran_order": False, "shape": (rows, *spec.shape)}
+    numpy_format.write_array_header_1_0(file, header)
+    return file.getvalue()
+
+
+@contextmanager
+def _open_file(path: Path) -> Iterator[int]:
+    """Open a file for reading and writing, without a buffer, because other ranks write to the same file."""
+    descriptor = os.open(path, _FLAGS, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
+    while content:
+        written = os.pwrite(descriptor, content, offset)
+        content, offset = content[written:], offset + written
+
+
+def _write_error(folder: Path, error: OSError) -> DataError:
+    return DataError(
+        f"The outputs cannot be written to PredictionWriter('{folder}'): {type(error).__name__}: {error}. Check that "
+        "the folder is writable and has room, or choose another folder."
+    )
+
+
+def _on_each_rank(communicator: Communicator, folder: Path, action: Callable[[], Any]) -> None:
+    """Call `action` on every rank. If it raises OSError on any rank, raise DataError on every rank."""
+
+    def call() -> None:
+        try:
+            action()
+        except OSError as error:
+            raise _write_error(folder, error) from error
+
+    call_on_all_ranks(communicator, call)
+
+
+def _on_rank_zero(communicator: Communicator, folder: Path, action: Callable[[], Any]) -> None:
+    _on_each_rank(communicator, folder, lambda: action() if communicator.rank == 0 else None)

@@ -1,0 +1,235 @@
+"""Training steps outside of `fit`, which leave the model, the optimizer and the random numbers unchanged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from unitrain import trainer_arguments
+from unitrain.backends.compression_setting import PowerSGD, read_compression
+from unitrain.backends.logical_ranks import set_current_logical_rank
+from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.data.loading import Data
+from unitrain.data.order import MicroBatch, begin_micro_batch
+from unitrain.data.sharding import open_training_data
+from unitrain.data.training_data import ShardSettings
+from unitrain.errors import ConfigError
+from unitrain.modules.sync_batch_norm import exclude_from_statistics
+from unitrain.optim.loss_weighting import LossWeighting, read_training_loss
+from unitrain.optim.step import ParameterUpdate, backward, block_gradients
+from unitrain.randomness import SeedPurpose, derive_seed, preserve_generators, seed_generators
+from unitrain.torch_compat import local_shard
+from unitrain.trainer import Trainer
+
+
+def check_trial(trainer: Any, function: str) -> None:
+    """Raise ConfigError unless trial steps of `trainer` are possible now. All ranks call it. `function` is the name of
+    the public function, for messages.
+    """
+    if not isinstance(trainer, Trainer):
+        raise ConfigError(
+            f"{function} takes a unitrain.Trainer, got {type(trainer).__name__}. Use {function}(trainer, data)."
+        )
+    trainer.backend.check_running(function)
+
+    def check() -> None:
+        if trainer._stopping.is_active:
+            raise ConfigError(f"{function} was called by a callback during fit. Call it before trainer.fit.")
+        for name, is_set in (
+            ("local_sgd", trainer.config.local_sgd is not None),
+            ("compression", isinstance(read_compression(trainer.config.compression), PowerSGD)),
+        ):
+            if is_set:
+                raise ConfigError(
+                    f"{function} does not support TrainConfig.{name}={getattr(trainer.config, name)!r}, whose state it "
+                    f"could not restore. Call it with a Trainer without {name}."
+                )
+
+    call_on_all_ranks(trainer.backend, check)
+
+
+class TrialSteps:
+    """Training steps of `trainer` on `data`, with the settings of the Trainer but without callbacks, loggers, scheduler
+    and weight average.
+
+    Use it in `preserved_state`. All ranks make the same calls.
+    """
+
+    def __init__(self, trainer: Trainer, data: Data, function: str) -> None:
+        trainer_arguments.check_data(trainer.backend, function, data=data)
+        self.trainer = trainer
+        config, backend = trainer.config, trainer.backend
+        settings = ShardSettings.from_config(config, elastic=False, elastic_batch_size=None)
+        self.shard = open_training_data(data, backend, settings)
+        self.shard.begin_epoch(trainer.progress.epoch)
+        self._weighting = LossWeighting(backend, config.logical_ranks)
+        self._update = ParameterUpdate(
+            trainer.optimizer,
+            backend.unwrap(trainer.model),
+            trainer._precision,
+            max_grad_norm=config.max_grad_norm,
+            scheduler=None,
+        )
+        self._sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
+
+    def run(self, steps: int, before_update: Callable[[int], None], after_step: Callable[[int, float], bool]) -> None:
+        """Train at most `steps` steps, in several epochs if necessary.
+
+        `before_update(step)` is called before each optimizer update. `after_step(step, loss)` gets the mean loss over
+        the samples of all ranks before the update, and returns whether to continue.
+        """
+        step = 0
+        for epoch in count(self.trainer.progress.epoch):
+            # Do not assign the iterator to a variable, so that its workers terminate immediately.
+            for batch, micro_batch in self.batches(epoch):
+                self.forward_backward(batch, micro_batch, epoch)
+                if not micro_batch.ends_step:
+                    continue
+                self._weighting.finish_step(self.trainer.optimizer, micro_batch)
+                before_update(step)
+                self._update(step, self.trainer._learning_rate_factor)
+                step += 1
+                if not after_step(step - 1, self._mean_loss()) or step == steps:
+                    self.shard.end_epoch()
+                    return
+            self.shard.end_epoch()
+
+    def batches(self, epoch: int) -> Iterable[tuple[Any, MicroBatch]]:
+        """Return the batches of this rank in an epoch, on its device."""
+        return self.trainer._prefetch(self.shard.micro_batches(epoch), ahead=self.shard.can_prefetch)
+
+    def forward_backward_locally(self, batch: Any, micro_batch: MicroBatch) -> None:
+        """Run the forward and backward pass of a micro-batch on this rank only, without communication."""
+        trainer = self.trainer
+        begin_micro_batch(trainer.config.seed, trainer.progress.epoch, micro_batch, trainer.config.logical_ranks)
+        with trainer.backend.no_sync(trainer.model):
+            model = trainer.backend.unwrap(trainer.model)
+            with trainer._precision.autocast():
+                loss = read_training_loss(trainer.loss_fn(*trainer._forward(model, batch)))
+            backward(trainer._precision.scale(loss.value))
+
+    def forward_backward(self, batch: Any, micro_batch: MicroBatch, epoch: int) -> None:
+        """Run the forward and backward pass of a micro-batch, as the Trainer does."""
+        trainer, config = self.trainer, self.trainer.config
+        is_dummy, ends_step = not micro_batch.samples, micro_batch.ends_step
+        is_excluded = is_dummy and config.logical_ranks is None
+        begin_micro_batch(config.seed, epoch, micro_batch, config.logical_ranks)
+        with (
+            exclude_from_statistics(trainer.model) if is_excluded else nullcontext(),
+            nullcontext() if ends_step else trainer.backend.no_sync(trainer.model),
+        ):
+            with trainer._precision.autocast():
+                loss = read_training_loss(trainer.loss_fn(*trainer._forward(trainer.model, batch)))
+            weighted = self._weighting.weight_loss(loss, micro_batch)
+            if config.find_unused_parameters and is_dummy:
+                weighted = block_gradients(weighted)
+            backward(trainer._precision.scale(weighted), *(self._weighting.overlapped_work() if ends_step else ()))
+        if not is_dummy:
+            value = loss.value.detach().double()
+            samples = torch.full_like(value, micro_batch.samples)
+            if loss.tokens is None:
+                self._sums += torch.stack([value * micro_batch.samples, samples])
+            else:
+                self._sums += torch.stack([value, torch.as_tensor(loss.tokens, device=value.device).double()])
+
+    def _mean_loss(self) -> float:
+        """Return the mean loss of the step over all ranks."""
+        total, samples = self.trainer.backend.allreduce(self._sums, "sum").tolist()
+        self._sums.zero_()
+        return float(total / samples) if samples else 0.0
+
+
+@contextmanager
+def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
+    """Context manager that restores the state of `trainer` bit by bit: the model with its buffers and modes, the
+    optimizer, the loss scale, the random number generators of this process, and those of a DataLoader.
+
+    The copy is in host memory.
+    """
+    model, optimizer = trainer.backend.unwrap(trainer.model), trainer.optimizer
+    tensors = [local_shard(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    copies = [_copy_to_host(tensor) for tensor in tensors]
+    modes = [(module, module.training) for module in model.modules()]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    state = {parameter: _copy_state(entry) for parameter, entry in optimizer.state.items()}
+    scale, factor = copy.deepcopy(trainer._precision.state_dict()), trainer._learning_rate_factor
+    generators = [(generator, generator.get_state()) for generator in _generators_of(data)]
+    try:
+        with preserve_generators(trainer.backend.device):
+            path = (trainer.progress.step, trainer.backend.rank)
+            seed_generators(derive_seed(trainer.config.seed, SeedPurpose.RANK, *path))
+            trainer.model.train()
+            yield
+    finally:
+        set_current_logical_rank(None)
+        model.zero_grad(set_to_none=True)
+        trainer._precision.discard_step()
+        with torch.no_grad():
+            for tensor, saved in zip(tensors, copies, strict=True):
+                tensor.copy_(saved)
+        for module, training in modes:
+            module.training = training
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update(settings)
+        _restore_optimizer_state(optimizer, state)
+        trainer._precision.load_state_dict(scale)
+        trainer._learning_rate_factor = factor
+        for generator, generator_state in generators:
+            generator.set_state(generator_state)
+
+
+@dataclass(frozen=True)
+class _SavedTensor:
+    """A tensor, and a copy of its values in host memory."""
+
+    tensor: Tensor
+    saved: Tensor
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copy_state(entry: Any) -> Any:
+    """Return a copy of the optimizer's state of one parameter, with a _SavedTensor for each tensor."""
+    if isinstance(entry, dict):
+        return {name: _copy_state(value) for name, value in entry.items()}
+    if isinstance(entry, Tensor):
+        return _SavedTensor(entry, _copy_to_host(local_shard(entry)))
+    return copy.deepcopy(entry)
+
+
+def _restore_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+    for parameter in list(optimizer.state):
+        if parameter not in state:
+            del optimizer.state[parameter]
+    for parameter, entry in state.items():
+        optimizer.state[parameter] = _restored(entry)
+
+
+def _restored(entry: Any) -> Any:
+    """Return the state of which `_copy_state` made a copy. Tensors are restored in place."""
+    if isinstance(entry, dict):
+        return {name: _restored(value) for name, value in entry.items()}
+    if isinstance(entry, _SavedTensor):
+        with torch.no_grad():
+            local_shard(entry.tensor).copy_(entry.saved)
+        return entry.tensor
+    return entry
+
+
+def _generators_of(data: Any) -> list[torch.Generator]:
+    """Return the random number generators of a DataLoader and its samplers."""
+    if not isinstance(data, DataLoader):
+        return []
+    owners = (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
