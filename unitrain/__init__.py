@@ -49,6 +49,7 @@ _EXPORTS = {
     "MLflowLogger": "unitrain.loggers.mlflow",
     "MeanMetric": "unitrain.metrics.means",
     "MetricError": "unitrain.errors",
+    "MemorySnapshot": "unitrain.callbacks.memory_snapshot",
     "MissingDependencyError": "unitrain.errors",
     "ModelSummary": "unitrain.model_summary",
     "ModelError": "unitrain.errors",
@@ -124,6 +125,7 @@ __all__ = [
     "LoggerError",
     "MLflowLogger",
     "MeanMetric",
+    "MemorySnapshot",
     "MetricError",
     "MissingDependencyError",
     "ModelError",
@@ -192,6 +194,7 @@ if TYPE_CHECKING:
     from unitrain.callbacks.early_stopping import EarlyStopping
     from unitrain.callbacks.gradient_watch import GradientWatch
     from unitrain.callbacks.histograms import Histograms
+    from unitrain.callbacks.memory_snapshot import MemorySnapshot
     from unitrain.callbacks.profiler import Profiler
     from unitrain.config import TrainConfig
     from unitrain.data.sharded_loader import ShardedLoader

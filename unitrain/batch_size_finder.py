@@ -68,7 +68,7 @@ def find_batch_size(
     trainer: Trainer,
     data: Data,
     *,
-    initial: int = 1,
+    initial: int = 2,
     max_batch_size: int | None = None,
     memory_limit_bytes: int | None = None,
     mode: SearchMode = "power",
@@ -76,11 +76,11 @@ def find_batch_size(
     """Return the largest batch size per rank and micro-batch with which a training step fits in memory on every rank.
     All ranks call it.
 
-    The batch size is doubled from `initial` until a rank runs out of memory, exceeds `memory_limit_bytes`, or the data
-    or `max_batch_size` is exhausted. With mode "binary", a binary search then finds the largest batch size.
-    `memory_limit_bytes` limits the memory of each rank: that of the tensors on a GPU, or that of the process on a CPU,
-    where it is required. Batches contain the first samples of an epoch, so samples of different sizes may need more
-    memory later.
+    The batch size is doubled from `initial` (2, because BatchNorm rejects single samples) until a rank runs out of
+    memory or exceeds `memory_limit_bytes`, or the data or `max_batch_size` is exhausted. With mode "binary", a binary
+    search then finds the largest batch size. `memory_limit_bytes` limits the memory of each rank: that of the tensors on
+    a GPU, or that of the process on a CPU, where it is required. Batches contain the first samples of an epoch, so
+    samples of different sizes may need more memory later.
 
     Forward and backward passes of the trials do not communicate, so that no rank waits for one that runs out of memory.
     One optimizer step with `initial` samples per rank is taken before, which creates the optimizer state. Afterwards,
@@ -250,7 +250,7 @@ def _release_memory(device: torch.device) -> None:
 def _check_arguments(
     trainer: Trainer, data: Any, initial: Any, max_batch_size: Any, memory_limit_bytes: Any, mode: Any
 ) -> None:
-    validation.check_integer(f"{_NAME}(initial=...)", initial, 1, "Use initial=1")
+    validation.check_integer(f"{_NAME}(initial=...)", initial, 1, "Use initial=2")
     fix = "Leave it out to search up to the limit of the memory"
     validation.check_integer(f"{_NAME}(max_batch_size=...)", max_batch_size, 1, fix, optional=True)
     fix = "Use memory_limit_bytes=8 * 2**30 for 8 GiB"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from unitrain.backends.checks import check_same_settings
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.data.loading import Data
 from unitrain.errors import ConfigError, MissingDependencyError, NonFiniteLossError
-from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.trial_steps import TrialSteps, check_trial, preserved_state
 
 if TYPE_CHECKING:
@@ -143,8 +142,6 @@ def find_learning_rate(
 
     with preserved_state(trainer, data):
         initial_rates = [float(group["lr"]) for group in trainer.optimizer.param_groups]
-        factor = LearningRateFactor.from_config(trainer.config, trial.shard.global_batch_size)
-        trainer._learning_rate_factor = None if factor is None else replace(factor, warmup_steps=0)
         trial.run(steps, set_learning_rate, record)
     _check_enough_points(losses, steps, rates, stop_reason)
     return LearningRateCurve(

@@ -189,9 +189,7 @@ class _Recorder:
             self._stack.pop()
             recorded.flops += self._flops.get_total_flops() - self._flops_at_start.pop()
             if not recorded.calls:
-                shapes: list[tuple[int, ...]] = []
-                map_tensors(lambda tensor: (shapes.append(tuple(tensor.shape)), tensor)[1], output)
-                recorded.output_shapes = tuple(shapes)
+                recorded.output_shapes = _shapes_of(output)
             recorded.calls += 1
 
         return hook
@@ -212,6 +210,17 @@ class _Recorder:
             return 0
         self._storages[key] = storage
         return storage.nbytes()
+
+
+def _shapes_of(output: Any) -> tuple[tuple[int, ...], ...]:
+    shapes: list[tuple[int, ...]] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    map_tensors(add, output)
+    return tuple(shapes)
 
 
 @contextmanager

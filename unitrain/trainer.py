@@ -310,6 +310,11 @@ class Trainer(LoggingMethods):
         """The fp16 loss scale; None without fp16. In `on_before_optimizer_step`, gradients are multiplied by it."""
         return self._precision.loss_scale()
 
+    @property
+    def step_parts(self) -> trainer_model.StepParts:
+        """The objects that compute a step, for functions that train outside of `fit`."""
+        return trainer_model.StepParts(self._precision, self._forward, self._prefetch, self._stopping)
+
     def _train_epoch(self, shard: TrainingData, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         """Train to the end of the epoch or the run, validate, step an epoch scheduler, and save a checkpoint."""
         config, progress = self.config, self.progress

@@ -1,8 +1,9 @@
-"""Preparation of the Trainer's model: conversion, averaged weights, and distribution to the ranks."""
+"""The Trainer's model and the objects that compute its steps: conversion, averaged weights, distribution to ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,12 +13,24 @@ from unitrain.backends.capabilities import SupportsShardedParameters, require_ca
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import TrainConfig
 from unitrain.errors import ModelError
+from unitrain.data.prefetch import Prefetcher
 from unitrain.modules.acceleration import compile_forward, use_channels_last
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.sync_batch_norm import sync_batch_norm
 from unitrain.monitoring.rank_status import format_ranks
 from unitrain.optim.ema import WeightAverage
-from unitrain.optim.precision import allow_tf32
+from unitrain.optim.precision import Precision, allow_tf32
+from unitrain.optim.step import Forward
+from unitrain.progress.stopping import StopCoordinator
+
+
+class StepParts(NamedTuple):
+    """The objects of a Trainer that compute its steps, for functions that train outside of `fit`."""
+
+    precision: Precision
+    forward: Forward
+    prefetch: Prefetcher
+    stopping: StopCoordinator
 
 
 def prepare_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -23,6 +23,7 @@ from unitrain.data.sharding import open_training_data
 from unitrain.data.training_data import ShardSettings
 from unitrain.errors import ConfigError
 from unitrain.modules.sync_batch_norm import exclude_from_statistics
+from unitrain.optim.learning_rate import LearningRateFactor
 from unitrain.optim.loss_weighting import LossWeighting, read_training_loss
 from unitrain.optim.step import ParameterUpdate, backward, block_gradients
 from unitrain.randomness import SeedPurpose, derive_seed, preserve_generators, seed_generators
@@ -41,7 +42,7 @@ def check_trial(trainer: Any, function: str) -> None:
     trainer.backend.check_running(function)
 
     def check() -> None:
-        if trainer._stopping.is_active:
+        if trainer.step_parts.stopping.is_active:
             raise ConfigError(f"{function} was called by a callback during fit. Call it before trainer.fit.")
         for name, is_set in (
             ("local_sgd", trainer.config.local_sgd is not None),
@@ -70,11 +71,14 @@ class TrialSteps:
         settings = ShardSettings.from_config(config, elastic=False, elastic_batch_size=None)
         self.shard = open_training_data(data, backend, settings)
         self.shard.begin_epoch(trainer.progress.epoch)
+        # The factor of `lr_scaling`, without warm-up.
+        rates = LearningRateFactor.from_config(config, self.shard.global_batch_size)
+        self._rates = None if rates is None else replace(rates, warmup_steps=0)
         self._weighting = LossWeighting(backend, config.logical_ranks)
         self._update = ParameterUpdate(
             trainer.optimizer,
             backend.unwrap(trainer.model),
-            trainer._precision,
+            trainer.step_parts.precision,
             max_grad_norm=config.max_grad_norm,
             scheduler=None,
         )
@@ -95,7 +99,7 @@ class TrialSteps:
                     continue
                 self._weighting.finish_step(self.trainer.optimizer, micro_batch)
                 before_update(step)
-                self._update(step, self.trainer._learning_rate_factor)
+                self._update(step, self._rates)
                 step += 1
                 if not after_step(step - 1, self._mean_loss()) or step == steps:
                     self.shard.end_epoch()
@@ -104,7 +108,7 @@ class TrialSteps:
 
     def batches(self, epoch: int) -> Iterable[tuple[Any, MicroBatch]]:
         """Return the batches of this rank in an epoch, on its device."""
-        return self.trainer._prefetch(self.shard.micro_batches(epoch), ahead=self.shard.can_prefetch)
+        return self.trainer.step_parts.prefetch(self.shard.micro_batches(epoch), ahead=self.shard.can_prefetch)
 
     def forward_backward_locally(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Run the forward and backward pass of a micro-batch on this rank only, without communication."""
@@ -112,9 +116,9 @@ class TrialSteps:
         begin_micro_batch(trainer.config.seed, trainer.progress.epoch, micro_batch, trainer.config.logical_ranks)
         with trainer.backend.no_sync(trainer.model):
             model = trainer.backend.unwrap(trainer.model)
-            with trainer._precision.autocast():
-                loss = read_training_loss(trainer.loss_fn(*trainer._forward(model, batch)))
-            backward(trainer._precision.scale(loss.value))
+            with trainer.step_parts.precision.autocast():
+                loss = read_training_loss(trainer.loss_fn(*trainer.step_parts.forward(model, batch)))
+            backward(trainer.step_parts.precision.scale(loss.value))
 
     def forward_backward(self, batch: Any, micro_batch: MicroBatch, epoch: int) -> None:
         """Run the forward and backward pass of a micro-batch, as the Trainer does."""
@@ -126,12 +130,14 @@ class TrialSteps:
             exclude_from_statistics(trainer.model) if is_excluded else nullcontext(),
             nullcontext() if ends_step else trainer.backend.no_sync(trainer.model),
         ):
-            with trainer._precision.autocast():
-                loss = read_training_loss(trainer.loss_fn(*trainer._forward(trainer.model, batch)))
+            with trainer.step_parts.precision.autocast():
+                loss = read_training_loss(trainer.loss_fn(*trainer.step_parts.forward(trainer.model, batch)))
             weighted = self._weighting.weight_loss(loss, micro_batch)
             if config.find_unused_parameters and is_dummy:
                 weighted = block_gradients(weighted)
-            backward(trainer._precision.scale(weighted), *(self._weighting.overlapped_work() if ends_step else ()))
+            backward(
+                trainer.step_parts.precision.scale(weighted), *(self._weighting.overlapped_work() if ends_step else ())
+            )
         if not is_dummy:
             value = loss.value.detach().double()
             samples = torch.full_like(value, micro_batch.samples)
@@ -160,7 +166,7 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     state = {parameter: _copy_state(entry) for parameter, entry in optimizer.state.items()}
-    scale, factor = copy.deepcopy(trainer._precision.state_dict()), trainer._learning_rate_factor
+    scale = copy.deepcopy(trainer.step_parts.precision.state_dict())
     generators = [(generator, generator.get_state()) for generator in _generators_of(data)]
     try:
         with preserve_generators(trainer.backend.device):
@@ -171,7 +177,7 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
     finally:
         set_current_logical_rank(None)
         model.zero_grad(set_to_none=True)
-        trainer._precision.discard_step()
+        trainer.step_parts.precision.discard_step()
         with torch.no_grad():
             for tensor, saved in zip(tensors, copies, strict=True):
                 tensor.copy_(saved)
@@ -180,8 +186,7 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(settings)
         _restore_optimizer_state(optimizer, state)
-        trainer._precision.load_state_dict(scale)
-        trainer._learning_rate_factor = factor
+        trainer.step_parts.precision.load_state_dict(scale)
         for generator, generator_state in generators:
             generator.set_state(generator_state)
 

@@ -95,22 +95,22 @@ def test_rank_with_the_least_memory_determines_the_batch_size(group: tuple[str, 
 
 def test_memory_limit_of_the_process_bounds_the_measured_peak() -> None:
     class Large(nn.Module):
-        """Needs 8 MiB per sample for one activation."""
+        """Needs 2 MiB per sample for one activation."""
 
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(1))
 
         def forward(self, inputs: Tensor) -> Tensor:
-            return (inputs[:, :1].expand(-1, 1 << 21) * self.weight).sigmoid()[:, :2]
+            return (inputs[:, :1].expand(-1, 1 << 19) * self.weight).sigmoid()[:, :2]
 
     trainer = make(model=Large())
-    small = find_batch_size(trainer, Samples(), max_batch_size=1, memory_limit_bytes=ENOUGH)
-    limit = small.trials[0].peak_bytes + 600 * 2**20
+    small = find_batch_size(trainer, Samples(), initial=1, max_batch_size=1, memory_limit_bytes=ENOUGH)
+    limit = small.trials[0].peak_bytes + 100 * 2**20
     found = find_batch_size(trainer, Samples(), memory_limit_bytes=limit)
     by_size = {trial.batch_size: trial for trial in found.trials}
     assert by_size[found.batch_size].peak_bytes <= limit < by_size[2 * found.batch_size].peak_bytes
-    assert 8 <= found.batch_size <= 64
+    assert 4 <= found.batch_size <= 64
     assert "above the limit of" in found.reason or "would need about" in found.reason
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from groups import SEVERAL_RANKS
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from unitrain import Callback, EarlyStopping, GradientWatch, Profiler, TrainConfig, Trainer
+from unitrain import Callback, EarlyStopping, GradientWatch, MemorySnapshot, Profiler, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.order import MicroBatch
@@ -293,6 +294,9 @@ def events(trace: Path) -> list[str]:
 def test_the_profiler_records_the_selected_steps(tmp_path: Path, skip: int, steps: int, traced: int) -> None:
     make(LOCAL, [Profiler(skip=skip, steps=steps)], output_dir=tmp_path).fit(data())  # 8 steps
     assert events(tmp_path / "profile" / "rank-0.json.gz").count("Optimizer.step#SGD.step") == traced
+    table = (tmp_path / "profile" / "rank-0.txt").read_text()
+    assert "Self CPU" in table
+    assert "aten::" in table
 
 
 def test_profiler_rejects_a_missing_or_invalid_folder(tmp_path: Path) -> None:
@@ -303,9 +307,43 @@ def test_profiler_rejects_a_missing_or_invalid_folder(tmp_path: Path) -> None:
         make(LOCAL, [Profiler(folder=tmp_path / "file")]).fit(data())
     with pytest.raises(ConfigError, match=r"Profiler\.steps"):
         Profiler(steps=0)
+    with pytest.raises(ConfigError, match=r"Profiler.table_rows must be an integer of at least 0, got -1"):
+        Profiler(table_rows=-1)
+
+
+def test_profiler_prints_the_table_of_rank_zero_or_omits_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(LOCAL, [Profiler(skip=1, steps=2, folder=tmp_path, table_rows=3, print_table=True)]).fit(data())
+    printed = capsys.readouterr().err
+    assert printed.strip() == (tmp_path / "rank-0.txt").read_text().strip()
+    assert printed.count("aten::") <= 3
+    (tmp_path / "rank-0.txt").unlink()
+    make(LOCAL, [Profiler(skip=1, steps=2, folder=tmp_path, table_rows=0)]).fit(data())
+    assert not (tmp_path / "rank-0.txt").exists()
 
 
 # -- on several ranks -------------------------------------------------------------------------------------------------
+
+
+def test_memory_snapshot_on_a_cpu_logs_a_warning_and_writes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(LOCAL, [MemorySnapshot(folder=tmp_path / "memory")]).fit(data())
+    assert "MemorySnapshot records GPU memory, but this run computes on cpu, so it writes nothing." in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("given", [{"skip": -1}, {"steps": 0}, {"max_entries": 0}, {"folder": ""}])
+def test_memory_snapshot_rejects_invalid_arguments(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="MemorySnapshot"):
+        MemorySnapshot(**given)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU")
+def test_memory_snapshot_contains_the_allocations_of_the_steps(tmp_path: Path) -> None:
+    backend = LocalBackend(torch.device("cuda", 0))
+    make(backend, [MemorySnapshot(skip=1, steps=2)], output_dir=tmp_path).fit(data())
+    snapshot = pickle.loads((tmp_path / "memory" / "rank-0.pickle").read_bytes())
+    assert any(snapshot["device_traces"])
 
 
 class StopHere(Callback):
@@ -430,7 +468,8 @@ def test_early_stopping_ends_all_ranks_at_the_same_epoch(ranks: tuple[list[Any],
 
 def test_every_rank_writes_a_trace(ranks: tuple[list[Any], Path]) -> None:
     found, folder = ranks
-    traces = sorted((folder / "traces").iterdir())
+    traces = sorted((folder / "traces").glob("*.gz"))
     assert [trace.name for trace in traces] == [f"rank-{rank}.json.gz" for rank in range(len(found))]
+    assert sorted(path.name for path in (folder / "traces").glob("*.txt")) == [f"rank-{rank}.txt" for rank in range(len(found))]
     for trace in traces:
         assert events(trace).count("Optimizer.step#SGD.step") == 2

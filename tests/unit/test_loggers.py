@@ -155,6 +155,28 @@ def test_wandb_and_tensorboard_have_tables_and_histograms(tmp_path: Path) -> Non
     assert text.splitlines() == ["| label | a\\|b |", "|---|---|", "| 7 | x |", "| None | 1.5 |"]
 
 
+def test_json_lines_and_mlflow_have_tables_and_histograms(tmp_path: Path) -> None:
+    counts, edges = np.array([1, 0, 3]), np.array([0.0, 1.0, 2.0, 3.0])
+    for logger in (JSONLinesLogger(), MLflowLogger(), CSVLogger()):
+        logger.prepare(tmp_path)
+        for start in (0, 4):  # a resumed run does not log them again
+            logger.start(RunInfo(start, tmp_path, DESCRIPTION))
+            if start == 0 or not isinstance(logger, JSONLinesLogger):
+                logger.histogram("weights", counts, edges, 4)
+                logger.table("worst: a", ["label", "b"], [[7, "x"], [None, 1.5]], 4)
+        logger.finish("finished")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"step": 4, "histogram": "weights", "counts": [1, 0, 3], "edges": [0.0, 1.0, 2.0, 3.0]},
+        {"step": 4, "table": "worst: a", "columns": ["label", "b"], "rows": [[7, "x"], [None, 1.5]]},
+    ]
+    (histogram,) = tmp_path.glob("mlflow/*/artifacts/histograms/weights/4.json")
+    assert json.loads(histogram.read_text()) == {"counts": [1, 0, 3], "edges": [0.0, 1.0, 2.0, 3.0]}
+    (table,) = tmp_path.glob("mlflow/*/artifacts/tables/*/4.json")
+    assert json.loads(table.read_text()) == {"columns": ["label", "b"], "data": [[7, "x"], [None, 1.5]]}
+    assert (tmp_path / "metrics.csv").read_text() == "step\n"  # CSV ignores them
+
+
 def test_mlflow_has_images_parameters_and_one_run(tmp_path: Path) -> None:
     run(MLflowLogger(run_name="mine"), tmp_path, 0, 3, offset=0.0)
     run(MLflowLogger(run_name="mine"), tmp_path, 2, 4, offset=0.0)

@@ -22,6 +22,8 @@ PRIVATE_NAMES = {
     "unitrain/backends/ddp.py": {"_dynamo"},  # imported early
     "unitrain/backends/horovod/horovodrun.py": {"_slot_info_to_command_fn"},
     "unitrain/backends/horovod/process_sets.py": {"_basics"},  # holds Horovod's C functions
+    # Documented by torch, in "Understanding CUDA Memory Usage".
+    "unitrain/callbacks/memory_snapshot.py": {"_dump_snapshot", "_record_memory_history"},
     "unitrain/horovod_wheel/machine.py": {"_C", "_cuda_getArchFlags"},  # that package imports no other of unitrain
     "unitrain/metrics/torchmetrics.py": {"_computed", "_defaults", "_reductions", "_to_sync", "_update_count"},
     "unitrain/testing/ranks.py": {"_listener", "_socket"},

@@ -124,6 +124,8 @@ MEMORY_FOLDER = "UNITRAIN_MEMORY_FOLDER"
 METRICS_PORT, METRICS_ADDRESS = "UNITRAIN_METRICS_PORT", "UNITRAIN_METRICS_ADDRESS"
 # "1" adds a consistency check to every gradient bucket; "0" or unset omits it.
 DEBUG = "UNITRAIN_DEBUG"
+# Folder in which every rank writes its flight recorder after a timeout or failure. Unset: no files.
+FLIGHT_RECORD_FOLDER = "UNITRAIN_FLIGHT_RECORD_DIR"
 # Terminal of `unitrain launch`, for ranks whose output is redirected by the launcher.
 TERMINAL = "UNITRAIN_TERMINAL"
 # Prefixes of the other variables that launchers set for their ranks. Variables that a scheduler or a user sets for a
@@ -201,6 +203,11 @@ def is_debug_enabled() -> bool:
             f"{DEBUG} must be 0 or 1, got {value!r}. Use: export {DEBUG}=1, or clear it with: unset {DEBUG}"
         )
     return value == "1"
+
+
+def flight_record_folder() -> str | None:
+    """Return the folder for the files of flight recorders, or None."""
+    return get_variable(FLIGHT_RECORD_FOLDER)
 
 
 def max_pods() -> int:

@@ -17,7 +17,7 @@ class Histograms(Callback):
 
     The gradients are those of the global batch, before clipping and without the fp16 loss scale (`wandb.watch` logs the
     gradients of one rank). Sharded gradients are gathered one at a time. The names are "parameters/NAME" and
-    "gradients/NAME". W&B and TensorBoard support histograms. Non-finite values are omitted. Each logged step copies all
+    "gradients/NAME". CSV ignores histograms. Non-finite values are omitted. Each logged step copies all
     parameters to the host.
     """
 

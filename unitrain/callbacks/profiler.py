@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,39 @@ class Profiler(Callback):
     """Records `steps` optimizer steps, after the first `skip` steps of `fit`, in one trace per rank.
 
     The trace of rank 3 is `rank-3.json.gz` in `folder`, by default `profile` in the output folder. Open it in
-    https://ui.perfetto.dev or chrome://tracing. Timestamps are from the clock of each rank's host. `options` are passed
-    to torch.profiler.profile, for example `with_stack` and `profile_memory`. Raises ConfigError if no folder is set or
-    the folder cannot be created.
+    https://ui.perfetto.dev or chrome://tracing. Timestamps are from the clock of each rank's host. `rank-3.txt`
+    contains a table of the `table_rows` operators that took most time, sorted by their own time on the GPU or on the
+    CPU; 0 omits it. With `print_table`, rank 0 also prints its table to standard error. `options` are passed to
+    torch.profiler.profile, for example `with_stack` and `profile_memory`. Raises ConfigError if no folder is set or the
+    folder cannot be created.
     """
 
-    def __init__(self, *, skip: int = 10, steps: int = 5, folder: str | Path | None = None, **options: Any) -> None:
-        for name, value, minimum in (("skip", skip, 0), ("steps", steps, 1)):
+    def __init__(
+        self,
+        *,
+        skip: int = 10,
+        steps: int = 5,
+        folder: str | Path | None = None,
+        table_rows: int = 20,
+        print_table: bool = False,
+        **options: Any,
+    ) -> None:
+        for name, value, minimum in (("skip", skip, 0), ("steps", steps, 1), ("table_rows", table_rows, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise ConfigError(f"Profiler.{name} must be an integer of at least {minimum}, got {value!r}. Use 5.")
         validation.check_path("Profiler(folder=...)", folder, 'Use Profiler(folder="runs/profile")', optional=True)
+        validation.check_boolean("Profiler.print_table", print_table)
         self.skip, self.steps, self.folder, self.options = skip, steps, folder, options
+        self.table_rows, self.print_table = table_rows, print_table
         self._profile: torch.profiler.profile | None = None
         self._steps_done = 0
 
     def on_fit_start(self, trainer: RunningTrainer) -> None:
         """Create the folder, and start the profiler if no step is skipped."""
-        self._folder = call_on_all_ranks(trainer.backend, lambda: self._create_folder(trainer.config.output_dir))
+        output_dir = trainer.config.output_dir
+        self._folder = call_on_all_ranks(
+            trainer.backend, lambda: create_folder("Profiler", self.folder, output_dir, "profile")
+        )
         self._steps_done = 0
         if self.skip == 0:
             self._start(trainer)
@@ -55,19 +72,6 @@ class Profiler(Callback):
         if self._profile is not None:
             self._stop(trainer)
 
-    def _create_folder(self, output_dir: str | Path | None) -> Path:
-        if self.folder is None and output_dir is None:
-            raise ConfigError(
-                "Profiler has no folder to write its traces to, and TrainConfig.output_dir is not set. "
-                'Use Profiler(folder="runs/profile").'
-            )
-        folder = Path(self.folder) if self.folder is not None else Path(str(output_dir)) / "profile"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"Profiler cannot write to '{folder}': {error}. Choose another folder.") from error
-        return folder
-
     def _start(self, trainer: RunningTrainer) -> None:
         activities = [ProfilerActivity.CPU]
         if trainer.backend.device.type == "cuda":
@@ -79,4 +83,30 @@ class Profiler(Callback):
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()
-            profile.export_chrome_trace(str(self._folder / f"rank-{trainer.backend.rank}.json.gz"))
+            rank = trainer.backend.rank
+            profile.export_chrome_trace(str(self._folder / f"rank-{rank}.json.gz"))
+            if self.table_rows:
+                device = "cuda" if trainer.backend.device.type == "cuda" else "cpu"
+                averages = profile.key_averages()
+                table = averages.table(sort_by=f"self_{device}_time_total", row_limit=self.table_rows)
+                (self._folder / f"rank-{rank}.txt").write_text(table)
+                if self.print_table and rank == 0:
+                    sys.stderr.write(table + "\n")
+
+
+def create_folder(callback: str, folder: str | Path | None, output_dir: str | Path | None, default: str) -> Path:
+    """Create and return the folder of a callback: `folder`, or else `default` in the output folder.
+
+    Raises ConfigError if both folders are None, or if the folder cannot be created.
+    """
+    if folder is None and output_dir is None:
+        raise ConfigError(
+            f"{callback} has no folder to write to, and TrainConfig.output_dir is not set. "
+            f'Use {callback}(folder="runs/{default}").'
+        )
+    path = Path(folder) if folder is not None else Path(str(output_dir)) / default
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{callback} cannot write to '{path}': {error}. Choose another folder.") from error
+    return path

@@ -15,8 +15,8 @@ from unitrain.loggers.logger import Logger, RunInfo, select_folder
 class CSVLogger(Logger):
     """Writes `metrics.csv` in `folder`, by default the output folder: one row per call to `log`.
 
-    A new metric adds a column to the file. A resumed run removes the rows of the steps that it repeats. Images are
-    ignored.
+    A new metric adds a column to the file. A resumed run removes the rows of the steps that it repeats. Images,
+    histograms and tables are ignored.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:

@@ -6,9 +6,11 @@ import errno
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from numpy.typing import NDArray
 
 from unitrain.loggers.logger import Logger, RunInfo, select_folder
 
@@ -19,7 +21,8 @@ class JSONLinesLogger(Logger):
     """Writes `metrics.jsonl` in `folder`, by default the output folder: one JSON object per call to `log`.
 
     Each object has a "step". nan and infinity are written as null. A resumed run removes the objects of the steps that
-    it repeats. Images are ignored.
+    it repeats. A histogram is an object with "histogram" (its name), "counts" and "edges", and a table is an object with
+    "table", "columns" and "rows". Images are ignored.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -38,6 +41,16 @@ class JSONLinesLogger(Logger):
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Append a row."""
         append_row({"step": step, **values}, self._path)
+
+    def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
+        """Append the histogram as a row."""
+        row = {"step": step, "histogram": name, "counts": counts.tolist(), "edges": edges.tolist()}
+        append_row(row, self._path)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Append the table as a row."""
+        cells = [[cell if _is_json_number(cell) else None for cell in row] for row in rows]
+        append_row({"step": step, "table": name, "columns": list(columns), "rows": cells}, self._path)
 
 
 def append_row(row: dict[str, Any], path: Path) -> None:

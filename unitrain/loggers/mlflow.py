@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,19 @@ class MLflowLogger(Logger):
         """Log an image. MLflow does not support captions."""
         if self._service_run.filter_unlogged([name], step):
             self._client.log_image(self._service_run.id, image, key=_valid_name(name), step=step)
+            self._service_run.mark_logged([name], step)
+
+    def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
+        """Log the histogram as the artifact histograms/NAME/STEP.json, because MLflow has no histograms."""
+        self._log_json("histograms", name, {"counts": counts.tolist(), "edges": edges.tolist()}, step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Log the table as the artifact tables/NAME/STEP.json, in the format that MLflow displays as a table."""
+        self._log_json("tables", name, {"columns": list(columns), "data": [list(row) for row in rows]}, step)
+
+    def _log_json(self, folder: str, name: str, content: dict[str, Any], step: int) -> None:
+        if self._service_run.filter_unlogged([name], step):
+            self._client.log_dict(self._service_run.id, content, f"{folder}/{_valid_name(name)}/{step}.json")
             self._service_run.mark_logged([name], step)
 
     def finish(self, status: Status) -> None:

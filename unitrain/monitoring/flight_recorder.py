@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import torch
 
 from unitrain.monitoring.stack_inspection import describe_line, user_frame
 
-_MAX_KEPT = 16
+_MAX_KEPT = 256
+_MAX_SENT = 16  # entries that are sent to other ranks
 _MAX_SHOWN = 4
 
 
@@ -91,6 +93,16 @@ class GradientPhase(NamedTuple):
         return f"{self.kind} #{self.number}"
 
 
+class FlightEntry(NamedTuple):
+    """An operation, the user's line that called it, and the time at which it started, in ns since the epoch."""
+
+    position: int
+    operation: CollectiveCall | GradientPhase
+    file: str
+    line: int
+    time_ns: int
+
+
 class FlightRecord(NamedTuple):
     """An entry of a flight recorder, in the form that is sent to other ranks.
 
@@ -119,7 +131,7 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self.is_main_thread_waiting = False
-        self._entries: deque[tuple[int, CollectiveCall | GradientPhase, str, int]] = deque(maxlen=_MAX_KEPT)
+        self._entries: deque[FlightEntry] = deque(maxlen=_MAX_KEPT)
         self._operation_count = 0
         # Stack position of the user's frame per kind of operation. In a loop, it is the same in every step.
         self._positions: dict[str, _UserFramePosition] = {}
@@ -127,7 +139,9 @@ class FlightRecorder:
     def record(self, operation: CollectiveCall | GradientPhase) -> None:
         """Record that this rank starts `operation`."""
         frame = self._user_frame(operation.kind if isinstance(operation, GradientPhase) else "collective")
-        self._entries.append((self._operation_count, operation, frame.f_code.co_filename, frame.f_lineno))
+        self._entries.append(
+            FlightEntry(self._operation_count, operation, frame.f_code.co_filename, frame.f_lineno, time.time_ns())
+        )
         self._operation_count += 1
 
     def _user_frame(self, kind: str) -> FrameType:
@@ -159,30 +173,34 @@ class FlightRecorder:
     @property
     def latest_operation(self) -> str:
         """Name of the latest operation."""
-        return str(self._entries[-1][1]) if self._entries else "the first operation"
+        return str(self._entries[-1].operation) if self._entries else "the first operation"
 
     @property
     def latest_key(self) -> str:
         """Key of the latest operation, or an empty string if there is none."""
-        return self._entries[-1][1].key if self._entries else ""
+        return self._entries[-1].operation.key if self._entries else ""
 
     @property
     def latest_entry(self) -> str:
         """Name of the latest operation and the user's line that called it, or an empty string if there is none."""
         if not self._entries:
             return ""
-        _, operation, file, line = self._entries[-1]
-        return f"{operation}, at {describe_line(file, line)}"
+        entry = self._entries[-1]
+        return f"{entry.operation}, at {describe_line(entry.file, entry.line)}"
+
+    def entries(self) -> list[FlightEntry]:
+        """Return all recorded entries, oldest first."""
+        return list(self._entries)
 
     def records(self) -> list[FlightRecord]:
-        """Return all recorded entries, oldest first."""
+        """Return the latest entries in the form that is sent to other ranks, oldest first."""
         return [
             FlightRecord(
-                position,
-                f"{getattr(operation, 'operation', '')} {operation.key}",
-                f"{operation}, at {describe_line(file, line)}",
+                entry.position,
+                f"{getattr(entry.operation, 'operation', '')} {entry.operation.key}",
+                f"{entry.operation}, at {describe_line(entry.file, entry.line)}",
             )
-            for position, operation, file, line in list(self._entries)
+            for entry in self.entries()[-_MAX_SENT:]
         ]
 
 

@@ -17,6 +17,7 @@ from unitrain.bootstrap.responsive_store import StoreNotRespondingError, call_wi
 from unitrain.errors import CollectiveTimeoutError
 from unitrain.monitoring import supervisor_client
 from unitrain.monitoring.deadlines import Deadline
+from unitrain.monitoring.flight_record_file import write_flight_record
 from unitrain.monitoring.flight_recorder import (
     CollectiveCall,
     FlightRecorder,
@@ -170,6 +171,7 @@ class FailureMonitor:
         The ranks exchange their statuses via the rendezvous store, which also works while the backend is stuck.
         """
         rank, seconds = self._rendezvous.rank_info.rank, self._rendezvous.timeout.total_seconds()
+        write_flight_record(self._recorder, rank, self._rendezvous.rank_info.size)
         operation = self._recorder.latest_operation if phase is None else str(phase)
         key = f"stuck/{self._recorder.latest_key if phase is None else phase.key}"
         headline = f"{operation} timed out after {seconds:g} s on rank {rank}"

@@ -29,6 +29,7 @@ from unitrain.bootstrap.responsive_store import StoreNotRespondingError
 from unitrain.errors import CollectiveTimeoutError, DataError, ModelError
 from unitrain.monitoring.deadlines import DataDeadline, Deadline, Deadlines, ShutdownWaitDetector
 from unitrain.monitoring.failure_store import FailureStore, RankProcess, Shutdown
+from unitrain.monitoring.flight_record_file import write_flight_record
 from unitrain.monitoring.flight_recorder import FlightRecorder
 from unitrain.monitoring.liveness import LivenessCheck
 from unitrain.monitoring.loop_counters import LoopCounters
@@ -263,7 +264,7 @@ class Watchdog:
         """
         if threading.current_thread() is not self._thread:
             return None
-        return partial(self._thread_store.answer_requests, self._status)
+        return partial(self._thread_store.answer_requests, self._requested_status)
 
     def _has_shut_down(self, rank: int) -> bool:
         with contextlib.suppress(dist.DistError):
@@ -300,9 +301,14 @@ class Watchdog:
             return RankStatus(Activity.FAILED, detail=_first_line(self._error))
         return RankStatus.from_main_thread(self._flight_recorder)
 
+    def _requested_status(self) -> RankStatus:
+        """Return the status for another rank that has timed out, and write the flight recorder if this is enabled."""
+        write_flight_record(self._flight_recorder, self._rank, self._size)
+        return self._status()
+
     def _publish_status(self, store: FailureStore) -> None:
         with contextlib.suppress(dist.DistError):
-            store.report_status(self._status())
+            store.report_status(self._requested_status())
 
     # --- the watchdog thread ---
 
@@ -334,7 +340,7 @@ class Watchdog:
 
     def _poll_store(self) -> bool:
         """Answer status requests, and return whether a rank has failed."""
-        self._thread_store.answer_requests(self._status)
+        self._thread_store.answer_requests(self._requested_status)
         failure = self._thread_store.first_failure()
         if failure is not None:
             self._first_failure = failure

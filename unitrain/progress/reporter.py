@@ -201,11 +201,11 @@ class LoggingMethods:
         self._reporter.log_image(name, image, self.progress.step, caption)
 
     def log_histogram(self, name: str, values: Tensor) -> None:
-        """Log a histogram of the values of a tensor to W&B and TensorBoard. Rank 0 logs; any rank may call it."""
+        """Log a histogram of the values of a tensor. CSV ignores it. Rank 0 logs; any rank may call it."""
         self._reporter.log_histogram(name, values, self.progress.step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Log a table of numbers and strings to W&B and TensorBoard. Rank 0 logs; any rank may call it."""
+        """Log a table of numbers and strings. CSV ignores it. Rank 0 logs; any rank may call it."""
         self._reporter.log_table(name, columns, rows, self.progress.step)
 
 

@@ -1,0 +1,96 @@
+"""Files of the flight recorder after a timeout, read by torch's analyzer."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from groups import ci
+from torch import nn
+
+from unitrain.backends.base import Backend
+from unitrain.bootstrap import environment
+from unitrain.errors import CollectiveTimeoutError
+from unitrain.monitoring.flight_record_file import write_flight_record
+from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder, GradientPhase
+from unitrain.testing import RankGroup
+
+
+def miss_a_collective(backend: Backend, folder: str) -> str:
+    """Train a step, then let rank 1 miss an allreduce of rank 0."""
+    model = backend.distributed_model(nn.Linear(3, 2))
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    backend.allgather(torch.ones(2 + backend.rank, 5))  # ranks may pass different first dimensions
+    backend.broadcast_object({"rank": backend.rank} if backend.rank == 0 else None)
+    if backend.rank == 1:
+        while not Path(folder, "done").exists():
+            time.sleep(0.2)
+        return ""
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        backend.allreduce(torch.ones(7))
+    Path(folder, "done").touch()
+    return str(caught.value)
+
+
+def analyze(folder: Path, *options: str) -> str:
+    """Return the output of torch's analyzer."""
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
+def test_analyzer_names_the_rank_that_missed_a_collective(backend: str, tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    variables = {environment.FLIGHT_RECORD_FOLDER: str(folder)}
+    with RankGroup(backend, 2, backend_timeout_seconds=4.0, variables=variables) as group:
+        results = group.run(miss_a_collective, str(tmp_path))
+    assert "Missing ranks: 1" in results[0]
+    assert sorted(path.name for path in folder.iterdir()) == ["flight_record_rank_0", "flight_record_rank_1"]
+    shown = analyze(folder)
+    assert "Not all ranks joining collective" in shown
+    assert "{1}" in shown.partition("missing ranks")[2][:80]
+    assert "mismatch" not in shown.replace("mismatch_cap", "")
+    entries = pickle.loads((folder / "flight_record_rank_0").read_bytes())["entries"]
+    assert entries[-1]["state"] == "started"
+    assert entries[-1]["input_sizes"] == [[7]]
+    assert entries[-1]["frames"][0]["filename"] == __file__
+    assert {entry["state"] for entry in entries[:-1]} == {"completed"}
+    printed = analyze(folder, "--just_print_entries")
+    assert printed.count("all_reduce") >= 2
+
+
+def test_analyzer_names_ranks_with_different_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER, str(tmp_path))
+    for rank in range(2):
+        recorder = FlightRecorder()
+        recorder.record(GradientPhase("backward", 1))
+        recorder.is_main_thread_waiting = True
+        recorder.record(CollectiveCall(1, ("allreduce", "broadcast")[rank], dtype=torch.float32, shape=(2,)))
+        write_flight_record(recorder, rank, 2)
+    shown = analyze(tmp_path)
+    assert "Expected collective type: 'all_reduce' does not match found collective type: 'broadcast'" in shown
+
+
+def test_no_file_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(environment.FLIGHT_RECORD_FOLDER, raising=False)
+    monkeypatch.chdir(tmp_path)
+    write_flight_record(FlightRecorder(), 0, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unwritable_folder_is_reported_without_an_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER, str(tmp_path / "file" / "below"))
+    write_flight_record(FlightRecorder(), 0, 2)
+    assert "The flight record of rank 0 cannot be written to" in caplog.text

@@ -1,0 +1,101 @@
+"""Writes the flight recorder of this rank to a file in torch's format.
+
+torch's analyzer compares the files of all ranks: `python -m torch.distributed.flight_recorder.fr_trace FOLDER`. The
+format is that of ProcessGroupNCCL, which records only NCCL; these files describe the collectives of every backend.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from unitrain.bootstrap import environment
+from unitrain.monitoring.flight_recorder import CollectiveCall, FlightEntry, FlightRecorder, dtype_name
+
+_log = logging.getLogger(__name__)
+
+# Version of the format of torch 2.14.
+_FORMAT_VERSION = "2.10"
+_FILE_PREFIX = "flight_record_rank_"
+# The analyzer accepts the names of a few libraries only, and ignores which one it is.
+_LIBRARY = "gloo"
+_OPERATIONS = {
+    "allreduce": "all_reduce", "allgather": "all_gather_v", "reducescatter": "reduce_scatter_v",
+    "broadcast": "broadcast", "barrier": "barrier", "broadcast_object": "broadcast",
+    "allgather_object": "all_gather_v", "alltoall": "all_to_all", "backward": "all_reduce",
+    "bucket rebuild": "broadcast", "parameter broadcast": "broadcast", "parameter allgather": "all_gather_v",
+    "gradient reducescatter": "reduce_scatter_v",
+}  # fmt: skip
+
+
+def write_flight_record(recorder: FlightRecorder, rank: int, size: int) -> None:
+    """Write the recorder of `rank` to the folder in UNITRAIN_FLIGHT_RECORD_DIR. Do nothing if the variable is not set.
+
+    An error of the file system is logged, because the caller reports a more important failure.
+    """
+    folder = environment.flight_record_folder()
+    if folder is None:
+        return
+    group = {"name": "0", "desc": "default_pg", "ranks": str(list(range(size)))}
+    content = {
+        "version": _FORMAT_VERSION,
+        "entries": flight_record_entries(recorder.entries(), is_waiting=recorder.is_main_thread_waiting),
+        "pg_config": {"0": group},
+        "pg_status": {},
+    }
+    path = Path(folder)
+    unfinished = path / f".{rank}.unfinished"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            unfinished.unlink()  # left by a killed process, or a link to another file
+        with unfinished.open("xb") as file:
+            pickle.dump(content, file)
+        unfinished.replace(path / f"{_FILE_PREFIX}{rank}")
+    except OSError as error:
+        _log.warning("The flight record of rank %d cannot be written to '%s': %s.", rank, folder, error)
+
+
+def flight_record_entries(entries: Sequence[FlightEntry], *, is_waiting: bool) -> list[dict[str, Any]]:
+    """Return `entries` in torch's format. The last one is complete unless the main thread `is_waiting` in it."""
+    return [
+        _to_torch_entry(entry, "started" if is_waiting and entry is entries[-1] else "completed") for entry in entries
+    ]
+
+
+def _to_torch_entry(entry: FlightEntry, state: str) -> dict[str, Any]:
+    operation = entry.operation
+    is_collective = isinstance(operation, CollectiveCall)
+    kind = operation.operation if isinstance(operation, CollectiveCall) else operation.kind
+    sizes: list[list[int]] = [[]]  # unknown
+    dtypes = [""]
+    if isinstance(operation, CollectiveCall) and operation.dtype is not None:
+        # The first dimension of an allgather may differ between ranks.
+        shape = operation.shape[1:] if operation.operation == "allgather" else operation.shape
+        sizes, dtypes = [list(shape)], [dtype_name(operation.dtype)]
+    number = entry.position + 1
+    return {
+        "record_id": entry.position,
+        "pg_id": 0,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "profiling_name": f"{_LIBRARY}:{_OPERATIONS.get(kind, 'all_reduce')}",
+        "time_created_ns": entry.time_ns,
+        "input_sizes": sizes,
+        "output_sizes": sizes,
+        "input_dtypes": dtypes,
+        "output_dtypes": dtypes,
+        "state": state,
+        "time_discovered_started_ns": entry.time_ns,
+        "time_discovered_completed_ns": None,
+        "retired": state == "completed",
+        "timeout_ms": 0,
+        "is_p2p": False,
+        "frames": [{"name": str(operation) if is_collective else kind, "filename": entry.file, "line": entry.line}],
+    }
