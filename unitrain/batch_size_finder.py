@@ -78,8 +78,8 @@ def find_batch_size(
 
     The batch size is doubled from `initial` (2, because BatchNorm rejects single samples) until a rank runs out of
     memory or exceeds `memory_limit_bytes`, or the data or `max_batch_size` is exhausted. With mode "binary", a binary
-    search then finds the largest batch size. `memory_limit_bytes` limits the memory of each rank: that of the tensors on
-    a GPU, or that of the process on a CPU, where it is required. Batches contain the first samples of an epoch, so
+    search then finds the largest batch size. `memory_limit_bytes` limits the memory of each rank: that of the tensors
+    on a GPU, or that of the process on a CPU, where it is required. Batches contain the first samples of an epoch, so
     samples of different sizes may need more memory later.
 
     Forward and backward passes of the trials do not communicate, so that no rank waits for one that runs out of memory.

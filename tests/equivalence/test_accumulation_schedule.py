@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from groups import GROUPS
+from groups import ci
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from unitrain import Callback, TrainConfig, Trainer
-from unitrain.accumulation import epochs_with_equal_steps
+from unitrain.accumulation import epochs_with_equal_steps, scale_accumulation
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.batch_size import ElasticBatchSize
@@ -27,6 +27,7 @@ from unitrain.errors import ConfigError
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
+GROUPS = [("local", 1), ("ddp", 3), *ci(("horovod", 2))]
 SAMPLES, BATCH, EPOCHS = 70, 12, 4  # 70 = 5 micro-batches of 12 and a rest of 10
 SCHEDULE = {1: 2, 3: 4}
 STEPS_PER_EPOCH = (6, 3, 3, 2)
@@ -186,6 +187,8 @@ def test_schedule_is_stored_sorted_and_starts_with_epoch_zero() -> None:
         range(6, 7),
     ]
     assert list(epochs_with_equal_steps(None, 4, 4)) == []
+    assert scale_accumulation({0: 2, 1: 4}, 3, 2) == {0: 3, 1: 6}
+    assert scale_accumulation(None, 4, 2) == 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups import GROUPS
+from groups import ci
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -19,6 +19,7 @@ from unitrain.data.order import epoch_order
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
+GROUPS = [("local", 1), ("horovod", 2), *ci(("ddp", 3))]
 SAMPLES, BATCH, EPOCHS, FROZEN = 48, 12, 4, 2
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from groups import GROUPS
+from groups import ci
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -25,6 +25,7 @@ from unitrain.learning_rate_finder import suggest
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
+GROUPS = [("local", 1), ("horovod", 2), *ci(("ddp", 3))]
 SAMPLES, BATCH, STEPS = 60, 12, 40
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from groups import GROUPS
+from groups import ci
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -24,6 +24,7 @@ from unitrain.prediction_writer import _target_rows
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
+GROUPS = [("local", 1), ("ddp", 3), *ci(("horovod", 2))]
 SAMPLES = 23
 
 

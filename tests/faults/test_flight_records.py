@@ -39,10 +39,10 @@ def miss_a_collective(backend: Backend, folder: str) -> str:
     return str(caught.value)
 
 
-def analyze(folder: Path, *options: str) -> str:
+def analyze(folder: Path) -> str:
     """Return the output of torch's analyzer."""
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -52,20 +52,18 @@ def test_analyzer_names_the_rank_that_missed_a_collective(backend: str, tmp_path
     folder = tmp_path / "records"
     variables = {environment.FLIGHT_RECORD_FOLDER: str(folder)}
     with RankGroup(backend, 2, backend_timeout_seconds=4.0, variables=variables) as group:
-        results = group.run(miss_a_collective, str(tmp_path))
+        results = group.run(miss_a_collective, str(tmp_path), timeout_seconds=240)
     assert "Missing ranks: 1" in results[0]
     assert sorted(path.name for path in folder.iterdir()) == ["flight_record_rank_0", "flight_record_rank_1"]
     shown = analyze(folder)
     assert "Not all ranks joining collective" in shown
-    assert "{1}" in shown.partition("missing ranks")[2][:80]
-    assert "mismatch" not in shown.replace("mismatch_cap", "")
+    assert "collective: gloo:all_reduce\nmissing ranks: {1}" in shown
+    assert "MISMATCH" not in shown
     entries = pickle.loads((folder / "flight_record_rank_0").read_bytes())["entries"]
     assert entries[-1]["state"] == "started"
     assert entries[-1]["input_sizes"] == [[7]]
     assert entries[-1]["frames"][0]["filename"] == __file__
     assert {entry["state"] for entry in entries[:-1]} == {"completed"}
-    printed = analyze(folder, "--just_print_entries")
-    assert printed.count("all_reduce") >= 2
 
 
 def test_analyzer_names_ranks_with_different_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +75,10 @@ def test_analyzer_names_ranks_with_different_collectives(tmp_path: Path, monkeyp
         recorder.record(CollectiveCall(1, ("allreduce", "broadcast")[rank], dtype=torch.float32, shape=(2,)))
         write_flight_record(recorder, rank, 2)
     shown = analyze(tmp_path)
-    assert "Expected collective type: 'all_reduce' does not match found collective type: 'broadcast'" in shown
+    assert "COLLECTIVE_TYPE_MISMATCH" in shown
+    assert (
+        "broadcast(float32 [2]) (collective #1) at " in shown or "allreduce(float32 [2]) (collective #1) at " in shown
+    )
 
 
 def test_no_file_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

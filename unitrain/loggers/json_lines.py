@@ -21,8 +21,8 @@ class JSONLinesLogger(Logger):
     """Writes `metrics.jsonl` in `folder`, by default the output folder: one JSON object per call to `log`.
 
     Each object has a "step". nan and infinity are written as null. A resumed run removes the objects of the steps that
-    it repeats. A histogram is an object with "histogram" (its name), "counts" and "edges", and a table is an object with
-    "table", "columns" and "rows". Images are ignored.
+    it repeats. A histogram is an object with "histogram" (its name), "counts" and "edges", and a table is an object
+    with "table", "columns" and "rows". Images are ignored.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
