@@ -143,7 +143,7 @@ def find_learning_rate(
     with preserved_state(trainer, data):
         initial_rates = [float(group["lr"]) for group in trainer.optimizer.param_groups]
         trial.run(steps, set_learning_rate, record)
-    _check_enough_points(losses, steps, rates, stop_reason)
+    _check_enough_points(losses, rates, stop_reason)
     return LearningRateCurve(
         tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), suggest(rates, smoothed), stop_reason
     )
@@ -182,7 +182,7 @@ def _check_arguments(min_lr: Any, max_lr: Any, steps: Any, divergence_factor: An
         raise ConfigError(f"{name} must be above 1, got {divergence_factor:g}. Use 4.0, or None not to stop early.")
 
 
-def _check_enough_points(losses: Sequence[float], steps: int, rates: Sequence[float], reason: str | None) -> None:
+def _check_enough_points(losses: Sequence[float], rates: Sequence[float], reason: str | None) -> None:
     if len(losses) >= _MIN_POINTS:
         return
     tested = f"{_NAME} needs {_MIN_POINTS} steps for a suggestion, but after {len(losses)} steps {reason}."
