@@ -260,3 +260,14 @@ def test_program_of_the_notebook_page_returns_the_same_loss_on_each_rank() -> No
     assert isinstance(losses, list)
     assert len(losses) == 2
     assert losses[0] == losses[1] < 2.0
+
+
+def test_program_that_chooses_settings_prints_its_results(tmp_path: Path) -> None:
+    script = tmp_path / "settings.py"
+    script.write_text(program("docs/guides/settings.md", "find_learning_rate"))
+    command = [sys.executable, script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Sequential" in done.stdout
+    assert "Suggested learning rate: " in done.stdout
+    assert "Largest batch size: 64 per rank" in done.stdout

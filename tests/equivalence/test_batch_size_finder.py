@@ -72,7 +72,7 @@ def searches_on(backend: Backend) -> list[Any]:
         results.append((found.batch_size, found.global_batch_size, found.reason, [t.batch_size for t in found.trials]))
     trainer = make(backend)
     results.append(find_batch_size(trainer, Samples(7 * backend.size), memory_limit_bytes=ENOUGH).reason)
-    trainer.fit(Samples(64))  # the ranks can still train
+    trainer.fit(Samples(8 * backend.size))  # the ranks can still train
     other = make(backend, Limited(8, ValueError("broken") if backend.rank == 0 else None))
     with pytest.raises((ConfigError, ValueError)) as caught:
         find_batch_size(other, Samples(), memory_limit_bytes=ENOUGH)

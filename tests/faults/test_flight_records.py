@@ -51,7 +51,7 @@ def analyze(folder: Path) -> str:
 def test_analyzer_names_the_rank_that_missed_a_collective(backend: str, tmp_path: Path) -> None:
     folder = tmp_path / "records"
     variables = {environment.FLIGHT_RECORD_FOLDER: str(folder)}
-    with RankGroup(backend, 2, backend_timeout_seconds=4.0, variables=variables) as group:
+    with RankGroup(backend, 2, backend_timeout_seconds=10.0, variables=variables) as group:
         results = group.run(miss_a_collective, str(tmp_path), timeout_seconds=240)
     assert "Missing ranks: 1" in results[0]
     assert sorted(path.name for path in folder.iterdir()) == ["flight_record_rank_0", "flight_record_rank_1"]

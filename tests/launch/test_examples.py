@@ -43,6 +43,13 @@ def test_own_loop_and_pipeline_print_the_same_results_as_digits() -> None:
     assert read_results(run("pipeline.py", "--stages", "1", "--micro-batches", "1", "--epochs", "3")) == tutorial
 
 
+@pytest.mark.ci
+def test_freezing_trains_the_head_and_then_all_layers() -> None:
+    frozen, _ = read_results(run("freezing.py", "--epochs", "3"))
+    unfrozen, _ = read_results(run("freezing.py", "--epochs", "6"))
+    assert unfrozen > frozen
+
+
 def test_digits_prints_the_same_results_after_a_resume(tmp_path: Path) -> None:
     uninterrupted = read_results(run("digits.py", "--epochs", "2", "--accumulate", "2"))
     first_epoch = run("digits.py", "--epochs", "1", "--accumulate", "2", "--output", tmp_path)
