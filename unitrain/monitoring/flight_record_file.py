@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ def write_flight_record(recorder: FlightRecorder, rank: int, size: int) -> None:
     group = {"name": "0", "desc": "default_pg", "ranks": str(list(range(size)))}
     content = {
         "version": _FORMAT_VERSION,
-        "entries": flight_record_entries(recorder.entries(), is_waiting=recorder.is_main_thread_waiting),
+        "entries": flight_record_entries(recorder),
         "pg_config": {"0": group},
         "pg_status": {},
     }
@@ -60,10 +59,16 @@ def write_flight_record(recorder: FlightRecorder, rank: int, size: int) -> None:
         _log.warning("The flight record of rank %d cannot be written to '%s': %s.", rank, folder, error)
 
 
-def flight_record_entries(entries: Sequence[FlightEntry], *, is_waiting: bool) -> list[dict[str, Any]]:
-    """Return `entries` in torch's format. The last one is complete unless the main thread `is_waiting` in it."""
+def flight_record_entries(recorder: FlightRecorder) -> list[dict[str, Any]]:
+    """Return the entries of `recorder` in torch's format. Operations are complete, except one that timed out, and the
+    last one while the main thread waits in it.
+    """
+    unfinished = {recorder.timed_out_position}
+    if recorder.is_main_thread_waiting:
+        unfinished.add(recorder.operation_count - 1)
     return [
-        _to_torch_entry(entry, "started" if is_waiting and entry is entries[-1] else "completed") for entry in entries
+        _to_torch_entry(entry, "started" if entry.position in unfinished else "completed")
+        for entry in recorder.entries()
     ]
 
 

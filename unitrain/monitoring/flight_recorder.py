@@ -126,11 +126,13 @@ class FlightRecorder:
     """The latest collectives and gradient phases of this rank, and the user's lines that called them.
 
     Any thread may record and read. Recording takes about a microsecond. `is_main_thread_waiting` is true while the main
-    thread waits for other ranks in the latest operation.
+    thread waits for other ranks in the latest operation. `timed_out_position` is the position of the latest operation
+    that timed out, or None.
     """
 
     def __init__(self) -> None:
         self.is_main_thread_waiting = False
+        self.timed_out_position: int | None = None
         self._entries: deque[FlightEntry] = deque(maxlen=_MAX_KEPT)
         self._operation_count = 0
         # Stack position of the user's frame per kind of operation. In a loop, it is the same in every step.

@@ -171,6 +171,8 @@ class FailureMonitor:
         The ranks exchange their statuses via the rendezvous store, which also works while the backend is stuck.
         """
         rank, seconds = self._rendezvous.rank_info.rank, self._rendezvous.timeout.total_seconds()
+        if phase is None:
+            self._recorder.timed_out_position = self._recorder.operation_count - 1
         write_flight_record(self._recorder, rank, self._rendezvous.rank_info.size)
         operation = self._recorder.latest_operation if phase is None else str(phase)
         key = f"stuck/{self._recorder.latest_key if phase is None else phase.key}"
