@@ -145,6 +145,7 @@ class Trainer(LoggingMethods):
         self._run_metrics.progress = self.progress
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
         self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)
+        self.step_parts = trainer_model.StepParts(self._precision, self._forward, self._prefetch, self._stopping)
         self._sync_point = SyncPoint(self._stopping, self._timer, self._reporter)
         self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
         self.model, self.optimizer = model, optimizer
@@ -309,11 +310,6 @@ class Trainer(LoggingMethods):
     def loss_scale(self) -> Tensor | None:
         """The fp16 loss scale; None without fp16. In `on_before_optimizer_step`, gradients are multiplied by it."""
         return self._precision.loss_scale()
-
-    @property
-    def step_parts(self) -> trainer_model.StepParts:
-        """The objects that compute a step, for functions that train outside of `fit`."""
-        return trainer_model.StepParts(self._precision, self._forward, self._prefetch, self._stopping)
 
     def _train_epoch(self, shard: TrainingData, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         """Train to the end of the epoch or the run, validate, step an epoch scheduler, and save a checkpoint."""
