@@ -19,8 +19,8 @@ from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.sync_batch_norm import sync_batch_norm
 from unitrain.monitoring.rank_status import format_ranks
 from unitrain.optim.ema import WeightAverage
+from unitrain.optim.forward import Forward
 from unitrain.optim.precision import Precision, allow_tf32
-from unitrain.optim.step import Forward
 from unitrain.progress.stopping import StopCoordinator
 
 
