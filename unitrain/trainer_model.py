@@ -12,8 +12,8 @@ from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsShardedParameters, require_capability
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import TrainConfig
-from unitrain.errors import ModelError
 from unitrain.data.prefetch import Prefetcher
+from unitrain.errors import ModelError
 from unitrain.modules.acceleration import compile_forward, use_channels_last
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.sync_batch_norm import sync_batch_norm

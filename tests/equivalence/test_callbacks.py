@@ -470,6 +470,8 @@ def test_every_rank_writes_a_trace(ranks: tuple[list[Any], Path]) -> None:
     found, folder = ranks
     traces = sorted((folder / "traces").glob("*.gz"))
     assert [trace.name for trace in traces] == [f"rank-{rank}.json.gz" for rank in range(len(found))]
-    assert sorted(path.name for path in (folder / "traces").glob("*.txt")) == [f"rank-{rank}.txt" for rank in range(len(found))]
+    assert sorted(path.name for path in (folder / "traces").glob("*.txt")) == [
+        f"rank-{rank}.txt" for rank in range(len(found))
+    ]
     for trace in traces:
         assert events(trace).count("Optimizer.step#SGD.step") == 2
