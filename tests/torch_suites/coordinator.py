@@ -25,7 +25,7 @@ from typing import Any
 
 from . import rank, suites
 
-TEST_SECONDS = 60.0
+TEST_SECONDS = 180.0
 # Time for the other ranks to finish a test after one rank has failed or passed.
 _OTHER_RANKS_SECONDS = 15.0
 _START_SECONDS = 600.0  # the ranks of mpirun import torch, also on a busy machine
@@ -117,12 +117,13 @@ class Job:
             self._processes.append(process)
 
     def _start_mpirun(self, address: str) -> None:
-        allow_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # more ranks than cores
         arguments = [*self._suite_arguments(), "--connect", address]
         self._mpirun = subprocess.Popen(
             ["mpirun", "-np", str(self._size), "--oversubscribe", "--bind-to", "none",
              sys.executable, "-m", "tests.torch_suites.coordinator", *arguments],
-            env={**os.environ, **allow_root}, start_new_session=True,
+            env={**os.environ, **variables}, start_new_session=True,
             stdout=self._mpirun_log.open("ab"), stderr=subprocess.STDOUT,
         )  # fmt: skip
 
