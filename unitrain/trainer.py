@@ -116,7 +116,7 @@ class Trainer(LoggingMethods):
         self._run_metrics = RunMetrics(
             config, backend, model, self._reporter, self._timer, has_endpoint=overrides is None
         )
-        self._prefetch = Prefetcher(backend.device, self._timer.measure_fetching)
+        self._prefetch = Prefetcher(backend.device, self._timer.measure_fetching, self._timer.measure_copy)
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         has_logical_ranks = config.logical_ranks is not None
@@ -146,7 +146,7 @@ class Trainer(LoggingMethods):
         signals = config.preemption_signals if self.checkpointer.is_enabled else ()
         self._stopping = StopCoordinator(backend, max_seconds=config.max_seconds, signals=signals)
         self.step_parts = trainer_model.StepParts(self._precision, self._forward, self._prefetch, self._stopping)
-        self._sync_point = SyncPoint(self._stopping, self._timer, self._reporter)
+        self._sync_point = SyncPoint(backend, self._stopping, self._timer, self._reporter)
         self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
         self.model, self.optimizer = model, optimizer
         self._local: LocalSGD | None = None
@@ -318,7 +318,7 @@ class Trainer(LoggingMethods):
         self._begin_epoch(shard)
         self._timer.start()
         self._run_metrics.begin("training")
-        self._stopping.start_timing(progress.step)
+        self._sync_point.start_timing(progress.step)
         # Do not assign the iterator to a variable, so that its workers terminate immediately after an exception.
         for batch, micro_batch in self._timer.iterate(self._prefetched_batches(shard)):
             self._run_metrics.flops.counted(self._forward_backward)(batch, micro_batch)

@@ -213,7 +213,8 @@ def test_an_unfinished_run_resumed_on_another_backend(trained: Path, tmp_path: P
     write(tmp_path, "history.jsonl", history)
     slow = [{"rank": rank, "phase": "data", "seconds": 0.041, "others": 0.006} for rank in (1, 2)]
     sync_point_rows = [{"step": step, "epochs": step / 15, "loss": 1.0, "slow": slow[:1]} for step in (20, 25)]
-    sync_point_rows.append({"step": 30, "epochs": 2.0, "loss": 1.0, "slow": slow[1:]})
+    quota = {**slow[1], "cause": "cpu_quota", "host": "n3", "evidence": "the quota is 0.5 cores", "earlier": 0.005}
+    sync_point_rows.append({"step": 30, "epochs": 2.0, "loss": 1.0, "slow": [quota]})
     write(tmp_path, "steps.jsonl", [*sync_point_rows, {"step": 46, "epochs": 3.1, "loss": None, "learning_rate": 0.1}])
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"epoch": 4, "st')
@@ -228,7 +229,10 @@ def test_an_unfinished_run_resumed_on_another_backend(trained: Path, tmp_path: P
         r"Rank 2 is slow: compute 133 ms a step, others 67 ms\. The other ranks wait for it\. Rank 1 was slow from"
     )
     assert shown.contains(r"Rank 1 was slow from step 20 to step 25: data 41 ms a step, others 6 ms\.")
-    assert shown.contains(r"Rank 2 was slow at step 30: data")
+    assert shown.contains(
+        r"Rank 2 was slow at step 30: data 41 ms a step, others 6 ms, earlier 5 ms \(CPU quota\)\. "
+        r"Cause: CPU quota on host n3 \(the quota is 0\.5 cores\)\. Raise the CPU limit"
+    )
     assert tiles["waiting"] == "17 %"  # of 4 s of training on three ranks, twice, two of them wait 1 s: 4 of 24
 
 

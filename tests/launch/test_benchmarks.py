@@ -248,3 +248,17 @@ def test_recovery_benchmark_measures_two_hosts(tmp_path: Path) -> None:
     (row,) = json.loads((tmp_path / "recovery.json").read_text())["recoveries"]
     assert [kill for kill, _, _ in row["recoveries"]] == ["a rank", "rank 0", "a host's ranks"]
     assert all(lost <= 1 for _, _, lost in row["recoveries"])
+
+
+@needs_hosts
+@pytest.mark.nightly
+def test_slow_ranks_benchmark_finds_the_injected_causes(tmp_path: Path) -> None:
+    """A slow dataset and a slow forward pass are also found on a busy machine."""
+    kinds = ["--kind", "data", "--kind", "forward"]
+    shown = run("slow_ranks.py", *kinds, "--slowdowns", "2", "--runs", "1", "--output", tmp_path)
+    table = (tmp_path / "slow_ranks.md").read_text()
+    assert table.strip() in shown
+    for kind in ("slow `__getitem__`", "slow forward pass"):
+        assert f"| {kind} | 1 | 1 |  |" in table
+    kept = json.loads((tmp_path / "slow_ranks.json").read_text())
+    assert kept["cost_microseconds"] < 20  # 0.1 % of a step of 20 ms

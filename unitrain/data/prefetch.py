@@ -21,13 +21,16 @@ class Prefetcher:
 
     On a GPU, the copy of the next batch overlaps with the computation of the current step. This requires GPU memory for
     one additional batch. Only copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded
-    while gradients are reduced, inside the context manager `fetching()`.
+    while gradients are reduced, inside the context manager `fetching()`. Copies to a GPU are made inside `copying()`.
     """
 
     def __init__(
-        self, device: torch.device, fetching: Callable[[], AbstractContextManager[object]] = nullcontext
+        self,
+        device: torch.device,
+        fetching: Callable[[], AbstractContextManager[object]] = nullcontext,
+        copying: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._device, self._fetching = device, fetching
+        self._device, self._fetching, self._copying = device, fetching, copying
         # The reference is weak, so that the iterator's workers terminate immediately if the training loop raises an
         # error.
         self._iterator_reference: weakref.ref[PrefetchedIterator[Any]] | None = None
@@ -46,7 +49,7 @@ class Prefetcher:
             self._iterator_reference = weakref.ref(prefetched)
             return prefetched
         if self._stream is None or not ahead:
-            return ((to_device(batch, self._device), info) for batch, info in items)
+            return ((self._copy(batch), info) for batch, info in items)
         return prefetch_one(iter(items), self._begin_copy, self._await_copy)
 
     def overlapped_work(self) -> tuple[Callable[[], None], ...]:
@@ -68,7 +71,11 @@ class Prefetcher:
         # reuse of memory while the host is ahead of the GPU.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            return to_device(batch, self._device), info
+            return self._copy(batch), info
+
+    def _copy(self, batch: Any) -> Any:
+        with self._copying():
+            return to_device(batch, self._device)
 
     def _await_copy(self) -> None:
         """Make the current stream, not the host, wait for the copies."""

@@ -5,7 +5,11 @@ stopping            stop requests and time limits, synchronized periodically so 
 preemption          signals that announce the end of the job
 preconditions       properties that must be equal in all processes with logical ranks
 timing              LoopTimer: time per phase of the training loop
-stragglers          detection of slow ranks
+stragglers          detection of slow ranks, compared with other ranks and with earlier steps
+slow_causes         causes of slow ranks, with suggestions
+rank_evidence       the evidence of causes on one rank
+cpu_evidence        CPU time that the rank did not get
+network_evidence    counters of its TCP connections
 run_metrics         RunMetrics: throughput, MFU, memory and goodput at the sync points
 flops               FLOPs of a micro-batch, and the peak FLOPs of GPUs
 goodput             GoodputMeter: the wall-clock time of a run by category, over all attempts

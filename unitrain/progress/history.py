@@ -2,7 +2,7 @@
 
     run.jsonl       one row per start: configuration, backend, number of ranks, versions
     history.jsonl   one row per epoch: results, learning rate, and time per phase of the training loop
-    steps.jsonl     one row per sync point: mean loss since the last one, and slow ranks (`slow`), if any
+    steps.jsonl     one row per sync point: mean loss since the last one, and slow ranks with causes (`slow`), if any
 
 Every row contains the current `step`, and `epochs`, the number of epochs trained so far (fractional within an epoch).
 Lists named `*_seconds` have one value per rank.

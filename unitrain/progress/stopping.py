@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,8 +13,9 @@ from unitrain.backends.base import Communicator
 from unitrain.errors import Preempted
 from unitrain.monitoring import supervisor_client
 from unitrain.progress.preemption import PreemptionHandler
+from unitrain.progress.rank_evidence import RankDetails, RankEvidence
 from unitrain.progress.reporter import RunReporter
-from unitrain.progress.stragglers import StragglerDetector
+from unitrain.progress.stragglers import MAX_NAMED_RANKS, StragglerDetector
 from unitrain.progress.timing import LoopTimer
 
 # Approximate interval between two exchanges.
@@ -59,6 +59,11 @@ class StopCoordinator:
         self._preemption.__exit__(kind, error, trace)
         if isinstance(error, Preempted):
             supervisor_client.report_preempted()
+
+    @property
+    def is_first_exchange(self) -> bool:
+        """Whether no exchange has been made since the start of `fit`."""
+        return self._timing_start is None
 
     def start_timing(self, step: int) -> None:
         """Start measuring step times after `step` completed steps.
@@ -113,25 +118,71 @@ class StopCoordinator:
 class SyncPoint:
     """Collective that synchronizes stop requests and detects slow ranks. All ranks call `exchange`."""
 
-    def __init__(self, stopping: StopCoordinator, timer: LoopTimer, reporter: RunReporter) -> None:
-        self._stopping, self._timer, self._reporter = stopping, timer, reporter
-        self._detector = StragglerDetector()
+    def __init__(
+        self, communicator: Communicator, stopping: StopCoordinator, timer: LoopTimer, reporter: RunReporter
+    ) -> None:
+        self._communicator, self._stopping, self._timer, self._reporter = communicator, stopping, timer, reporter
+        self._reset()
         self.seconds: list[list[float]] = []
         """Seconds per rank and phase of TRAINING between the last two exchanges."""
+
+    def start_timing(self, step: int) -> None:
+        """Start measuring after `step` completed steps. Call it after `LoopTimer.start`."""
+        self._stopping.start_timing(step)
+        self._evidence.start()
 
     def exchange(self, step: int, numbers: Sequence[float] = ()) -> list[list[float]]:
         """Synchronize after `step` steps, and return the `numbers` of every rank. Their count must be the same on every
         rank."""
         previous_reason = self._stopping.reason
-        seconds, steps = self._timer.take_recent_seconds()
-        ranks = self._stopping.exchange(step, [*seconds, *numbers])
-        self.seconds = [row[: len(seconds)] for row in ranks]
-        self._detector.add(self.seconds, steps)
+        if self._stopping.is_first_exchange:  # the steps of an earlier `fit` call may have been different
+            self._reset()
+        seconds, steps, evidence = self._evidence.take_recent()
+        phases_end = len(seconds)
+        own_end = phases_end + len(evidence)
+        ranks = self._stopping.exchange(step, [*seconds, *evidence, *numbers])
+        self.seconds = [row[:phases_end] for row in ranks]
+        observed_steps = self._detector.add(self.seconds, steps, [row[phases_end:own_end] for row in ranks])
+        if observed_steps:
+            self._end_observation(observed_steps)
+        elif self._detector.is_empty:
+            self._evidence.discard()
         self._reporter.report_slow_ranks(str(self._detector))
         if self._stopping.reason not in (None, previous_reason):
             self._reporter.report_stop(step, self._stopping.reason)
-        return [row[len(seconds) :] for row in ranks]
+        return [row[own_end:] for row in ranks]
 
     def slow_ranks(self) -> dict[str, Any]:
         """Return the slow ranks for a row of steps.jsonl; an empty dictionary if there are none."""
-        return {"slow": [asdict(straggler) for straggler in self._detector.slow]} if self._detector.slow else {}
+        return {"slow": [straggler.to_row() for straggler in self._detector.slow]} if self._detector.slow else {}
+
+    def _reset(self) -> None:
+        self._evidence, self._detector = RankEvidence(self._timer), StragglerDetector()
+        # Details of the reported ranks, by rank and cause.
+        self._details: dict[tuple[int, str | None], RankDetails] = {}
+
+    def _end_observation(self, steps: int) -> None:
+        """Keep this rank's figures, and exchange the details of ranks that were not reported before.
+
+        All ranks have the same stragglers, so all of them take part in the exchange.
+        """
+        detector, own_rank = self._detector, self._communicator.rank
+        self._evidence.end_observation(
+            steps, is_any_slow=bool(detector.suspected), is_suspected=own_rank in detector.suspected
+        )
+        slow = detector.slow[:MAX_NAMED_RANKS]
+        details = self._details
+        self._details = {}
+        for straggler in slow:
+            key = (straggler.rank, straggler.cause)
+            is_new = key not in details
+            self._details[key] = (
+                self._communicator.broadcast_object(
+                    self._evidence.describe(straggler) if own_rank == straggler.rank else None, root=straggler.rank
+                )
+                if is_new
+                else details[key]
+            )
+            reported = detector.set_details(straggler, *self._details[key])
+            if is_new and reported.explanation:
+                self._reporter.show_message(f"{reported}. {reported.explanation}")

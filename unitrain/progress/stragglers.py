@@ -1,90 +1,274 @@
-"""Detection of stragglers (slow ranks). `unitrain report` also uses this module, so it does not import torch."""
+"""Detection of stragglers (slow ranks) from the times of all ranks and the earlier times of each rank.
+
+`unitrain report` also uses this module, so it does not import torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from statistics import median_low
+from typing import Any, Self
+
+from unitrain.progress import slow_causes
+from unitrain.progress.slow_causes import RankFigures
 
 # The phases of a step, in order, and those in which the rank is busy. A rank is idle in `wait`.
 TRAINING = ("data", "compute", "wait", "update")
 WORK = ("data", "compute", "update")
 _COMPUTE = TRAINING.index("compute")
-# A straggler's busy time exceeds the median of the other ranks by at least this fraction of a step.
+# A straggler's busy time exceeds the median of the other ranks, or its own earlier time, by at least this fraction of a
+# step.
 _MIN_EXCESS = 0.2
+# A rank whose own time rose is reported if other ranks wait for it: its `wait` is the shortest, up to this fraction of
+# a step.
+_MAX_SLACK = 0.1
+# Without earlier times, a slow link takes at least this multiple of the time of other links.
+_MIN_LINK_RATIO = 2.0
 # Minimum duration of an observation. A rank is reported if it is slow in two consecutive observations, because a single
 # observation may be an outlier.
 _OBSERVATION_SECONDS = 1.0
-_MAX_NAMED_RANKS = 2
+_MIN_EARLIER_OBSERVATIONS, _MAX_EARLIER_OBSERVATIONS = 3, 30
+# After this number of slow observations, the slow times become the earlier times, so that a permanent change, such as
+# larger batches, is not reported until the end of the run.
+_MAX_SLOW_OBSERVATIONS = 60
+MAX_NAMED_RANKS = 2
 
 Seconds = Sequence[Sequence[float]]
 
 
+EVIDENCE = RankFigures._fields[len(TRAINING) :]
+
+
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. `phase` takes `seconds` per step on this rank; the median over the other ranks is `others`
-    seconds."""
+    """A slow rank. `phase` takes `seconds` per step on this rank; the median over the other ranks is `others` seconds,
+    and `earlier` seconds the median over earlier steps of this rank (None if it is unknown).
+
+    `cause` is a key of `slow_causes.CAUSES`, or None without evidence. `figures` are all figures of the rank.
+    `host` and `evidence`, a sentence with figures, are set when the rank is reported.
+    """
 
     rank: int
     phase: str
     seconds: float
     others: float
+    earlier: float | None = None
+    cause: str | None = None
+    host: str | None = None
+    evidence: str = ""
+    figures: Mapping[str, float] | None = None
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Self:
+        """Return the straggler in a row of steps.jsonl, which another version may have written."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in row.items() if name in names})
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the straggler for a row of steps.jsonl, without unknown values."""
+        row = {name: value for name, value in asdict(self).items() if value not in (None, "")}
+        if self.figures is not None:
+            row["figures"] = {name: round(value, 6) for name, value in self.figures.items()}
+        return {**row, "suggestion": self.suggestion} if self.suggestion else row
+
+    @property
+    def suggestion(self) -> str:
+        """A sentence that states how to remove the cause; empty without a known cause."""
+        return slow_causes.CAUSES[self.cause].suggestion if self.cause in slow_causes.CAUSES else ""
+
+    @property
+    def explanation(self) -> str:
+        """Sentences that state the cause, the host, the evidence and a suggestion; empty without a known cause."""
+        if self.cause not in slow_causes.CAUSES:
+            return ""
+        where = "" if self.host is None else f" on host {self.host}"
+        evidence = f" ({self.evidence})" if self.evidence else ""
+        return f"Cause: {slow_causes.CAUSES[self.cause].text}{where}{evidence}. {self.suggestion}"
 
     def __str__(self) -> str:
+        earlier = "" if self.earlier is None else f", earlier {slow_causes.milliseconds(self.earlier)} ms"
+        cause = f" ({slow_causes.CAUSES[self.cause].text})" if self.cause in slow_causes.CAUSES else ""
         return (
-            f"rank {self.rank} is slow: {self.phase} {_milliseconds(self.seconds)} ms a step, "
-            f"others {_milliseconds(self.others)} ms"
+            f"rank {self.rank} is slow: {self.phase} {slow_causes.milliseconds(self.seconds)} ms a step, "
+            f"others {slow_causes.milliseconds(self.others)} ms{earlier}{cause}"
         )
 
 
-def find_stragglers(seconds: Seconds, steps: int) -> list[Straggler]:
+def find_stragglers(seconds: Seconds, steps: int, evidence: Seconds = ()) -> list[Straggler]:
     """Return the slow ranks, slowest first, given the `seconds` per rank and phase of TRAINING in `steps` steps.
 
-    `Straggler.phase` is the phase with the largest excess. At most half of the ranks can be detected as slow.
+    `evidence` has a row per rank: the seconds of EVIDENCE in these steps, then the earlier figures of the rank (see
+    EarlierFigures). Without it, causes are unknown, and only peers are compared. A rank is slow if other ranks wait for
+    it, compared with the other ranks (at most half of the ranks), or with its own earlier steps. `Straggler.phase` is
+    the phase with the largest excess, or "network".
     """
-    if len(seconds) < 2:
-        return []
-    mine = {phase: [rank[TRAINING.index(phase)] for rank in seconds] for phase in WORK}
-    others = {phase: _medians_of_others(mine[phase]) for phase in WORK}
-    work = list(map(sum, zip(*mine.values(), strict=True)))
-    min_excess = _MIN_EXCESS * max(map(sum, seconds))
+    own_size = len(EVIDENCE)
+    rows = evidence or [()] * len(seconds)
+    figures = [
+        RankFigures(*(value / steps for value in (*phases, *row[:own_size])))
+        for phases, row in zip(seconds, rows, strict=True)
+    ]
+    # The time of `compute` is never zero in a step that was measured.
+    earlier = [RankFigures(*row[own_size:]) if row and row[own_size + _COMPUTE] else None for row in rows]
+    found = _find_busy_ranks(figures, earlier, has_evidence=bool(evidence))
+    if evidence and not any(straggler.cause in slow_causes.CPU_CAUSES for straggler in found):
+        # A rank without CPU time also sends and receives slowly.
+        found += _find_slow_links(figures, earlier)
+    return found
+
+
+def _find_busy_ranks(
+    figures: Sequence[RankFigures], earlier: Sequence[RankFigures | None], *, has_evidence: bool
+) -> list[Straggler]:
+    work = [rank.work for rank in figures]
+    step = max(rank.work + rank.wait for rank in figures)
+    shortest_wait = min(rank.wait for rank in figures)
+    others_work = _medians_of_others(work) if len(work) > 1 else work
     found = []
-    for rank, typical in enumerate(_medians_of_others(work)):
-        if work[rank] - typical > min_excess:
-            phase = max(WORK, key=lambda phase: mine[phase][rank] - others[phase][rank])
-            straggler = Straggler(rank, phase, mine[phase][rank] / steps, others[phase][rank] / steps)
-            found.append((work[rank], straggler))
-    return [straggler for _, straggler in sorted(found, key=lambda pair: -pair[0])]
+    for rank, (own, before) in enumerate(zip(figures, earlier, strict=True)):
+        is_slower_than_others = own.work - others_work[rank] > _MIN_EXCESS * step
+        has_risen = (
+            before is not None
+            and own.work - before.work > _MIN_EXCESS * step
+            and own.wait - shortest_wait <= _MAX_SLACK * step
+        )
+        if not is_slower_than_others and not has_risen:
+            continue
+        others = _figures_of_others(figures, rank)
+        # With two ranks, the other one may be the exception. The earlier times of a rank are not ambiguous.
+        reference = before if has_risen and (len(figures) <= 2 or not is_slower_than_others) else others
+        assert reference is not None
+        phase = max(WORK, key=lambda phase: getattr(own, phase) - getattr(reference, phase))
+        straggler = Straggler(
+            rank,
+            phase,
+            getattr(own, phase),
+            getattr(others, phase),
+            earlier=None if before is None else getattr(before, phase),
+            cause=slow_causes.find_cause(own, reference, phase) if has_evidence else None,
+            figures=own._asdict() if has_evidence else None,
+        )
+        found.append(straggler)
+    return sorted(found, key=lambda straggler: -work[straggler.rank])
+
+
+def _find_slow_links(figures: Sequence[RankFigures], earlier: Sequence[RankFigures | None]) -> list[Straggler]:
+    """Return the ranks whose connections delay the reduction of gradients, slowest first.
+
+    The shortest `wait` of all ranks is the time of the reduction itself, because the last rank does not wait for
+    others.
+    """
+    if len(figures) < 2:
+        return []
+    step = max(rank.work + rank.wait for rank in figures)
+    known = [rank for rank in earlier if rank is not None]
+    reduction = min(rank.wait for rank in figures)
+    has_earlier = len(known) == len(figures)
+    excess = reduction - (min(rank.wait for rank in known) if has_earlier else 0.0)
+    if excess <= _MIN_EXCESS * step:
+        return []
+    others = _medians_of_others([rank.network for rank in figures])
+    found = []
+    for rank, (own, before) in enumerate(zip(figures, earlier, strict=True)):
+        reference = before.network if has_earlier and before is not None else _MIN_LINK_RATIO * others[rank]
+        if own.network - reference >= slow_causes.MIN_EXPLAINED * excess:
+            straggler = Straggler(
+                rank,
+                "network",
+                own.network,
+                others[rank],
+                earlier=None if before is None else before.network,
+                cause="network",
+                figures=own._asdict(),
+            )
+            found.append(straggler)
+    return sorted(found, key=lambda straggler: -straggler.seconds)
 
 
 class StragglerDetector:
-    """Collects the times of all ranks. `slow` lists the ranks that are slow in the last two observations."""
+    """Collects the times of all ranks. `slow` lists the ranks that are slow in the last two observations, and
+    `suspected` the numbers of the ranks that are slow in the last one. All ranks compute the same lists.
+    """
 
     def __init__(self) -> None:
         self.slow: list[Straggler] = []
-        self._previously_slow: set[int] = set()
+        self.suspected: set[int] = set()
         self._collected: Seconds = []
         self._steps = 0
 
-    def add(self, seconds: Seconds, steps: int) -> None:
-        """Add the seconds per rank and phase of TRAINING in `steps` steps; empty if nothing was measured."""
-        if not seconds or not all(rank[_COMPUTE] for rank in seconds):
-            return
+    @property
+    def is_empty(self) -> bool:
+        """Whether no times have been added since the last complete observation."""
+        return not self._collected
+
+    def add(self, seconds: Seconds, steps: int, evidence: Seconds = ()) -> int:
+        """Add the seconds per rank and phase of TRAINING in `steps` steps; empty if nothing was measured.
+
+        `evidence` is the evidence since the last observation, see `find_stragglers`. Return the number of steps of the
+        observation if it is complete, otherwise 0.
+        """
+        if not seconds or not steps or not all(rank[_COMPUTE] for rank in seconds):
+            return 0
         self._steps += steps
         if self._collected:
             seconds = [
                 [a + b for a, b in zip(*ranks, strict=True)] for ranks in zip(self._collected, seconds, strict=True)
             ]
         self._collected = seconds
-        if max(map(sum, seconds)) >= _OBSERVATION_SECONDS:
-            found = find_stragglers(seconds, self._steps)
-            self.slow = [straggler for straggler in found if straggler.rank in self._previously_slow]
-            self._previously_slow = {straggler.rank for straggler in found}
-            self._collected, self._steps = [], 0
+        if max(map(sum, seconds)) < _OBSERVATION_SECONDS:
+            return 0
+        found = find_stragglers(seconds, self._steps, evidence)
+        self.slow = [straggler for straggler in found if straggler.rank in self.suspected]
+        self.suspected = {straggler.rank for straggler in found}
+        observed, self._collected, self._steps = self._steps, [], 0
+        return observed
+
+    def set_details(self, straggler: Straggler, host: str, evidence: str) -> Straggler:
+        """Set the host and the evidence of one of the `slow` ranks, and return the changed Straggler."""
+        changed = replace(straggler, host=host, evidence=evidence)
+        self.slow = [changed if slow is straggler else slow for slow in self.slow]
+        return changed
 
     def __str__(self) -> str:
-        named = [str(straggler) for straggler in self.slow[:_MAX_NAMED_RANKS]]
+        named = [str(straggler) for straggler in self.slow[:MAX_NAMED_RANKS]]
         more = len(self.slow) - len(named)
         return "; ".join([*named, f"{more} more slow ranks"] if more else named)
+
+
+class EarlierFigures:
+    """The figures of this rank in earlier observations in which no rank was slow."""
+
+    def __init__(self) -> None:
+        self._observations: deque[RankFigures] = deque(maxlen=_MAX_EARLIER_OBSERVATIONS)
+        self._slow: list[RankFigures] = []
+        self._median = RankFigures()
+
+    def add(self, figures: RankFigures, *, is_slow: bool) -> None:
+        """Add an observation. `is_slow` states whether any rank was slow in it."""
+        if not is_slow:
+            self._slow = []
+            self._observations.append(figures)
+        else:
+            self._slow.append(figures)
+            if len(self._slow) < _MAX_SLOW_OBSERVATIONS:
+                return
+            self._observations.clear()
+            self._observations.extend(self._slow[-_MAX_EARLIER_OBSERVATIONS:])
+            self._slow = []
+        if len(self._observations) >= _MIN_EARLIER_OBSERVATIONS:
+            self._median = RankFigures(*map(median_low, zip(*self._observations, strict=True)))
+
+    def median(self) -> RankFigures:
+        """Return the median per figure; zeros until there are enough observations."""
+        return self._median
+
+
+def _figures_of_others(figures: Sequence[RankFigures], rank: int) -> RankFigures:
+    """Return the median of the other ranks per figure (the lower one if their number is even)."""
+    others = [own for other, own in enumerate(figures) if other != rank]
+    return RankFigures(*map(median_low, zip(*others, strict=True))) if others else figures[rank]
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
@@ -95,8 +279,3 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
     for place, index in enumerate(order):
         medians[index] = values[order[middle if middle < place else middle + 1]]
     return medians
-
-
-def _milliseconds(seconds: float) -> str:
-    milliseconds = 1000 * seconds
-    return f"{milliseconds:,.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"

@@ -18,12 +18,13 @@ from unitrain.torch_compat import queue_backward_callback
 
 PHASES = (*TRAINING, "validation", "checkpoint")
 _DATA, *_MEASURED = TRAINING
-# Measuring a step takes about 10 µs and, on GPUs, a host-device synchronization. The cost is negligible because at most
-# one step in 20, and one per 0.2 s, is measured.
-_MIN_INTERVAL_STEPS, _MIN_INTERVAL_SECONDS = 20, 0.2
+# Measuring a step takes about 10 µs and, on GPUs, a host-device synchronization, after which the next batch is not
+# loaded during the step. The cost is negligible because at most one step per 0.2 s and, on GPUs, one in 20 is measured.
+_MIN_INTERVAL_SECONDS, _MIN_INTERVAL_STEPS, _MIN_INTERVAL_STEPS_ON_GPU = 0.2, 2, 20
 _RECENT_STEPS = 5
 
 ItemT = TypeVar("ItemT")
+_Events = list[tuple[torch.cuda.Event, torch.cuda.Event]]
 
 
 class _Reading(NamedTuple):
@@ -32,6 +33,16 @@ class _Reading(NamedTuple):
     time: float
     steps: int
     data: float
+    outside_steps: float
+
+
+class RecentTimes(NamedTuple):
+    """Seconds in the interval of the last `take_recent_seconds`, extrapolated from the last measured steps: of the
+    forward pass, of host-to-device copies, and of the interval that the phases do not explain."""
+
+    forward: float = 0.0
+    copy: float = 0.0
+    unexplained: float = 0.0
 
 
 class LoopTimer:
@@ -50,14 +61,15 @@ class LoopTimer:
         device = communicator.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # The first two steps are not representative: kernels are selected, and DDP rebuilds its buckets.
-        self._measuring, self._next_measurement_time, self._steps_since_measurement = (
-            False,
-            0.0,
-            _MIN_INTERVAL_STEPS - 2,
-        )
+        self._measuring, self._next_measurement_time = False, 0.0
+        self._steps_since_measurement = self._min_interval_steps() - 2
         self._step_seconds: dict[str, float] = {}
         self._lap_start_time = 0.0
         self._recent_steps: deque[dict[str, float]] = deque(maxlen=_RECENT_STEPS)
+        # Events before and after each copy of the current step, and of the last measured steps.
+        self._step_copies: _Events = []
+        self._recent_copies: deque[_Events] = deque(maxlen=_RECENT_STEPS)
+        self.recent = RecentTimes()
         self.start()
 
     def start(self) -> None:
@@ -68,7 +80,8 @@ class LoopTimer:
         self._laps: dict[str, float] = {}
         self._steps = self._samples = 0
         self._stop_time: float | None = None
-        self._last_reading = _Reading(self._start_time, 0, 0.0)
+        self._is_outside_steps = False
+        self._last_reading = _Reading(self._start_time, 0, 0.0, 0.0)
 
     def iterate(self, batches: Iterable[ItemT]) -> Iterator[ItemT]:
         """Yield from `batches`, and measure the fetch time of each batch. The fetch time of the first batch starts at
@@ -84,8 +97,12 @@ class LoopTimer:
         self._seconds["data"] += time.perf_counter() - waited_since  # includes the termination of the workers
 
     def measure_backward(self, loss: Tensor) -> Tensor:
-        """Return `loss`. If this step is measured, first register a hook that measures the backward pass."""
+        """Return `loss`. If this step is measured, first measure the forward pass, and register a hook that measures
+        the backward pass."""
         if self._measuring and loss.requires_grad:
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._laps["forward"] = self._laps.get("forward", 0.0) + time.perf_counter() - self._lap_start_time
             loss.register_hook(self._queue_callback)
         return loss
 
@@ -98,13 +115,14 @@ class LoopTimer:
             self._end_lap("update")
             self._measured_steps.append(self._laps)
             self._recent_steps.append(self._laps)
-            self._laps = {}
+            self._recent_copies.append(self._step_copies)
+            self._laps, self._step_copies = {}, []
             self._steps_since_measurement, self._next_measurement_time = (
                 0,
                 self._last_fetch_time + _MIN_INTERVAL_SECONDS,
             )
         self._measuring = (
-            self._steps_since_measurement >= _MIN_INTERVAL_STEPS
+            self._steps_since_measurement >= self._min_interval_steps()
             and self._last_fetch_time >= self._next_measurement_time
         )
 
@@ -118,16 +136,27 @@ class LoopTimer:
         """Return this rank's seconds per phase of TRAINING since the last call, and the number of steps.
 
         All phases except `data` are extrapolated from the median of the last measured steps, so that a single outlier
-        has no effect. They are zero before the first measured step.
+        has no effect. They are zero before the first measured step. `recent` describes the same interval.
         """
         last = self._last_reading
-        self._last_reading = now = _Reading(self._stop_time or time.perf_counter(), self._steps, self._seconds["data"])
+        self._last_reading = now = _Reading(
+            self._stop_time or time.perf_counter(),
+            self._steps,
+            self._seconds["data"],
+            self._seconds["checkpoint"] + self._seconds["validation"],
+        )
         steps = now.steps - last.steps
         recent = self._recent_steps or [dict[str, float]()]
         seconds = [steps * median(laps.get(phase, 0.0) for laps in recent) for phase in _MEASURED]
         data = max(0.0, now.data - last.data)
         if self._stream is not None:
             data = min(data, max(0.0, now.time - last.time - sum(seconds)))
+        in_steps = now.time - last.time - (now.outside_steps - last.outside_steps)
+        self.recent = RecentTimes(
+            forward=steps * median(laps.get("forward", 0.0) for laps in recent),
+            copy=steps * self._median_copy_seconds(),
+            unexplained=max(0.0, in_steps - data - sum(seconds)) if self._recent_steps else 0.0,
+        )
         return [data, *seconds], steps
 
     def stop(self) -> float:
@@ -150,7 +179,9 @@ class LoopTimer:
     def measure(self, phase: str) -> Iterator[None]:
         """Context manager that adds its duration to `phase`."""
         started = time.perf_counter()
+        self._is_outside_steps = True
         yield
+        self._is_outside_steps = False
         self._seconds[phase] += time.perf_counter() - started
 
     @contextmanager
@@ -162,6 +193,18 @@ class LoopTimer:
         self._seconds["data"] += seconds
         self._lap_start_time += seconds
 
+    @contextmanager
+    def measure_copy(self) -> Iterator[None]:
+        """Context manager that measures the host-to-device copies that the current stream executes in it."""
+        if not self._measuring or self._stream is None or self._is_outside_steps:
+            yield
+            return
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        yield
+        ended.record()
+        self._step_copies.append((started, ended))
+
     def gather(self) -> dict[str, list[float]]:
         """Return the seconds per phase of PHASES since `start`, under keys such as "data_seconds", in lists with one
         value per rank. All ranks call it."""
@@ -171,6 +214,19 @@ class LoopTimer:
             f"{phase}_seconds": [round(seconds, 6) for seconds in ranks]
             for phase, ranks in zip(PHASES, seconds_by_phase, strict=True)
         }
+
+    def _min_interval_steps(self) -> int:
+        return _MIN_INTERVAL_STEPS if self._stream is None else _MIN_INTERVAL_STEPS_ON_GPU
+
+    def _median_copy_seconds(self) -> float:
+        """Return the median duration of the copies of recent measured steps that are complete."""
+        # `query` does not wait for the GPU.
+        milliseconds = [
+            sum(started.elapsed_time(ended) for started, ended in copies)
+            for copies in self._recent_copies
+            if all(ended.query() for _, ended in copies)
+        ]
+        return median(milliseconds) / 1000 if milliseconds else 0.0
 
     def _queue_callback(self, gradient: Tensor) -> None:
         # After the backward pass, the autograd engine runs callbacks in the order in which they were queued. The

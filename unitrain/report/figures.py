@@ -161,7 +161,7 @@ def slow_periods(record: RunRecord, in_epochs: bool) -> list[SlowPeriod]:
     found: list[SlowPeriod] = []
     current: dict[int, SlowPeriod] = {}
     for row in [*record.steps, {}]:
-        named = {straggler["rank"]: Straggler(**straggler) for straggler in row.get("slow", ())}
+        named = {straggler["rank"]: Straggler.from_row(straggler) for straggler in row.get("slow", ())}
         found += [current.pop(rank) for rank in list(current) if rank not in named]
         for rank, straggler in named.items():
             step, place = row["step"], row[position] or 0.0

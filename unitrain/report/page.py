@@ -190,7 +190,8 @@ def _describe_times(record: RunRecord, times: figures.RankTimes) -> list[str]:
     for period in sorted(longest, key=lambda period: period.steps):
         first, last = period.steps
         when = f"at step {first:,}" if first == last else f"from step {first:,} to step {last:,}"
-        sentences.append(_to_sentence(str(period.straggler).replace(" is slow:", f" was slow {when}:")))
+        slow_text = _to_sentence(str(period.straggler).replace(" is slow:", f" was slow {when}:"))
+        sentences.append(f"{slow_text} {period.straggler.explanation}".rstrip())
     if times.size > 1 and not slow and not periods:
         work = times.work_seconds()
         difference = format_percent(1 - min(work) / (max(work) or 1.0))

@@ -1,0 +1,386 @@
+"""Causes of slow ranks: attribution from figures, and the readers of the evidence."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from unitrain.backends.local import LocalBackend
+from unitrain.progress import cpu_evidence, network_evidence, rank_evidence
+from unitrain.progress.cpu_evidence import CpuReader, CpuSeconds, ProcessTimes, find_cpu_stat_files
+from unitrain.progress.network_evidence import Connection, ConnectionReader
+from unitrain.progress.rank_evidence import RankEvidence
+from unitrain.progress.slow_causes import CAUSES, RankFigures, describe_figures, find_cause
+from unitrain.progress.stragglers import EVIDENCE, TRAINING, EarlierFigures, Straggler, StragglerDetector
+from unitrain.progress.timing import LoopTimer
+
+STEPS = 100
+NORMAL = RankFigures(
+    data=0.002, compute=0.012, wait=0.004, update=0.002, forward=0.004, copy=0.001, cpu=0.01, network=0.001
+)
+# Each slowdown adds 20 ms to a step.
+SLOW = {
+    "data_loading": NORMAL._replace(data=0.022, wait=0.001),
+    "copy": NORMAL._replace(data=0.022, wait=0.001, copy=0.019),
+    "forward": NORMAL._replace(compute=0.032, wait=0.001, forward=0.024),
+    "backward": NORMAL._replace(compute=0.032, wait=0.001),
+    "update": NORMAL._replace(update=0.022, wait=0.001),
+    "cpu_quota": NORMAL._replace(compute=0.032, wait=0.001, forward=0.024, throttled=0.018),
+    "other_processes": NORMAL._replace(compute=0.032, wait=0.001, forward=0.012, cpu_wait=0.019),
+    "own_threads": NORMAL._replace(compute=0.032, wait=0.001, forward=0.012, cpu_wait=0.019, cpu=0.035),
+}
+WAITING = NORMAL._replace(wait=0.024)
+SLOW_LINK = NORMAL._replace(wait=0.034, network=0.028)
+UNKNOWN = RankFigures()
+
+
+def observe(
+    detector: StragglerDetector, ranks: list[RankFigures], earlier: list[RankFigures], times: int = 2
+) -> list[Straggler]:
+    """Add observations with the figures of all ranks, and return the slow ranks."""
+    for _ in range(times):
+        rows = [[STEPS * value for value in figures] for figures in ranks]
+        evidence = [[*row[len(TRAINING) :], *before] for row, before in zip(rows, earlier, strict=True)]
+        assert detector.add([row[: len(TRAINING)] for row in rows], STEPS, evidence) == STEPS
+    return detector.slow
+
+
+@pytest.mark.parametrize("cause", SLOW)
+def test_slow_rank_is_attributed_compared_with_peers(cause: str) -> None:
+    (slow,) = observe(StragglerDetector(), [WAITING, SLOW[cause], WAITING], [UNKNOWN] * 3)
+    assert (slow.rank, slow.cause, slow.earlier) == (1, cause, None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("cause", SLOW)
+def test_slowdown_of_all_ranks_is_attributed_compared_with_earlier_steps(cause: str, size: int) -> None:
+    slow = observe(StragglerDetector(), [SLOW[cause]] * size, [NORMAL] * size)
+    assert [(straggler.rank, straggler.cause) for straggler in slow] == [(rank, cause) for rank in range(size)]
+    assert all(straggler.earlier is not None and straggler.earlier < straggler.seconds for straggler in slow)
+
+
+def test_the_earlier_steps_decide_which_of_two_causes_is_new() -> None:
+    """Rank 0 always loads data slowly, and now rank 1 has a slow forward pass."""
+    always = NORMAL._replace(data=0.012, wait=0.001)
+    slow = observe(StragglerDetector(), [always._replace(wait=0.011), SLOW["forward"]], [always, NORMAL])
+    assert [(straggler.rank, straggler.cause) for straggler in slow] == [(1, "forward")]
+
+
+def test_rise_that_delays_no_rank_is_not_reported() -> None:
+    """Rank 1 takes longer than before, but still waits for the larger batches of two ranks."""
+    large = NORMAL._replace(compute=0.040, wait=0.0)
+    before = [NORMAL._replace(wait=0.032), NORMAL._replace(wait=0.032), large, large]
+    now = [before[0], NORMAL._replace(compute=0.026, wait=0.018), large, large]
+    assert [straggler.rank for straggler in observe(StragglerDetector(), now, before)] == [2, 3]
+
+
+def test_slow_workers_are_attributed_to_the_processes_on_their_cores() -> None:
+    slow = SLOW["data_loading"]._replace(worker_wait=0.018)
+    (straggler,) = observe(StragglerDetector(), [WAITING, slow], [UNKNOWN] * 2)
+    assert straggler.cause == "other_processes"
+    # Workers that wait for a core do not explain a slow forward pass.
+    assert find_cause(SLOW["forward"]._replace(worker_wait=0.018), NORMAL, "compute") == "forward"
+
+
+@pytest.mark.parametrize("earlier", [UNKNOWN, NORMAL])
+def test_slow_link_is_attributed_to_the_rank_that_sends(earlier: RankFigures) -> None:
+    """All ranks wait longer for the gradients, because each rank of a ring waits for its predecessor."""
+    waiting = NORMAL._replace(wait=0.034, network=0.002)
+    for ranks, named in (([waiting, SLOW_LINK, waiting], 1), ([SLOW_LINK, waiting], 0)):
+        (slow,) = observe(StragglerDetector(), ranks, [earlier] * len(ranks))
+        assert (slow.rank, slow.phase, slow.cause) == (named, "network", "network")
+        assert str(slow).startswith(f"rank {named} is slow: network 28 ms a step, others 2 ms")
+
+
+def test_equal_links_are_not_reported_without_a_rise() -> None:
+    assert not observe(StragglerDetector(), [SLOW_LINK] * 3, [SLOW_LINK] * 3)
+    assert not observe(StragglerDetector(), [SLOW_LINK] * 3, [UNKNOWN] * 3)
+    both = observe(StragglerDetector(), [SLOW_LINK] * 2, [NORMAL] * 2)
+    assert [straggler.rank for straggler in both] == [0, 1]
+
+
+def test_rank_without_cpu_time_is_not_reported_as_a_slow_link() -> None:
+    starved = SLOW["other_processes"]._replace(wait=0.02, network=0.02)
+    waiting = NORMAL._replace(wait=0.04)
+    (slow,) = observe(StragglerDetector(), [waiting, starved], [NORMAL] * 2)
+    assert (slow.rank, slow.cause) == (1, "other_processes")
+
+
+def test_longer_steps_with_the_same_phases_on_all_ranks_are_not_reported_at_first() -> None:
+    """Without earlier figures, equal ranks are not slow."""
+    assert not observe(StragglerDetector(), [SLOW["forward"]] * 4, [UNKNOWN] * 4)
+
+
+def test_a_single_slow_observation_is_not_reported() -> None:
+    detector = StragglerDetector()
+    assert not observe(detector, [WAITING, SLOW["forward"]], [NORMAL] * 2, times=1)
+    assert detector.suspected == {1}
+    assert not observe(detector, [NORMAL] * 2, [NORMAL] * 2, times=1)
+    assert detector.suspected == set()
+
+
+def test_earlier_figures_exclude_slow_observations_until_these_are_permanent() -> None:
+    earlier = EarlierFigures()
+    for number in range(3):
+        assert earlier.median() == UNKNOWN
+        earlier.add(NORMAL._replace(data=0.001 * number), is_slow=False)
+    assert earlier.median() == NORMAL._replace(data=0.001)
+    for _ in range(59):
+        earlier.add(SLOW["forward"], is_slow=True)
+    assert earlier.median() == NORMAL._replace(data=0.001)
+    earlier.add(SLOW["forward"], is_slow=True)
+    assert earlier.median() == SLOW["forward"]
+
+
+def test_report_states_rank_host_cause_figures_and_suggestion() -> None:
+    detector = StragglerDetector()
+    (slow,) = observe(detector, [WAITING, SLOW["cpu_quota"]], [NORMAL] * 2)
+    assert slow.figures is not None
+    evidence = describe_figures("cpu_quota", RankFigures(**slow.figures), 0.036)
+    slow = detector.set_details(slow, "n3", evidence)
+    assert str(detector) == "rank 1 is slow: compute 32 ms a step, others 12 ms, earlier 12 ms (CPU quota)"
+    assert slow.explanation == (
+        "Cause: CPU quota on host n3 (stopped for 18 ms a step, 50% of the time). "
+        "Raise the CPU limit of the container or cgroup, or start fewer threads and workers."
+    )
+    row = slow.to_row()
+    assert (row["cause"], row["host"], row["figures"]["throttled"]) == ("cpu_quota", "n3", 0.018)
+    assert row["suggestion"] in slow.explanation
+    assert Straggler.from_row({**row, "unknown": 1}) == slow
+
+
+def test_every_cause_has_a_description() -> None:
+    assert {*SLOW, "network"} == set(CAUSES)
+    for cause, figures in SLOW.items():
+        described = describe_figures(cause, figures, 0.036)
+        assert described.endswith((" a step", "time", "core")) or cause in ("data_loading", "update")
+
+
+def test_old_rows_without_a_cause_are_read() -> None:
+    straggler = Straggler.from_row({"rank": 1, "phase": "data", "seconds": 0.041, "others": 0.006})
+    assert str(straggler) == "rank 1 is slow: data 41 ms a step, others 6 ms"
+    assert straggler.explanation == ""
+    assert straggler.to_row() == {"rank": 1, "phase": "data", "seconds": 0.041, "others": 0.006}
+
+
+V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_cpu_stat_files_of_both_cgroup_versions_are_found(version: int, tmp_path: Path) -> None:
+    """The quota may be that of a parent. The mount shows only the part below /docker/c1."""
+    mount, pod = tmp_path / "cgroup", tmp_path / "cgroup" / "pod"
+    (pod / "rank").mkdir(parents=True)
+    for folder in (pod, pod / "rank"):
+        (folder / "cpu.stat").write_text("nr_periods 1\nnr_throttled 0\nthrottled_usec 0\n")
+    if version == 1:
+        membership = "5:memory:/docker/c1\n2:cpu,cpuacct:/docker/c1/pod/rank\n0::/\n"
+        mounts = f"31 23 0:27 /docker/c1 {mount} rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
+    else:
+        membership = "0::/docker/c1/pod/rank\n"
+        mounts = f"29 1 8:1 / / rw - ext4 /dev/sda rw\n30 23 0:26 /docker/c1 {mount} rw - cgroup2 none rw\n"
+    files = find_cpu_stat_files(membership, mounts)
+    assert files == [str(pod / "rank" / "cpu.stat"), str(pod / "cpu.stat")]
+
+
+@pytest.mark.parametrize(
+    ("files", "stat", "cores"),
+    [
+        ({"cpu.max": "50000 100000\n"}, "nr_throttled 3\nthrottled_usec 1500000\n", 0.5),
+        ({"cpu.max": "max 100000\n"}, "nr_throttled 3\nthrottled_usec 1500000\n", None),
+        (
+            {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"},
+            "nr_throttled 3\nthrottled_time 1500000000\n",
+            1.5,
+        ),
+        (
+            {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"},
+            "nr_throttled 3\nthrottled_time 1500000000\n",
+            None,
+        ),
+    ],
+)
+def test_throttled_time_and_quota_are_read(
+    files: dict[str, str], stat: str, cores: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpu.stat"
+    path.write_text("nr_throttled 0\n")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cpu_evidence, "find_cpu_stat_files", lambda *_: [str(path)])
+    monkeypatch.setattr(cpu_evidence, "_list_threads", list)  # as on a kernel without schedstat
+    reader = CpuReader()
+    assert reader.read().throttled == 0
+    path.write_text(stat)
+    assert reader.read().throttled == pytest.approx(1.5)
+    assert reader.read().throttled == 0
+    assert reader.quota_cores() == cores
+
+
+def spin(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def test_time_without_a_core_and_the_process_that_used_it_are_measured() -> None:
+    """Two processes share a core. On a busy machine, other processes take even more of it."""
+    allowed = os.sched_getaffinity(0)
+    core = min(allowed)
+    try:
+        os.sched_setaffinity(0, {core})
+        neighbor = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])  # inherits the core
+        reader = CpuReader()
+        # Own children are not reported as other processes, so the neighbor is compared through its parent's eyes.
+        reader.read()
+        started = time.perf_counter(), time.thread_time()
+        spin(0.4)
+        elapsed, used = time.perf_counter() - started[0], time.thread_time() - started[1]
+        found = reader.read()
+    finally:
+        os.sched_setaffinity(0, allowed)
+        neighbor.kill()
+        neighbor.wait(10)
+    assert found.run_queue == pytest.approx(elapsed - used, rel=0.25)
+    assert found.run_queue > 0.1 * elapsed
+    assert found.used <= used + 0.1
+
+
+def test_busy_processes_are_described_by_their_share() -> None:
+    before = ProcessTimes(10.0, {7: (1.0, "python3"), 8: (2.0, "sshd"), 9: (0.0, "make")})
+    after = ProcessTimes(12.0, {7: (2.9, "python3"), 8: (2.01, "sshd"), 9: (1.0, "make"), 10: (5.0, "new")})
+    assert after.describe_since(before) == (
+        "python3 (process 7) used 95% of a core, make (process 9) used 50% of a core"
+    )
+    read = ProcessTimes.read()
+    assert os.getpid() not in read.seconds
+    assert os.getppid() in read.seconds or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+
+
+def test_connection_counters_are_read_without_changing_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_evidence, "_find_remote_peer", lambda _: "10.0.0.2")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    reader = ConnectionReader()
+    reader._search()
+    client.setblocking(True)
+    reader.read()
+    received = threading.Thread(target=lambda: accepted.recv(1 << 20, socket.MSG_WAITALL))
+    received.start()
+    client.sendall(bytes(1 << 20))
+    received.join()
+    deadline = time.monotonic() + 10
+    counters = None
+    while time.monotonic() < deadline:  # until the data is acknowledged
+        counters = network_evidence.read_connection(client.fileno())
+        if counters is not None and counters.sent_bytes >= 1 << 20:
+            break
+    assert counters is not None
+    assert (counters.peer, counters.sent_bytes) == ("10.0.0.2", (1 << 20) + 1)  # the SYN counts
+    assert client.getblocking()
+    assert reader.read() is not None
+    client.close()
+    accepted.close()
+    assert network_evidence.read_connection(server.fileno()) is None
+
+
+def test_connections_within_the_host_are_ignored() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+    with client:
+        assert network_evidence.read_connection(client.fileno()) is None
+
+
+def test_connection_is_described_with_rate_and_round_trip() -> None:
+    change = Connection("10.0.0.2", 3.0, 40_000_000, 7, 0.041).since(Connection("10.0.0.2", 1.0, 20_000_000, 4, 0.001))
+    assert str(change) == "to 10.0.0.2: 10 MB/s while sending, round trip 41 ms, 3 retransmissions"
+
+
+def test_stall_outside_measured_steps_is_added_to_the_phase_that_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU quota stops a rank for 30 ms in each third step of 20 ms. The measured steps are not stopped."""
+    timer = LoopTimer(LocalBackend(torch.device("cpu")))
+    clock = [0.0]
+    monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock[0])
+    timer.start()
+    evidence = RankEvidence(timer)
+    evidence.take_recent()
+    monkeypatch.setattr(evidence._cpu, "read", lambda: CpuSeconds(run_queue=1.0, throttled=0.9))
+    for number in range(STEPS):
+        clock[0] += 0.02 + (0.03 if number % 3 == 0 else 0.0)
+        timer.end_step(1)
+    timer._recent_steps.clear()
+    timer._recent_steps.append({"compute": 0.018, "forward": 0.01, "wait": 0.001, "update": 0.001})
+    evidence._next_reading_time = 0.0
+    seconds, steps, row = evidence.take_recent()
+    assert steps == STEPS
+    assert seconds[TRAINING.index("compute")] == pytest.approx(1.8 + 0.9)  # of the 1.02 s of stalls
+    found = dict(zip(EVIDENCE, row, strict=False))
+    assert found["throttled"] == 0.9
+    assert found["cpu_wait"] == pytest.approx(0.1)
+    assert found["forward"] == pytest.approx(1.0)
+
+
+class Event:
+    """A simulated CUDA event, which is complete if `seconds` is set."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+
+    def query(self) -> bool:
+        return self.seconds is not None
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.seconds is not None
+        assert other.seconds is not None
+        return 1000 * (other.seconds - self.seconds)
+
+
+def test_copies_are_timed_by_complete_events_only() -> None:
+    timer = LoopTimer(LocalBackend(torch.device("cpu")))
+    complete = [(Event(1.0), Event(1.004)), (Event(2.0), Event(2.002))]
+    timer._recent_copies.append(complete)  # type: ignore[arg-type]
+    timer._recent_copies.append([(Event(3.0), Event(None))])  # type: ignore[list-item]
+    timer._steps = 50
+    timer.take_recent_seconds()
+    assert timer.recent.copy == pytest.approx(50 * 0.006)
+
+
+def test_copy_that_the_gpu_waits_for_counts_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = LoopTimer(LocalBackend(torch.device("cpu")))
+    clock = [0.0]
+    monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock[0])
+    timer.start()
+    evidence = RankEvidence(timer)
+    evidence.take_recent()
+    monkeypatch.setattr(evidence._cpu, "read", CpuSeconds)
+    for _ in range(STEPS):
+        clock[0] += 0.04
+        timer.end_step(1)
+    timer._recent_steps.clear()
+    timer._recent_copies.clear()
+    timer._recent_steps.append({"compute": 0.018, "wait": 0.001, "update": 0.001})
+    timer._recent_copies.append([(Event(0.0), Event(0.03))])  # type: ignore[list-item]
+    evidence._next_reading_time = 0.0
+    seconds, *_ = evidence.take_recent()
+    assert seconds[TRAINING.index("data")] == pytest.approx(2.0)  # the steps took 40 ms, of which 20 ms are measured
+
+
+def test_evidence_is_not_read_at_every_sync_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence = RankEvidence(LoopTimer(LocalBackend(torch.device("cpu"))))
+    calls: list[int] = []
+    monkeypatch.setattr(evidence, "_read", lambda: calls.append(1) or setattr(
+        evidence, "_next_reading_time", time.perf_counter() + rank_evidence._MIN_INTERVAL_SECONDS) or CpuSeconds()
+    )  # fmt: skip
+    started = time.perf_counter()
+    for _ in range(50):
+        evidence.take_recent()
+    assert len(calls) <= 2 + 2 * (time.perf_counter() - started)

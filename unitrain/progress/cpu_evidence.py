@@ -1,0 +1,208 @@
+"""CPU time that a rank did not get, read from /proc and from the cgroups of the process.
+
+On systems other than Linux, and where a file is missing, the values are zero.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from unitrain.processes import usable_cores
+
+# Limits that keep the cost of a reading constant.
+_MAX_THREADS, _MAX_WORKERS, _MAX_PROCESSES = 64, 32, 4096
+# A thread delays the rank only if it uses at least this fraction of the CPU time of the rank's busiest thread.
+_MIN_BUSY_FRACTION = 0.25
+_MIN_NEIGHBOR_CPU = 0.05
+_MAX_NAMED_NEIGHBORS = 2
+_PROC = Path("/proc")
+
+
+class CpuSeconds(NamedTuple):
+    """Seconds between two readings. `run_queue` is the time for which the most delayed busy thread was runnable but not
+    running, including time in which a CPU quota stopped it, and `workers` the same for DataLoader workers. `throttled`
+    is the time in which a CPU quota stopped the process. `used` is the CPU time divided by the number of cores.
+    """
+
+    run_queue: float = 0.0
+    workers: float = 0.0
+    throttled: float = 0.0
+    used: float = 0.0
+
+
+class CpuReader:
+    """Reads the CPU counters of this process. The thread that creates it is the one whose workers are read."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_native_id()
+        self._threads: dict[str, tuple[int, int]] = {}
+        self._workers: dict[str, tuple[int, int]] = {}
+        self._throttled: dict[str, float] = {}
+        self._membership = ""
+        self._stat_files: list[str] = []
+        self._used = time.process_time()
+
+    def read(self) -> CpuSeconds:
+        """Return the seconds since the last call, or since the creation of this object."""
+        threads = _read_schedstat(_list_threads())
+        workers = _read_schedstat(self._list_workers())
+        run_queue, worker_wait = _longest_wait(self._threads, threads), _longest_wait(self._workers, workers)
+        self._threads, self._workers = threads, workers
+        throttled = self._read_throttled()
+        used, before = time.process_time(), self._used
+        self._used = used
+        if threads:  # the quota is shared by all threads, and its counter adds their times
+            throttled = min(throttled, max(run_queue, worker_wait))
+        return CpuSeconds(run_queue, worker_wait, throttled, (used - before) / len(usable_cores()))
+
+    def quota_cores(self) -> float | None:
+        """Return the lowest CPU quota of the process's cgroups, in cores, or None without a quota."""
+        self._find_stat_files()
+        return min(filter(None, (_read_quota(Path(path).parent) for path in self._stat_files)), default=None)
+
+    def _list_workers(self) -> list[str]:
+        children = _read(f"/proc/self/task/{self._thread}/children").split()
+        return [f"/proc/{child}/schedstat" for child in children[:_MAX_WORKERS]]
+
+    def _read_throttled(self) -> float:
+        """Return the longest time since the last call for which a cgroup of the process was stopped by its quota."""
+        self._find_stat_files()
+        before, self._throttled = self._throttled, {path: _read_throttled_seconds(path) for path in self._stat_files}
+        return max((seconds - before.get(path, seconds) for path, seconds in self._throttled.items()), default=0.0)
+
+    def _find_stat_files(self) -> None:
+        membership = _read("/proc/self/cgroup")
+        if membership != self._membership:
+            self._membership = membership
+            self._stat_files = find_cpu_stat_files(membership, _read("/proc/self/mountinfo"))
+
+
+def find_cpu_stat_files(membership: str, mounts: str) -> list[str]:
+    """Return the cpu.stat files of a process's cgroups and their parents that may have a CPU quota, given the contents
+    of /proc/self/cgroup and /proc/self/mountinfo, for cgroup versions 1 and 2.
+    """
+    found = []
+    for line in membership.splitlines():
+        number, controllers, path = line.split(":", 2)
+        is_v2 = number == "0" and not controllers
+        if not is_v2 and "cpu" not in controllers.split(","):
+            continue
+        for mount in mounts.splitlines():
+            before, _, after = mount.partition(" - ")
+            root, folder = before.split()[3:5]
+            kind, _, options = after.split()[:3]
+            if kind != ("cgroup2" if is_v2 else "cgroup") or (not is_v2 and "cpu" not in options.split(",")):
+                continue
+            # In a container, the mount shows only the subtree of the container.
+            inner = path.removeprefix(root) if root != "/" and path.startswith(root) else path
+            group = Path(folder, inner.lstrip("/"))
+            groups = [group, *(parent for parent in group.parents if parent.is_relative_to(folder))]
+            found += [str(one / "cpu.stat") for one in groups if "nr_throttled" in _read(str(one / "cpu.stat"))]
+            break
+    return found
+
+
+def _read_throttled_seconds(path: str) -> float:
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(" ")
+        if name == "throttled_usec":  # cgroup version 2
+            return int(value) / 1e6
+        if name == "throttled_time":  # version 1
+            return int(value) / 1e9
+    return 0.0
+
+
+def _read_quota(folder: Path) -> float | None:
+    text = _read(str(folder / "cpu.max")) or " ".join(
+        (_read(str(folder / "cpu.cfs_quota_us")), _read(str(folder / "cpu.cfs_period_us")))
+    )
+    numbers = text.split()
+    if len(numbers) != 2 or not numbers[0].isdigit():  # "max", or -1
+        return None
+    return int(numbers[0]) / int(numbers[1])
+
+
+def _list_threads() -> list[str]:
+    try:
+        threads = os.listdir("/proc/self/task")[:_MAX_THREADS]  # noqa: PTH208
+    except OSError:
+        return []
+    return [f"/proc/self/task/{thread}/schedstat" for thread in threads]
+
+
+def _read_schedstat(paths: list[str]) -> dict[str, tuple[int, int]]:
+    """Return the nanoseconds on a core, and on a run queue, by path."""
+    found = {}
+    for path in paths:
+        if numbers := _read(path).split():
+            found[path] = (int(numbers[0]), int(numbers[1]))
+    return found
+
+
+def _longest_wait(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]]) -> float:
+    """Return the longest time on a run queue, in seconds, of the busy ones among the threads that are in both."""
+    changes = [
+        (ran - before[path][0], waited - before[path][1]) for path, (ran, waited) in now.items() if path in before
+    ]
+    busiest = max((ran for ran, _ in changes), default=0)
+    return max((waited for ran, waited in changes if ran >= _MIN_BUSY_FRACTION * busiest), default=0) / 1e9
+
+
+@dataclass(frozen=True)
+class ProcessTimes:
+    """CPU seconds and names of other processes that last ran on this rank's cores, by process ID."""
+
+    time: float
+    seconds: dict[int, tuple[float, str]]
+
+    @classmethod
+    def read(cls) -> ProcessTimes:
+        """Read the times of at most 4,096 processes. This takes about 20 µs per process."""
+        cores, own, found = set(usable_cores()), os.getpid(), dict[int, tuple[float, str]]()
+        ticks = os.sysconf("SC_CLK_TCK")
+        try:
+            processes = [name for name in os.listdir(_PROC) if name.isdigit()][:_MAX_PROCESSES]  # noqa: PTH208
+        except OSError:
+            processes = []
+        for name in processes:
+            # The name in parentheses may contain spaces and parentheses.
+            match = re.match(r"\d+ \((.*)\) (.*)", _read(f"/proc/{name}/stat"), re.DOTALL)
+            numbers = match[2].split() if match else []
+            if match and len(numbers) > 36 and own not in (int(name), int(numbers[1])) and int(numbers[36]) in cores:
+                found[int(name)] = ((int(numbers[11]) + int(numbers[12])) / ticks, match[1])
+        return cls(time.perf_counter(), found)
+
+    def describe_since(self, before: ProcessTimes) -> str:
+        """Return the processes that used the most CPU time since `before`, such as "python (process 17) used 48 % of a
+        core", or an empty string."""
+        elapsed = max(self.time - before.time, 1e-9)
+        used = {
+            pid: (seconds - before.seconds[pid][0]) / elapsed
+            for pid, (seconds, _) in self.seconds.items()
+            if pid in before.seconds
+        }
+        busiest = sorted(used, key=lambda pid: -used[pid])[:_MAX_NAMED_NEIGHBORS]
+        return ", ".join(
+            f"{self.seconds[pid][1]} (process {pid}) used {used[pid]:.0%} of a core"
+            for pid in busiest
+            if used[pid] >= _MIN_NEIGHBOR_CPU
+        )
+
+
+def _read(path: str) -> str:
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return os.read(file, 65536).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)

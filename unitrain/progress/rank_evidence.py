@@ -1,0 +1,111 @@
+"""Evidence of the causes of slow ranks, read at sync points on each rank."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import NamedTuple
+
+from unitrain.progress import slow_causes
+from unitrain.progress.cpu_evidence import CpuReader, CpuSeconds, ProcessTimes
+from unitrain.progress.network_evidence import Connection, ConnectionReader
+from unitrain.progress.slow_causes import RankFigures
+from unitrain.progress.stragglers import EVIDENCE, TRAINING, EarlierFigures, Straggler
+from unitrain.progress.timing import LoopTimer
+
+# A reading takes about 0.1 ms, so it is not repeated at every sync point if these follow each other closely.
+_MIN_INTERVAL_SECONDS = 0.5
+
+
+class RankDetails(NamedTuple):
+    """The host of a rank, and the evidence of a cause as text."""
+
+    host: str
+    evidence: str
+
+
+class RankEvidence:
+    """Collects the evidence of this rank since the last observation of the StragglerDetector, and the figures of
+    earlier observations. Does not communicate.
+    """
+
+    def __init__(self, timer: LoopTimer) -> None:
+        self._timer = timer
+        self._cpu, self._connections = CpuReader(), ConnectionReader()
+        self._earlier = EarlierFigures()
+        self._processes: ProcessTimes | None = None
+        self._connection: Connection | None = None
+        self._figures = RankFigures()
+        self._phases, self._evidence = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
+        # Since the last reading.
+        self._unexplained_seconds = self._copy_seconds = 0.0
+        self._next_reading_time = 0.0
+
+    def start(self) -> None:
+        """Ignore the time before this call, for example of validation. A reading of the last half second is kept."""
+        if time.perf_counter() >= self._next_reading_time:
+            self._read()
+        self._unexplained_seconds = self._copy_seconds = 0.0
+
+    def take_recent(self) -> tuple[list[float], int, list[float]]:
+        """Return this rank's seconds per phase of TRAINING since the last call, the number of steps, and the evidence
+        for `find_stragglers`.
+
+        The seconds are those of `LoopTimer.take_recent_seconds`. They are extrapolated from a few steps, so they lack
+        stalls that occur in other steps. A stall that a CPU quota or a copy explains is added.
+        """
+        seconds, steps = self._timer.take_recent_seconds()
+        recent = self._timer.recent
+        self._evidence["forward"] += recent.forward
+        self._evidence["copy"] += recent.copy
+        self._unexplained_seconds += recent.unexplained
+        self._copy_seconds += recent.copy
+        if time.perf_counter() >= self._next_reading_time:
+            read = self._read()
+            self._evidence["cpu_wait"] += max(0.0, read.run_queue - read.throttled)
+            self._evidence["worker_wait"] += max(0.0, read.workers - read.throttled)
+            self._evidence["throttled"] += read.throttled
+            self._evidence["cpu"] += read.used
+            self._evidence["network"] += 0.0 if self._connection is None else self._connection.limited_seconds
+            stalled = min(self._unexplained_seconds, read.throttled)
+            copied = min(self._unexplained_seconds - stalled, self._copy_seconds)
+            seconds[TRAINING.index("compute")] += stalled
+            seconds[TRAINING.index("data")] += copied
+            self._unexplained_seconds = self._copy_seconds = 0.0
+        self._phases = [before + now for before, now in zip(self._phases, seconds, strict=True)]
+        return seconds, steps, [*self._evidence.values(), *self._earlier.median()]
+
+    def discard(self) -> None:
+        """Discard the evidence since the last observation."""
+        self._phases, self._evidence = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
+
+    def end_observation(self, steps: int, *, is_any_slow: bool, is_suspected: bool) -> None:
+        """Keep the figures of an observation of `steps` steps for comparison with later ones.
+
+        `is_any_slow` states whether any rank is suspected to be slow, and `is_suspected` whether this rank is.
+        """
+        self._figures = RankFigures(*(seconds / steps for seconds in (*self._phases, *self._evidence.values())))
+        self._earlier.add(self._figures, is_slow=is_any_slow)
+        self.discard()
+        if not is_suspected:
+            self._processes = None
+        elif self._processes is None:
+            self._processes = ProcessTimes.read()
+
+    def describe(self, straggler: Straggler) -> RankDetails:
+        """Return the host and the evidence of a report about this rank."""
+        figures, cause = self._figures, straggler.cause or ""
+        step_seconds = figures.work + figures.wait
+        parts = [slow_causes.describe_figures(cause, figures, step_seconds)]
+        if cause == "cpu_quota" and (cores := self._cpu.quota_cores()) is not None:
+            parts.append(f"the quota is {cores:g} cores")
+        if cause == "other_processes" and self._processes is not None:
+            parts.append(ProcessTimes.read().describe_since(self._processes))
+        if cause == "network" and self._connection is not None:
+            parts.append(str(self._connection))
+        return RankDetails(socket.gethostname(), "; ".join(filter(None, parts)))
+
+    def _read(self) -> CpuSeconds:
+        self._next_reading_time = time.perf_counter() + _MIN_INTERVAL_SECONDS
+        self._connection = self._connections.read()
+        return self._cpu.read()
