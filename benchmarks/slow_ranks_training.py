@@ -119,7 +119,7 @@ def measure_cost(sync_point: SyncPoint, repetitions: int = 50) -> float:
     evidence, detector = sync_point._evidence, sync_point._detector
     started = time.thread_time()
     for _ in range(repetitions):
-        evidence._next_reading_time = 0.0
+        evidence._last_reading_time = -1e9
         *_, row = evidence.take_recent()
         detector.add([[0.2, 1.0, 0.1, 0.1]] * 2, 100, [row, row])
         evidence.end_observation(100, is_any_slow=False, is_suspected=False)

@@ -319,7 +319,7 @@ def test_stall_outside_measured_steps_is_added_to_the_phase_that_explains_it(mon
         timer.end_step(1)
     timer._recent_steps.clear()
     timer._recent_steps.append({"compute": 0.018, "forward": 0.01, "wait": 0.001, "update": 0.001})
-    evidence._next_reading_time = 0.0
+    evidence._last_reading_time = -1e9
     seconds, steps, row = evidence.take_recent()
     assert steps == STEPS
     assert seconds[TRAINING.index("compute")] == pytest.approx(1.8 + 0.9)  # of the 1.02 s of stalls
@@ -369,18 +369,25 @@ def test_copy_that_the_gpu_waits_for_counts_as_data(monkeypatch: pytest.MonkeyPa
     timer._recent_copies.clear()
     timer._recent_steps.append({"compute": 0.018, "wait": 0.001, "update": 0.001})
     timer._recent_copies.append([(Event(0.0), Event(0.03))])  # type: ignore[list-item]
-    evidence._next_reading_time = 0.0
+    evidence._last_reading_time = -1e9
     seconds, *_ = evidence.take_recent()
     assert seconds[TRAINING.index("data")] == pytest.approx(2.0)  # the steps took 40 ms, of which 20 ms are measured
 
 
-def test_evidence_is_not_read_at_every_sync_point(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("observed_seconds", "interval"),
+    [(0.0, rank_evidence._INTERVAL_SECONDS), (1.0, rank_evidence._INTERVAL_SECONDS_AT_END)],
+)
+def test_evidence_is_read_rarely_but_at_the_end_of_an_observation(
+    observed_seconds: float, interval: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("unitrain.progress.rank_evidence.time.perf_counter", lambda: clock[0])
     evidence = RankEvidence(LoopTimer(LocalBackend(torch.device("cpu"))))
-    calls: list[int] = []
-    monkeypatch.setattr(evidence, "_read", lambda: calls.append(1) or setattr(
-        evidence, "_next_reading_time", time.perf_counter() + rank_evidence._MIN_INTERVAL_SECONDS) or CpuSeconds()
-    )  # fmt: skip
-    started = time.perf_counter()
-    for _ in range(50):
-        evidence.take_recent()
-    assert len(calls) <= 2 + 2 * (time.perf_counter() - started)
+    reads = 0
+    for _ in range(1000):  # 10 s
+        if evidence._is_reading_due(observed_seconds):
+            evidence._read()
+            reads += 1
+        clock[0] += 0.01
+    assert reads == pytest.approx(10 / interval, rel=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from typing import NamedTuple
@@ -10,11 +11,12 @@ from unitrain.progress import slow_causes
 from unitrain.progress.cpu_evidence import CpuReader, CpuSeconds, ProcessTimes
 from unitrain.progress.network_evidence import Connection, ConnectionReader
 from unitrain.progress.slow_causes import RankFigures
-from unitrain.progress.stragglers import EVIDENCE, TRAINING, EarlierFigures, Straggler
+from unitrain.progress.stragglers import EVIDENCE, TRAINING, EarlierFigures, Straggler, is_observation_ending
 from unitrain.progress.timing import LoopTimer
 
-# A reading takes about 0.1 ms, so it is not repeated at every sync point if these follow each other closely.
-_MIN_INTERVAL_SECONDS = 0.5
+# A reading takes about 0.2 ms, so it is not repeated at every sync point if these follow each other closely. The second
+# interval applies at the end of an observation, so that the evidence covers all of it.
+_INTERVAL_SECONDS, _INTERVAL_SECONDS_AT_END = 1.0, 0.1
 
 
 class RankDetails(NamedTuple):
@@ -39,11 +41,11 @@ class RankEvidence:
         self._phases, self._evidence = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
         # Since the last reading.
         self._unexplained_seconds = self._copy_seconds = 0.0
-        self._next_reading_time = 0.0
+        self._last_reading_time = -math.inf
 
     def start(self) -> None:
-        """Ignore the time before this call, for example of validation. A reading of the last half second is kept."""
-        if time.perf_counter() >= self._next_reading_time:
+        """Ignore the time before this call, for example of validation, unless the last reading is recent."""
+        if self._is_reading_due():
             self._read()
         self._unexplained_seconds = self._copy_seconds = 0.0
 
@@ -60,7 +62,7 @@ class RankEvidence:
         self._evidence["copy"] += recent.copy
         self._unexplained_seconds += recent.unexplained
         self._copy_seconds += recent.copy
-        if time.perf_counter() >= self._next_reading_time:
+        if self._is_reading_due(sum(self._phases) + sum(seconds)):
             read = self._read()
             self._evidence["cpu_wait"] += max(0.0, read.run_queue - read.throttled)
             self._evidence["worker_wait"] += max(0.0, read.workers - read.throttled)
@@ -105,7 +107,11 @@ class RankEvidence:
             parts.append(str(self._connection))
         return RankDetails(socket.gethostname(), "; ".join(filter(None, parts)))
 
+    def _is_reading_due(self, observed_seconds: float = 0.0) -> bool:
+        interval = _INTERVAL_SECONDS_AT_END if is_observation_ending(observed_seconds) else _INTERVAL_SECONDS
+        return time.perf_counter() - self._last_reading_time >= interval
+
     def _read(self) -> CpuSeconds:
-        self._next_reading_time = time.perf_counter() + _MIN_INTERVAL_SECONDS
+        self._last_reading_time = time.perf_counter()
         self._connection = self._connections.read()
         return self._cpu.read()

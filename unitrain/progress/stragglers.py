@@ -119,6 +119,11 @@ def find_stragglers(seconds: Seconds, steps: int, evidence: Seconds = ()) -> lis
     return found
 
 
+def is_observation_ending(seconds: float) -> bool:
+    """Return whether an observation of `seconds` is complete, or almost."""
+    return seconds >= 0.9 * _OBSERVATION_SECONDS
+
+
 def _find_busy_ranks(
     figures: Sequence[RankFigures], earlier: Sequence[RankFigures | None], *, has_evidence: bool
 ) -> list[Straggler]:
