@@ -87,7 +87,7 @@ def find_cpu_stat_files(membership: str, mounts: str) -> list[str]:
     """Return the cpu.stat files of a process's cgroups and their parents that may have a CPU quota, given the contents
     of /proc/self/cgroup and /proc/self/mountinfo, for cgroup versions 1 and 2.
     """
-    found = []
+    found: list[str] = []
     for line in membership.splitlines():
         number, controllers, path = line.split(":", 2)
         is_v2 = number == "0" and not controllers

@@ -105,7 +105,7 @@ def find_stragglers(seconds: Seconds, steps: int, evidence: Seconds = ()) -> lis
     the phase with the largest excess, or "network".
     """
     own_size = len(EVIDENCE)
-    rows = evidence or [()] * len(seconds)
+    rows: Seconds = evidence or [()] * len(seconds)
     figures = [
         RankFigures(*(value / steps for value in (*phases, *row[:own_size])))
         for phases, row in zip(seconds, rows, strict=True)

@@ -221,7 +221,7 @@ class LoopTimer:
     def _median_copy_seconds(self) -> float:
         """Return the median duration of the copies of recent measured steps that are complete."""
         # `query` does not wait for the GPU.
-        milliseconds = [
+        milliseconds: list[float] = [
             sum(started.elapsed_time(ended) for started, ended in copies)
             for copies in self._recent_copies
             if all(ended.query() for _, ended in copies)
