@@ -93,6 +93,16 @@ def test_control_plane_benchmark_writes_its_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_simulated_scale_benchmark_writes_its_table(tmp_path: Path) -> None:
+    shown = run("simulated_scale.py", "--rounds", "1", "--size", "64", "--output", tmp_path)
+    assert (tmp_path / "simulated_scale.md").read_text().strip() in shown
+    (costs,) = json.loads((tmp_path / "simulated_scale.json").read_text())["64"]
+    assert costs["failure_seconds_median"] <= costs["failure_seconds_last"] < 5
+    # five connections per rank, one of which torch's process group would use
+    assert 4 * 63 <= costs["descriptors_of_rank_0"] < 5 * 63 + 64
+
+
+@pytest.mark.nightly
 def test_compression_benchmark_writes_its_table(tmp_path: Path) -> None:
     chosen = ["--backend", "horovod", "--model", "trial", "--way", "PowerSGD, rank 1"]
     shown = run("compression.py", *chosen, "--rounds", "2", "--output", tmp_path)
