@@ -20,7 +20,8 @@ from .trials import Fault, Incident, Trial
 _COMMAND = "-m unitrain launch"
 # Command lines of launchers that `unitrain launch` starts.
 _LAUNCHERS = ("torch.distributed.run", "unitrain.bootstrap.torchrun", "horovodrun", "mpirun")
-_DELAY, _LOSS = "150ms", "3%"
+# A slow link: the queue of 32 KB takes up to 0.25 s, and further packets are dropped. Not every kernel has netem.
+_SLOW_LINK = ("tbf", "rate", "1mbit", "burst", "4kb", "limit", "32kb")
 
 
 class Faults:
@@ -124,7 +125,7 @@ class Faults:
 
     def _disturb_network(self, host: Host, fault: Fault) -> None:
         if fault.kind == "slow link":
-            self._control_traffic(host, "replace", "netem", "delay", _DELAY, "loss", _LOSS)
+            self._control_traffic(host, "replace", *_SLOW_LINK)
         else:
             host.disconnect_network()
             if fault.kind == "lose a host":
@@ -137,7 +138,7 @@ class Faults:
 
     def _control_traffic(self, host: Host, operation: str, *discipline: str) -> None:
         command = ["nsenter", "-t", str(host.first), "--net", "tc", "qdisc", operation, "dev", "eth0", "root"]
-        subprocess.run([*command, *discipline], capture_output=True, check=False, timeout=20)
+        subprocess.run([*command, *discipline], capture_output=True, check=bool(discipline), timeout=20)
 
     def _rank_pids(self, number: int) -> list[int]:
         """Return the process ID on this machine of a rank of the newest attempt, if it is running."""
