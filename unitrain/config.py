@@ -130,8 +130,8 @@ class TrainConfig:
     updated at each synchronization, with ema_decay**steps.
     """
     check_weights: bool = True
-    """Compare the weights of all ranks at the end of each epoch and before each checkpoint on disk; differences raise
-    ModelError. Use False if the ranks compute on different processors, whose results differ by rounding errors."""
+    """Compare the weights of all ranks at the end of each epoch and before each checkpoint on disk; differences that
+    are larger than rounding errors raise ModelError."""
 
     # --- Optimization -------------------------------------------------------------------------------------------------
     precision: PrecisionName = "fp32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import secrets
@@ -40,6 +41,7 @@ from unitrain.progress.training_progress import TrainingProgress
 from unitrain.regular_files import replace_file
 
 _LEARNING_RATE_SETTINGS = ("lr_scaling", "reference_batch_size", "warmup_steps")
+_log = logging.getLogger(__name__)
 _PACKAGES = ("unitrain", "horovod", "numpy")
 
 
@@ -87,7 +89,7 @@ class TrainingRun:
         self._saved_data_state: dict[str, Any] | None = None
         self._restored_row: dict[str, Any] | None = None
         self._is_row_from_own_folder = self._is_history_rewound = False
-        self._is_seeded = False
+        self._is_seeded = self._has_rounding_differences = False
         self._data: TrainingData | None = None
         self._fit_count = 0
         self._history_error: OSError | None = None
@@ -302,9 +304,18 @@ class TrainingRun:
 
     def check_weights(self, model: nn.Module) -> None:
         """Raise ModelError on every rank if a rank has changed the weights of `model`, the user's module. With local
-        steps, ranks train different weights. All ranks call it."""
-        if self._config.check_weights and self._config.local_sgd is None:
-            check_same_weights(self._backend, model)
+        steps, ranks train different weights. All ranks call it.
+
+        The first difference by rounding errors logs a warning and ends the checks of this run.
+        """
+        if not self._config.check_weights or self._config.local_sgd is not None or self._has_rounding_differences:
+            return
+        self._has_rounding_differences = not check_same_weights(self._backend, model)
+        if self._has_rounding_differences and self._backend.rank == 0:
+            _log.warning(
+                "The weights of the ranks differ by rounding errors, probably because the ranks compute on different "
+                "processors. They are not compared again. To disable the comparison: TrainConfig(check_weights=False)."
+            )
 
     def record_epoch(self, row: dict[str, Any]) -> None:
         """Append the `row` of an epoch to the history."""

@@ -380,6 +380,11 @@ def negate_bias(trainer: Trainer) -> None:
         trainer.backend.unwrap(trainer.model)[2].bias.neg_()
 
 
+def change_rounding(trainer: Trainer) -> None:
+    with torch.no_grad():
+        trainer.backend.unwrap(trainer.model)[2].weight.mul_(1 + 1e-6)
+
+
 def renormalize_rows(trainer: Trainer) -> None:
     """Shorten some rows of a weight, as the operation behind `embedding(max_norm=...)` does."""
     weight = trainer.backend.unwrap(trainer.model)[0].weight
@@ -398,6 +403,7 @@ def different_ranks(backend: Backend, folder: str) -> dict[str, tuple[str, int]]
         "rows": ([OnRankOne(renormalize_rows)], {"output_dir": folder, "checkpoint_every_steps": 3}),
         "average": ([OnRankOne(negate_bias)], {"local_sgd": 2}),
         "allowed": ([OnRankOne(negate_bias)], {"check_weights": False}),
+        "rounding": ([OnRankOne(change_rounding)], {}),
         "mode": ([OnRankOne(lambda trainer: trainer.model.eval())], {"log_every_n_steps": 1}),
         "loss": ([], {"loss_fn": pair_on_rank_one}),
     }
@@ -459,7 +465,7 @@ def test_differences_between_ranks_raise_the_same_error_on_every_rank(ranks: tup
     assert "the mean over the batch on rank" in different["loss"][0]
     assert "a pair (sum, number of tokens) on rank 1. Let loss_fn return" in different["loss"][0]
     assert different["loss"][1] == 0
-    assert different["average"] == different["allowed"] == ("", 2 * STEPS_PER_EPOCH)
+    assert different["average"] == different["allowed"] == different["rounding"] == ("", 2 * STEPS_PER_EPOCH)
 
 
 def test_early_stopping_ends_all_ranks_at_the_same_epoch(ranks: tuple[list[Any], Path]) -> None:

@@ -29,6 +29,9 @@ DTYPES = (
 )  # fmt: skip
 
 _WORDS_PER_ROW = 256
+# Largest difference of a weight between ranks that is attributed to rounding, relative to the largest weight of the
+# parameter. All ranks apply the same gradients, so rounding errors accumulate slowly.
+_MAX_ROUNDING = 1e-4
 
 # Models whose weights must be equal on all ranks after each step.
 _distributed_models: WeakSet[nn.Module] = WeakSet()
@@ -365,30 +368,45 @@ def _stride_of(tensor: Tensor) -> list[int]:
 
 
 @torch.no_grad()
-def check_same_weights(communicator: Communicator, model: nn.Module) -> None:
-    """Raise ModelError on every rank if the values of a parameter that is not sharded differ between ranks. All ranks
-    call it.
+def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
+    """Return whether all parameters that are not sharded have the same bits on all ranks. All ranks call it.
 
-    Compares a digest of the bits of each parameter, which takes about as long as reading the parameters once.
+    Raises ModelError on every rank if the values of a parameter differ by more than rounding errors, which occur if
+    the ranks compute on different processors. Compares a digest of the bits of each parameter, which takes about as
+    long as reading the parameters once; a parameter whose digests differ is broadcast from rank 0.
     """
     if communicator.size == 1:
-        return
+        return True
     parameters = {
         name: parameter for name, parameter in model.named_parameters() if local_shard(parameter) is parameter
     }
     digests = [_digest(parameter.detach()).to(communicator.device) for parameter in parameters.values()]
     own = torch.stack(digests).tolist() if digests else []
     by_rank: list[list[int]] = gather_if_different(communicator, own) or []
+    is_equal = True
     for name, found in zip(parameters, zip(*by_rank, strict=True), strict=False):
         counts = Counter(found)  # equal counts are in rank order
         expected = max(counts, key=counts.__getitem__)
-        if different := [rank for rank, digest in enumerate(found) if digest != expected]:
+        different = [rank for rank, digest in enumerate(found) if digest != expected]
+        is_equal = is_equal and not different
+        if different and not _differs_by_rounding(communicator, parameters[name].detach()):
             raise ModelError(
                 f"The values of parameter {name!r} on {format_ranks(different)} differ from those on the other ranks, "
                 "so the ranks train different models. Change weights in the same way on every rank, for example in "
-                "callbacks. If the ranks compute on different processors, whose results differ by rounding errors, use "
-                "TrainConfig(check_weights=False)."
+                "callbacks, or disable this check: TrainConfig(check_weights=False)."
             )
+    return is_equal
+
+
+def _differs_by_rounding(communicator: Communicator, tensor: Tensor) -> bool:
+    """Return whether `tensor` differs from that of rank 0 by rounding errors on every rank. All ranks call it."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    reference = communicator.broadcast(tensor).to(wide)
+    difference = (tensor.to(wide) - reference).abs().max()
+    is_floating = tensor.is_floating_point() or tensor.is_complex()
+    limit = max(_MAX_ROUNDING, 4 * torch.finfo(tensor.dtype).eps) if is_floating else 0.0
+    is_within = difference <= limit * reference.abs().max()  # False for NaN
+    return bool(communicator.allreduce(is_within.long().to(communicator.device), "min").item())
 
 
 def _digest(tensor: Tensor) -> Tensor:
