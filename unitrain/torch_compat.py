@@ -35,6 +35,17 @@ from torch.utils.data._utils import worker as _dataloader_worker
 
 # --- tensors ---
 
+
+def cpu_attention_operations() -> dict[Any, Any]:
+    """Return torch's operations for attention on CPUs, and for each one the GPU operation with the same FLOPs. Checked
+    with torch 2.14."""
+    aten = torch.ops.aten
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+    }
+
+
 # The functions on lists of tensors that the optimizers of torch use. Checked with torch 2.14.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_

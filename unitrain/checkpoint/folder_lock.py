@@ -121,7 +121,14 @@ class FolderLock:
     def _lock_file(self) -> bool:
         while True:
             descriptor = self._open_lock_file()
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            try:
+                is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            except OSError as error:
+                os.close(descriptor)
+                if error.errno == errno.ESTALE:  # on NFS, another host has just removed the file
+                    continue
+                raise
+            if not is_regular:
                 os.close(descriptor)
                 raise CheckpointError(
                     f"'{self._path}', the lock of the output folder, is not a regular file. Remove it: "

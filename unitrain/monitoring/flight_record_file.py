@@ -78,7 +78,8 @@ def _to_torch_entry(entry: FlightEntry, state: str) -> dict[str, Any]:
     kind = operation.operation if isinstance(operation, CollectiveCall) else operation.kind
     sizes: list[list[int]] = [[]]  # unknown
     dtypes = [""]
-    if isinstance(operation, CollectiveCall) and operation.dtype is not None:
+    # Ranks pass objects of different sizes to the collectives of objects.
+    if isinstance(operation, CollectiveCall) and operation.dtype is not None and not kind.endswith("_object"):
         # The first dimension of an allgather may differ between ranks.
         shape = operation.shape[1:] if operation.operation == "allgather" else operation.shape
         sizes, dtypes = [list(shape)], [dtype_name(operation.dtype)]

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unitrain.config import TrainConfig
 from unitrain.data.order import MicroBatch
 from unitrain.optim.loss_weighting import Loss
-from unitrain.torch_compat import current_backward
+from unitrain.torch_compat import cpu_attention_operations, current_backward
 
 ForwardBackward = Callable[[Any, MicroBatch], Loss]
 
@@ -149,9 +149,5 @@ class FlopsMeasurement:
 
 def _formulas() -> dict[Any, Callable[..., int]]:
     """Return the formulas of torch's counter by operation, and those of attention on CPUs, which it does not have."""
-    aten, registry = torch.ops.aten, FlopCounterMode(display=False).flop_registry
-    names = {
-        "_scaled_dot_product_flash_attention_for_cpu": aten._scaled_dot_product_flash_attention,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": aten._scaled_dot_product_flash_attention_backward,
-    }
-    return {getattr(aten, name): registry[same] for name, same in names.items() if hasattr(aten, name)} | registry
+    registry = FlopCounterMode(display=False).flop_registry
+    return {operation: registry[same] for operation, same in cpu_attention_operations().items()} | registry

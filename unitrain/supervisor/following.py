@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import click
+
 from unitrain.launchers import LaunchError
 
 _LOG_SECONDS = 1.0
@@ -129,7 +131,7 @@ def _copy_rest_of_log(job: FollowedJob) -> None:
 
 def _print(text: str) -> None:
     sys.stdout.flush()
-    print(f"unitrain: {text}", file=sys.stderr, flush=True)
+    click.echo(f"unitrain: {text}", err=True)
 
 
 def run_client(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

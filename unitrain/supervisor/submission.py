@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.errors import did_you_mean
@@ -114,7 +116,7 @@ def submit_and_follow(scheduler: str, translation: Translation) -> int:
     `submit` does.
     """
     done = _submit(scheduler, translation, stdout=subprocess.PIPE)
-    print(done.stdout, end="", flush=True)
+    click.echo(done.stdout, nl=False)
     if done.returncode != 0:
         return done.returncode
     if scheduler == "slurm":
