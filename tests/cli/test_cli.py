@@ -37,7 +37,7 @@ OPTIONS = {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "--devices", "-H", "--hosts", "--gloo", "--mpi",
         "-x", "--launcher-args", "--max-restarts", "--elastic", "--host-discovery-script", "--elastic-timeout",
         "--untuned", "--log-dir", "--dry-run", "--hostfile", "--interface", "-m", "--module", "SCRIPT", "ARGS",
-        "--standby",
+        "--standby", "--metrics-port", "--metrics-address",
     },
     "unitrain memory": {
         "-np", "-n", "--num-processes", "--backend", "--ranks", "--steps", "--timeout-seconds", "--json", "SCRIPT",
@@ -53,10 +53,11 @@ OPTIONS = {
     "unitrain submit": {
         "--to", "--backend", "--nodes", "-np", "-n", "--num-processes", "--gpus-per-node", "--cpus-per-task",
         "--memory", "--time", "--job-name", "--partition", "--account", "--output", "--signal-seconds", "--kind",
-        "--image", "--namespace", "-x", "--dry-run", "[OPTION=VALUE]... SCRIPT [ARGS]...",
+        "--image", "--namespace", "-x", "--dry-run", "--runtime", "--mpi-runtime", "--follow",
+        "[OPTION=VALUE]... SCRIPT [ARGS]...",
     },
     "unitrain train": {"[CONFIG ...] [--KEY VALUE ...]"},
-    "unitrain translate": {"--to", "-H", "--hosts", "--backend", "LINE"},
+    "unitrain translate": {"--to", "-H", "--hosts", "--backend", "--kind", "LINE"},
     "unitrain verify": {
         "-np", "-n", "--num-processes", "--steps", "--backends", "--tolerance", "--float64", "--cpu",
         "--bits", "--timeout-seconds", "--json", "TARGET", "ARGS",
@@ -69,7 +70,8 @@ OPTIONS = {
     "unitrain doctor": {"--launch", "--json", "--timeout-seconds", "--marked-json"},
     "unitrain horovod check": {"--json"},
     "unitrain tune": {"--launch", "--minutes", "--seconds", "--compression", "SCRIPT", "ARGS"},
-    "unitrain report": {"--output", "--png", "RUN_DIR..."},
+    "unitrain report": {"--output", "--png", "--goodput", "RUN_DIR..."},
+    "unitrain follow": {"--to", "--cluster", "--namespace", "--kind", "JOB"},
 }  # fmt: skip
 QUICK = """
 import sys
@@ -227,7 +229,8 @@ def test_invalid_arguments_are_reported_with_a_fix(script: str) -> None:
     assert "Did you mean 'build'?" in usage_error("horovod", "biuld")
     assert usage_error("lunch") == (
         "Unknown command 'lunch'. Did you mean 'launch'? "
-        "Available: bench, ckpt, doctor, horovod, launch, memory, migrate, report, submit, train, translate, tune, "
+        "Available: bench, ckpt, doctor, follow, horovod, launch, memory, migrate, report, submit, train, translate, "
+        "tune, "
         "verify."
     )
     assert usage_error("launch", "--backend", "hovorod", script) == (

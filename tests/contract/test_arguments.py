@@ -133,10 +133,10 @@ CASES: dict[str, tuple[Callable[[Parts], Any], str, str]] = {
         "Trainer(loss_fn) must be a function, got the class MSELoss.",
         "nn.CrossEntropyLoss()",
     ),
-    "no loss": (
-        lambda p: p.trainer(p.model, p.optimizer, None),
-        "Trainer(loss_fn) must be a function, got None.",
-        "Us",
+    "loss name": (
+        lambda p: p.trainer(p.model, p.optimizer, "mse"),
+        "Trainer(loss_fn) must be a function, got 'mse'.",
+        "nn.CrossEntropyLoss()",
     ),
     "config class": (
         lambda p: p.trainer(config=TrainConfig),

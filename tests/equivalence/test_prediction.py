@@ -296,8 +296,8 @@ class Named(Dataset[dict[str, Tensor]]):
 
 
 class OfMapping(Model):
-    def forward(self, inputs: Any) -> Tensor:
-        return super().forward(inputs["x"])
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ class Recorder(Callback):
                 "unitrain verify compares runs on different numbers of ranks, whose results differ with local steps. "
                 "Leave TrainConfig.local_sgd out to verify the script."
             )
-        changes: dict[str, Any] = {"max_seconds": None}
+        # verify reports ranks whose weights differ itself.
+        changes: dict[str, Any] = {"max_seconds": None, "check_weights": False}
         if config.output_dir is not None:
             changes["output_dir"] = self._folder / "output"
         # With logical ranks, the global batch size does not depend on the number of ranks.
