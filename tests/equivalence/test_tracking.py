@@ -365,7 +365,7 @@ import unitrain
 
 wandb = unitrain.WandbLogger(mode="offline")
 made = tests.trainer(tests.LOCAL, [wandb, tests.HangsInStart()], output_dir=sys.argv[1], max_steps=1)
-tests.background._FINISH_LIMIT_SECONDS = {"finished": 5.0}
+tests.background._FINISH_LIMIT_SECONDS = {"finished": 15.0}
 made.fit(tests.data())
 made.log(late=7)
 """
