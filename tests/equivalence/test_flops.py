@@ -92,4 +92,4 @@ def test_counting_flops_does_not_change_the_results(name: str, tmp_path: Path) -
     wanted = 3 * products - 2 * WIDTH * WIDTH
     compressed = flops.pop("powersgd")
     assert flops == pytest.approx(dict.fromkeys(flops, wanted))
-    assert compressed >= wanted
+    assert compressed >= wanted * (1 - 1e-12)

@@ -250,7 +250,7 @@ def train_with(backend: Backend, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("shard", ["state", "gradients", "parameters"])
 def test_sharded_language_model_trains_like_one_process(group: Ranks, shard: str) -> None:
     expected = expected_training("language")
     for found in group.run(train_with, {"shard": shard}, timeout_seconds=200):
