@@ -21,7 +21,7 @@ SYNTAX = Syntax(
     arity_table(
         "--gloo --mpi --dry-run --help --module --untuned --standby",
         "--backend --launcher --num-processes --hosts --hostfile --interface -x --max-restarts --launcher-args "
-        "--elastic --host-discovery-script --elastic-timeout --log-dir --devices",
+        "--elastic --host-discovery-script --elastic-timeout --log-dir --devices --metrics-port --metrics-address",
     ),
     {"-np": "--num-processes", "-n": "--num-processes", "-H": "--hosts", "-h": "--help", "-m": "--module"},
 )

@@ -21,7 +21,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.data.batch import CountedBatch
 from unitrain.data.dummy_batches import StepAligner
 from unitrain.data.order import MicroBatch
-from unitrain.optim.loss_weighting import Loss, LossWeighting
+from unitrain.optim.loss_weighting import Loss, LossKind, LossWeighting
 
 DEVICE = torch.device("meta")
 
@@ -95,6 +95,7 @@ def test_number_of_operations_that_divide_by_tokens_does_not_depend_on_the_numbe
         model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         weighting = LossWeighting(Ranks())
+        weighting._kind = LossKind.SUM  # not the first loss, whose kind the ranks compare
         weighting.weight_loss(Loss(torch.ones((), device=DEVICE), tokens=7), micro_batch)
         for overlapped in weighting.overlapped_work():
             overlapped()
