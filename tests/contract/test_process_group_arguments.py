@@ -144,6 +144,29 @@ assert total.item() == 2.0
 dist.destroy_process_group()
 """
 
+# Rank 0 serves the store and destroys the group at once. Rank 1 is slow and still reads the addresses.
+DESTROYED_AT_ONCE = """
+import os, sys, threading, torch.distributed as dist, torch.multiprocessing as mp
+import unitrain
+from unitrain.bootstrap.network import free_port
+
+def train(rank, ports):
+    unitrain.register_process_group()
+    if rank == 1:
+        os.nice(15)
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        sys.setswitchinterval(1e-5)
+        for _ in range(3):
+            threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(int, 1)], daemon=True).start()
+    for port in ports:
+        dist.init_process_group("horovod", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(train, args=([free_port() for _ in range(20)],), nprocs=2)
+    print("finished")
+"""
+
 # Without a default backend, torch 2.14 logs a warning, and torch 2.15 cannot attach its flight recorder to the group.
 DEFAULT_BACKEND = """
 import torch.distributed as dist
@@ -198,6 +221,13 @@ def test_groups_are_initialized_repeatedly_with_the_same_and_with_other_ranks(tm
     script = tmp_path / "repeated.py"
     script.write_text(REPEATED)
     assert "finished" in _run([sys.executable, str(script), str(tmp_path)])
+
+
+@pytest.mark.ci
+def test_the_rank_that_serves_the_store_destroys_a_group_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "destroyed_at_once.py"
+    script.write_text(DESTROYED_AT_ONCE)
+    assert _run([sys.executable, str(script)]) == "finished\n"
 
 
 @needs_hosts

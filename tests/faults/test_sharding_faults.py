@@ -84,7 +84,7 @@ FAULTS = {
     "is killed": ("unitrain: rank 1 failed first: its process was killed or crashed", 60.0),
     "is stopped": ("unitrain: rank 1 failed first: it did not join ", 8.0),
     "calls state_dict": (
-        r"rank 1: .* at train.py:37: optimizer.state_dict\(\)|CollectiveMismatchError: .* rank 1 called ",
+        r"rank 1: .* at train.py:37: optimizer.state_dict\(\)|CollectiveMismatchError: .* rank 1 (called|in) ",
         8.0,
     ),
 }

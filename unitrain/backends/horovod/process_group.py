@@ -116,6 +116,10 @@ class HorovodProcessGroup(OperationStarter):
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._group_name = self._group_desc = ""
         self._monitored_barrier = MonitoredBarrier(store, rank, len(ranks))
+        # The rank that serves the store may destroy the group, and with it the store, as soon as this constructor
+        # returns. Other ranks may still have to read the addresses of the transport.
+        self.barrier(None).wait()
+        self._sequence_number = 0
 
     # --- collectives with torch.distributed's signatures: lists of tensors, results in place ---
 
