@@ -35,8 +35,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-# Exit code of preempted ranks after a checkpoint: EX_TEMPFAIL of sysexits.h, as in `unitrain.launchers.errors`, which
-# imports nothing from the other packages.
+# Exit code of preempted ranks after a checkpoint: EX_TEMPFAIL of sysexits.h. `unitrain.launchers.errors` has a copy,
+# because it imports nothing from the other packages.
 PREEMPTED_EXIT_CODE = 75
 
 

@@ -73,7 +73,7 @@ def exit_on_termination_signals() -> None:
     """Make SIGTERM and SIGHUP raise SystemExit, so that a command terminates its ranks before it exits.
 
     By default, these signals would terminate only this process and orphan the ranks, which run in other sessions. An
-    ignored signal stays ignored, as under nohup. Only the main thread may call it.
+    ignored signal stays ignored, as under nohup. Only the main thread may call this function.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -95,7 +95,7 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
 
 @functools.cache
 def terminate_workers_with_rank() -> None:
-    """Make all DataLoader workers that this process forks after this call terminate when this process does.
+    """Make sure that every DataLoader worker forked by this process from now on terminates when this process does.
 
     This includes workers of the user's DataLoaders, but not spawned workers; the Trainer's spawned workers call
     `terminate_with_parent`.

@@ -1,5 +1,5 @@
-"""Validation of the Trainer's arguments before any communication, and overrides with which tools change the arguments
-without editing the user's script (see `unitrain.bootstrap.overrides`)."""
+"""Validation of the Trainer's arguments (those of the constructor before any communication), and overrides with which
+tools change the arguments without editing the user's script (see `unitrain.bootstrap.overrides`)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     if scheduler is None:
         return
     fix = "Use one that was built on the optimizer, such as torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
-    if not (callable(scheduler) and not isinstance(scheduler, type)):  # otherwise it must be a function that builds one
+    if not (callable(scheduler) and not isinstance(scheduler, type)):  # a function builds the scheduler later
         validation.check_instance("Trainer(scheduler=...)", scheduler, LRScheduler, "a learning rate scheduler", fix)
     scheduled_optimizer = getattr(scheduler, "optimizer", optimizer)
     if scheduled_optimizer is not optimizer:

@@ -155,7 +155,7 @@ class TrialSteps:
 
 @contextmanager
 def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
-    """Context manager that restores the state of `trainer` bit by bit: the model with its buffers and modes, the
+    """Context manager that restores the state of `trainer` bit for bit: the model with its buffers and modes, the
     optimizer, the loss scale, the random number generators of this process, and those of a DataLoader.
 
     The copy is in host memory.
@@ -221,7 +221,7 @@ def _restore_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[Any, 
 
 
 def _restored(entry: Any) -> Any:
-    """Return the state of which `_copy_state` made a copy. Tensors are restored in place."""
+    """Return the state that `_copy_state` copied. Tensors are restored in place."""
     if isinstance(entry, dict):
         return {name: _restored(value) for name, value in entry.items()}
     if isinstance(entry, _SavedTensor):

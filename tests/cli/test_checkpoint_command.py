@@ -217,7 +217,7 @@ def test_converted_model_that_does_not_fit_raises(tmp_path: Path) -> None:
     assert ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").exit_code == 0
     with pytest.raises(CheckpointError, match=r"does not fit Sequential with AdamW: .*net\.0\.weight"):
         trainer(network(), max_epochs=1, resume=str(tmp_path / "converted"))
-    assert "exists already" in ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").output
+    assert "already exists" in ckpt("convert", tmp_path / "file.pt", tmp_path / "converted").output
 
 
 @pytest.fixture

@@ -196,9 +196,9 @@ def test_blocks_that_the_model_does_not_have_are_rejected() -> None:
         unitrain.checkpoint_activations(build(), "Blok")
     with pytest.raises(ModelError, match="Network has no module of class 'Conv2d'"):
         unitrain.checkpoint_activations(build(), nn.Conv2d)
-    with pytest.raises(ModelError, match=r"names ModuleList, a container without a forward.* in it: 'Block'"):
+    with pytest.raises(ModelError, match=r"names ModuleList, a container without a forward method.* in it: 'Block'"):
         unitrain.checkpoint_activations(build(), nn.ModuleList)
-    with pytest.raises(ModelError, match="takes classes of modules or their names, got 3"):
+    with pytest.raises(ModelError, match="takes module classes or class names, got 3"):
         unitrain.checkpoint_activations(build(), [3])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"checkpoint_activations must be a tuple of class names, got 'Block'\."):
         unitrain.TrainConfig(max_epochs=1, checkpoint_activations="Block")  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ BlockChoice = Sequence[BlockClass] | int
 
 
 def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], setting: str) -> dict[str, nn.Module]:
-    """Return the outermost modules of `model` whose class is in `classes` (classes or class names), by name.
+    """Return the outermost modules of `model` that are instances of `classes` (classes or class names), by name.
 
     Raises ModelError, which names `setting`, if a class is not a module class, if the model has no module of that
     class, or if the class is a container without a forward method, such as ModuleList.
@@ -36,7 +36,7 @@ def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], se
 def find_repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules of `model` whose class occurs more than once in it, by name.
 
-    Containers, and modules without submodules, are not blocks.
+    Modules without submodules, and nn.Sequential, nn.ModuleList and nn.ModuleDict, are not blocks.
     """
     counts = Counter(type(module) for module in model.modules() if _is_composed(module))
     found: dict[str, nn.Module] = {}
@@ -56,7 +56,7 @@ def find_large_blocks(model: nn.Module, elements: int) -> dict[str, nn.Module]:
     has_block: dict[nn.Module, bool] = {}
 
     def search(name: str, module: nn.Module) -> bool:
-        """Add the blocks in `module`, or `module` itself. Return whether there are any."""
+        """Add the blocks inside `module`, or else `module` itself if it is one. Return whether a block was found."""
         if module not in has_block:
             has_block[module] = add(name, module)
         return has_block[module]
@@ -103,7 +103,7 @@ def _check_class(model: nn.Module, block: Any, setting: str) -> None:
             )
     elif not (isinstance(block, type) and issubclass(block, nn.Module)):
         raise ModelError(
-            f"{setting} takes classes of modules or their names, got {block!r}. "
+            f"{setting} takes module classes or class names, got {block!r}. "
             "Name the class of the repeated blocks, such as nn.TransformerEncoderLayer."
         )
     elif not any(isinstance(module, block) for module in model.modules()):
@@ -117,6 +117,6 @@ def _check_has_forward(module: nn.Module, setting: str) -> None:
     if type(module).forward is nn.Module.forward:
         inner = next((type(child).__name__ for child in module.children()), "Block")
         raise ModelError(
-            f"{setting} names {type(module).__name__}, a container without a forward. Name the class of the modules in "
-            f"it: {inner!r}."
+            f"{setting} names {type(module).__name__}, a container without a forward method. Name the class of the "
+            f"modules in it: {inner!r}."
         )

@@ -3,8 +3,8 @@
 With N ranks, each gradient g is replaced at the end of the backward pass by:
 
     "none"              mean(g)
-    "fp16", "bf16"      round(sum(round(g / N))), where `round` converts to the nearest value of the format. On every
-                        transport, values are transferred in the format, and summed in float32 in rank order. Values
+    "fp16", "bf16"      round(sum(round(g / N))), where `round` converts to the nearest value of this format. On every
+                        transport, values are transferred in this format, and summed in float32 in rank order. Values
                         outside the range of fp16 become infinite, as in an fp16 forward pass.
     PowerSGD            the low-rank product P Q^T for each compressed matrix, and mean(g) for other gradients
 
@@ -27,18 +27,20 @@ CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
 class PowerSGD:
     """Low-rank gradient compression with error feedback (Vogels et al., arXiv 1905.13727, algorithms 1 and 2).
 
-    Each gradient is viewed as a matrix g, [first dim, product of the other dims]. Let e be the error, the part of
-    earlier gradients that this rank has not communicated yet, and Q a matrix with `rank` columns that is equal on all
-    ranks. A reduction computes M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P). The gradient
-    becomes P Q^T on every rank, and e becomes M - P Q^T. The result depends only on the mean of e, so N ranks compute
-    the same result as one rank with the global batch.
+    Each gradient is viewed as a matrix g of shape [first dim, product of the other dims]. Let e be the error, the part
+    of earlier gradients that this rank has not communicated yet, and Q a matrix with `rank` columns that is equal on
+    all ranks. A reduction computes M = g + e, P = orthonormal(mean(M orthonormal(Q))), Q = mean(M^T P), where `mean`
+    averages over ranks and `orthonormal` orthonormalizes the columns of a matrix. The gradient becomes P Q^T on every
+    rank, and e becomes M - P Q^T. The result depends only on the mean of e, so N ranks compute the same result as one
+    rank with the global batch.
 
     The first `start_step` reductions do not compress. A gradient is compressed only if it has at least
     `min_compression_rate` times as many elements as P and Q together. Without `warm_start`, each reduction starts from
     a new random Q instead of the previous one. Without `error_feedback`, e is 0. A column of Q that is only rounding
     noise, for example because M has a lower rank, is replaced by a random column. All random numbers depend on `seed`,
     the index of the parameter in the model and, without `warm_start`, the number of the reduction. The computation uses
-    the gradient's dtype, or float32 for half precision, and takes twice the memory of the compressed gradients.
+    the gradient's dtype, or float32 for half precision, and needs twice the memory of the gradients that are
+    compressed.
 
     If any gradient of a backward pass contains inf or nan, its matrix becomes nan, and all e and Q remain unchanged.
     Loss scaling skips such a step. A gradient that is zero on all ranks, such as that of an unused parameter, remains

@@ -25,7 +25,7 @@ _PART_BYTES = 2**25
 
 
 def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
-    """Return `obj` as uint8 [bytes] and None, or an empty tensor and the error if it cannot be pickled."""
+    """Return `obj` as a uint8 tensor [bytes] and None, or an empty tensor and the error if it cannot be pickled."""
     file = io.BytesIO()
     try:
         try:
@@ -56,7 +56,7 @@ def unpack(payload: Tensor, device: torch.device) -> Any:
         if not verify(content, signature, _SIGNATURE_PURPOSE):
             raise AuthenticationError(
                 "This rank rejected an object with an invalid signature: no rank of this job sent it. Set the same "
-                "UNITRAIN_JOB_KEY on all ranks, or find the other program that can reach the job's ports: "
+                "UNITRAIN_JOB_KEY on all ranks, or find the other program that can reach the job's ports. See "
                 "docs/security.md"
             )
     if content.endswith(_PICKLE_FORMAT):
@@ -82,7 +82,7 @@ class _CPUPickler(pickle.Pickler):
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Broadcast `tensors`, of any dtypes, in place from rank 0, in one collective. All ranks call it."""
+    """Broadcast `tensors`, of any dtype, in place from rank 0, in one collective. All ranks call it."""
     if not tensors:
         return
     # A broadcast of bytes supports all dtypes in one collective, without rounding.
@@ -96,7 +96,8 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> 
 
 
 def broadcast_in_parts(communicator: Communicator, tensors: Iterable[Tensor]) -> None:
-    """Broadcast `tensors` in place from rank 0, in collectives of about 32 MiB. All ranks call it."""
+    """Broadcast `tensors` in place from rank 0, in collectives of at least 32 MiB, except the last one. All ranks
+    call it."""
     part, size = list[Tensor](), 0
     for tensor in tensors:
         part.append(tensor.detach())

@@ -43,8 +43,8 @@ class RankInfo:
 class _Variables:
     """Names of the environment variables that a launcher sets; `marker` identifies the launcher.
 
-    If a launcher sets no variable for local_rank, local_rank is the rank under "env", and 0 otherwise (one process per
-    host).
+    If the local rank is not set, it is 0 for a job of one rank and for a launcher without such a variable (one process
+    per host), and the rank for "env" (all processes on one host).
     """
 
     launcher: str
@@ -97,7 +97,8 @@ _LAUNCHERS = (
     _Variables("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, "SLURM_NODEID"),
     # Other launchers that use PMI.
     _Variables("mpiexec", "PMI_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    # A pod of Kubeflow's PyTorchJob or TrainJob, with variables for torchrun (kubeflow/trainer#1840), without torchrun.
+    # A pod of Kubeflow's PyTorchJob or TrainJob in which torchrun does not run, although the variables for it are set
+    # (kubeflow/trainer#1840).
     _Variables("kubernetes", "PET_NODE_RANK", "PET_NODE_RANK", "PET_NNODES", None, None, "PET_NODE_RANK", "PET_NNODES"),
     # A pod of an older PyTorchJob: RANK is the index of the pod, and every pod is a host.
     _Variables("kubernetes", "KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE", None, None, "RANK", "WORLD_SIZE"),
@@ -128,8 +129,8 @@ DEBUG = "UNITRAIN_DEBUG"
 FLIGHT_RECORD_FOLDER = "UNITRAIN_FLIGHT_RECORD_DIR"
 # Terminal of `unitrain launch`, for ranks whose output is redirected by the launcher.
 TERMINAL = "UNITRAIN_TERMINAL"
-# Prefixes of the other variables that launchers set for their ranks. Variables that a scheduler or a user sets for a
-# launcher, such as SLURM_JOB_ID, are not included.
+# Prefixes of variables that launchers set for their ranks, in addition to the names in _LAUNCHERS. Variables that a
+# scheduler or a user sets for a launcher, such as SLURM_JOB_ID, are not included.
 _LAUNCHER_PREFIXES = (
     "TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS",
@@ -145,8 +146,8 @@ def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Return this process's rank and launcher, from the environment or from `environ`.
 
     Raises EnvironmentVariableError if a variable is missing, is not a number, or contradicts another one. RANK and
-    WORLD_SIZE must match the launcher's variables; otherwise, a process that another program starts inside a job would
-    use the rank of the process that started it.
+    WORLD_SIZE must match the launcher's variables. Otherwise, if a rank of a job starts processes with their own RANK
+    and WORLD_SIZE, these processes would use the rank of their parent.
     """
     environ = os.environ if environ is None else environ
     for variables in _LAUNCHERS:
@@ -165,14 +166,14 @@ def detect(environ: Mapping[str, str] | None = None) -> RankInfo:
         raise EnvironmentVariableError(
             f"PMIX_RANK={environ['PMIX_RANK']} shows that a PMIx launcher has started this process, but no variable "
             "has the number of ranks. Set the rank, size and local rank in the command of every rank: "
-            "env RANK=$PMIX_RANK WORLD_SIZE=<ranks> LOCAL_RANK=<number on its host> python ..., or clear it with: "
+            "env RANK=$PMIX_RANK WORLD_SIZE=<ranks> LOCAL_RANK=<rank on its host> python ..., or clear it with: "
             "unset PMIX_RANK"
         )
     return RankInfo("none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1)
 
 
 def get_variable(name: str) -> str | None:
-    """Return an environment variable, or None if it is unset or empty."""
+    """Return the value of an environment variable, or of its alternative name, or None if both are unset or empty."""
     return os.environ.get(name) or os.environ.get(_ALTERNATIVE_NAMES.get(name, "")) or None
 
 
@@ -245,8 +246,8 @@ def copy() -> dict[str, str]:
 def without_rank_variables() -> dict[str, str]:
     """Return a copy of the environment for a launcher that sets the ranks itself.
 
-    The copy contains neither the RANK and WORLD_SIZE that a cluster such as a PyTorchJob sets in every container, nor
-    the variables of pods.
+    The copy does not contain LOCAL_RANK, RANK and WORLD_SIZE (a PyTorchJob sets the latter two in every container),
+    or the variables that `without_pod_variables` removes.
     """
     rank_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     return {name: value for name, value in without_pod_variables().items() if name not in rank_variables}
@@ -295,7 +296,7 @@ def export_terminal() -> None:
 def _is_single_process_pod(environ: Mapping[str, str]) -> bool:
     """Return whether RANK is the index of this process's pod, in a job with one process per pod.
 
-    Ranks that a script starts inside a pod have LOCAL_RANK, or a MASTER_ADDR that is the address of the pod.
+    Ranks that a script starts inside a pod have LOCAL_RANK, or a loopback address as MASTER_ADDR.
     """
     address = environ.get("MASTER_ADDR", "")
     is_complete = bool(address and environ.get("RANK") and environ.get("WORLD_SIZE"))
@@ -358,7 +359,7 @@ def _read_rank_info(variables: _Variables, environ: Mapping[str, str]) -> RankIn
         )
     if rank >= size:
         raise EnvironmentVariableError(
-            f"{variables.rank}={rank} does not fit {variables.size}={size}: ranks are 0 to {size - 1}. "
+            f"{variables.rank}={rank} is out of range for {variables.size}={size}: ranks are 0 to {size - 1}. "
             f"Set both, or clear them with: unset {variables.rank} {variables.size}"
         )
     optional = {

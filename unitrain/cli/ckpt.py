@@ -109,7 +109,7 @@ def verify(folder: Path) -> None:
 @click.argument("checkpoint", type=_PATH)
 @_report_errors
 def show(checkpoint: Path) -> None:
-    """Print the manifest and the model tensors of CHECKPOINT, or of the newest valid checkpoint in a folder."""
+    """Print the manifest of CHECKPOINT, or of the newest valid checkpoint in a folder, and list its model tensors."""
     from unitrain.checkpoint import files, sharded_files
 
     path = files.find_newest_valid(checkpoint, required=True)
@@ -178,7 +178,7 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
         raise CheckpointError(f"Folder '{folder}' cannot be created: {error.strerror}. Use another folder.") from None
     target = files.checkpoint_path(folder, progress["step"])
     if target.exists():
-        raise CheckpointError(f"'{target}' exists already. Use another folder.")
+        raise CheckpointError(f"'{target}' already exists. Use another folder.")
     files.write(target, model, training, {**progress, "converted_from": f"{found.kind} {source}"})
     parts = [f"{len(model)} tensors", *(part for part in ("optimizer", "scheduler") if getattr(found, part))]
     click.echo(f"{found.kind}: {', '.join(parts)}; epoch {progress['epoch']}, step {progress['step']}")

@@ -23,7 +23,7 @@ _SCHEDULERS = ("slurm", "kubernetes")
 @click.option("--namespace", metavar="NAME", help="kubernetes: namespace of the job.")
 @click.argument("job", metavar="JOB")
 def follow(scheduler: str, cluster: str | None, kind: str | None, namespace: str | None, job: str) -> None:
-    """Show the state and the log of JOB, a Slurm job number or the name of a Kubernetes job, until the job ends.
+    """Show the state and the log of JOB, a Slurm job ID or the name of a Kubernetes job, until the job ends.
 
     Exits with the exit code of the job. Ctrl-C stops following; the job continues.
 

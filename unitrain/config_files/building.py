@@ -22,8 +22,8 @@ def build_arguments(parsed: ParsedConfig) -> dict[str, Any]:
     """Return the arguments of `Trainer` and `fit`, except "backend", as a dictionary.
 
     Seeds the generators of torch, numpy and Python with the configuration's seed, and then creates the model before any
-    other object. Raises ConfigError for invalid settings. To an exception that a user's class raises, a note is added
-    that names the key.
+    other object. Raises ConfigError for invalid settings. If a user's class raises an exception, a note that names the
+    key is added to the exception.
     """
     config = _build_config(parsed)
     seed_generators(config.seed)
@@ -46,7 +46,7 @@ def build_arguments(parsed: ParsedConfig) -> dict[str, Any]:
 
 
 def load_arguments(words: Sequence[str]) -> Mapping[str, Any]:
-    """Return the arguments of `Trainer` and `fit` for the command line `words` of `unitrain train`.
+    """Return the arguments of `Trainer` and `fit` for `words`, the command-line arguments of `unitrain train`.
 
     Raises ConfigError, or MissingDependencyError without jsonargparse.
     """

@@ -60,8 +60,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], container: Any) -> Any:
 
 
 def map_parts(function: Callable[[str, Any], Any], container: Any) -> Any:
-    """Return `container` with each part replaced by `function(path, part)`, where `path` is an index expression such as
-    "[0]".
+    """Return `container` with each part replaced by `function(path, part)`, where `path` is the expression that selects
+    the part, such as "[0]" or ".name".
 
     Parts are the items of lists, tuples and mappings and the fields of named tuples and dataclasses. A read-only
     mapping becomes a dictionary. Any other object is returned unchanged.
@@ -198,7 +198,8 @@ def _samples_are_in_dim_1(columns: list[Any], count: int, item: Any) -> bool:
 def count_batch_samples(batch: Any) -> int:
     """Return the size of the first dimension of the first tensor in `batch`, at any depth.
 
-    Raises DataError if the batch has no tensor, or if it is a mapping whose tensors have different first dimensions.
+    Raises DataError if the batch has no tensor, if its first tensor is 0-dim, or if it is a mapping whose tensors have
+    different first dimensions.
     """
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
     if isinstance(batch, Mapping):
@@ -207,16 +208,17 @@ def count_batch_samples(batch: Any) -> int:
             listed = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
             raise DataError(
                 f"The number of samples in this {type(batch).__name__} is unknown, because the first dimensions of its "
-                f"tensors differ ({listed}). Make the first dimension the samples in each tensor. Or let the dataset "
+                f"tensors differ ({listed}). Make samples the first dimension of each tensor, or let the dataset "
                 "yield single samples, which are counted: DataLoader(dataset, batch_size=32, collate_fn=...)."
             )
         tensors = [tensor for tensor in tensors if tensor.dim()] or tensors
     if not tensors or tensors[0].dim() == 0:
         found = "its first tensor has no dimension" if tensors else "it contains no tensor"
-        example = "(inputs, targets), of tensors [samples, ...]"
+        example = "(inputs, targets) with tensors of shape [samples, ...]"
         if isinstance(batch, Mapping):
             example = (
-                '{"input_ids": ..., "labels": ...}, of tensors [samples, ...], as with dataset.with_format("torch")'
+                '{"input_ids": ..., "labels": ...} with tensors of shape [samples, ...], as with '
+                'dataset.with_format("torch")'
             )
         raise DataError(
             f"The number of samples in this {type(batch).__name__} is unknown, because {found}. Yield batches "

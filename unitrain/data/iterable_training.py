@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingStream(TrainingData):
-    """This rank's shard of an iterable dataset, or of a dataset that creates batches. All ranks create it.
+    """This rank's shard of an iterable dataset, or of a dataset that yields batches. All ranks create it.
 
-    The length of an epoch is unknown until it ends; `__len__` of the dataset is not used. For a shared stream, a
+    The length of an epoch is unknown until it ends; `__len__` of the dataset is not used. With stream="shared", a
     position counts items, so a run can resume with a different number of ranks or workers or a different batch size.
     Otherwise, it counts micro-batches. A run that resumes within an epoch reads and discards the items before the
     position. This is exact if the stream depends only on the seed. A stateful dataset resumes from its state instead,
@@ -61,7 +61,7 @@ class TrainingStream(TrainingData):
         self._is_stateful = all(is_stateful for _, is_stateful in sizes_and_kinds)
         self._resume_state: Mapping[str, Any] | None = None
         self.batch_size = source.batch_size
-        # Samples per micro-batch of all ranks.
+        # Samples in one micro-batch of each rank, summed over ranks; None if unknown.
         self._micro_batch_samples = sum(size or 0 for size in sizes) if all(sizes) else None
         self._communicator = communicator
         self._aligner = StepAligner(
@@ -163,7 +163,7 @@ class TrainingStream(TrainingData):
         return {"epoch": epoch, "position": position, "stream": self._source.stream_kind, "dataset": self._source.name}
 
     def resume_from(self, state: Mapping[str, Any] | None) -> None:
-        """Let the next `micro_batches` call start from `state`, see TrainingData."""
+        """Let the next `micro_batches` call start from `state`; see TrainingData."""
         self._resume_state = state
 
     def _read_resume_state(self, epoch: int, position: int) -> StreamState | None:

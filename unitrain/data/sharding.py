@@ -214,7 +214,7 @@ class TrainingShard(TrainingData):
                 if samples != items:
                     raise DataError(
                         f"With logical_ranks, a collate_fn must keep all samples, but it made a batch of {samples} "
-                        f"from {items} samples. Leave such samples out of the dataset, for example with "
+                        f"from {items} samples. Leave the dropped samples out of the dataset, for example with "
                         "torch.utils.data.Subset(dataset, indices)."
                     )
                 yield batch, micro_batch
@@ -275,7 +275,7 @@ class TrainingShard(TrainingData):
                 f"The training data has {length} samples, fewer than one global batch of {step_samples} "
                 f"({self._size} ranks x batch_size {self.batch_size} x "
                 f"gradient_accumulation_steps {self._gradient_accumulation_steps}), "
-                "and the DataLoader drops the rest. Use drop_last=False, or a smaller batch_size."
+                "and drop_last=True drops an incomplete global batch. Use drop_last=False, or a smaller batch_size."
             )
         return length - length % step_samples
 
@@ -291,9 +291,9 @@ class TrainingShard(TrainingData):
         if count < per_step:
             weight = format_call(self._owner, "uneven='weight'")
             raise DataError(
-                f"{self._sampler_name} yields {count} batches, fewer than the {per_step} of a step ({self._size} ranks "
-                f"x gradient_accumulation_steps {self._gradient_accumulation_steps}), and {self._owner}.uneven 'drop' "
-                f"drops the rest. Use {weight}."
+                f"{self._sampler_name} yields {count} batches, but a step takes {per_step} ({self._size} ranks x "
+                f"gradient_accumulation_steps {self._gradient_accumulation_steps}), and {self._owner}.uneven='drop' "
+                f"drops incomplete steps. Use {weight}."
             )
         return bounds[first + (count - first) // per_step * per_step]
 
@@ -301,9 +301,9 @@ class TrainingShard(TrainingData):
 class EvaluationShard:
     """This rank's shard of evaluation data: a contiguous part of the data, which may be empty.
 
-    Every sample is evaluated; `drop_last` of a DataLoader is ignored. A sampler is drawn once, so every evaluation uses
-    the same samples. An iterable dataset is restarted for every evaluation, with the same random seed. With `stream`
-    "shared", its items are assigned to ranks round-robin; with "own", the items differ between ranks.
+    Every sample is evaluated; `drop_last` of a DataLoader is ignored. Indices are drawn from a sampler once, so every
+    evaluation uses the same samples. An iterable dataset is restarted for every evaluation, with the same random seed.
+    With stream="shared", its items are assigned to ranks round-robin; with "own", the items differ between ranks.
 
     With `logical_ranks`, each logical rank has a contiguous part, and each process evaluates the parts of its logical
     ranks.
@@ -456,7 +456,7 @@ class EvaluationShard:
 
     @property
     def stride_unit(self) -> StrideUnit | None:
-        """The unit that is assigned to ranks round-robin (samples or batches); None if shards are contiguous."""
+        """The unit that is assigned to ranks round-robin (samples or batches); None otherwise."""
         if not isinstance(self._source, StreamSource) or self._source.stream_kind == "own":
             return None
         return "batches" if self._source.batch_size is None else "samples"
@@ -473,8 +473,9 @@ class EvaluationShard:
                 if samples != items:
                     raise DataError(
                         f"predict returns one output per sample, but on rank {self._rank} the DataLoader's collate_fn "
-                        f"made a batch of {samples} from {items} samples. Leave such samples out of the dataset, for "
-                        "example with torch.utils.data.Subset(dataset, indices), or let collate_fn keep all of them."
+                        f"made a batch of {samples} from {items} samples. Leave the dropped samples out of the "
+                        "dataset, for example with torch.utils.data.Subset(dataset, indices), or let collate_fn keep "
+                        "all of them."
                     )
                 yield batch, samples
 

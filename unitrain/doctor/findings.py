@@ -212,8 +212,8 @@ def _check_clocks(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             direction = "ahead of" if offset_seconds > 0 else "behind"
             yield Finding(
                 level="warning",
-                what=f"The clock of {report.facts.host} is {abs(offset_seconds):.1f} s {direction} rank 0's, so time "
-                "stamps in logs cannot be compared.",
+                what=f"The clock of {report.facts.host} is {abs(offset_seconds):.1f} s {direction} rank 0's, so "
+                "timestamps in logs cannot be compared.",
                 fix="sudo timedatectl set-ntp true",
             )
 
@@ -233,8 +233,8 @@ def _check_folders(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         if facts.folder_free < _MIN_FREE_BYTES:
             yield Finding(
                 level="warning",
-                what=f"{facts.folder} on {facts.host} has {facts.folder_free / _GIB:.1f} GiB of free space for "
-                "checkpoints.",
+                what=f"{facts.folder} on {facts.host} has only {facts.folder_free / _GIB:.1f} GiB of free space "
+                "for checkpoints.",
                 fix="TrainConfig(output_dir=...) on another disk, or keep_last=1",
             )
 
@@ -251,7 +251,7 @@ def _check_limits(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         if 0 <= facts.open_files < _MIN_OPEN_FILES:
             yield Finding(
                 level="warning",
-                what=f"A process on {facts.host} may open {facts.open_files} files. Many ranks or "
+                what=f"A process on {facts.host} may open only {facts.open_files} files. Many ranks or "
                 "DataLoader workers need more.",
                 fix="ulimit -n 65536",
             )
@@ -275,7 +275,7 @@ def _check_cores(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             what = f"{count} ranks share {shared} and will wait for each other."
             yield Finding(level="warning", what=what, fix=f"-np {cores}, or -H {host}:{cores}")
         elif threads.isdecimal() and int(threads) * count > cores:
-            what = f"{count} {'rank' if count == 1 else 'ranks'} of {threads} threads each share {shared}."
+            what = f"{count} {'rank' if count == 1 else 'ranks'} with {threads} threads each share {shared}."
             yield Finding(level="warning", what=what, fix=f"export OMP_NUM_THREADS={max(1, cores // count)}")
 
 
@@ -301,8 +301,9 @@ def _check_authentication(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     if len(ranks) > 1 and without:
         yield Finding(
             level="warning",
-            what=f"{_format_ranks(without)} {'has' if len(without) == 1 else 'have'} no key to sign messages. Any "
-            "program that can reach the ports of the job can end the job, or send it objects that execute code.",
+            what=f"{_format_ranks(without).capitalize()} {'has' if len(without) == 1 else 'have'} no key to sign "
+            "messages. Any program that can reach the ports of the job can end the job, or send it objects that "
+            "execute code.",
             fix="unitrain launch ...  # or see docs/security.md for launches without unitrain launch",
         )
 

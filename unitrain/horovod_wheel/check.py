@@ -17,7 +17,8 @@ from unitrain.horovod_wheel.patching import runtime_fixes
 RECORD = "unitrain_build.json"
 BUILD = "unitrain horovod build"
 
-# This program prints one JSON line after the imports' output. A failure of one part does not affect the other parts.
+# This program prints a JSON line before the imports, in case they crash, and another one after them. A failure of one
+# part does not affect the other parts.
 _PROBE = """
 import importlib.metadata, importlib.util, json, pathlib, shutil, sys, warnings
 warnings.simplefilter("ignore")
@@ -66,8 +67,8 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The capabilities of the installed Horovod. Unknown values are None or (). If Horovod is missing, all values are
-    unknown.
+    """The capabilities of the installed Horovod. Unknown values are None or (). If Horovod is missing, only `python`,
+    `torch` and `problems` are known.
     """
 
     python: str
@@ -96,7 +97,7 @@ class Report:
 def inspect(
     python: str | None = None, environment: Mapping[str, str] | None = None, timeout_seconds: float = 120
 ) -> Report:
-    """Return the report of the Horovod of `python`, by default this Python. Problems are reported, not raised."""
+    """Return the report on Horovod in `python`, by default this Python. Problems are reported, not raised."""
     # With -P, a folder named horovod in the working directory is not imported.
     command = (python or sys.executable, "-P", "-c", _PROBE)
     env = dict(environment) if environment is not None else None
@@ -134,7 +135,7 @@ def create_report(found: Mapping[str, Any], status: int = 0) -> Report:
 
 
 def _read_build_torch_version(found: Mapping[str, Any]) -> str | None:
-    """Return the torch version from the metadata in every Horovod wheel, or from the record of unitrain."""
+    """Return the torch version from the metadata that every Horovod wheel contains, or from unitrain's record."""
     version = (found.get("metadata") or {}).get("pytorch") or (found.get("record") or {}).get("torch")
     return str(version) if version else None
 
@@ -188,7 +189,7 @@ def _find_limitations(
             what=what, fix="Install Open MPI (sudo apt-get install openmpi-bin) or load it: module load openmpi"
         )
     if found.get("gpus") and not built.get("nccl"):
-        what = f"{found['gpus']} GPUs are visible, but Horovod has no GPU operations, so tensors must be on the CPU."
+        what = f"GPUs are visible ({found['gpus']}), but Horovod has no GPU operations, so tensors must be on the CPU."
         yield Problem(what=what, fix=f"Build it with NCCL: {BUILD} --with-cuda")
     if "launcher_error" in found:
         what = f"horovodrun cannot start: {found['launcher_error']}."

@@ -34,7 +34,7 @@ class Row:
 def memory_rows(usage: Usage) -> list[Row]:
     """Return the memory of a rank by category. The bytes at the peak add up to the peak."""
     record, size = usage.record, usage.record.size
-    parts = size if usage.shard == "parameters" else 1  # of each parameter; this rank has one of them
+    parts = size if usage.shard == "parameters" else 1  # shards of each parameter; this rank has one of them
     formula = persistent_bytes(
         parameters=record.parameters * parts,
         gradients=record.trained * parts,
@@ -71,7 +71,7 @@ def memory_rows(usage: Usage) -> list[Row]:
     ]
     optional = {
         "gradient buckets": record.buckets,
-        "buffers of the model": record.buffers,
+        "model buffers": record.buffers,
         "averaged weights": record.average,
     }
     rows[2:2] = [Row(name=name, predicted=size, measured=size, at_peak=size) for name, size in optional.items() if size]

@@ -64,8 +64,8 @@ class Block:
 class SavedTensors:
     """Tracks the saved tensors of the calling thread from `start` to `stop`.
 
-    `before_release` is called when the first saved tensor is released after others were saved. This is the case at each
-    local maximum of `total_bytes`. `on_root(module)` is called at the start of each outermost forward pass.
+    `before_release` is called at each local maximum of `total_bytes`: before a saved tensor is released, if another
+    one was saved since the last release. `on_root(module)` is called at the start of each outermost forward pass.
     """
 
     def __init__(self, before_release: Callable[[], None], on_root: Callable[[nn.Module], None]) -> None:
@@ -165,8 +165,9 @@ class SavedTensors:
 def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[Block]:
     """Return the effect of activation checkpointing for each class of modules that saved some of `storages`.
 
-    Only classes with submodules that were called at least twice are listed, because the activations of one block at a
-    time are recomputed. Blocks that are already checkpointed are not listed.
+    Only classes that have submodules and were called at least twice are listed, because activations are recomputed one
+    block at a time, which needs less memory only if there are several blocks. Blocks that are already checkpointed are
+    not listed.
     """
     saved = list(storages)
     calls = {call for storage in saved for stack in storage.stacks for call in stack}

@@ -1,4 +1,4 @@
-"""Imports that are added and removed."""
+"""Add and remove imports in the converted script."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ def convert(edits: Edits) -> None:
         else:
             edits.replace_statement(statement, lambda _, new=new: new)  # type: ignore[misc]
         names = ", ".join(script.text(alias.name) for alias in unused)
-        edits.explain(statement, f"{names} is no longer used" + ("" if is_added else "; unitrain is"))
+        verb = "is" if len(unused) == 1 else "are"
+        edits.explain(statement, f"{names} {verb} no longer used" + ("" if is_added else "; unitrain is used instead"))
         is_added = True
     if not is_added:
         _add(edits)
 
 
 def _is_unused(edits: Edits, statement: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> bool:
-    """Return whether all references to an imported name of the libraries are converted."""
+    """Return whether `alias` is a name of _LIBRARIES whose references are all converted. Without any reference, it
+    must be a name of Horovod."""
     script = edits.script
     module = script.text(statement.module) if isinstance(statement, cst.ImportFrom) and statement.module else ""
     name = f"{module}.{script.text(alias.name)}".lstrip(".")

@@ -60,7 +60,8 @@ class FailureMonitor:
     def wait_for_ranks(
         self, work: dist.Work | None, *, polls: bool | None = None, phase: GradientPhase | None = None
     ) -> None:
-        """Wait for `work` of the latest recorded operation, or of an earlier `phase`. Under NCCL, the stream waits.
+        """Wait for `work` of the latest recorded operation, or of an earlier `phase`. Under NCCL, only the
+        current CUDA stream waits.
 
         `polls` overrides the constructor argument. Raises CollectiveTimeoutError, which names the missing ranks, or
         re-raises the ModelError of another rank.
@@ -210,7 +211,7 @@ class FailureMonitor:
 
 def _poll(work: dist.Work) -> None:
     """Return when `work` is done, or after a few milliseconds."""
-    # Works implemented in Python poll in their own `wait`.
+    # `Work` subclasses that are implemented in Python poll in their own `wait`.
     if type(work) is not dist.Work or work.is_completed():
         return
     deadline = time.monotonic() + _POLL_SECONDS

@@ -17,7 +17,8 @@ from unitrain.optim.parameter_bucket import ParameterBucket, create_buckets
 class Fragment:
     """Parameters that are synchronized in the same steps: after step `position` of every `settings.steps` steps.
 
-    `merges_in` is the number of steps until a transferred outer gradient is merged, or None if none is in progress.
+    `merges_in` is the number of steps until a transferred outer gradient is merged, or None if no transfer is in
+    progress.
     """
 
     def __init__(self, buckets: list[ParameterBucket], position: int, settings: LocalSGDConfig) -> None:
@@ -32,13 +33,13 @@ class Fragment:
             self.merges_in -= 1
             if self.merges_in == 0:
                 self._merge()
-            elif self.merges_in == overlap_steps // 2:  # the two collectives of a transfer have the same size
+            elif self.merges_in == overlap_steps // 2:  # halfway: the two collectives of a transfer have the same size
                 for bucket in self.buckets:
                     if bucket.pending is not None:
                         bucket.pending.advance()
         if position != self._position:
             return
-        if self.merges_in is not None:  # a transfer of a checkpoint with other settings
+        if self.merges_in is not None:  # the transfer is from a checkpoint with other settings
             self._merge()
         if overlap_steps == 0:
             for bucket in self.buckets:

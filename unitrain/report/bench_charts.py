@@ -50,7 +50,7 @@ def _title(result: dict[str, Any]) -> str:
 def _environment(result: dict[str, Any]) -> str:
     """Return the hosts and software of a measurement, or the assumptions of a prediction."""
     if result["kind"] == "prediction":
-        return "Predicted with an alpha-beta model. Differences between ranks and data loading are not included."
+        return "Predicted with an alpha-beta model. Data loading and differences between ranks are not included."
     machine = result["machine"]
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     return (
@@ -67,7 +67,7 @@ def legend_names(result: dict[str, Any]) -> list[str]:
 
 
 def collective_charts(result: dict[str, Any]) -> list[Chart]:
-    """Return two charts per operation against message size: time per call, and bus bandwidth with lower bounds."""
+    """Return two charts per operation against message size: time per call, and bus bandwidth with upper bounds."""
     series = legend_names(result)
     sizes = sorted({row["bytes"] for row in result["rows"]})
     ticks = [(size, format_bytes(size).replace(" ", "")) for size in sizes[:: -(-len(sizes) // 6)]]

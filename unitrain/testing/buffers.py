@@ -1,4 +1,4 @@
-"""Contract of buffers shared during training, compared with a simulation in one process."""
+"""Contract tests of buffers shared during training. The results are compared with a simulation in one process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ STEPS, FROZEN_FROM, RATE = 8, 5, 0.05
 
 
 class Centers(nn.Module):
-    """Reads three buffers. Each forward pass from `first_write` on changes the first buffer in the way `write` and
-    reassigns the second buffer. The third buffer is constant."""
+    """Model that reads three buffers. Each training forward pass from number `first_write` on changes `center` as
+    `write` specifies ("in place", "data" or "assigned data"), reassigns `scale`, and adds to `counts`, which is not
+    read. `mask` is constant."""
 
     def __init__(self, write: str = "in place", first_write: int = 0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Contract of compression: a backend raises UnsupportedError, or satisfies rule 7 in `base.py`."""
+"""Contract tests of compression: a backend raises UnsupportedError, or satisfies rule 7 in `backends/base.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def steps(backend: Backend, model: nn.Module, wrapped: nn.Module, count: int) ->
 
 
 def allclose_up_to_order(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether both contain the same tensors, up to rounding if more than two ranks are summed."""
+    """Return whether both contain the same tensors, up to rounding: a sum over three or more ranks depends on the
+    order of summation."""
     return one.keys() == other.keys() and all(torch.allclose(one[n], other[n], rtol=0, atol=1e-12) for n in one)
 
 
@@ -100,7 +101,7 @@ def half_precision_rounds_each_gradient_and_the_sum(backend: Backend) -> None:
                 total += (parameter.grad / backend.size).to(dtype).float()
         for total, parameter in zip(totals, model.parameters(), strict=True):
             assert parameter.grad is not None
-            assert torch.equal(parameter.grad, parameter.grad.to(dtype).float()), "it is not of the format"
+            assert torch.equal(parameter.grad, parameter.grad.to(dtype).float()), f"not rounded to {compression}"
             place = torch.finfo(dtype).eps  # relative error of one rounding
             torch.testing.assert_close(parameter.grad, total.to(dtype).float(), rtol=place, atol=0)
         assert_same_on_every_rank(backend, [p.grad.tolist() for p in model.parameters() if p.grad is not None])
@@ -235,7 +236,7 @@ def complex_gradients_keep_real_and_imaginary_parts(backend: Backend) -> None:
             parts, wanted = torch.view_as_real(gradient), torch.view_as_real(expected)
             half = HALF.get(str(compression))
             if half is not None:
-                assert torch.equal(parts, parts.to(half).float()), "it is not of the format"
+                assert torch.equal(parts, parts.to(half).float()), f"not rounded to {compression}"
             place = 1e-5 if half is None else 2 * torch.finfo(half).eps
             torch.testing.assert_close(parts, wanted, rtol=place, atol=place)
             assert_same_on_every_rank(backend, parts.tolist())

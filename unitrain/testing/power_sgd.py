@@ -1,4 +1,4 @@
-"""Contract of PowerSGD: communicated gradients, error feedback, and resuming from a checkpoint."""
+"""Contract tests of PowerSGD: communicated gradients, error feedback, and resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unitrain.testing.models import (
 
 LOW_RANK = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
 STATELESS_SETTINGS: tuple[Compression, ...] = ("none", "fp16")
-# The matrices of `build`, which are compressed with LOW_RANK. Its other parameters are vectors.
+# The matrices of the model that `build` returns, which LOW_RANK compresses. Its other parameters are vectors.
 MATRICES = ("0.weight", "3.weight")
 
 
@@ -202,8 +202,8 @@ def powersgd_skips_parameters_unused_on_every_rank(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def powersgd_starts_a_matrix_equally_at_its_first_use(backend: Backend) -> None:
-    """A single rank does not reduce unused parameters, so the reduction count at the first use differs from several
-    ranks."""
+    """A single rank does not reduce unused parameters, so its reduction count at the first use differs from the count
+    on several ranks."""
     sent = []
     for parts in ((0, 0, 0, 1), (1, 1)):
         model = Branches()
@@ -283,7 +283,7 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
         for step in range(6):
             model.zero_grad()
             if step == 3:
-                # One element overflows on one rank; all other errors of the step are also discarded.
+                # The gradients of some layers overflow on one rank; the step's errors of all layers are discarded.
                 last = backend.rank == backend.size - 1
                 handle = model.get_submodule("3").register_full_backward_hook(
                     lambda _m, grads, _o, last=last, bad=bad: (grads[0] * bad,) if last else None

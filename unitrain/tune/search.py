@@ -45,7 +45,7 @@ class Gain:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the gain is significant: at most one pair disagrees."""
+        """Whether the gain is significant: of at least 8 pairs, at most one disagrees, and the median exceeds 1.01."""
         disagreeing = sum(ratio <= 1 for ratio in self.ratios)
         return len(self.ratios) >= PAIRS and disagreeing <= _MAX_DISAGREEING_PAIRS and self.median > _PROMISING_RATIO
 
@@ -82,7 +82,7 @@ def list_tunables(backend_tunables: Sequence[Tunable], threads: int | None, core
 def measure_ratio(
     without_settings: Callable[[], float], with_settings: Callable[[], float], generator: random.Random
 ) -> float:
-    """Return the ratio of the seconds of `without_settings` to `with_settings`, measured in random order."""
+    """Return the ratio of the seconds of `without_settings` to those of `with_settings`, measured in random order."""
     if generator.random() < 0.5:
         seconds = without_settings()
         return seconds / with_settings()

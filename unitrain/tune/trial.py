@@ -13,7 +13,7 @@ _MARKER = "unitrain tune: "
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest:
-    """Request to train `warmup` steps, time steps for about `seconds`, and exit.
+    """Request to train `warmup` steps, then measure steps for about `seconds` seconds, and exit.
 
     `compression` overrides the setting of the script. `name` is unique per run.
     """

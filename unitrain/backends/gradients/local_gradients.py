@@ -1,4 +1,4 @@
-"""Track unreduced gradients, so that an optimizer never steps on them."""
+"""Track unreduced gradients, so that no optimizer step uses them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _MAX_SHOWN = 5
 
 
 class LocalGradients:
-    """Tracks the parameters of `model` with local gradients, whose `.grad` contains values that are not reduced over
+    """Tracks the parameters of `model` that have a local gradient: a `.grad` with values that are not reduced over
     ranks.
 
     A hook on each parameter records every backward pass that adds to its gradient, regardless of how the forward pass
     is called and of its output type. `mark_reduced` clears the record.
 
     Without a reducer, as on a single rank, pass `accumulates`, which is called during a backward pass and returns
-    whether the pass runs inside `no_sync`. A backward pass outside `no_sync` makes all gradients global. `track`
-    registers the hooks at the first `no_sync`, because no gradient is local before that.
+    whether the pass runs inside `no_sync`. After a backward pass outside `no_sync`, no gradient is local. Call `track`
+    at the first `no_sync` to register the hooks, because no gradient is local before that.
     """
 
     _instances: ClassVar[WeakSet[LocalGradients]] = WeakSet()
@@ -70,13 +70,13 @@ class LocalGradients:
         self._unreduced_ids = frozenset(self._names.keys() - set(map(id, trained)))
 
     def mark_local(self, parameter: Tensor) -> None:
-        """Mark the gradient of `parameter` as local. If `track` is not used, the reducer calls this for every local
-        gradient.
+        """Mark the gradient of `parameter` as local. A reducer that does not call `track` calls this for every
+        local gradient.
         """
         self._local_ids.add(id(parameter))
 
     def mark_reduced(self) -> None:
-        """Mark the gradients as global. Every rank calls this at the end of a backward pass that reduces them."""
+        """Mark the gradients as reduced. Every rank calls this at the end of a backward pass that reduces them."""
         local = self._local_ids
         if self._unreduced_ids:
             local &= self._unreduced_ids
@@ -88,7 +88,7 @@ class LocalGradients:
             other._local_ids -= self._names.keys() - self._unreduced_ids
 
     def parameters_with_local_gradients(self) -> list[Tensor]:
-        """Return the parameters with local values in `.grad`. `.grad` may have been set to None in the meantime."""
+        """Return the parameters with local values in `.grad`, including those whose `.grad` was set to None later."""
         return [parameter for parameter in self._parameters if id(parameter) in self._local_ids]
 
     def stop(self) -> None:
@@ -122,8 +122,8 @@ class LocalGradients:
             raise ModelError(
                 f"optimizer.step() was called on gradients that are not reduced over ranks: {_summarize(names)}. Call "
                 "the model that backend.distributed_model returned, and run the last backward pass before each step "
-                "outside backend.no_sync. To add another gradient, such as that of a penalty, run its backward pass "
-                "before that one."
+                "outside backend.no_sync. To add the gradient of another loss, such as a penalty, run its backward "
+                "pass before the last one."
             )
 
     def _check_unknown_parameters(self, optimizer: torch.optim.Optimizer) -> None:
@@ -136,7 +136,7 @@ class LocalGradients:
         ]
         if shapes:
             raise ModelError(
-                f"The optimizer holds {len(shapes)} parameters that no distributed model has, of shape "
+                f"The optimizer holds {len(shapes)} parameters that belong to no distributed model, with shapes "
                 f"{', '.join(shapes[:_MAX_SHOWN])}, so their gradients are never reduced over ranks. Add them to the "
                 "model before backend.distributed_model, or pass the module that has them to backend.distributed_model "
                 "too."
@@ -186,7 +186,7 @@ def _gradient_hook(key: int, local: set[int], accumulates: Callable[[], bool] | 
 
 
 def register_gradient_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Register a post-accumulate `hook`, even on a frozen parameter that may be unfrozen later."""
+    """Register `hook` as a post-accumulate-grad hook, even on a frozen parameter that may be unfrozen later."""
     requires_grad = parameter.requires_grad
     try:
         return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
@@ -197,10 +197,11 @@ def register_gradient_hook(parameter: Tensor, hook: Callable[[Tensor], None]) ->
 def _has_values(gradient: Tensor | None) -> bool:
     if isinstance(gradient, ShardedGradient):
         return not gradient.is_zero
-    # A shard may be zero on some ranks only, and all ranks must raise the same error.
+    # A shard counts as nonzero: it may be zero on some ranks only, and all ranks must raise the same error.
     return gradient is not None and (local_shard(gradient) is not gradient or bool(gradient.any()))
 
 
 def _summarize(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return f"{len(names)} parameters, {', '.join(names[:_MAX_SHOWN])}{more}"
+    count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
+    return f"{count}, {', '.join(names[:_MAX_SHOWN])}{more}"

@@ -20,13 +20,15 @@ import torch.distributed as dist
 from unitrain.bootstrap.responsive_store import ResponsiveStore, call_with_limit
 from unitrain.errors import CollectiveMismatchError
 
-_MAX_REPORTED = 16  # pending operations; the oldest one decides
+_MAX_REPORTED = 16  # pending operations per report; only the oldest one can be a mismatch
 _STORE_LIMIT_SECONDS = 2.0  # for a response of the store, so that a stopped rank 0 does not delay the timeout
 
 
 class Operation(NamedTuple):
-    """An operation that a rank has started: its position in the sequence of the rank's operations, and its kind, such
-    as "allreduce.torch.float32.5" (with the number of elements), which must be equal on all ranks.
+    """An operation that a rank has started.
+
+    `position` is its index in the sequence of the rank's operations. `kind` must be equal on all ranks, such as
+    "allreduce.torch.float32.5", which ends with the number of elements.
     """
 
     position: int

@@ -2,7 +2,8 @@
 
 A gradient has the shape of its parameter, so that clipping and loss scaling are plain torch code:
 `nn.utils.clip_grad_norm_`, `nn.utils.clip_grad_value_`, `GradScaler` and `zero_grad` produce the same results as with
-complete gradients. All other torch operations raise ModelError, because they would use only this rank's shard.
+complete gradients. Norms and some in-place operations with numbers, such as `mul_`, are also supported. All other
+torch operations raise ModelError, because they would use only this rank's shard.
 """
 
 from __future__ import annotations
@@ -105,19 +106,19 @@ class GradientGroup:
         """Return the norm of the complete `gradient`, a 0-dim tensor. All ranks call it with the same gradients."""
         if gradient.added is not None:
             raise ModelError(
-                "A norm was requested for a gradient that is not reduced over ranks. Run the last backward pass "
-                "before clipping through the model that backend.distributed_model returned."
+                "A norm was requested for a gradient that is not reduced over ranks. Before clipping, run the last "
+                "backward pass through the model that backend.distributed_model returned."
             )
         if order not in gradient._norms:
-            # Compute all norms, because the cached norms of unused gradients, such as those of frozen parameters, may
-            # differ between ranks.
+            # Compute the norms of all gradients, so that all ranks call the same allreduce: for unused gradients, such
+            # as those of frozen parameters, a norm may be cached on some ranks only.
             self._compute_norms(self.gradients, order)
         return gradient._norms[order]
 
     def _compute_norms(self, gradients: Sequence[ShardedGradient], order: float) -> None:
         if not order > 0:
             raise ModelError(
-                f"The norm of order {order:g} of a gradient that is sharded over ranks was requested. Use a norm of "
+                f"A norm of order {order:g} was requested for a gradient that is sharded over ranks. Use a norm of "
                 "positive order: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type=2.0)."
             )
         device = self.communicator.device
@@ -139,7 +140,7 @@ class GradientGroup:
 
 def _raise_unsupported(name: str) -> NoReturn:
     raise ModelError(
-        f'{name} was called on a gradient that is sharded over ranks (shard="gradients"). Supported are '
+        f'{name} was called on a gradient that is sharded over ranks (shard="gradients"). Supported: '
         "torch.nn.utils.clip_grad_norm_, clip_grad_value_, GradScaler, norms, in-place multiplication and division by "
         "a number, and zero_grad. Pass the optimizer to backend.distributed_optimizer(optimizer, model, "
         'shard="gradients"), or use the complete gradient: parameter.grad.full_tensor(), called on every rank.'
@@ -228,7 +229,7 @@ def _foreach_norm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _unscale(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler: multiply the gradients by a number, and find inf and nan on any rank."""
+    """Unscale the gradients for GradScaler: multiply them by a number, and find inf and nan on any rank."""
     gradients, found, factor = args
     stored = [local for local in _local_of(gradients) if local.numel()]
     if stored:
