@@ -100,6 +100,8 @@ def find_batch_size(
     search = _Search(trainer, data, memory_limit_bytes)
     with preserved_state(trainer, data):
         if not search.try_size(initial):
+            if not search.trials:
+                raise ConfigError(f"{_NAME}: {search.reason}. Use initial=1, or pass more data.")
             raise ConfigError(
                 f"{_NAME}: a batch of {initial} samples per rank does not fit: {search.reason}. Use initial=1, "
                 'TrainConfig(precision="bf16"), checkpoint_activations or shard="state".'
@@ -173,7 +175,14 @@ class _Search:
         error: BaseException | None = None
         try:
             with self._resized(batch_size) as (data, trainer):
-                TrialSteps(trainer, data, _NAME).run(1, lambda step: None, lambda step, loss: False)
+                trial, epoch = TrialSteps(trainer, data, _NAME), trainer.progress.epoch
+                for batch, micro_batch in trial.batches(epoch):
+                    trial.forward_backward(batch, micro_batch, epoch)
+                    if micro_batch.ends_step:
+                        # The last operation, because a rank that runs out of memory in it calls no other collective.
+                        trial.update(0, micro_batch)
+                        break
+                trial.shard.end_epoch()
         except Exception as caught:
             if not _is_out_of_memory(caught):
                 raise

@@ -72,8 +72,8 @@ class TrialSteps:
         self.shard = open_training_data(data, backend, settings)
         self.shard.begin_epoch(trainer.progress.epoch)
         # The factor of `lr_scaling`, without warm-up.
-        rates = LearningRateFactor.from_config(config, self.shard.global_batch_size)
-        self._rates = None if rates is None else replace(rates, warmup_steps=0)
+        factor = LearningRateFactor.from_config(config, self.shard.global_batch_size)
+        self._lr_factor = None if factor is None else replace(factor, warmup_steps=0)
         self._weighting = LossWeighting(backend, config.logical_ranks)
         self._update = ParameterUpdate(
             trainer.optimizer,
@@ -97,9 +97,8 @@ class TrialSteps:
                 self.forward_backward(batch, micro_batch, epoch)
                 if not micro_batch.ends_step:
                     continue
-                self._weighting.finish_step(self.trainer.optimizer, micro_batch)
                 before_update(step)
-                self._update(step, self._rates)
+                self.update(step, micro_batch)
                 step += 1
                 if not after_step(step - 1, self._mean_loss()) or step == steps:
                     self.shard.end_epoch()
@@ -146,6 +145,11 @@ class TrialSteps:
             else:
                 self._sums += torch.stack([value, torch.as_tensor(loss.tokens, device=value.device).double()])
 
+    def update(self, step: int, micro_batch: MicroBatch) -> None:
+        """Update the parameters at the end of the step of `micro_batch`, after `step` completed steps."""
+        self._weighting.finish_step(self.trainer.optimizer, micro_batch)
+        self._update(step, self._lr_factor)
+
     def _mean_loss(self) -> float:
         """Return the mean loss of the step over all ranks."""
         total, samples = self.trainer.backend.allreduce(self._sums, "sum").tolist()
@@ -162,6 +166,7 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
     """
     model, optimizer = trainer.backend.unwrap(trainer.model), trainer.optimizer
     tensors = [local_shard(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    buffers = [(module, *item) for module in model.modules() for item in module.named_buffers(recurse=False)]
     copies = [_copy_to_host(tensor) for tensor in tensors]
     modes = [(module, module.training) for module in model.modules()]
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
@@ -178,6 +183,8 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
         set_current_logical_rank(None)
         model.zero_grad(set_to_none=True)
         trainer.step_parts.precision.discard_step()
+        for module, name, buffer in buffers:  # a forward pass may assign another tensor
+            setattr(module, name, buffer)
         with torch.no_grad():
             for tensor, saved in zip(tensors, copies, strict=True):
                 tensor.copy_(saved)

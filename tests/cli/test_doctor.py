@@ -109,7 +109,10 @@ CASES: dict[str, tuple[Callable[[], list[RankReport]], str]] = {
         lambda: ranks({"shared_memory": 64 * 2**20}),
         r"warning: /dev/shm on a has 64 MiB.*\$ docker run --shm-size=8g",
     ),
-    "files": (lambda: ranks({"open_files": 1024}), r"warning: A process on a may open only 1024 files.*\$ ulimit -n 65536"),
+    "files": (
+        lambda: ranks({"open_files": 1024}),
+        r"warning: A process on a may open only 1024 files.*\$ ulimit -n 65536",
+    ),
     "locked memory": (
         lambda: ranks({"infiniband": True, "locked_memory": 65536}),
         r"warning: a has InfiniBand, but the limit of locked memory is 64 KiB",

@@ -61,6 +61,10 @@ def make(backend: Backend = LOCAL, model: nn.Module | None = None, **settings: A
     return Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config)
 
 
+def exceed_memory(closure: Any = None) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 def searches_on(backend: Backend) -> list[Any]:
     """Search with ranks of different memory, and return the results."""
     results: list[Any] = []
@@ -76,7 +80,13 @@ def searches_on(backend: Backend) -> list[Any]:
     other = make(backend, Limited(8, ValueError("broken") if backend.rank == 0 else None))
     with pytest.raises((ConfigError, ValueError)) as caught:
         find_batch_size(other, Samples(), memory_limit_bytes=ENOUGH)
-    return [*results, str(caught.value)]
+    results.append(str(caught.value))
+    without_memory = make(backend)
+    if backend.rank == backend.size - 1:
+        without_memory.optimizer.step = exceed_memory  # type: ignore[method-assign]
+    with pytest.raises(ConfigError) as optimizer_caught:
+        find_batch_size(without_memory, Samples(), memory_limit_bytes=ENOUGH)
+    return [*results, str(optimizer_caught.value)]
 
 
 @pytest.mark.parametrize("group", [("ddp", 3), *ci(("horovod", 2))], ids=lambda group: f"{group[0]}-{group[1]}")
@@ -84,7 +94,8 @@ def test_rank_with_the_least_memory_determines_the_batch_size(group: tuple[str, 
     size, last = group[1], group[1] - 1
     with RankGroup(*group) as started:
         ranks = started.run(searches_on)
-    for rank, (power, binary, reason, error) in enumerate(ranks):
+    for rank, (power, binary, reason, error, optimizer_error) in enumerate(ranks):
+        assert "the optimizer state does not fit in memory with 2 samples per rank" in optimizer_error
         assert power == (32, 32 * size, f"64 samples exceed the memory of rank {last}", [2, 4, 8, 16, 32, 64])
         assert binary[:3] == (50, 50 * size, f"51 samples exceed the memory of rank {last}")
         assert reason == "the data has fewer than 8 samples per rank"
@@ -144,6 +155,7 @@ def test_maximum_and_settings_are_respected() -> None:
             {},
             r"a batch of 128 samples per rank does not fit: 128 samples exceed the memory of rank 0",
         ),
+        ({"initial": 2000}, {}, r"find_batch_size: the data has fewer than 2000 samples per rank\. Use initial=1, or"),
         ({}, {"sync_batch_norm": True}, r"does not support TrainConfig.sync_batch_norm=True"),
         ({}, {"shard": "gradients"}, r"does not support TrainConfig.shard='gradients'"),
     ],

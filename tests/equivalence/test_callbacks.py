@@ -271,6 +271,17 @@ def test_gradient_watch_names_the_first_non_finite_parameter() -> None:
         GradientWatch(every=0)
 
 
+def test_gradient_watch_with_local_steps_does_not_wait_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of the ranks differ, so only the rank with the invalid gradient raises the error."""
+    trainer = make(LOCAL, [], local_sgd=2)
+    trainer.last_loss = torch.tensor(math.nan)
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    monkeypatch.setattr(LOCAL, "allgather", lambda tensor: pytest.fail("the other ranks do not call it"))
+    with pytest.raises(NonFiniteGradientError, match=r"4 of 4 parameters .* the loss was not finite on rank 0\."):
+        GradientWatch().on_before_optimizer_step(trainer)
+
+
 def test_gradient_watch_permits_the_initial_overflows_of_fp16() -> None:
     class Poison(Callback):
         def __init__(self, steps: int) -> None:

@@ -161,6 +161,22 @@ def test_training_is_bit_identical_after_the_test(tmp_path: Path) -> None:
     assert_equal(results[1], results[0])
 
 
+def test_buffer_that_the_model_assigns_is_restored() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.calls = nn.Parameter(torch.ones(4)), nn.Buffer(torch.zeros(()))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return inputs * self.scale
+
+    trainer = make(layers=(Counts(),))
+    before = state_of(trainer)
+    find_learning_rate(trainer, data(), min_lr=1e-6, steps=20)
+    assert_equal(state_of(trainer), before)
+
+
 def test_callbacks_and_scheduler_are_not_called() -> None:
     class Fails(Callback):
         def on_step_end(self, trainer: Any) -> None:

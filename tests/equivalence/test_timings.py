@@ -245,6 +245,22 @@ def test_validation_is_not_part_of_the_training_time(rows: dict[str, Row]) -> No
     assert row["seconds"] < 10 * VALIDATION_DELAY
 
 
+def test_validation_within_an_epoch_is_not_part_of_the_training_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Stream()
+    monkeypatch.setattr("unitrain.progress.timing.time.perf_counter", lambda: clock.now)
+    times = LoopTimer(LocalBackend(torch.device("cpu")))
+    for step in times.iterate(range(10)):
+        clock.pass_time(0.3)
+        times.end_step(1)
+        if step == 4:
+            with times.measure("validation"):
+                clock.pass_time(5.0)
+    assert times.stop() == pytest.approx(8.0)
+    found = times.gather()
+    assert found["validation_seconds"] == [pytest.approx(5.0)]
+    assert sum(found[f"{phase}_seconds"][0] for phase in PHASES[:4]) == pytest.approx(3.0)
+
+
 class Stream:
     """A simulated GPU queue with `left` seconds of remaining work."""
 

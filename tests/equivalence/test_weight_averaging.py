@@ -17,7 +17,7 @@ from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
-from unitrain.errors import ModelError
+from unitrain.errors import CheckpointError, ModelError
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -140,6 +140,17 @@ def test_average_starts_as_the_model_in_new_and_resumed_runs(tmp_path: Path) -> 
     begins = make(LOCAL, network(), **settings)
     assert begins.averaged_model is not None
     assert_near(begins.averaged_model.state_dict(), raw.model.state_dict(), 0)
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+def test_checkpoint_without_an_average_is_not_loaded_into_one(checkpoint_format: str, tmp_path: Path) -> None:
+    make(LOCAL, network(), output_dir=tmp_path, ema_decay=None, max_epochs=1, checkpoint_format=checkpoint_format).fit(
+        data()
+    )
+    trainer = make(LOCAL, network())
+    with pytest.raises(CheckpointError, match=r"has no averaged weights, because its run had no ema_decay\. Leave"):
+        trainer.load_weights(tmp_path)
+    assert_near(trainer.model.state_dict(), network().state_dict(), 0)
 
 
 class Overflowing(nn.Module):

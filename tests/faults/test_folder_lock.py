@@ -186,6 +186,18 @@ def test_file_system_without_locks_is_logged_once(
     assert message.startswith(f"The file system of output folder '{tmp_path}' does not support locks ([Errno 38]")
 
 
+def test_lock_is_released_if_its_file_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(descriptor: int, content: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr("unitrain.checkpoint.folder_lock.os.pwrite", write)
+        FolderLock(tmp_path).acquire(0.0)
+    lock = FolderLock(tmp_path)
+    assert lock.acquire(0.0)
+    lock.release()
+
+
 @pytest.mark.parametrize("call", ["flock", "fstat"])
 def test_lock_file_removed_by_another_host_is_created_again(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ import yaml
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import unitrain
 from unitrain.cli import unitrain as command_line
@@ -54,6 +54,9 @@ def error(output, target):
 
 def decay(optimizer: Optimizer, total_steps: int) -> LRScheduler:
     return LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+
+def constant(optimizer: Optimizer, **options: float) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: 1.0)
 '''
 CONFIG = """\
 model:
@@ -164,6 +167,7 @@ def test_scheduler_classes_and_functions(folder: Path) -> None:
     assert planned.total_steps == 11
     decay = build("config/run.yaml", "--scheduler=config_parts.decay")
     assert decay["scheduler"](decay["optimizer"], 4).lr_lambdas[0](1) == 0.75
+    assert isinstance(build("config/run.yaml", "--scheduler=config_parts.constant")["scheduler"], LambdaLR)
 
 
 @pytest.mark.parametrize(

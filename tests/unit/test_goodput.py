@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import os
+import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +20,7 @@ from torch.utils.data import TensorDataset
 from unitrain.backends.local import LocalBackend
 from unitrain.callbacks.callback import Callback
 from unitrain.config import TrainConfig
+from unitrain.errors import Preempted
 from unitrain.progress import goodput
 from unitrain.progress.events import EventLog
 from unitrain.progress.goodput import (
@@ -130,7 +135,10 @@ def test_file_returns_the_written_attempts(tmp_path: Path) -> None:
     assert read_attempts(tmp_path) == [first, second]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"attempts": [{}]}', '{"attempts": 3}', "\0\0"])
+SECONDS_AS_LIST = json.dumps({"attempts": [{**dataclasses.asdict(attempt(1.0, 2.0, 3)), "seconds": [1.0]}]})
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"attempts": [{}]}', '{"attempts": 3}', "\0\0", SECONDS_AS_LIST])
 def test_corrupt_file_is_ignored_with_a_warning(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "goodput.json").write_text(text)
     file = GoodputFile(tmp_path)
@@ -203,6 +211,20 @@ def test_events_and_goodput_of_a_run_that_failed_and_resumed(tmp_path: Path) -> 
     ]  # fmt: skip
     failure = next(event for event in read_events(tmp_path) if event["event"] == "failure")
     assert "the disk is gone" in failure["reason"]
+
+
+def test_end_of_a_preempted_run_states_the_signal(tmp_path: Path) -> None:
+    class Preempts(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.progress.step == 4:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                while trainer._stopping._preemption.received is None:  # a thread receives it
+                    time.sleep(0.01)
+
+    with pytest.raises(Preempted):
+        train(tmp_path, [Preempts()])
+    end = read_events(tmp_path)[-1]
+    assert (end["event"], end["status"], end["reason"]) == ("end", "stopped", "SIGUSR1 was received by rank 0")
 
 
 def test_new_run_in_a_folder_without_checkpoints_starts_new_records(tmp_path: Path) -> None:

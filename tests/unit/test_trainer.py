@@ -480,6 +480,17 @@ def test_progress_fits_80_columns(kind: type[display._TimedDisplay]) -> None:
     assert all(f"val_metric_{number} {number / 3:.4f}" in text for number in range(9))
 
 
+@pytest.mark.parametrize("kind", [display._Lines, display._Bar])
+def test_brackets_in_messages_and_names_are_not_markup(kind: type[display._TimedDisplay]) -> None:
+    screen = io.StringIO()
+    with kind(Console(file=screen, width=80, color_system=None)) as shown:
+        shown.start(3, 1)
+        shown.show_message("stopped after step 1: see [/tmp/x] and [red]")
+        shown.show_validation(1, {"val_[bold]": 0.5})
+    assert "see [/tmp/x] and [red]" in screen.getvalue()
+    assert "val_[bold] 0.5000" in screen.getvalue()
+
+
 def test_a_bar_is_drawn_on_the_terminal_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the rank's own standard error is a pipe, as under horovodrun."""
     reading, writing = pty.openpty()

@@ -66,7 +66,11 @@ def _named_parameters(trainer: RunningTrainer) -> list[tuple[str, nn.Parameter]]
 
 
 def _describe_losses(trainer: RunningTrainer) -> str:
-    """Describe on which ranks the loss of the last micro-batch was not finite. All ranks call it."""
+    """Describe on which ranks the loss of the last micro-batch was not finite. All ranks call it, except with local
+    steps."""
+    if trainer.config.local_sgd is not None:  # the gradients of the other ranks may be finite
+        is_finite = bool(trainer.last_loss.isfinite())
+        return f"the loss was {'finite' if is_finite else 'not finite'} on rank {trainer.backend.rank}"
     losses = trainer.backend.allgather(trainer.last_loss.detach().double()).tolist()
     ranks = [str(rank) for rank, loss in enumerate(losses) if not abs(loss) < float("inf")]
     if not ranks:

@@ -153,9 +153,13 @@ class FolderLock:
             if _is_same_file(descriptor, self._path):
                 break
             os.close(descriptor)  # the holder has just removed the file
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_this_job()).encode(), 0)
-        os.fsync(descriptor)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(_this_job()).encode(), 0)
+            os.fsync(descriptor)
+        except BaseException:  # for example, because the file system is full
+            os.close(descriptor)  # releases the lock
+            raise
         _held_locks[self._path] = (descriptor, 1)
         return True
 

@@ -80,12 +80,9 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> Non
     Raises CheckpointError if they do not match the model, or if the checkpoint has no average.
     """
     try:
+        if average is not None:
+            _load_average(path, average)
         _load_model(path, model)
-        if average is not None and sharded_files.is_sharded(path):
-            sharded_files.load_module(path, sharded_files.AVERAGE_FOLDER, average)
-        elif average is not None:
-            training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
-            load_state(average, training["average"]["model"])
     except (RuntimeError, ValueError, LookupError) as error:
         found = " ".join(str(error).split())
         raise CheckpointError(
@@ -101,6 +98,24 @@ def _load_model(path: Path, model: nn.Module) -> None:
         _load_shards(model, read_tensors(path / MODEL))
     else:
         load_model_file(model, path / MODEL)
+
+
+def _load_average(path: Path, average: nn.Module) -> None:
+    is_sharded = sharded_files.is_sharded(path)
+    if is_sharded:
+        has_average = bool(sharded_files.open_tensors(path, sharded_files.AVERAGE_FOLDER).tensors)
+    else:
+        training = torch.load(path / TRAINING, map_location="cpu", weights_only=True)
+        has_average = "average" in training
+    if not has_average:
+        raise CheckpointError(
+            f"Checkpoint '{path}' has no averaged weights, because its run had no ema_decay. Leave "
+            "TrainConfig.ema_decay out to load its weights."
+        )
+    if is_sharded:
+        sharded_files.load_module(path, sharded_files.AVERAGE_FOLDER, average)
+    else:
+        load_state(average, training["average"]["model"])
 
 
 def _load_shards(model: nn.Module, tensors: dict[str, Tensor]) -> None:

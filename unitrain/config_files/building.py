@@ -96,7 +96,10 @@ def _build_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
                 return scheduler(optimizer)
             return lambda optimizer, total_steps: scheduler(optimizer, total_steps=total_steps)
         return scheduler(optimizer)
-    parameters = [
-        one for one in inspect.signature(scheduler).parameters.values() if one.default is inspect.Parameter.empty
+    required = [
+        parameter
+        for parameter in inspect.signature(scheduler).parameters.values()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     ]
-    return scheduler if len(parameters) > 1 else scheduler(optimizer)
+    return scheduler if len(required) > 1 else scheduler(optimizer)

@@ -84,7 +84,7 @@ class _TimedDisplay(ProgressDisplay, ABC):
             self._show(epoch)
 
     def show_message(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self._print_line(text)
 
     def set_loss(self, value: float) -> None:
         self._shown_loss = value
@@ -106,7 +106,11 @@ class _TimedDisplay(ProgressDisplay, ABC):
 
     def _print(self, *parts: str) -> None:
         for line in _wrap_parts(parts):
-            self._console.print(line, highlight=False)
+            self._print_line(line)
+
+    def _print_line(self, text: str) -> None:
+        # Names of results and reasons for a stop may contain brackets, which are not markup of rich.
+        self._console.print(text, markup=False, emoji=False, highlight=False)
 
     def _name(self, epoch: int) -> str:
         return f"epoch {epoch}" if self._epochs is None else f"epoch {epoch}/{self._epochs}"

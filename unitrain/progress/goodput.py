@@ -260,7 +260,7 @@ def read_attempts(folder: Path) -> list[AttemptRecord]:
         return [_parse_attempt(attempt) for attempt in found["attempts"]]
     except FileNotFoundError:
         return []
-    except (TypeError, KeyError, RecursionError) as error:
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"it has another format ({type(error).__name__}: {error})") from None
 
 

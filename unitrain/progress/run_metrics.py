@@ -112,7 +112,7 @@ class RunMetrics:
             yield
             status = "finished" if self._reporter.stop_reason is None else "stopped"
         except Preempted as error:
-            status, reason = "stopped", str(error)
+            status, reason = "stopped", error.reason
             raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]

@@ -362,7 +362,9 @@ def added_parameters_must_belong_to_a_distributed_model(backend: Backend) -> Non
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.zero_grad()
     compute_loss(other(wrapped(batch(backend.rank)))).backward()
-    text = raises(ModelError, "holds 2 parameters that belong to no distributed model, with shapes [2, 3], [2]", optimizer.step)
+    text = raises(
+        ModelError, "holds 2 parameters that belong to no distributed model, with shapes [2, 3], [2]", optimizer.step
+    )
     assert_same_on_every_rank(backend, text)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
