@@ -9,7 +9,7 @@ from typing import Any
 from unitrain import validation
 from unitrain.errors import ConfigError
 
-# One number for all epochs, or the number from each of these epochs on (the first epoch is 0).
+# One number for all epochs, or a schedule that maps an epoch (the first is 0) to the number from this epoch on.
 Accumulation = int | Mapping[int, int]
 
 _FIX = "Use gradient_accumulation_steps={0: 1, 4: 4} for 1 micro-batch per step, and 4 from the fifth epoch on"

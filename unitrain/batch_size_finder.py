@@ -25,14 +25,18 @@ if TYPE_CHECKING:
 SearchMode = Literal["power", "binary"]
 
 _NAME = "find_batch_size"
-# A batch size is not tried if the extrapolated memory exceeds the limit by this factor, which could end the process.
+# A batch size is not run if its extrapolated memory is above this multiple of the limit, because the system could kill
+# the process.
 _MAX_EXCESS = 2.0
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
 class BatchSizeTrial:
-    """A tested batch size: whether it fits on all ranks, and the largest peak memory of a rank that was measured."""
+    """A tested batch size: whether it fits on all ranks, and the highest peak memory of any rank.
+
+    A batch size that is expected to be far above the memory limit is not run; its `peak_bytes` are extrapolated.
+    """
 
     batch_size: int
     fits: bool
@@ -78,12 +82,12 @@ def find_batch_size(
 
     The batch size is doubled from `initial` (2, because BatchNorm rejects single samples) until a rank runs out of
     memory or exceeds `memory_limit_bytes`, or the data or `max_batch_size` is exhausted. With mode "binary", a binary
-    search then finds the largest batch size. `memory_limit_bytes` limits the memory of each rank: that of the tensors
-    on a GPU, or that of the process on a CPU, where it is required. Batches contain the first samples of an epoch, so
+    search then finds the largest batch size. `memory_limit_bytes` limits the memory of each rank: of the tensors on a
+    GPU, or of the process on a CPU, where the limit is required. Batches contain the first samples of an epoch, so
     samples of different sizes may need more memory later.
 
     Forward and backward passes of the trials do not communicate, so that no rank waits for one that runs out of memory.
-    One optimizer step with `initial` samples per rank is taken before, which creates the optimizer state. Afterwards,
+    After the first trial, one optimizer step with `initial` samples per rank creates the optimizer state. At the end,
     the model, its buffers, the optimizer and the random number generators are the same as before.
 
     Raises ConfigError on every rank for invalid arguments, for a Trainer whose forward pass communicates
@@ -138,7 +142,8 @@ class _Search:
         self._memory: ProcessMemory = call_on_all_ranks(trainer.backend, lambda: process_memory(trainer.backend.device))
 
     def try_size(self, batch_size: int) -> bool:
-        """Run a forward and backward pass, and return whether it fits on all ranks."""
+        """Run a forward and backward pass, and return whether it fits in memory on all ranks. Return False and add no
+        trial if the data has too few samples."""
         backend, limit = self._trainer.backend, self._limit_bytes
         if (expected := self._extrapolate(batch_size)) and limit and expected > _MAX_EXCESS * limit:
             self.reason = f"{batch_size} samples would need about {expected / 2**20:.0f} MiB"
@@ -199,7 +204,8 @@ class _Search:
         self._trainer.backend.unwrap(self._trainer.model).zero_grad(set_to_none=True)
 
     def _run(self, batch_size: int) -> tuple[int | None, bool, Exception | None]:
-        """Return the number of samples of the tested batch, whether this rank ran out of memory, and another error."""
+        """Return the number of samples of the tested batch, whether this rank ran out of memory, and any other
+        error."""
         samples: int | None = None
         with self._resized(batch_size) as (data, trainer):
             trial = TrialSteps(trainer, data, _NAME)  # raises the same error on every rank

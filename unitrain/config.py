@@ -46,7 +46,8 @@ class TrainConfig:
     limit_train_steps: int | None = None
     """End each epoch after this many optimizer steps."""
     limit_val_batches: int | None = None
-    """Validate on at most this many batches. The selected samples do not depend on the number of ranks."""
+    """Validate on at most this many batches, counted over all ranks. The selected samples do not depend on the number
+    of ranks; with stream="own", each rank validates on this many batches."""
     dry_run: bool = False
     """Test a script: train one step and validate one batch, without writing checkpoints or logs."""
     preemption_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
@@ -66,8 +67,8 @@ class TrainConfig:
     {0: 1, 4: 4} accumulates 4 micro-batches from the fifth epoch on, so the global batch size changes.
     """
     global_batch_size: int | None = None
-    """Samples per optimizer step over all ranks. Without the other two settings, it is divided by the number of
-    ranks."""
+    """Samples per optimizer step over all ranks. If neither of the other two settings is set, `batch_size` is this
+    number divided by the number of ranks."""
     eval_batch_size: int | None = None
     """Samples per rank and batch in evaluation. The default is the batch size of the DataLoader, or of training."""
 
@@ -96,8 +97,8 @@ class TrainConfig:
     stream: StreamKind = "shared"
     """How ranks and workers read an IterableDataset. "shared": the dataset yields the same items everywhere and must
     not shard itself; unitrain shards the items. "own": the dataset yields different items on each rank and worker, such
-    as random episodes or pre-sharded files. If the dataset or sampler has a method `set_epoch`, it is called in every
-    epoch.
+    as random episodes or pre-sharded files. If the dataset or sampler has a method `set_epoch`, it is called at the
+    start of every epoch.
     """
     uneven: Uneven = "weight"
     """How to handle different numbers of batches per rank. "weight": train on every sample once; ranks that have run
@@ -126,8 +127,8 @@ class TrainConfig:
     """
     ema_decay: float | None = None
     """Maintain an exponential moving average of the weights, updated after each step: average = ema_decay * average +
-    (1 - ema_decay) * weight. Buffers are copied. Evaluation uses the average. With `local_sgd`, the average is
-    updated at each synchronization, with ema_decay**steps.
+    (1 - ema_decay) * weight. Buffers are copied, not averaged. Evaluation uses the average. With `local_sgd`, the
+    average is updated at each synchronization, with ema_decay**steps.
     """
     check_weights: bool = True
     """Compare the weights of all ranks at the end of each epoch and before each checkpoint on disk; differences that
@@ -173,15 +174,16 @@ class TrainConfig:
     """Also validate every N steps within an epoch. Schedulers, EarlyStopping and `keep_best` use only the validation at
     the end of the epoch."""
     log_every_n_steps: int | None = None
-    """Steps between sync points, at which the ranks synchronize the training loss and stop requests, and rank 0
-    displays and logs the exact mean loss. By default, a sync point occurs about every two seconds.
+    """Steps after which the ranks synchronize the training loss, and rank 0 displays and logs the exact mean loss. By
+    default, they do so at each sync point, about every two seconds. Stop requests are always synchronized about every
+    two seconds.
     """
     progress: ProgressStyle = "auto"
     """Progress display of rank 0: "bar", "lines", "off", or "auto" (a bar on a terminal, otherwise lines)."""
 
     peak_flops: float | None = None
-    """Peak FLOP/s of one device, from which the model FLOPs utilization (MFU) is computed. By default, the value of the
-    GPU's data sheet for the precision of the run; without it, as on CPUs, the MFU is not computed."""
+    """Peak FLOP/s of one device, from which the model FLOPs utilization (MFU) is computed. The default is the value in
+    the GPU's data sheet for the precision of the run. If it is unknown, as on CPUs, the MFU is not computed."""
     metrics_port: int | None = None
     """Serve the metrics of the run for Prometheus on this port of rank 0. `unitrain launch --metrics-port` takes
     precedence."""
@@ -197,7 +199,7 @@ class TrainConfig:
     """True or "auto" resumes from the newest valid checkpoint in `output_dir`, or starts a new run if there is none. A
     path resumes from that checkpoint or run folder, which must exist."""
     checkpoint_every_epochs: int = 1
-    """Save a checkpoint after every N epochs, and at the end."""
+    """Save a checkpoint after every N epochs, and at the end of each `fit` call."""
     checkpoint_every_steps: int | None = None
     """Also save a checkpoint every N optimizer steps."""
     checkpoint_every_minutes: float | None = None
@@ -210,8 +212,8 @@ class TrainConfig:
     async_checkpoints: bool = True
     """Write checkpoints in a background thread; training waits only until the state is copied to host memory."""
     checkpoint_format: CheckpointFormat = "auto"
-    """"full": rank 0 gathers the state and writes it. "sharded": all ranks write their parts in parallel, without
-    gathering. "auto" is "sharded" if `shard` is set, otherwise "full". A run can resume from either format.
+    """"full": rank 0 gathers the state and writes it. "sharded": all ranks write their portions of the state in
+    parallel. "auto" is "sharded" if `shard` is set, otherwise "full". A run can resume from either format.
     """
     keep_last: int | None = 3
     """Number of newest checkpoints to keep; None keeps all."""
@@ -237,7 +239,7 @@ class TrainConfig:
         validation.check_boolean(_full_name("tf32"), self.tf32, optional=True)
         self._check_class_names("checkpoint_activations")
         if not validation.is_positive_integer(self.shard_blocks):
-            self._check_class_names("shard_blocks")
+            self._check_class_names("shard_blocks", " or a number of parameters")
         self._check_sharded_parameters()
         self._check_logical_ranks()
         self._check_local_sgd()
@@ -317,11 +319,12 @@ class TrainConfig:
                     f'Use TrainConfig(output_dir="runs/first", {name}={value!r}), or leave {name} out.'
                 )
 
-    def _check_class_names(self, setting: str) -> None:
+    def _check_class_names(self, setting: str, alternative: str = "") -> None:
         names = getattr(self, setting)
         if not (isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)):
+            found = validation.describe_value(names)
             raise ConfigError(
-                f"TrainConfig.{setting} must be a tuple of class names, got {validation.describe_value(names)}. "
+                f"TrainConfig.{setting} must be a tuple of class names{alternative}, got {found}. "
                 f"Use {setting}=('TransformerEncoderLayer',)."
             )
 

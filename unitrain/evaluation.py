@@ -33,8 +33,8 @@ LossFunction = Callable[[Any, Any], LossOutput]
 class Evaluation:
     """Evaluates the user's `model` in eval mode, with the buffers of rank 0. All ranks must make the same calls.
 
-    Shards differ between ranks and may be empty. An error on one rank is raised on all ranks. With `exact`, sums are
-    exact, as with logical ranks.
+    Shards differ between ranks and may be empty. If a rank raises an error, all ranks raise one. With `exact`, as with
+    logical ranks, sums are exact, so the results do not depend on the number of processes.
     """
 
     def __init__(

@@ -17,12 +17,12 @@ _REQUIRED = ("model", "optimizer", "config", "train_data")
 
 
 def call_training_function(target: str) -> Mapping[str, Any]:
-    """Call the function `target`, package.module:function or file.py:function, and return its result. Return the same
-    arguments for `target` "config.yaml", a configuration file of `unitrain train`.
+    """Call the function `target`, package.module:function or file.py:function, and return its result.
 
-    The function takes no arguments. It returns a dictionary with "model", "optimizer", "config", "train_data" and
-    optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises ConfigError if the function does
-    not exist or does not return such a dictionary.
+    `target` may also be a configuration file of `unitrain train`, such as config.yaml; then return the arguments that
+    it specifies. The function takes no arguments. It returns a dictionary with "model", "optimizer", "config",
+    "train_data" and optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises ConfigError if
+    the function does not exist or does not return such a dictionary.
     """
     import unitrain
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _NAME = "find_learning_rate"
 _SMOOTHING = 0.98  # decay of the moving average of the loss
-_SKIPPED_AT_START, _SKIPPED_AT_END = 10, 1  # points that are not suggested
+_SKIPPED_AT_START, _SKIPPED_AT_END = 10, 1  # points of the curve that cannot be the suggestion
 _MIN_POINTS = _SKIPPED_AT_START + _SKIPPED_AT_END + 2
-# Slopes that differ by less than this fraction are equal, so that rounding errors do not change the suggestion.
+# Slopes that differ by less than this fraction count as equal, so that rounding errors do not change the suggestion.
 _SLOPE_TOLERANCE = 1e-3
 _CHART_ROWS, _CHART_COLUMNS = 10, 60
 
@@ -102,9 +102,9 @@ def find_learning_rate(
 
     The learning rate increases by a constant factor per step. It applies to the first parameter group; the learning
     rates of other groups keep their ratio to it. `lr_scaling` applies as in `fit`, at its full factor. The test ends
-    early if the smoothed loss exceeds `divergence_factor` times its minimum, or is not finite. The result does not
-    depend on the backend, and for equal global batches not on the number of ranks, except for rounding errors and
-    layers such as dropout and BatchNorm.
+    early if the smoothed loss exceeds `divergence_factor` times its minimum, or if the loss is not finite. The result
+    does not depend on the backend, and for equal global batches not on the number of ranks, except for rounding errors
+    and layers such as dropout and BatchNorm.
 
     Afterwards, the model, its buffers, the optimizer, the scheduler, the random number generators and the training
     progress are the same as before, and the learning rates are not changed: set the suggestion yourself. Callbacks and

@@ -27,7 +27,7 @@ _WIDTH = 120
 
 @dataclass(frozen=True)
 class ModuleSummary:
-    """One module, with the modules inside it.
+    """Figures of one module, which include those of the modules inside it.
 
     `name` is the name in `named_modules`, empty for the model itself. `output_shapes` are the shapes of the tensors in
     the output of its first call; a module that is not called has no output shapes. `parameters` and
@@ -49,7 +49,8 @@ class ModuleSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """The result of `summarize`: `modules[0]` is the model, and the modules inside it follow in their order.
+    """The result of `summarize`: `modules[0]` is the model, and the other modules follow in the order of
+    `named_modules`.
 
     `parameter_bytes` and `buffer_bytes` are the memory of the parameters and buffers.
     """
@@ -96,11 +97,11 @@ class ModelSummary:
 def summarize(model: nn.Module, inputs: Any, *, max_depth: int | None = None) -> ModelSummary:
     """Run one forward pass of `model`, and return its modules with their parameters, FLOPs, activations and outputs.
 
-    `inputs` is the argument of the model, a tuple of arguments, or a mapping of keyword arguments. A model on the meta
-    device is not computed; its inputs are moved to this device. `max_depth` limits the nesting of the modules: 1 shows
-    the model and its children. The model, its buffers (such as running statistics), its mode and the random number
-    generators do not change. The activations are those of the current mode: call `model.train()` first for training.
-    Does not communicate, so one rank may call it, before the model is distributed.
+    `inputs` is the argument of the model, a tuple of arguments, or a mapping of keyword arguments. If the model is on
+    the meta device, its inputs are moved there, and nothing is computed. `max_depth` limits the nesting of the modules:
+    1 shows the model and its children. The model, its buffers (such as running statistics), its mode and the random
+    number generators do not change. The activations are those of the current mode: call `model.train()` first for
+    training. Does not communicate, so a single rank may call it. Call it before the model is distributed.
 
     Raises ModelError for a model that is wrapped or has lazy parameters, and ConfigError for an invalid `max_depth`.
     """
@@ -116,7 +117,7 @@ def summarize(model: nn.Module, inputs: Any, *, max_depth: int | None = None) ->
     with _preserved_buffers(model), preserve_generators(device), recorder.recording(), torch.enable_grad():
         _call(model, inputs)
     modules = []
-    for name, module in recorder.names.items():
+    for name, module in recorder.records.items():
         depth = name.count(".") + 1 if name else 0
         if max_depth is not None and depth > max_depth:
             continue
@@ -153,7 +154,7 @@ class _Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
-        self.names = {name: _Recorded() for name in self.modules}
+        self.records = {name: _Recorded() for name in self.modules}
         self._stack: list[_Recorded] = []
         self._flops = FlopCounterMode(display=False)
         self._flops_at_start: list[int] = []
@@ -167,7 +168,7 @@ class _Recorder:
         """Record in this context manager."""
         handles = []
         for name, module in self.modules.items():
-            recorded = self.names[name]
+            recorded = self.records[name]
             handles.append(module.register_forward_pre_hook(self._enter(recorded), prepend=True))
             handles.append(module.register_forward_hook(self._exit(recorded)))
         try:

@@ -20,7 +20,10 @@ _MAX_GATHERED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """Properties of an output that must be equal in all batches and on all ranks: path, shape per sample and dtype."""
+    """Properties of an output tensor that must be equal in all batches and on all ranks.
+
+    `path` is the expression that selects the tensor, such as "output['logits']", and `shape` the shape per sample.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -63,9 +66,9 @@ class Outputs:
     def gather(self, communicator: Communicator, stride_unit: StrideUnit | None = None) -> Any:
         """Return the outputs of all ranks in rank order, with the same nesting, on the CPU of every rank.
 
-        If the samples or batches were distributed round-robin (`stride_unit`), restores the order of the data. All
-        ranks call it, including those without batches. Raises ModelError on all ranks if the structure of the outputs
-        differs.
+        If samples or batches were assigned to ranks round-robin (`stride_unit`), the order of the data is restored. All
+        ranks call it, including those without batches. Raises on all ranks: DataError if there are no samples, and
+        ModelError if the structure of the outputs differs between ranks.
         """
         rows = self._samples if self._specs or not self._batches else []
         rows = rows if stride_unit == "batches" else [sum(rows)]
@@ -128,8 +131,9 @@ def _copy_to_cpu(path: str, tensor: Tensor, samples: int) -> Tensor:
 
 
 def split_output(output: Any, samples: int) -> tuple[Any, list[OutputSpec], list[Tensor]]:
-    """Return the structure of the output of a batch, with an OutputSpec in place of each tensor; these OutputSpecs; and
-    copies of the tensors on the CPU.
+    """Return the layout of the output of a batch, its OutputSpecs, and copies of its tensors on the CPU.
+
+    The layout is the output with each tensor replaced by its OutputSpec.
 
     Raises ModelError if the output contains objects other than tensors and None, or if the first dimension of a tensor
     is not `samples`.
@@ -165,7 +169,8 @@ def check_same_specs(compared: str, one: list[OutputSpec], other: list[OutputSpe
     )
     raise ModelError(
         f"predict concatenates the outputs of all samples, but they differ between {compared}: {first} (per sample) "
-        f"and {second}. Let forward return the same shapes for every batch, for example padded to one length."
+        f"and {second}. Let forward return the same shapes for every batch, for example padded to one length, "
+        "and the same names and dtypes."
     )
 
 

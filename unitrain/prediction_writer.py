@@ -70,11 +70,11 @@ class PredictionWriter:
     def open(
         self, communicator: Communicator, first_row: int | None, stride_unit: StrideUnit | None
     ) -> Iterator[PredictionFiles]:
-        """Return the files of a prediction, in a context manager. All ranks call it.
+        """Context manager that yields the files of a prediction. All ranks call it.
 
-        `first_row` and `stride_unit` are attributes of the EvaluationShard. If the context ends with an exception, the
-        unfinished files are removed. Raises ConfigError on every rank if the folder exists, cannot be created, or is
-        not visible to a rank.
+        `first_row` and `stride_unit` are those of the EvaluationShard. If the context ends with an exception, the
+        unfinished files are removed. Raises on every rank: ConfigError if the folder exists or is not visible to a
+        rank, and DataError if it cannot be created.
         """
         folder = Path(self.folder)
         unfinished = folder.with_name(folder.name + _UNFINISHED)
@@ -98,10 +98,10 @@ class PredictionWriter:
                 )
 
         _on_rank_zero(communicator, folder, create)
-        _on_each_rank(communicator, folder, check_visible)
-        _on_rank_zero(communicator, folder, (unfinished / token).unlink)
         files = PredictionFiles(folder, unfinished, communicator, first_row, stride_unit)
         try:
+            _on_each_rank(communicator, folder, check_visible)
+            _on_rank_zero(communicator, folder, (unfinished / token).unlink)
             yield files
         except BaseException:
             files.close()
@@ -248,10 +248,11 @@ class PredictionFiles:
 
 
 def _target_rows(turns: Sequence[Sequence[int]], unit: StrideUnit | None, rank: int) -> NDArray[np.int64]:
-    """Return the rows of the complete file that belong to `rank`, int64 [rows], given the rows of each rank.
+    """Return the positions of the rows of `rank` in the complete file, int64 [rows].
 
-    With `unit` "samples", samples were assigned to ranks round-robin; with "batches", batches of turns[rank][turn] rows
-    were. With None, the rows of each rank follow those of the ranks before it.
+    With `unit` "samples", samples were assigned to ranks round-robin, and turns[rank] contains the number of rows. With
+    "batches", batches were assigned round-robin, and turns[rank][i] is the number of rows of the rank's batch i. With
+    None, the rows of each rank follow those of the ranks before it.
     """
     count = sum(turns[rank])
     if unit == "samples":

@@ -1,4 +1,5 @@
-"""Usable CPU cores, and termination of a command's processes and of workers whose parent has terminated.
+"""Information about this host's CPU, and termination of a command's processes and of workers whose parent has
+terminated.
 
 Launchers start ranks in other process groups, so the processes of a command are found by an environment variable. A
 DataLoader worker detects the termination of its rank only between two batches, so a hung worker would outlive a killed
@@ -128,7 +129,11 @@ def parent_death_signal(number: signal.Signals) -> Callable[[], bool]:
 
 
 def terminate_with_parent() -> None:
-    """Kill this process when its parent terminates for any reason. A second call has no effect."""
+    """Kill this process when its parent terminates for any reason. A second call has no effect.
+
+    If the main thread of the parent forked this process, the kernel kills it. Otherwise, a thread polls the parent: the
+    rank that forked this process or, for a process of a fork server, both the fork server and the rank.
+    """
     global _terminates_with_parent_pid
     if _terminates_with_parent_pid == os.getpid():
         return

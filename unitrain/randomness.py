@@ -26,9 +26,9 @@ class SeedPurpose(IntEnum):
     EVALUATION = 9
 
 
-def derive_seed(seed: int, stream: SeedPurpose, *path: int) -> int:
+def derive_seed(seed: int, purpose: SeedPurpose, *path: int) -> int:
     """Return a 63-bit seed that depends only on the arguments. All arguments are at least 0."""
-    return int(np.random.SeedSequence([seed, stream, *path]).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence([seed, purpose, *path]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def seed_generators(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The training loop: fit, epoch, step. Read it from top to bottom."""
+"""The Trainer and its training loop: fit, epoch, step."""
 
 from __future__ import annotations
 
@@ -60,16 +60,17 @@ class Trainer(LoggingMethods):
     is known. `loss_fn(output, target)` returns the mean loss over the batch, or a pair (sum, count) for a mean over
     tokens or pixels; without `loss_fn`, the model returns the loss (see ModelLoss). `metrics` maps names to functions
     of (output, target) that return the mean over the batch or one value per sample, or to torchmetrics objects, whose
-    states are merged exactly over ranks. A batch is a pair (inputs, targets), and the model is called with the inputs;
-    or a mapping, such as a dictionary, and the model is called with its items as keyword arguments, and the target is
-    the batch. For other batch structures, pass a function `forward(model, batch)` that calls `model` and returns
-    (output, target). `loggers` are Logger objects or the names "csv", "jsonl", "tensorboard",
-    "wandb" and "mlflow"; rank 0 logs. `config_text`, such as the configuration file of the script, is stored as
-    config.yaml in `config.output_dir` and in each checkpoint.
+    states are merged exactly over ranks; it may also be a MetricCollection of torchmetrics. A batch is a pair (inputs,
+    targets), and the model is called with the inputs; or a mapping, such as a dictionary, and the model is called with
+    its items as keyword arguments, and the target is the batch. For other batch structures, pass a function
+    `forward(model, batch)` that calls `model` and returns (output, target). `loggers` are Logger objects or the names
+    "csv", "jsonl", "tensorboard", "wandb" and "mlflow"; rank 0 logs. `config_text`, such as the configuration file of
+    the script, is stored as config.yaml in `config.output_dir` and in each checkpoint.
 
     With `config.resume`, the constructor restores the state. With `config.ema_decay`, `averaged_model` contains the
     averaged weights and is used for evaluation. For callbacks, `progress` counts epochs, steps and samples,
-    `result_names` are the names of the results of `fit`, and `last_loss` is the last loss on this rank.
+    `result_names` are the names of the results of `fit`, and `last_loss` is the loss of this rank's last micro-batch:
+    the mean, or the sum if `loss_fn` returns a pair.
 
     Raises ConfigError, ModelError, CheckpointError or MissingDependencyError (for a logger) on every rank.
     """
@@ -135,7 +136,7 @@ class Trainer(LoggingMethods):
             "precision": self._precision, "callbacks": self._callbacks, "loss": self._loss,
             "weighting": self._loss_weighting,
         }  # fmt: skip
-        call_on_all_ranks(backend, lambda: trainer_arguments.check_results(self._evaluation.names[1:]))
+        call_on_all_ranks(backend, lambda: trainer_arguments.check_metric_names(self._evaluation.names[1:]))
         check_same_settings(backend, "Trainer", metrics=list(self._evaluation.names[1:]))
         if self._weight_average is not None:
             parts["average"] = self._weight_average
@@ -257,7 +258,8 @@ class Trainer(LoggingMethods):
         return self._validate(validation) if results is None else results
 
     def evaluate(self, data: Data) -> dict[str, float]:
-        """Return "loss" and each metric in eval mode: exact means over the samples of `data`. All ranks call it.
+        """Return "loss" and each metric of the model in eval mode: exact means over the samples of `data`. All ranks
+        call it.
 
         Every rank evaluates its shard with the buffers of rank 0, and returns the same results. Raises DataError on
         every rank for data without samples.
@@ -286,10 +288,11 @@ class Trainer(LoggingMethods):
         """Load the weights of a checkpoint, of the newest checkpoint in a run folder, or, with "best", of the best
         checkpoint according to `keep_best`.
 
-        Replaces the model's weights and, with `config.ema_decay`, their average on every rank. The optimizer, the
+        Replaces the model's weights on every rank and, with `config.ema_decay`, their average. The optimizer, the
         scheduler and the progress do not change. All ranks call it. For a final evaluation, call
-        `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`. Raises CheckpointError on every rank, or
-        ConfigError if the run does not keep its best checkpoint.
+        `trainer.load_weights("best")`, then `trainer.evaluate(test_data)`. Raises on every rank: CheckpointError if
+        there is no such checkpoint, if it does not match the model, or if it has no average; and ConfigError if the run
+        does not keep its best checkpoint.
         """
         trainer_arguments.check_checkpoint(self.backend, checkpoint)
         path = self.checkpointer.find_best() if checkpoint == "best" else Path(checkpoint)
@@ -463,8 +466,8 @@ class Trainer(LoggingMethods):
         return EvaluationShard.from_config(data, self.backend, self.config, self._train_batch_size, limit_batches)
 
     def _synchronize(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Synchronize stop requests and due checkpoints, and return the `numbers` of every rank. Raises ConfigError or
-        ModelError on every rank if the learning rates or the mode of the model differ between ranks."""
+        """Exchange stop requests, save a checkpoint if one is due, and return the `numbers` of every rank. Raises
+        ConfigError or ModelError on every rank if the learning rates or the mode of the model differ between ranks."""
         memory, rate = self._run_metrics.memory_bytes(), learning_rate_sum(self.optimizer)
         ranks = self._sync_point.exchange(
             self.progress.step, [self.checkpointer.is_due, rate, memory, self.model.training, *numbers]

@@ -31,11 +31,11 @@ from unitrain.prediction_writer import PredictionWriter
 if TYPE_CHECKING:
     from unitrain.callbacks.callback import Callback
 
-_METRICS = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float()}'
+_METRICS_FIX = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1) == target).float()}'
 
 
 def dry_run_config(config: TrainConfig) -> TrainConfig:
-    """Return `config` limited to one validation batch, without output."""
+    """Return `config` limited to one validation batch, without output files and metrics endpoint."""
     return replace(
         config,
         limit_val_batches=1,
@@ -119,17 +119,17 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
 def _check_metrics(metrics: Any) -> None:
     if metrics is None or (isinstance(metrics, nn.Module) and not isinstance(metrics, type)):
         return
-    validation.check_instance("Trainer(metrics=...)", metrics, Mapping, "a dictionary of functions", _METRICS)
+    validation.check_instance("Trainer(metrics=...)", metrics, Mapping, "a dictionary of functions", _METRICS_FIX)
     for name, metric in metrics.items():
-        validation.check_text("A name in Trainer(metrics=...)", name, _METRICS)
+        validation.check_text("A name in Trainer(metrics=...)", name, _METRICS_FIX)
         if not callable(metric) or isinstance(metric, type):
             raise ConfigError(
                 f"Trainer(metrics={{{name!r}: ...}}) must be a function or a torchmetrics object, got "
-                f"{validation.describe_value(metric)}. {_METRICS}."
+                f"{validation.describe_value(metric)}. {_METRICS_FIX}."
             )
 
 
-def check_results(names: Sequence[str]) -> None:
+def check_metric_names(names: Sequence[str]) -> None:
     """Raise ConfigError if a metric has the name of the loss."""
     if "loss" in names:
         raise ConfigError(
@@ -187,7 +187,7 @@ def validation_data_by_prefix(data: Data | Mapping[str, Data] | None) -> dict[st
 
 
 def validation_data_by_argument(val_data: Data | Mapping[str, Data] | None) -> dict[str, Any]:
-    """Return the validation datasets by name for error messages."""
+    """Return the validation datasets by the name of the argument in error messages, such as "val_data['clean']"."""
     if isinstance(val_data, Mapping):
         return {f"val_data[{name!r}]": data for name, data in val_data.items()}
     return {} if val_data is None else {"val_data": val_data}

@@ -1,4 +1,4 @@
-"""The Trainer's model and the objects that compute its steps: conversion, averaged weights, distribution to ranks."""
+"""Preparation of the Trainer's model: conversion, averaged weights and distribution to ranks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class StepParts(NamedTuple):
 def prepare_model(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, backend: Backend
 ) -> WeightAverage | None:
-    """Move `model` to the device, convert it in place as `config` requests, and return the average of its weights.
+    """Move `model` to the device, convert it in place as `config` requests, and return a WeightAverage of it.
 
-    The average is None without `ema_decay`. All ranks call it. Raises ConfigError or ModelError on every rank.
+    The result is None without `ema_decay`. All ranks call it. Raises ConfigError or ModelError on every rank.
     """
     allow_tf32(config.tf32)
     model.to(backend.device)

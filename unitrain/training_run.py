@@ -428,7 +428,8 @@ class TrainingRun:
         self._change_history(file_name, append)
 
     def _with_epoch_count(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return `row` with the number of epochs trained so far, which is fractional within an epoch."""
+        """Return `row` with the number of epochs trained so far. It is fractional within an epoch, and None there if
+        the length of the data is unknown."""
         assert self._data is not None
         epochs: float | None = self.progress.epoch
         if self.progress.sample:

@@ -32,8 +32,9 @@ from unitrain.trainer import Trainer
 
 
 def check_trial(trainer: Any, function: str) -> None:
-    """Raise ConfigError unless trial steps of `trainer` are possible now. All ranks call it. `function` is the name of
-    the public function, for messages.
+    """Raise ConfigError unless trial steps of `trainer` are possible now. All ranks call it.
+
+    `function` is the name of the public function for error messages.
     """
     if not isinstance(trainer, Trainer):
         raise ConfigError(
@@ -82,13 +83,14 @@ class TrialSteps:
             max_grad_norm=config.max_grad_norm,
             scheduler=None,
         )
+        # Sum of the losses of a step, and number of samples or tokens in it.
         self._sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
 
     def run(self, steps: int, before_update: Callable[[int], None], after_step: Callable[[int, float], bool]) -> None:
         """Train at most `steps` steps, in several epochs if necessary.
 
-        `before_update(step)` is called before each optimizer update. `after_step(step, loss)` gets the mean loss over
-        the samples of all ranks before the update, and returns whether to continue.
+        `before_update(step)` is called before each optimizer update. `after_step(step, loss)` is called after it, with
+        the mean loss of the step's forward passes over all ranks, and returns whether to continue.
         """
         step = 0
         for epoch in count(self.trainer.progress.epoch):
@@ -139,11 +141,11 @@ class TrialSteps:
             )
         if not is_dummy:
             value = loss.value.detach().double()
-            samples = torch.full_like(value, micro_batch.samples)
-            if loss.tokens is None:
-                self._sums += torch.stack([value * micro_batch.samples, samples])
+            if loss.tokens is None:  # the value is the mean over the samples, otherwise the sum over the tokens
+                value, count = value * micro_batch.samples, torch.full_like(value, micro_batch.samples)
             else:
-                self._sums += torch.stack([value, torch.as_tensor(loss.tokens, device=value.device).double()])
+                count = torch.as_tensor(loss.tokens, device=value.device).double()
+            self._sums += torch.stack([value, count])
 
     def update(self, step: int, micro_batch: MicroBatch) -> None:
         """Update the parameters at the end of the step of `micro_batch`, after `step` completed steps."""
@@ -151,10 +153,10 @@ class TrialSteps:
         self._update(step, self._lr_factor)
 
     def _mean_loss(self) -> float:
-        """Return the mean loss of the step over all ranks."""
-        total, samples = self.trainer.backend.allreduce(self._sums, "sum").tolist()
+        """Return the mean loss of the step over the samples or tokens of all ranks."""
+        total, count = self.trainer.backend.allreduce(self._sums, "sum").tolist()
         self._sums.zero_()
-        return float(total / samples) if samples else 0.0
+        return float(total / count) if count else 0.0
 
 
 @contextmanager

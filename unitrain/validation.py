@@ -1,7 +1,7 @@
 """Validation of arguments and settings.
 
-Each function returns the value, or raises ConfigError (or `error`). The first sentence of the message names the
-argument and the invalid value; the second suggests a fix. `name` is the argument as the user writes it, such as
+Each `check_` function returns the value, or raises ConfigError (or `error`). The first sentence of the message names
+the argument and the invalid value; the second suggests a fix. `name` is the argument as the user writes it, such as
 "TrainConfig.max_epochs" or "unitrain.init(timeout_seconds=...)"; `fix` is a sentence without a full stop. With
 `optional`, None is valid.
 """

@@ -190,9 +190,10 @@ def test_lock_is_released_if_its_file_cannot_be_written(tmp_path: Path, monkeypa
     def write(descriptor: int, content: bytes, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+    with monkeypatch.context() as patched:
         patched.setattr("unitrain.checkpoint.folder_lock.os.pwrite", write)
-        FolderLock(tmp_path).acquire(0.0)
+        with pytest.raises(OSError, match="No space left"):
+            FolderLock(tmp_path).acquire(0.0)
     lock = FolderLock(tmp_path)
     assert lock.acquire(0.0)
     lock.release()
