@@ -65,7 +65,7 @@ class Evaluation:
         """
         device = self._communicator.device
         losses = create_means(("loss",), device, exact=self._exact)
-        position = first = shard.seeded_position or 0
+        position = first = shard.first_seeded_sample or 0
         loss_kinds: set[LossKind] = set()
 
         def evaluate_shard() -> None:
@@ -110,7 +110,7 @@ class Evaluation:
             outputs = Outputs()
             self._predict_shard(shard, outputs)
             return outputs.gather(self._communicator, shard.stride_unit)
-        with writer.open(self._communicator, shard.first_row, shard.stride_unit) as files:
+        with writer.open(self._communicator, shard.first_sample, shard.stride_unit) as files:
             self._predict_shard(shard, files)
             return files.finish()
 
@@ -118,7 +118,7 @@ class Evaluation:
         """Add the outputs of this rank's batches to `outputs`."""
 
         def predict_shard() -> None:
-            for batch, samples in self._batches(shard, shard.complete_batches()):
+            for batch, samples in self._batches(shard, shard.batches_without_drops()):
                 if not samples:
                     outputs.add_empty()
                     continue
@@ -132,7 +132,7 @@ class Evaluation:
     def _batches(self, shard: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
         prefetched = self._prefetch(batches, ahead=shard.can_prefetch)
         aligned = align_forward_passes(self._model, prefetched, self._communicator)
-        return aligned if shard.seeded_position is None else seed_batches(aligned, shard.seeded_position)
+        return aligned if shard.first_seeded_sample is None else seed_batches(aligned, shard.first_seeded_sample)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -160,7 +160,7 @@ class TrainingRun:
         """End the current epoch if all its steps are completed, and return whether it has ended."""
         if self.is_epoch_at_limit:
             data.end_epoch()
-        elif not data.is_epoch_finished(self.progress.position):
+        elif not data.check_epoch_end(self.progress.position):
             return False
         self.progress.end_epoch()
         return True

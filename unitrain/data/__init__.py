@@ -6,10 +6,10 @@ iterable_training  this rank's shard of an iterable dataset for training
 training_data      settings of training data, and the interface that the training loop uses
 order              order of the samples in an epoch, and its division into micro-batches
 batch_size         batch size per rank, gradient accumulation and global batch size
-dummy_batches      equal numbers of steps for ranks with different numbers of batches
+dummy_batches      the same number of steps on all ranks, for ranks with different numbers of batches
 loading            loading of batches by index from a Dataset or DataLoader
 seeded_batches     loading of each batch with its own random seed, for logical ranks
-stream_state       states of iterable datasets that resume without reading earlier items
+stream_state       states of iterable datasets that can resume without reading earlier items
 iterable           loading of batches from an iterable dataset
 samplers           custom samplers, drawn on rank 0 and broadcast
 workers            initialization of DataLoader workers, and reports of their activity

@@ -17,6 +17,8 @@ from unitrain.backends.tensors import as_bytes
 from unitrain.data.stream_state import StreamState
 from unitrain.errors import DataError
 
+_MAX_COMPARED_PARTS = 100
+
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor on `device`, in containers of the same types.
@@ -105,8 +107,8 @@ class CountedBatch(NamedTuple):
     The counts differ if a `collate_fn` drops items. `state` is the state of a stateful dataset after the batch.
     """
 
-    items: int
-    samples: int
+    item_count: int
+    sample_count: int
     batch: Any
     state: StreamState | None = None
 
@@ -140,14 +142,16 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
         if not batch:
             return 0
         given = {id(item) for item in items}
-        if item is not None and all(id(part) in given or _has_layout_of(part, item) for part in batch):
-            return len(batch)
+        if item is not None and all(id(part) in given or _has_structure_of(part, item) for part in batch):
+            return len(batch)  # a list of samples, such as [first_item, second_item]
     columns = [batch] if parts is None else list(parts)
     if any(_length(column) == count for column in columns):
-        return count
-    lengths = [found for column in columns if (found := _lengths(column))]
+        return count  # no sample was dropped
+    lengths = [found for column in columns if (found := _possible_sample_counts(column))]
     common = [length for length in (lengths[0] if lengths else ()) if all(length in found for found in lengths)]
-    return count if not common or count in common or _samples_are_in_dim_1(columns, count, item) else common[0]
+    if not common or count in common or _samples_are_in_dim_1(columns, count, item):
+        return count  # unknown, or no sample was dropped
+    return common[0]
 
 
 def _parts(container: Any) -> Iterator[Any] | None:
@@ -165,15 +169,15 @@ def _length(column: Any) -> int | None:
     return len(column) if isinstance(column, (list, tuple)) and not hasattr(column, "_fields") else None
 
 
-def _lengths(column: Any) -> list[int]:
-    """Return the possible numbers of samples in `column`: its length, and the lengths shared by all its parts."""
+def _possible_sample_counts(column: Any) -> list[int]:
+    """Return the numbers of samples that `column` may have: its length, and the lengths that all its parts share."""
     length_here, parts = _length(column), _parts(column)
-    inner = [found for part in parts or () if (found := _lengths(part))]
+    inner = [found for part in parts or () if (found := _possible_sample_counts(part))]
     common = [length for length in (inner[0] if inner else ()) if all(length in found for found in inner)]
     return common if length_here is None else [length_here, *common]
 
 
-def _has_layout_of(part: Any, item: Any) -> bool:
+def _has_structure_of(part: Any, item: Any) -> bool:
     """Return whether `part` of a batch has the structure of `item`. If so, `part` may be a sample instead of a
     column."""
     if isinstance(part, (Tensor, np.ndarray)):
@@ -182,8 +186,9 @@ def _has_layout_of(part: Any, item: Any) -> bool:
         return False
     if isinstance(part, Mapping) and part.keys() != item.keys():
         return False
-    ours, theirs = (list(islice(_parts(one) or (), 100)) for one in (part, item))
-    return len(ours) == len(theirs) and all(_has_layout_of(*pair) for pair in zip(ours, theirs, strict=True))
+    # Only the first parts are compared, because a list may be long.
+    ours, theirs = (list(islice(_parts(one) or (), _MAX_COMPARED_PARTS)) for one in (part, item))
+    return len(ours) == len(theirs) and all(_has_structure_of(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def _samples_are_in_dim_1(columns: list[Any], count: int, item: Any) -> bool:
@@ -242,11 +247,7 @@ def fingerprint(item: Any) -> int:
 
 
 def leaves(container: Any) -> list[Any]:
-    """Return the parts of `container` at any depth that have no parts themselves."""
-    found: list[Any] = []
-
-    def visit(_: str, part: Any) -> Any:
-        found.extend(leaves(part))
-        return part
-
-    return [container] if map_parts(visit, container) is container else found
+    """Return the parts of `container` at any depth that have no parts themselves, or [container] if it is not a
+    container."""
+    parts = _parts(container)
+    return [container] if parts is None else [leaf for part in parts for leaf in leaves(part)]

@@ -55,12 +55,11 @@ def resolve_batch_sizes(
 
     With `logical_ranks`, the batch size per rank applies to each logical rank.
 
-    The returned `batch_size` is the argument for opening the data. For a DataLoader, the returned value is the user's
-    setting, which must equal the DataLoader's batch size. If an elastic job was restarted, `elastic_batch_size` is the
-    batch size of its first attempt. Raises ConfigError, on all ranks, if the sizes contradict each other, or if
-    `global_batch_size` is set although the data determines the size of its batches.
+    For a DataLoader, `batch_size` of the result is the argument `batch_size`, which must be None or the DataLoader's
+    batch size. If an elastic job was restarted, `elastic_batch_size` contains the batch sizes of its first attempt.
+    Raises ConfigError, on all ranks, if the sizes contradict each other, or if `global_batch_size` is set although the
+    data determines the size of its batches.
     """
-
     size = logical_ranks or communicator.size
 
     def derive() -> BatchSizes:
@@ -163,8 +162,8 @@ def evaluation_batch_sizes(
     """Return the evaluation batch size per rank, and the global batch size for `limit_batches`.
 
     `batch_size` is the user's setting. Without it, evaluation uses the batch size of training: `train_batch_size` if it
-    is known, otherwise the global batch size divided by the number of ranks. The limit counts global batches, so the
-    evaluated samples do not depend on the number of ranks.
+    is known, otherwise the global batch size divided by the micro-batches per step and the number of ranks. The limit
+    counts global batches, so the evaluated samples do not depend on the number of ranks.
     """
     if batch_size is not None or global_batch_size is None:
         return batch_size or train_batch_size, None

@@ -1,4 +1,4 @@
-"""Equal numbers of steps on all ranks for data with unequal or unknown numbers of batches per rank."""
+"""The same number of steps on all ranks, for data with different or unknown numbers of batches per rank."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StepAligner:
         self._ahead, self._may_copy_batches = ahead, copies_batches
         self.set_accumulation(gradient_accumulation_steps)
         self.has_ended = False
-        # A batch on which this rank or another rank has trained.
+        # A batch of this rank or of another rank, with at least one sample.
         self._dummy_batch: CountedBatch | None = None
         self._error: DataError | None = None
         # State of a stateful dataset after this rank's last batch.
@@ -90,8 +90,8 @@ class StepAligner:
         `batches` starts this rank's iteration; the batches of the first `skipped` micro-batches are skipped. `start` is
         the position after the skipped micro-batches, and `stride` the number of positions per micro-batch. `repeated`
         starts the iteration over batches to repeat (default: `batches`). `data_state` is the state from which `batches`
-        resumes; if this state is within repeated batches, `batches` yields the remainder of them. Raises DataError on
-        every rank if any rank cannot load its batches.
+        resumes. If the interrupted run was already repeating batches, `batches` yields the remainder of these. Raises
+        DataError on every rank if any rank cannot load its batches.
         """
         is_repeating = data_state is not None and data_state.repeats
         self._data_state = data_state
@@ -145,7 +145,7 @@ class StepAligner:
                     if (
                         counted is not None and not micro_batch.samples
                     ):  # a dummy batch: another rank trains on its sample
-                        window[index] = counted._replace(samples=0)
+                        window[index] = counted._replace(sample_count=0)
                 _, samples = self._exchange_counts(window)
                 ends = [0, *(index + 1 for index, micro_batch in enumerate(planned) if micro_batch.ends_step)]
                 for begin, end in pairwise(ends):
@@ -206,8 +206,8 @@ class StepAligner:
         *,
         keep: bool = True,
     ) -> int:
-        """Load the next batches into `indices` of `window` and return their number. `_exchange_counts` raises the
-        errors."""
+        """Load the next batches into `indices` of `window`, and return the number of loaded batches. An error is
+        stored, and raised by `_exchange_counts` on all ranks."""
         fetched = 0
         try:
             for index, counted in zip(indices, batches, strict=False):
@@ -216,11 +216,11 @@ class StepAligner:
                         counted._replace(batch=copy_batch(counted.batch)) if self._copies_batches else counted
                     )
                 fetched += 1
-                if counted.samples:
+                if counted.sample_count:
                     self._dummy_batch = counted._replace(state=None)
         except DataError as error:
             self._error = error
-        except Exception as error:  # raised by `_exchange_counts` on all ranks
+        except Exception as error:
             self._error = DataError(
                 f"The training data failed on rank {self._communicator.rank}: {type(error).__name__}: {error}. "
                 "Fix the dataset, or its collate_fn."
@@ -231,8 +231,8 @@ class StepAligner:
     def _exchange_counts(self, window: list[CountedBatch | None]) -> tuple[list[list[int]], list[list[int]]]:
         """Return the numbers of items and of samples per batch, [ranks][window]; NO_BATCH for a missing batch."""
         state = _HAS_FAILED if self._error is not None else _HAS_NO_DUMMY if self._dummy_batch is None else _HAS_DUMMY
-        items = [NO_BATCH if counted is None else counted.items for counted in window]
-        samples = [NO_BATCH if counted is None else counted.samples for counted in window]
+        items = [NO_BATCH if counted is None else counted.item_count for counted in window]
+        samples = [NO_BATCH if counted is None else counted.sample_count for counted in window]
         counts = [state, *items, *samples]
         # On the CPU, because reading a result from a GPU would wait for all work queued there.
         gathered = self._communicator.allgather(torch.tensor(counts))
@@ -242,7 +242,7 @@ class StepAligner:
             error, self._error = self._error, None
             raise_on_all_ranks(self._communicator, error)
         if _HAS_NO_DUMMY in states and _HAS_DUMMY in states:
-            # This happens at most once per run: a rank that has not loaded a batch yet receives one.
+            # At most once per run: ranks that have not loaded a batch yet receive one from another rank.
             received = self._communicator.broadcast_object(self._dummy_batch, root=states.index(_HAS_DUMMY))
             self._dummy_batch = self._dummy_batch or received
         return [counts[: len(window)] for counts in counts_of_ranks], [

@@ -65,13 +65,13 @@ class StreamSource:
         pin_memory: bool,
         seed: int,
         setting: str,
-        owner: str,
+        class_name: str,
         drop_last: bool,
         every_item: bool,
         limit_batches: int | None,
         limit_batch_size: int | None,
     ) -> None:
-        self.batch_size = per_rank_batch_size(data, batch_size, setting, owner)
+        self.batch_size = per_rank_batch_size(data, batch_size, setting, class_name)
         yields_batches = is_stateful_loader(data)
         loader = data if isinstance(data, DataLoader) and not yields_batches else None
         self.drop_last = (drop_last if loader is None else loader.drop_last) and not every_item
@@ -139,10 +139,11 @@ class StreamSource:
     def batches(
         self, epoch: int, start: int = 0, state: StreamState | None = None, *, repeats: bool = False
     ) -> Generator[CountedBatch]:
-        """Yield each batch of an epoch. With `state`, yield the batches after it; for a shared stream, `start` is its
-        position. Without it, skip the first `start` items of a shared stream.
+        """Yield the batches of an epoch.
 
-        The states of the batches have the attribute `repeats`.
+        With `state`, only the batches after this state are yielded, and `start` is the position of the state in a
+        shared stream. Without `state`, the first `start` items of a shared stream are skipped. `repeats` is stored in
+        the states of the yielded batches.
         """
         if state is not None and self._loader.persistent_workers:
             self._loader = self._create_loader()  # running workers would not receive the state
@@ -178,7 +179,7 @@ def open_stream(
     stream_kind: StreamKind,
     seed: int,
     setting: str,
-    owner: str,
+    class_name: str,
     subject: str,
     drop_last: bool = False,
     every_item: bool = False,
@@ -201,7 +202,7 @@ def open_stream(
             pin_memory=communicator.device.type == "cuda",
             seed=seed,
             setting=setting,
-            owner=owner,
+            class_name=class_name,
             drop_last=drop_last,
             every_item=every_item,
             limit_batches=limit_batches,
@@ -230,8 +231,9 @@ class _LoadedBatch(NamedTuple):
 class _Batches(IterableDataset[_LoadedBatch | None]):
     """Iterable over the batches that the current worker (or, without workers, this process) collates for one rank.
 
-    A DataLoader takes the first batch from worker 0. If an iteration resumes after a batch of another worker, each
-    worker up to this one first yields None, so that the workers take turns as in the interrupted iteration.
+    A DataLoader takes the first batch from worker 0. If an iteration resumes after a batch of another worker, all
+    workers up to that one first yield None, so that the order of the workers is the same as in the interrupted
+    iteration.
     """
 
     def __init__(
@@ -260,7 +262,8 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         self._start = torch.zeros(3, dtype=torch.int64).share_memory_()
 
     def set_start(self, epoch: int, start: int, state: StreamState | None) -> None:
-        """Set the epoch, the start and the state of the next iteration. Running workers receive only the numbers."""
+        """Set the epoch, the start and the state of the next iteration. Running workers receive the epoch and the
+        start, but not the state."""
         self._state = state
         self._start.copy_(torch.tensor([epoch, start, state is not None]))
 
@@ -321,7 +324,8 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
     ) -> Iterator[list[Any]]:
         """Yield the items of each batch of this rank and worker, from a shared stream.
 
-        If the dataset is stateful, an empty list follows each batch, when the items of the other ranks are read.
+        If the dataset is stateful, an empty list is yielded after each batch, when the items of the other ranks have
+        been read.
         """
         stream: Iterator[Any] = self._record_end(_iterate_outside_worker(dataset))
         _skip_items(stream, start)
@@ -350,7 +354,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
 
     def _batches_of_own_stream(self, dataset: Iterable[Any]) -> Iterator[list[Any]]:
         """Yield the items of each batch, from a stream that differs per rank and worker. If the dataset is stateful, an
-        empty list follows each batch."""
+        empty list is yielded after each batch."""
         stream, length = self._record_end(iter(dataset)), self._batch_size or 1
         while items := list(islice(stream, length)):
             if len(items) == length or not self._drop_last:

@@ -36,7 +36,7 @@ class TrainingStream(TrainingData):
     def __init__(
         self, data: Data, communicator: Communicator, settings: ShardSettings = DEFAULT_SHARD_SETTINGS
     ) -> None:
-        self._owner, uneven = settings.owner, settings.uneven
+        self._class_name, uneven = settings.class_name, settings.uneven
         self._batch_sizes = settings.resolve_batch_sizes(data, communicator, full_batches_only=True)
         self._source = source = open_stream(
             data,
@@ -46,7 +46,7 @@ class TrainingStream(TrainingData):
             stream_kind=settings.stream,
             seed=settings.seed,
             setting="batch_size",
-            owner=settings.owner,
+            class_name=settings.class_name,
             subject="The training data",
             drop_last=settings.drop_last,
         )
@@ -80,7 +80,7 @@ class TrainingStream(TrainingData):
                 "batches of an iterable dataset. Use numbers of ranks that divide the global batch size.",
                 *(requested, communicator.size, self.global_batch_size),
             )
-        self._steps = _Steps(source, self._aligner, communicator, 0, 0, None, self._owner)
+        self._steps = _Steps(source, self._aligner, communicator, 0, 0, None, self._class_name)
 
     def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:
         """Use the `batch_sizes` for the next steps."""
@@ -121,7 +121,7 @@ class TrainingStream(TrainingData):
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`."""
         state = self._read_resume_state(epoch, start)
-        self._steps = _Steps(self._source, self._aligner, self._communicator, epoch, start, state, self._owner)
+        self._steps = _Steps(self._source, self._aligner, self._communicator, epoch, start, state, self._class_name)
         return self._steps
 
     @property
@@ -129,7 +129,7 @@ class TrainingStream(TrainingData):
         """Whether the data is stateful on all ranks."""
         return self._is_stateful
 
-    def describe_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
+    def state_to_save(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
         """Return the part of this rank's `state` that a checkpoint contains; see TrainingData."""
         if not (self._is_stateful and position):
             return None
@@ -145,8 +145,8 @@ class TrainingStream(TrainingData):
         return {**expected, "ranks": {rank: state.to_dict()}}
 
     def gather_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
-        """Return the merged results of `describe_state` of all ranks. All ranks call it."""
-        own = self.describe_state(state, epoch, position)
+        """Return the merged results of `state_to_save` of all ranks. All ranks call it."""
+        own = self.state_to_save(state, epoch, position)
         if self._source.stream_kind == "shared":
             # Rank 0 has a batch of each step. Its state is broadcast, so that the result is the same on all ranks.
             state_of_rank_zero: dict[str, Any] | None = self._communicator.broadcast_object(own)
@@ -177,11 +177,11 @@ class TrainingStream(TrainingData):
         own = state["ranks"].get(self._communicator.rank if kind == "own" else 0)
         return None if own is None else StreamState.from_dict(own)
 
-    def is_epoch_finished(self, position: int) -> bool:
-        """Return whether `position` is the end of the epoch, and close the iterator and its workers.
+    def check_epoch_end(self, position: int) -> bool:
+        """Close the iterator and its workers, and return whether `position` is the end of the epoch; see TrainingData.
 
-        This loads the next step, if any. A resumed run loads that step again, so the RNG state of this process is
-        restored afterwards.
+        If the next step is not loaded yet, this method tries to load it. A resumed run loads that step again, so the
+        RNG state of this process is restored afterwards.
         """
         is_exhausted = False
         if self._steps.position <= position:
@@ -194,6 +194,7 @@ class TrainingStream(TrainingData):
         return is_exhausted
 
     def end_epoch(self) -> None:
+        """Close the iterator and its workers; see TrainingData."""
         self._steps.close()
 
 
@@ -211,9 +212,9 @@ class _Steps(Iterator[tuple[Any, MicroBatch]]):
         epoch: int,
         start: int,
         state: StreamState | None,
-        owner: str,
+        class_name: str,
     ) -> None:
-        self._source, self._communicator, self._epoch, self._owner = source, communicator, epoch, owner
+        self._source, self._communicator, self._epoch, self._class_name = source, communicator, epoch, class_name
         shared = source.stream_kind == "shared"
         self._has_started, self._checks_first_items, self.position = start > 0, shared and epoch == 0, start
         self._steps = aligner.micro_batches(
@@ -254,5 +255,5 @@ class _Steps(Iterator[tuple[Any, MicroBatch]]):
                 "%s does not start with the same item on every rank, but %s.stream 'shared' shards one common stream. "
                 "If the items differ by more than a random augmentation, samples are lost or repeated. Use %s for a "
                 "dataset that shards itself.",
-                *(self._source.name, self._owner, format_call(self._owner, "stream='own'")),
+                *(self._source.name, self._class_name, format_call(self._class_name, "stream='own'")),
             )

@@ -38,8 +38,8 @@ class IndexedSource:
 
     `batch_size` is per rank; `shuffle` and `drop_last` are the user's settings for the training order. `sampler` is the
     custom sampler of a DataLoader or, if the batch size is None, its batch_sampler. If `may_drop_samples` is True,
-    batches can have fewer samples than indices: use `counted_batches` instead of `batches`. Error messages name `owner`
-    and its batch size parameter `setting`. With `seeds_batches`, pass `seeds` to `counted_batches`.
+    batches can have fewer samples than indices: use `counted_batches` instead of `batches`. Error messages name
+    `class_name` and its batch size parameter `setting`. With `seeds_batches`, pass `seeds` to `counted_batches`.
 
     Raises DataError for data without `__getitem__` and `__len__`, and ConfigError for a batch size that is missing or
     differs from that of the DataLoader.
@@ -55,10 +55,10 @@ class IndexedSource:
         num_workers: int,
         pin_memory: bool,
         setting: str,
-        owner: str,
+        class_name: str,
         seeds_batches: bool = False,
     ) -> None:
-        self.batch_size = per_rank_batch_size(data, batch_size, setting, owner)
+        self.batch_size = per_rank_batch_size(data, batch_size, setting, class_name)
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
         self.sampler: Iterable[Any] | None = None
         if isinstance(data, DataLoader):
@@ -94,8 +94,8 @@ class IndexedSource:
         return self._tensors is not None or self._loader.num_workers > 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Call the dataset's `set_epoch` method, if it has one. The call does not affect copies in persistent
-        workers."""
+        """Call the dataset's `set_epoch` method, if it has one. Persistent workers that are already running have their
+        own copies of the dataset, on which it is not called."""
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
 
@@ -285,7 +285,7 @@ def _normalize_negative(indices: Tensor, length: int) -> Tensor:
     return torch.where(indices < 0, indices + length, indices)
 
 
-def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner: str) -> int | None:
+def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, class_name: str) -> int | None:
     """Return the batch size of a DataLoader, otherwise `batch_size`.
 
     Return None if the DataLoader's dataset or batch_sampler creates the batches. Raises DataError for a DataLoader with
@@ -295,7 +295,7 @@ def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner:
         if batch_size is not None:
             raise ConfigError(
                 f"A batch size of {batch_size} was requested, but {type(data).__name__} creates the batches itself. "
-                f"Leave one of them out: with a loader, {owner} does not need {setting}."
+                f"Leave one of them out: with a loader, {class_name} does not need {setting}."
             )
         return None
     if isinstance(data, DataLoader):
@@ -310,20 +310,20 @@ def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, owner:
             )
             raise ConfigError(
                 f"A batch size of {batch_size} was requested, but the DataLoader was built with {found}. "
-                f"Leave one of them out: with a DataLoader, {owner} does not need {setting}."
+                f"Leave one of them out: with a DataLoader, {class_name} does not need {setting}."
             )
         return data.batch_size
     if batch_size is None:
         raise ConfigError(
-            f"A {type(data).__name__} was given without a batch size. Use {format_call(owner, f'{setting}=32')}, "
+            f"A {type(data).__name__} was given without a batch size. Use {format_call(class_name, f'{setting}=32')}, "
             "or pass a DataLoader."
         )
     return batch_size
 
 
-def format_call(owner: str, arguments: str) -> str:
-    """Format a call of `owner` (TrainConfig or ShardedLoader) with `arguments`, for error messages."""
-    return f"{owner}({'' if owner == 'TrainConfig' else 'data, backend, '}{arguments})"
+def format_call(class_name: str, arguments: str) -> str:
+    """Format a call of `class_name` (TrainConfig or ShardedLoader) with `arguments`, for error messages."""
+    return f"{class_name}({'' if class_name == 'TrainConfig' else 'data, backend, '}{arguments})"
 
 
 def is_stream(data: Any) -> bool:

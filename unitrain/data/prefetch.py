@@ -21,7 +21,8 @@ class Prefetcher:
 
     On a GPU, the copy of the next batch overlaps with the computation of the current step. This requires GPU memory for
     one additional batch. Only copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded
-    while gradients are reduced, inside the context manager `fetching()`. Copies to a GPU are made inside `copying()`.
+    while gradients are reduced. `fetching` and `copying` return context managers, in which such a batch is loaded, and
+    each batch is copied to a GPU.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Prefetcher:
 
 
 class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
-    """Iterator over `items` that can prefetch the next item. An error in loading it is raised when the item is
+    """Iterator over `items` that can prefetch the next item. An error while prefetching is raised when the item is
     requested."""
 
     def __init__(self, items: Iterator[ItemT]) -> None:

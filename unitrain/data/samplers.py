@@ -94,7 +94,8 @@ def draw_order(
 
 
 def seed_epoch(items: Iterable[Any], *, seed: int, epoch: int) -> None:
-    """Call `set_epoch` of `items` (a dataset or sampler) and of its nested samplers, and seed their generators."""
+    """Call the `set_epoch` methods of `items` (a dataset or sampler) and of its nested samplers, and seed their
+    torch.Generator attributes."""
     for part in _nested_samplers(items):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
@@ -121,8 +122,8 @@ def _draw_keys(sampler: Iterable[Any], yields_batches: bool, seed: int, epoch: i
         ) from error
     if not ended:
         raise DataError(
-            f"{name} has not ended after {MAX_DRAWN_KEYS:,} elements, but all keys of an epoch are drawn at once. "
-            "Let its __iter__ end: it is iterated again in each epoch."
+            f"{name} has not ended after {MAX_DRAWN_KEYS:,} elements, but all elements of an epoch are drawn at once. "
+            "Let its __iter__ end: it is called again in each epoch."
         )
     if not keys:
         raise DataError(

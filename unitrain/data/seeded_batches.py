@@ -1,4 +1,4 @@
-"""Loading and evaluating each batch with its own random seed, for any number of processes and workers."""
+"""Loading and evaluation of each batch with its own random seed, which does not depend on processes and workers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from unitrain.data.training_data import ShardSettings, TrainingData, describe_or
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.modules.sync_batch_norm import set_current_batch
 
-_OWNER = "ShardedLoader"
+_CLASS_NAME = "ShardedLoader"
 
 
 class ShardedLoader:
@@ -48,7 +48,7 @@ class ShardedLoader:
     The number of batches may differ between ranks and may be 0. Iterating calls no collectives.
 
     All ranks must create the loader with the same arguments and iterate over it. With the same `seed` and epoch, N
-    ranks with batches of B samples train on the same samples in each step as one process with batches of N * B samples.
+    ranks with batches of B samples train on the same samples in each step as one rank with batches of N * B samples.
 
     Args:
         data: A Dataset, an IterableDataset or a DataLoader. A DataLoader's batch size, sampler, `collate_fn`,
@@ -92,14 +92,14 @@ class ShardedLoader:
         logical_ranks: int | None = None,
     ) -> None:
         fix = "Use the backend that unitrain.init() returned: with unitrain.init() as backend"
-        validation.check_instance(f"{_OWNER}(backend)", backend, Communicator, "a backend", fix)
+        validation.check_instance(f"{_CLASS_NAME}(backend)", backend, Communicator, "a backend", fix)
         if logical_ranks is not None and not isinstance(backend, Backend):
             raise ConfigError(
                 f"ShardedLoader(logical_ranks={logical_ranks}) needs the backend that unitrain.init() returned, got a "
                 f"{type(backend).__name__}. Pipelines do not support logical ranks: leave logical_ranks out."
             )
         if isinstance(backend, Lifecycle):
-            backend.check_running(_OWNER)
+            backend.check_running(_CLASS_NAME)
         settings: dict[str, Any] = {
             "shuffle": shuffle,
             "seed": seed,
@@ -128,7 +128,7 @@ class ShardedLoader:
                 num_workers=num_workers,
                 stream=stream,
                 logical_ranks=logical_ranks,
-                owner=_OWNER,
+                class_name=_CLASS_NAME,
             )
             return
         if batch_size is not None and isinstance(backend, Replicas):
@@ -143,7 +143,7 @@ class ShardedLoader:
             uneven=uneven,
             logical_ranks=logical_ranks,
             allow_empty_ranks=True,
-            owner=_OWNER,
+            class_name=_CLASS_NAME,
         )
         self._shard = open_training_data(data, backend, shard_settings)
 
@@ -161,7 +161,7 @@ class ShardedLoader:
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        validation.check_integer(f"{_OWNER}.epoch", epoch, 0, "Use loader.epoch = 0")
+        validation.check_integer(f"{_CLASS_NAME}.epoch", epoch, 0, "Use loader.epoch = 0")
         self._set_position(epoch, 0)
 
     @property
@@ -200,8 +200,8 @@ class ShardedLoader:
         """
         if isinstance(self._shard, EvaluationShard):
             batches = self._prefetcher(self._shard, ahead=self._shard.can_prefetch)
-            if self._shard.seeded_position is not None:
-                batches = seed_batches(batches, self._shard.seeded_position)
+            if self._shard.first_seeded_sample is not None:
+                batches = seed_batches(batches, self._shard.first_seeded_sample)
             for batch, samples in batches:
                 self._num_samples = samples
                 yield batch
@@ -246,7 +246,7 @@ class ShardedLoader:
         """
         self._check_is_for_training("state_dict()")
         assert isinstance(self._shard, TrainingData)
-        describe = self._shard.gather_state if all_ranks else self._shard.describe_state
+        describe = self._shard.gather_state if all_ranks else self._shard.state_to_save
         data = describe(self._data_state, self._epoch, self._position)
         state = {"epoch": self._epoch, "position": self._position, "order": self._order_settings()}
         return state if data is None else {**state, "data": data}
@@ -322,18 +322,18 @@ def _describe_invalid_state(state: Any) -> str | None:
 
 def _check_arguments(data: Any, batch_size: Any, num_workers: Any, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for an invalid argument, and DataError for data that is not a dataset."""
-    check_is_dataset(f"{_OWNER}(data)", data)
+    check_is_dataset(f"{_CLASS_NAME}(data)", data)
     fix = "Use batch_size=32 to start with"
-    validation.check_integer(f"{_OWNER}(batch_size=...)", batch_size, 1, fix, optional=True)
-    validation.check_integer(f"{_OWNER}(seed=...)", settings["seed"], 0, "Use seed=0")
+    validation.check_integer(f"{_CLASS_NAME}(batch_size=...)", batch_size, 1, fix, optional=True)
+    validation.check_integer(f"{_CLASS_NAME}(seed=...)", settings["seed"], 0, "Use seed=0")
     fix = "Use 0 to load the data in the training process"
-    validation.check_integer(f"{_OWNER}(num_workers=...)", num_workers, 0, fix)
-    name = f"{_OWNER}(gradient_accumulation_steps=...)"
+    validation.check_integer(f"{_CLASS_NAME}(num_workers=...)", num_workers, 0, fix)
+    name = f"{_CLASS_NAME}(gradient_accumulation_steps=...)"
     validation.check_integer(name, settings["gradient_accumulation_steps"], 1, "Use 1 to step after every batch")
-    validation.check_boolean(f"{_OWNER}.shuffle", settings["shuffle"])
-    validation.check_boolean(f"{_OWNER}.drop_last", settings["drop_last"])
-    validation.check_choice(f"{_OWNER} argument stream", settings["stream"], ("shared", "own"))
-    validation.check_choice(f"{_OWNER} argument uneven", settings["uneven"], ("weight", "drop", "pad"))
+    validation.check_boolean(f"{_CLASS_NAME}.shuffle", settings["shuffle"])
+    validation.check_boolean(f"{_CLASS_NAME}.drop_last", settings["drop_last"])
+    validation.check_choice(f"{_CLASS_NAME} argument stream", settings["stream"], ("shared", "own"))
+    validation.check_choice(f"{_CLASS_NAME} argument uneven", settings["uneven"], ("weight", "drop", "pad"))
     if isinstance(data, DataLoader):
         for argument, value in (("num_workers", num_workers), ("drop_last", settings["drop_last"])):
             if value:

@@ -57,11 +57,11 @@ class TrainingShard(TrainingData):
     def __init__(
         self, data: Data, communicator: Communicator, settings: ShardSettings = DEFAULT_SHARD_SETTINGS
     ) -> None:
-        self._owner, self._seed, self._uneven = settings.owner, settings.seed, settings.uneven
+        self._class_name, self._seed, self._uneven = settings.class_name, settings.seed, settings.uneven
         self._communicator = communicator
-        # With logical ranks, the data is divided among them.
         self._logical_ranks = _local_logical_ranks(settings.logical_ranks, communicator)
-        self._size = settings.logical_ranks or communicator.size
+        # Number of ranks or, with logical ranks, of logical ranks, among which the data is divided.
+        self._num_shards = settings.logical_ranks or communicator.size
         self._batch_sizes = settings.resolve_batch_sizes(data, communicator)
         self._source = source = _open_source(
             data,
@@ -71,7 +71,7 @@ class TrainingShard(TrainingData):
             drop_last=settings.drop_last,
             num_workers=settings.num_workers,
             setting="batch_size",
-            owner=settings.owner,
+            class_name=settings.class_name,
             seeds_batches=settings.logical_ranks is not None,
         )
         self.batch_size = source.batch_size
@@ -91,9 +91,9 @@ class TrainingShard(TrainingData):
         self._aligner: StepAligner | None = None
         self.begin_epoch(0)
         if source.sampler is None:
-            if source.length < self._size and not settings.allow_empty_ranks:
+            if source.length < self._num_shards and not settings.allow_empty_ranks:
                 raise DataError(
-                    f"The training data has {source.length} samples, fewer than the {self._size} ranks. "
+                    f"The training data has {source.length} samples, fewer than the {self._num_shards} ranks. "
                     f"Start at most {source.length} ranks, or use more data."
                 )
             self._find_epoch_end(source.length)
@@ -114,7 +114,7 @@ class TrainingShard(TrainingData):
         samples = self._source.batch_size
         steps = self._gradient_accumulation_steps = batch_sizes.gradient_accumulation_steps
         self._requested_global_batch_size = requested = batch_sizes.global_batch_size
-        self.global_batch_size = None if samples is None else requested or samples * self._size * steps
+        self.global_batch_size = None if samples is None else requested or samples * self._num_shards * steps
         if self._aligner is not None:
             self._aligner.set_accumulation(steps)
 
@@ -145,7 +145,7 @@ class TrainingShard(TrainingData):
         if length is None or (self.global_batch_size is None and start):
             return None
         if self.global_batch_size is None:
-            per_step = self._size * self._gradient_accumulation_steps
+            per_step = self._num_shards * self._gradient_accumulation_steps
             return length // per_step if self._uneven == "drop" else -(-length // per_step)
         return max(0, -(-(self._find_epoch_end(length) - start) // self.global_batch_size))
 
@@ -159,7 +159,7 @@ class TrainingShard(TrainingData):
 
     def count_batches(self) -> int | None:
         """Return the number of micro-batches per rank in one epoch; None with a sampler without a length."""
-        source, size = self._source, self._size
+        source, size = self._source, self._num_shards
         length = source.length if source.sampler is None else _sampler_length(source.sampler)
         if length is None:
             return None
@@ -219,7 +219,7 @@ class TrainingShard(TrainingData):
                     )
                 yield batch, micro_batch
 
-    def is_epoch_finished(self, position: int) -> bool:
+    def check_epoch_end(self, position: int) -> bool:
         """Return whether `position` is the end of the epoch."""
         return position >= self._end or (self._aligner is not None and self._aligner.has_ended)
 
@@ -251,7 +251,7 @@ class TrainingShard(TrainingData):
         place = {
             "gradient_accumulation_steps": self._gradient_accumulation_steps,
             "rank": rank,
-            "size": self._size,
+            "size": self._num_shards,
         }
         if bounds is not None:
             return micro_batches_of_sampler(bounds, start, uneven=self._uneven, **place)
@@ -273,27 +273,27 @@ class TrainingShard(TrainingData):
         if length < step_samples:
             raise DataError(
                 f"The training data has {length} samples, fewer than one global batch of {step_samples} "
-                f"({self._size} ranks x batch_size {self.batch_size} x "
+                f"({self._num_shards} ranks x batch_size {self.batch_size} x "
                 f"gradient_accumulation_steps {self._gradient_accumulation_steps}), "
                 "and drop_last=True drops an incomplete global batch. Use drop_last=False, or a smaller batch_size."
             )
         return length - length % step_samples
 
     def _find_sampler_epoch_end(self, bounds: list[int], start: int) -> int:
-        """Return the end position of an epoch over the batches of a batch_sampler, from position `start` on."""
+        """Return the position at which an epoch over the batches of a batch_sampler ends if it starts at `start`."""
         if self._uneven != "drop":
             return bounds[-1]
         count, first, per_step = (
             len(bounds) - 1,
             bisect_left(bounds, start),
-            self._size * self._gradient_accumulation_steps,
+            self._num_shards * self._gradient_accumulation_steps,
         )
         if count < per_step:
-            weight = format_call(self._owner, "uneven='weight'")
+            weight = format_call(self._class_name, "uneven='weight'")
             raise DataError(
-                f"{self._sampler_name} yields {count} batches, but a step takes {per_step} ({self._size} ranks x "
-                f"gradient_accumulation_steps {self._gradient_accumulation_steps}), and {self._owner}.uneven='drop' "
-                f"drops incomplete steps. Use {weight}."
+                f"{self._sampler_name} yields {count} batches, but a step takes {per_step} ({self._num_shards} ranks x "
+                f"gradient_accumulation_steps {self._gradient_accumulation_steps}), and "
+                f"{self._class_name}.uneven='drop' drops incomplete steps. Use {weight}."
             )
         return bounds[first + (count - first) // per_step * per_step]
 
@@ -329,13 +329,12 @@ class EvaluationShard:
         limit_batches: int | None = None,
         limit_batch_size: int | None = None,
         logical_ranks: int | None = None,
-        owner: str = "TrainConfig",
+        class_name: str = "TrainConfig",
     ) -> None:
-        subject, rank, size = "The evaluation data", communicator.rank, communicator.size
-        setting = "eval_batch_size" if owner == "TrainConfig" else "batch_size"
-        self._rank, self._has_logical_ranks = rank, logical_ranks is not None
-        check_logical_ranks(f"{owner}(logical_ranks=...)", logical_ranks, communicator)
-        local_ranks, size = _local_logical_ranks(logical_ranks, communicator) or [rank], logical_ranks or size
+        subject = "The evaluation data"
+        setting = "eval_batch_size" if class_name == "TrainConfig" else "batch_size"
+        self._rank, self._has_logical_ranks = communicator.rank, logical_ranks is not None
+        check_logical_ranks(f"{class_name}(logical_ranks=...)", logical_ranks, communicator)
         self._source: IndexedSource | StreamSource
         self.part_starts: frozenset[int] = frozenset()
         if is_stream(data):
@@ -349,7 +348,7 @@ class EvaluationShard:
                 stream_kind=stream,
                 seed=0,
                 setting=setting,
-                owner=owner,
+                class_name=class_name,
                 subject=subject,
                 every_item=True,
                 limit_batches=limit_batches,
@@ -364,7 +363,7 @@ class EvaluationShard:
             drop_last=False,
             num_workers=num_workers,
             setting=setting,
-            owner=owner,
+            class_name=class_name,
             seeds_batches=logical_ranks is not None,
         )
         sampler = None if source.sampler is None else type(source.sampler).__name__
@@ -374,21 +373,27 @@ class EvaluationShard:
             self._order, bounds = draw_order(
                 source.sampler, communicator, yields_batches=source.batch_size is None, seed=0, epoch=0
             )
+        shards, num_shards = [communicator.rank], communicator.size
+        if logical_ranks is not None:
+            shards = list(local_logical_ranks(logical_ranks, communicator.rank, communicator.size))
+            num_shards = logical_ranks
+
+        def divide(count: int) -> list[range]:
+            """Return the parts of `count` samples or batches that belong to the shards of this process."""
+            return [range(shard * count // num_shards, (shard + 1) * count // num_shards) for shard in shards]
+
         if bounds is not None:
             batches = [slice(*ends) for ends in pairwise(bounds)][:limit_batches]
-            first, last = local_ranks[0] * len(batches) // size, (local_ranks[-1] + 1) * len(batches) // size
-            self._slices = batches[first:last]
-            firsts = (one * len(batches) // size for one in local_ranks)
-            starts = [batches[number].start for number in firsts if number < len(batches)]
+            parts = divide(len(batches))
+            self._slices = [batches[number] for part in parts for number in part]
+            starts = [batches[part.start].start for part in parts if part.start < len(batches)]
         else:
             length, step = len(self._order), source.batch_size or 1
             if limit_batches is not None:
                 length = min(length, limit_batches * (limit_batch_size or step))
-            bounds_of_ranks = [[place * length // size for place in (one, one + 1)] for one in local_ranks]
-            starts = [first for first, _ in bounds_of_ranks]
-            self._slices = [
-                slice(at, min(at + step, last)) for first, last in bounds_of_ranks for at in range(first, last, step)
-            ]
+            parts = divide(length)
+            self._slices = [slice(start, min(start + step, part.stop)) for part in parts for start in part[::step]]
+            starts = [part.start for part in parts]
         if logical_ranks is not None:
             self.part_starts = frozenset(starts)
 
@@ -431,15 +436,14 @@ class EvaluationShard:
         return self._source.batch_size
 
     @property
-    def seeded_position(self) -> int | None:
-        """The position of this rank's first sample in the data; None without logical ranks.
-
-        With logical ranks, the caller seeds the random number generators for each batch with its position.
+    def first_seeded_sample(self) -> int | None:
+        """With logical ranks, `first_sample`: the caller seeds the random number generators for each batch with its
+        position in the data. None without logical ranks.
         """
-        return self.first_row if self._has_logical_ranks else None
+        return self.first_sample if self._has_logical_ranks else None
 
     @property
-    def first_row(self) -> int | None:
+    def first_sample(self) -> int | None:
         """The position of this rank's first sample in the data; None for an iterable dataset."""
         if isinstance(self._source, StreamSource):
             return None
@@ -456,7 +460,8 @@ class EvaluationShard:
 
     @property
     def stride_unit(self) -> StrideUnit | None:
-        """The unit that is assigned to ranks round-robin (samples or batches); None otherwise."""
+        """Whether samples or batches are assigned to ranks round-robin, as from a shared stream; None if neither
+        are."""
         if not isinstance(self._source, StreamSource) or self._source.stream_kind == "own":
             return None
         return "batches" if self._source.batch_size is None else "samples"
@@ -464,10 +469,11 @@ class EvaluationShard:
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Yield (batch, number of samples), and skip batches without samples."""
         with closing(self._counted_batches()) as batches:
-            yield from ((counted.batch, counted.samples) for counted in batches if counted.samples)
+            yield from ((counted.batch, counted.sample_count) for counted in batches if counted.sample_count)
 
-    def complete_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number of samples). Raises DataError, on this rank only, if the collate_fn dropped a sample."""
+    def batches_without_drops(self) -> Iterator[tuple[Any, int]]:
+        """Yield (batch, number of samples), also for batches without samples. Raises DataError, on this rank only, if
+        the collate_fn dropped a sample."""
         with closing(self._counted_batches()) as batches:
             for items, samples, batch, _ in batches:
                 if samples != items:
@@ -495,7 +501,7 @@ def open_training_data(data: Data, communicator: Communicator, settings: ShardSe
 
     All ranks call it. Raises the errors of both classes.
     """
-    check_logical_ranks(f"{settings.owner}(logical_ranks=...)", settings.logical_ranks, communicator)
+    check_logical_ranks(f"{settings.class_name}(logical_ranks=...)", settings.logical_ranks, communicator)
     if settings.logical_ranks is not None:
         call_on_all_ranks(communicator, lambda: _check_is_indexed(data))
     # If the class differs between ranks, both constructors raise an error, because they compare the same values first.

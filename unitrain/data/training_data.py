@@ -27,7 +27,7 @@ class ShardSettings:
         elastic_batch_size: In later attempts of an elastic job, the batch sizes of the first attempt.
         allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to iterable datasets.
         logical_ranks: Number of logical ranks, or None. Each process gets the shards of its logical ranks.
-        owner: Name of the public class, for error messages.
+        class_name: Name of the public class, TrainConfig or ShardedLoader, for error messages.
     """
 
     batch_size: int | None = None
@@ -43,7 +43,7 @@ class ShardSettings:
     elastic_batch_size: ElasticBatchSize | None = None
     allow_empty_ranks: bool = False
     logical_ranks: int | None = None
-    owner: str = "TrainConfig"
+    class_name: str = "TrainConfig"
 
     @classmethod
     def from_config(
@@ -174,28 +174,30 @@ class TrainingData(ABC):
         return False
 
     def gather_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
-        """Return the merged results of `describe_state` of all ranks. All ranks call it."""
+        """Return the merged results of `state_to_save` of all ranks. All ranks call it."""
         return None
 
-    def describe_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
-        """Return the part of this rank's `state` after the step that ends at `position` that a checkpoint contains.
+    def state_to_save(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
+        """Return the part of this rank's `state` that a checkpoint contains. `state` is the state after the step that
+        ends at `position`.
 
-        Does not communicate. Return None if the data is not stateful, or the state at this position is unknown.
+        Does not communicate. Return None if the data is not stateful, or if its state at this position is unknown.
         """
         return None
 
     def resume_from(self, state: Mapping[str, Any] | None) -> None:  # noqa: B027
-        """Let the next `micro_batches` call start from `state`, a result of `describe_state` or `gather_state`, if the
+        """Let the next `micro_batches` call start from `state`, a result of `state_to_save` or `gather_state`, if the
         call has the same epoch and position.
 
-        Otherwise, and on a rank whose state is missing, it reads and skips the items before the position, with the same
-        results.
+        Otherwise, and on a rank whose state is missing, that call reads and skips the items before the position. The
+        results are the same.
         """
 
     @abstractmethod
-    def is_epoch_finished(self, position: int) -> bool:
-        """Return whether `position`, the end of the last micro-batch, is the end of the epoch. All ranks call it."""
+    def check_epoch_end(self, position: int) -> bool:
+        """Close the iterator like `end_epoch`, and return whether `position`, the end of the last step, is the end of
+        the epoch. All ranks call it. For iterable data, it may load the next step, and communicate."""
 
     @abstractmethod
     def end_epoch(self) -> None:
-        """Close the iterator of the last `micro_batches` call and its workers, like `is_epoch_finished`."""
+        """Close the iterator of the last `micro_batches` call, and terminate its workers unless they are persistent."""

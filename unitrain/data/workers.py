@@ -31,9 +31,9 @@ class WorkerInit:
     """A `worker_init_fn` that makes the worker ignore a scheduler's signals, which the rank handles, and then calls the
     user's function.
 
-    Schedulers send signals to every process of a job. If a worker terminated immediately, the epoch would end before
-    the ranks have agreed on the step at which to stop. A second SIGTERM terminates the worker, so that the rank can
-    terminate hung workers.
+    Schedulers send signals to every process of a job. If a worker terminated immediately, the rank could not continue
+    to the step at which all ranks stop. A second SIGTERM terminates the worker, so that the rank can terminate hung
+    workers.
 
     A worker also terminates when its rank terminates for any reason. In each of the `workers` workers, a thread reports
     the worker's activity once per second. If a rank times out while waiting for a batch, the error message contains
@@ -63,8 +63,8 @@ class WorkerInit:
             self.user_init(worker)
 
     def describe_activity(self, worker: int) -> str:
-        """Return the activity of `worker`, at most one second old, as the predicate of a sentence about it; "" if it is
-        unknown."""
+        """Return the activity of `worker` as the predicate of a sentence, or "" if it is unknown. It is at most one
+        second old."""
         if worker >= self.workers:
             return ""
         return bytes(self._reports[worker].tolist()).rstrip(b"\0").decode(errors="replace")
@@ -81,18 +81,18 @@ def _write_reports(report: Tensor) -> None:
 
 
 def _describe_activity(previous: tuple[int, str, float] | None) -> tuple[tuple[int, str, float] | None, str]:
-    """Return this worker's current fetch as (call, items, start time), and a description of it.
+    """Return this worker's current fetch as (ID of its frame, its items, start time), and a description of it.
 
-    `previous` is the first result of the preceding call; if the fetch is the same, its start time is kept.
+    `previous` is the fetch that the preceding call returned. If it is still in progress, its start time is kept.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     fetched = None if frame is None else _find_fetch(frame)
     if frame is None or fetched is None:
         return None, ""
-    call, what = id(fetched[0]), fetched[1]
-    if previous is None or previous[:2] != (call, what):
-        previous = call, what, time.monotonic()
-    return previous, f"has been loading {what} for {time.monotonic() - previous[2]:.0f} s ({call_site(frame)})"
+    frame_id, items = id(fetched[0]), fetched[1]
+    if previous is None or previous[:2] != (frame_id, items):
+        previous = frame_id, items, time.monotonic()
+    return previous, f"has been loading {items} for {time.monotonic() - previous[2]:.0f} s ({call_site(frame)})"
 
 
 def _find_fetch(frame: FrameType) -> tuple[FrameType, str] | None:
