@@ -27,7 +27,7 @@ def call_training_function(target: str) -> Mapping[str, Any]:
     import unitrain
 
     if Path(target).suffix in CONFIG_SUFFIXES:
-        from unitrain.config_files.building import load_arguments
+        from unitrain.config_files.instantiation import load_arguments
 
         return load_arguments([target])
     arguments = _function(target)()

@@ -209,6 +209,16 @@ def test_unsupported_checkpoints_are_rejected(tmp_path: Path, content: Any, foun
     assert not (tmp_path / "converted").exists()
 
 
+def test_damaged_files_of_other_programs_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "file.safetensors").write_bytes(b"damaged " * 9)
+    (tmp_path / "accelerate").mkdir()
+    torch.save([1, 2], tmp_path / "accelerate" / "pytorch_model.bin")
+    for name, found in (("file.safetensors", "cannot be read"), ("accelerate", "does not contain the state dict")):
+        done = ckpt("convert", tmp_path / name, tmp_path / "converted")
+        assert done.exit_code == 1
+        assert found in done.output
+
+
 def test_converted_model_that_does_not_fit_raises(tmp_path: Path) -> None:
     torch.save({f"net.{name}": value for name, value in STATE.items()}, tmp_path / "file.pt")
     assert "No name in the model begins with 'body.'; the first names are net.0.weight" in (

@@ -518,7 +518,7 @@ CASES: list[tuple[Callable[[Backend, str], None], str, str]] = [
     (no_groups_on_one_rank, "Trainer(optimizer) is a SGD without parameter groups", "such as lr=0.1"),
     (
         another_schedule_on_one_rank,
-        "differ after step 1: their sums over the parameter groups are 0.05 and 0.09",
+        "differ after step 1: their weighted sums over the parameter groups are 0.05 and 0.09",
         "Build the same scheduler on every rank",
     ),
     (a_schedule_on_one_rank, "groups are 0.1 and 0.05", "Build the same scheduler on every rank"),

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import unitrain
 from unitrain.cli import unitrain as command_line
-from unitrain.config_files.building import build_arguments
+from unitrain.config_files.instantiation import build_arguments
 from unitrain.config_files.parser import parse
 from unitrain.errors import ConfigError
 

@@ -58,8 +58,8 @@ class Callback:
     """Base class for callbacks. Override the hooks that you need. They are called on every rank.
 
     `trainer` is the unitrain.Trainer. A hook may read its attributes, call `trainer.stop`, and call collectives of
-    `trainer.backend` if every rank calls the same collectives. An exception in a hook stops the run with a
-    CallbackError that names the hook. Hooks that are not overridden cost no time.
+    `trainer.backend` if every rank calls the same collectives. An exception in a hook stops the run. It is raised as a
+    CallbackError that names the hook, unless it is a UnitrainError. Hooks that are not overridden cost no time.
     """
 
     # The hooks declare `trainer` as Any, so that mypy accepts overrides that annotate it as unitrain.Trainer.

@@ -73,4 +73,6 @@ class EarlyStopping(Callback):
     def _stop_if_patience_is_exhausted(self, trainer: RunningTrainer) -> None:
         if self.epochs_without_improvement >= self.patience:
             best = "it was always nan" if self.best is None else f"the best was {self.best:.4g}"
-            trainer.stop(f"{self.monitor} has not improved for {self.epochs_without_improvement} epochs; {best}")
+            count = self.epochs_without_improvement
+            epochs = "1 epoch" if count == 1 else f"{count} epochs"
+            trainer.stop(f"{self.monitor} has not improved for {epochs}; {best}")

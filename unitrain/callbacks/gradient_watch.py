@@ -17,9 +17,9 @@ _MAX_OVERFLOWS = 20
 class GradientWatch(Callback):
     """Raises NonFiniteGradientError at the first gradient with nan or inf, before the optimizer step, on every rank.
 
-    The error names the parameter. Every `every`-th step is checked. A check reads all gradients and, on GPUs,
-    synchronizes the host with the device. With fp16, occasional overflows are normal while the loss scale adapts, so
-    only many consecutive overflows are an error.
+    The error names the parameter. With `local_sgd`, only the ranks with such a gradient raise it. Every `every`-th step
+    is checked. A check reads all gradients and, on GPUs, synchronizes the host with the device. With fp16, occasional
+    overflows are normal while the loss scale adapts, so only many consecutive overflows are an error.
     """
 
     def __init__(self, *, every: int = 1) -> None:
@@ -29,7 +29,7 @@ class GradientWatch(Callback):
         self._overflows = 0
 
     def on_before_optimizer_step(self, trainer: RunningTrainer) -> None:
-        """Check the gradients, which are equal on every rank."""
+        """Check the gradients, which are equal on every rank except with `local_sgd`."""
         if trainer.progress.step % self.every:
             return
         is_sharded = trainer.config.shard == "parameters"

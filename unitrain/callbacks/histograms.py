@@ -16,9 +16,9 @@ class Histograms(Callback):
     """Logs a histogram of each parameter and of its gradient in every `every`-th step, on rank 0.
 
     The gradients are those of the global batch, before clipping and without the fp16 loss scale (`wandb.watch` logs the
-    gradients of one rank). Sharded gradients are gathered one at a time. The names are "parameters/NAME" and
-    "gradients/NAME". CSV ignores histograms. Non-finite values are omitted. Each logged step copies all
-    parameters to the host.
+    gradients of one rank). With `local_sgd`, parameters and gradients are those of rank 0. Sharded gradients are
+    gathered one at a time. The names are "parameters/NAME" and "gradients/NAME". The CSV logger ignores histograms.
+    Non-finite values are omitted. Each logged step copies all parameters to the host.
     """
 
     def __init__(self, *, every: int = 1000, parameters: bool = True, gradients: bool = True) -> None:
@@ -43,9 +43,7 @@ class Histograms(Callback):
             gradient: Any = parameter.grad
             if not self.gradients or gradient is None:
                 continue
-            if hasattr(
-                gradient, "full_tensor"
-            ):  # the gradient is sharded across ranks, and all ranks must call this method
+            if hasattr(gradient, "full_tensor"):  # of a sharded gradient; all ranks must call this method
                 gradient = gradient.full_tensor()
             if logs:
                 trainer.log_histogram(f"gradients/{name}", _unscale(gradient, scale))

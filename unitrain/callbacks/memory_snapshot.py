@@ -20,8 +20,8 @@ class MemorySnapshot(Callback):
 
     The snapshot of rank 3 is `rank-3.pickle` in `folder`, by default `memory` in the output folder. Open it in
     https://pytorch.org/memory_viz, which shows each allocation with its Python stack. A snapshot contains at most the
-    last `max_entries` events. If an exception such as torch.OutOfMemoryError ends the run while it is recorded, the
-    snapshot is written too.
+    last `max_entries` events. The snapshot is also written if an exception, such as torch.OutOfMemoryError, ends the
+    run while it is recorded.
 
     torch records no history for CPUs: rank 0 then logs a warning, and nothing is written. Use
     `Profiler(profile_memory=True)` or `unitrain memory` there. Raises ConfigError if no folder is set or the folder

@@ -109,8 +109,8 @@ class Checkpointer:
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, required: bool
     ) -> dict[str, Any] | None:
-        """Call `load_checkpoint`. If both the run and the checkpoint are sharded, `load_optimizer_state` loads the
-        optimizer state.
+        """Call `load_checkpoint`. If both the run and the checkpoint are sharded, call `load_optimizer_state` later to
+        load the optimizer state.
         """
         defer_optimizer_state = self._config.shard != "none"
         return load_checkpoint(
@@ -127,7 +127,7 @@ class Checkpointer:
         """Load this rank's shard of the optimizer state from sharded checkpoint `path`."""
         communicator, task = self._communicator, f"restore the optimizer state from '{path}'"
         fix = "Use the same optimizer as the run that wrote it."
-        # Only rank 0 reads the positions of the tensors, so that the other ranks need not open the files of all ranks.
+        # Only rank 0 reads the positions of the tensors, so that the other ranks open only the files that they need.
         found = on_rank_zero(communicator, task, fix, lambda: StoredOptimizerState.open(path))
         stored: StoredOptimizerState = communicator.broadcast_object(found)
         on_all_ranks(communicator, task, fix, lambda: load_own_state(optimizer, stored))
@@ -352,9 +352,8 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None, commun
     """Load the weights of checkpoint `path`, or of the newest one in folder `path`, into `model` on every rank.
 
     If `average` is not None, the averaged weights are loaded into it. All ranks call it; rank 0 reads the files. Raises
-    CheckpointError on every rank if no checkpoint is valid, or if it does not match the model.
+    CheckpointError on every rank if no checkpoint is valid, if it does not match the model, or if it has no average.
     """
-
     checkpoint = find_checkpoint(path, communicator, required=True)
     assert checkpoint is not None
     modules = [model] if average is None else [model, average]
@@ -374,7 +373,7 @@ def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -
             return files.find_corruption(checkpoint)
         communicator.broadcast_object(checkpoint)
         found = communicator.allgather_object(files.find_corruption(checkpoint, 0, communicator.size))
-        return next((checkpoint for checkpoint in found if checkpoint is not None), None)
+        return next((reason for reason in found if reason is not None), None)
 
     def find() -> Path | None:
         try:

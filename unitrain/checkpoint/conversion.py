@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from unitrain.checkpoint.files import read_tensors
@@ -44,7 +45,7 @@ def read_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
     if path.is_dir():
         return _read_accelerate_folder(path)
     if path.suffix == ".safetensors":
-        return ForeignCheckpoint("safetensors file", _strip_ddp_prefix(read_tensors(path)), None, None, None, None)
+        return ForeignCheckpoint("safetensors file", _strip_ddp_prefix(_read_safetensors(path)), None, None, None, None)
     loaded = _load(path)
     if not isinstance(loaded, dict):
         raise CheckpointError(
@@ -78,9 +79,11 @@ def _read_dictionary(path: Path, loaded: dict[str, Any]) -> ForeignCheckpoint:
 def _read_accelerate_folder(folder: Path) -> ForeignCheckpoint:
     weights = folder / "model.safetensors"
     if weights.exists():
-        model = read_tensors(weights)
-    elif (folder / "pytorch_model.bin").exists():
-        model = _load(folder / "pytorch_model.bin")
+        model = _read_safetensors(weights)
+    elif (weights := folder / "pytorch_model.bin").exists():
+        model = _load(weights)
+        if not (isinstance(model, dict) and _is_state_dict(model)):
+            raise CheckpointError(f"'{weights}' does not contain the state dictionary of a model. Pass another folder.")
     else:
         raise CheckpointError(
             f"'{folder}' has neither model.safetensors nor pytorch_model.bin, which Accelerate's save_state "
@@ -89,6 +92,13 @@ def _read_accelerate_folder(folder: Path) -> ForeignCheckpoint:
     parts = {name: folder / f"{name}.bin" for name in ("optimizer", "scheduler")}
     optimizer, scheduler = (_load(file) if file.exists() else None for file in parts.values())
     return ForeignCheckpoint("Accelerate folder", _strip_ddp_prefix(model), optimizer, scheduler, None, None)
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return read_tensors(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"'{path}' cannot be read: {error}. Pass a valid safetensors file.") from error
 
 
 def _load(path: Path) -> Any:

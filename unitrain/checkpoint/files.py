@@ -45,14 +45,14 @@ MODEL, TRAINING, MANIFEST, CONFIG = "model.safetensors", "training.pt", "manifes
 RUN_ID = "run_id"
 """Field of the manifest: a random ID of the run that wrote the checkpoint. It does not change when the run resumes from
 its own output_dir."""
-_FORMAT, _NEWEST_FORMAT = 1, 2  # 2: sharded
+_FORMAT, _NEWEST_FORMAT = 1, 2  # of checkpoints written by rank 0, and of sharded ones
 # Names of files in a manifest. Other names, such as ../model.safetensors, are not read.
 _FILE_NAME_PATTERN = re.compile(
     r"model\.safetensors|training\.pt|(model|optimizer|average|local_sgd)/rank-\d{5,}(-\d+)?\.(safetensors|pt)"
 )
 _MAX_MANIFEST_BYTES = 64 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux for renameat2
-_MORE_THAN_LEFT_BYTES = 1 << 20  # more than a full file system accepts after a failed write
+_PROBE_BYTES = 1 << 20  # more than a full file system accepts after a failed write
 _STEP_FOLDER_PATTERN = re.compile(r"step-(\d{9,})")
 # Temporary names of folders that are being written or removed.
 _UNFINISHED_NAME_PATTERN = re.compile(r"\.(step-\d{9,}(\.replaced)?|probe-\d+)\.unfinished")
@@ -220,7 +220,8 @@ def save_object(value: Any, path: Path) -> None:
     """Write `value` with torch.save. Raises OSError if the file system does not accept it, for example because it is
     full.
 
-    torch's error does not contain the reason, so this function writes to the file itself, which raises the same error.
+    The error of torch.save does not contain the reason. Therefore, this function then writes to the file itself, which
+    raises the OSError.
     """
     try:
         torch.save(value, path)
@@ -229,7 +230,7 @@ def save_object(value: Any, path: Path) -> None:
         text = str(error)
     # The error, whose traceback keeps the file open, is released here, so that the space can be freed.
     with path.open("ab") as file:
-        file.write(bytes(_MORE_THAN_LEFT_BYTES))
+        file.write(bytes(_PROBE_BYTES))
     raise RuntimeError(text)
 
 

@@ -3,9 +3,9 @@
 The checkpoint of a step is written during the next step, and is complete before the optimizer updates the parameters.
 With an interval of n steps, a restart repeats at most n completed steps.
 
-They have the format of checkpoints on disk, and are written to a folder in shared memory, which survives the processes
-of an attempt (`bootstrap.memory_folder`). Only the newest one is kept. They are a copy: if they cannot be written or
-are corrupt, the run uses its checkpoints on disk.
+Checkpoints in memory have the format of checkpoints on disk, and are written to a folder in shared memory, which
+remains when the processes of an attempt end (`bootstrap.memory_folder`). Only the newest one is kept. If they cannot be
+written or are corrupt, the run uses its checkpoints on disk.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class MemoryCheckpoints:
     def create(cls, config: TrainConfig, communicator: Communicator, *, is_sharded: bool) -> MemoryCheckpoints | None:
         """Return the checkpoints in memory of a run. Does not communicate.
 
-        Return None if the run keeps none, if its job is not restarted with rank 0 on the same host, or if ranks on
-        several hosts would write parts of the same checkpoint (`is_sharded`), because they do not share memory. The
-        folder is empty in the first attempt of the job.
+        Return None if the run keeps none, if the launcher does not restart its job on this host, or if ranks on several
+        hosts, which do not share memory, would write portions of the same checkpoint (`is_sharded`). The folder is
+        empty in the first attempt of the job.
         """
         root = environment.get_variable(environment.MEMORY_FOLDER)
         if config.memory_checkpoint_every_steps is None or config.output_dir is None or root is None:

@@ -201,7 +201,7 @@ def commit(
 ) -> bool:
     """Write the remaining files of the checkpoint, and publish it when all ranks have written their files.
 
-    Called on rank 0 only. Returns False if the checkpoint is incomplete because `abandoned` is set, a rank failed, or a
+    Only rank 0 calls it. Return False if the checkpoint is incomplete, because `abandoned` is set, a rank failed, or a
     rank has stopped writing after the main thread of this process ended.
     """
     staging_folder = staging_path(target)
@@ -305,7 +305,7 @@ def open_model(path: Path) -> StoredTensors:
 
 
 def tied_names(path: Path, folder: str) -> dict[str, str]:
-    """Return the names of tied parameters, and the names under which they are stored.
+    """Return the names of tied parameters, mapped to the names under which they are stored.
 
     Raises CheckpointError if the manifest entry is invalid.
     """

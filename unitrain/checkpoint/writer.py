@@ -104,10 +104,9 @@ _writers: dict[Path, CheckpointWriter] = {}
 
 
 def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
-    """Wait until earlier Trainers have finished writing to `folder` on all ranks. After an exception in `fit`, such a
-    Trainer may still be writing.
+    """Wait until earlier Trainers have finished writing to `folder` on all ranks. All ranks call it.
 
-    All ranks call it.
+    A Trainer may still be writing after an exception in its `fit`.
     """
     writer = _writers.get(files.real_path(folder))
     _wait_until_written(folder, _NO_PENDING_WRITE if writer is None else writer.current, communicator)
@@ -115,7 +114,8 @@ def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
 
 @dataclass
 class _PendingWrite:
-    """A checkpoint that this process is writing, or its error. With `abandoned`, rank 0 stops waiting for others."""
+    """A checkpoint that this process is writing, or the error of writing it. If `abandoned` is set, rank 0 stops
+    waiting for the files of other ranks."""
 
     thread: threading.Thread | None = None
     error: CheckpointError | None = None

@@ -1,9 +1,9 @@
 """Training runs that a YAML file describes: `unitrain train config.yaml`.
 
-    sources     reads the files, and finds the line of a key
-    parser      the keys and their types, command-line overrides, and errors that name the file, line and key
-    building    creates the model, the data and the other arguments of `Trainer` and `fit`
-    training    trains, and writes the resolved configuration
+    sources        reads the files, and finds the line of a key
+    parser         the keys and their types, command-line overrides, and errors that name the file, line and key
+    instantiation  creates the model, the data and the other arguments of `Trainer` and `fit`
+    training       trains, and determines the resolved configuration
 
 The package jsonargparse, which parses the files, is imported on first use, because it is optional.
 """

@@ -96,15 +96,15 @@ class ParsedConfig:
         return ConfigError(f"{_place(self.files, self.overrides, names, value)}: {message}")
 
 
-def parse(words: Sequence[str]) -> ParsedConfig:
-    """Parse the command line of `unitrain train`: files and options --key value.
+def parse(argv: Sequence[str]) -> ParsedConfig:
+    """Parse the command line of `unitrain train`: files, followed by options --key value.
 
     Inserts the folders of modules into sys.path, and imports the modules that the values name. The options --help and
     --print_config print and exit. Raises ConfigError, or MissingDependencyError without jsonargparse.
     """
     jsonargparse = _import_jsonargparse()
-    count = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
-    files, overrides = [ConfigFile.read(Path(word)) for word in words[:count]], list(words[count:])
+    count = next((number for number, argument in enumerate(argv) if argument.startswith("-")), len(argv))
+    files, overrides = [ConfigFile.read(Path(name)) for name in argv[:count]], list(argv[count:])
     parser = _create_parser(jsonargparse)
     _check_keys(files, overrides)
     _extend_module_search(files)

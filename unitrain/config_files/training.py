@@ -10,14 +10,14 @@ import click
 
 from unitrain.backends.base import Backend
 from unitrain.checkpoint import files, output_folder
-from unitrain.config_files.building import build_arguments
+from unitrain.config_files.instantiation import build_arguments
 from unitrain.config_files.parser import PYTHON_PATH, ParsedConfig, parse, search_folders, versions
 from unitrain.factories import FIT
 
 
-def read_command_line(words: Sequence[str]) -> ParsedConfig:
+def read_command_line(argv: Sequence[str]) -> ParsedConfig:
     """Parse the command line of `unitrain train`, before the ranks communicate. See `parser.parse`."""
-    return parse(words)
+    return parse(argv)
 
 
 def train(parsed: ParsedConfig) -> dict[str, float]:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundLogger:
-    """Runs a logger in a thread: starts it and executes its calls in order, up to the first call that fails.
+    """Runs a logger in a thread: starts it, and executes its queued calls in order until one fails.
 
     A logger that fails, hangs or is too slow is disabled with a warning, and the run continues without it. If `finish`
     is not called, the logger is finished at interpreter exit.

@@ -49,7 +49,7 @@ class JSONLinesLogger(Logger):
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Append the table as a row."""
-        cells = [[cell if _is_json_number(cell) else None for cell in row] for row in rows]
+        cells = [[cell if _is_json_value(cell) else None for cell in row] for row in rows]
         append_row({"step": step, "table": name, "columns": list(columns), "rows": cells}, self._path)
 
 
@@ -59,7 +59,7 @@ def append_row(row: dict[str, Any], path: Path) -> None:
     Raises OSError for a FIFO or device.
     """
     check_is_regular(path)
-    finite = {key: value if _is_json_number(value) else None for key, value in row.items()}
+    finite = {key: value if _is_json_value(value) else None for key, value in row.items()}
     with path.open("a") as file:
         file.write(json.dumps(finite, default=str) + "\n")
 
@@ -114,5 +114,5 @@ def check_is_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
 
 
-def _is_json_number(value: Any) -> bool:
+def _is_json_value(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)

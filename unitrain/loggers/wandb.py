@@ -13,7 +13,7 @@ from unitrain.loggers.logger import Logger, RunInfo, ServiceRun, Status, import_
 
 
 class WandbLogger(Logger):
-    """Logs to a run of `project`. Its files are in `folder`, by default `wandb` in the output folder.
+    """Logs to a run of `project`. Its files are in the folder `wandb` in `folder`, by default in the output folder.
 
     `mode="offline"` does not use the network, and `wandb sync` uploads the folder later. A resumed run keeps its ID;
     offline, every start creates a separate folder with that ID. Values of repeated steps are not logged again. `config`

@@ -26,7 +26,8 @@ _MAX_INTEGER = 2**63 - 1
 class Means:
     """Means of named values over the samples of all ranks, which may have different numbers of samples.
 
-    Sums are float64 on `device` and counts are on the host, so `add` does not synchronize with the device.
+    Sums and numbers of tokens are float64 on `device`, and numbers of samples are on the host, so `add` and `add_loss`
+    do not synchronize with the device.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:

@@ -96,7 +96,7 @@ class RunningLoss:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint. With the same number of ranks, each rank restores its sums; otherwise rank 0 restores
         the total."""
-        if not state:  # from an earlier version of unitrain
+        if not state:  # the checkpoint is converted, or from an earlier version of unitrain
             return
         total, count = state["seen"]
         self.steps, self._synced_totals = state["steps"], (total, count)

@@ -66,8 +66,7 @@ class TorchMetrics:
                 if type(part).__name__ == "Running":
                     raise ConfigError(
                         f"Metric {name!r} is a Running metric of torchmetrics. Its result covers only the last "
-                        "batches, "
-                        "which depend on the number of ranks. Use the metric inside it."
+                        "batches, which depend on the number of ranks. Use the metric inside it."
                     )
             metric.to(communicator.device)
         self.names = {name: tuple(_predict_result_names(name, metric)) for name, metric in self._metrics.items()}
@@ -131,8 +130,8 @@ class TorchMetrics:
     def _reduce_states(self, states: list[_States]) -> list[_States]:
         """Remove the states that an allreduce can merge from `states`, merge them, and return them. All ranks call it.
 
-        If the layouts differ between ranks, no state is removed; a metric may set the shape of a state at its first
-        batch.
+        If the names, shapes or dtypes of the states differ between ranks, no state is removed. They may differ, because
+        a metric may set the shape of a state at its first batch.
         """
         merged: list[_States] = [{} for _ in states]
         layout = list(_reducible(self._metrics.values(), states))
@@ -248,7 +247,7 @@ def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced:
 
     `reduced` are the states that are already merged, and `states_of_ranks` the other states per rank.
     """
-    states_before = {path: (part, *_read_chunk(part)) for path, part in _find_metrics(metric).items()}
+    states_before = {path: (part, *_read_local_state(part)) for path, part in _find_metrics(metric).items()}
     try:
         for path, (part, *_) in states_before.items():
             found = [states[path] for states in states_of_ranks if path in states and states[path][0]]
@@ -275,7 +274,7 @@ def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced:
                 setattr(part, name, value)
 
 
-def _read_chunk(part: Any) -> tuple[int, bool, dict[str, Any]]:
+def _read_local_state(part: Any) -> tuple[int, bool, dict[str, Any]]:
     return part._update_count, part._to_sync, {name: getattr(part, name) for name in part._defaults}
 
 

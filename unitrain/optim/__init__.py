@@ -9,6 +9,9 @@ learning_rate    scaling of learning rates with the global batch size
 schedulers       schedulers that step per epoch, or require the total number of steps
 ema              exponential moving average of the weights
 local_sgd        low-communication training: local steps on every rank, and synchronizations
+fragments        fragments of the parameters that are synchronized in different steps
 parameter_bucket parameters that local steps synchronize together, and the arithmetic of a synchronization
 outer_gradient   the mean of outer gradients over ranks, with compression
+outer_groups     groups of ranks that train synchronously or communicate outer gradients
+local_sgd_state  the checkpoint state of local steps
 """

@@ -50,7 +50,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, steps: int = 1) -> None:
-        """Update the average after `steps` steps, with decay**steps."""
+        """Update the average after `steps` further steps, with decay**steps. The first call copies the weights."""
         if self._steps:
             update = self._update_averages if steps == 1 else get_ema_multi_avg_fn(self._decay**steps)
             update(self._floating_averages, self._floating_weights, self._steps)

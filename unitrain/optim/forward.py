@@ -53,8 +53,8 @@ class Forward:
         )
 
     def output(self, model: nn.Module, batch: Any) -> Any:
-        """Return only the output. Without a function, the batch may consist of inputs only, and the output for a
-        mapping does not contain the loss."""
+        """Return only the output, for predictions. Without a function, the batch may consist of inputs only, and the
+        loss and the cache of a language model are removed from the output for a mapping."""
         if self._function is None:
             if isinstance(batch, Mapping):
                 return self._keywords.without_loss(self._keywords.call(model, batch))
@@ -65,9 +65,10 @@ class Forward:
         return self(model, batch)[0]
 
     def check_same_keys(self, communicator: Communicator, batch: Any) -> None:
-        """Raise DataError on every rank if the ranks have mappings with different keys, or mappings and other batches.
+        """Raise DataError on every rank if the ranks have mappings with different keys, or if only some ranks have
+        mappings.
 
-        All ranks call it. It communicates in its first call only, and not at all with a function.
+        All ranks call it. It communicates in its first call only, and not at all if the user passed a function.
         """
         if self._function is not None or self._has_checked_keys:
             return
@@ -118,8 +119,8 @@ class Keywords:
             ) from error
 
     def without_loss(self, output: Any) -> Any:
-        """Return a mapping or a dataclass without the loss and the cache of a language model, which have no row per
-        sample."""
+        """Return `output` without the loss and the cache of a language model, which have no row per sample, if it is a
+        mapping or a dataclass."""
         if isinstance(output, Mapping):
             kept = {key: value for key, value in output.items() if _is_predicted(key, value)}
             return type(output)(**kept) if is_dataclass(output) else kept

@@ -17,29 +17,31 @@ from unitrain.optim.parameter_bucket import ParameterBucket, create_buckets
 class Fragment:
     """Parameters that are synchronized in the same steps: after step `position` of every `settings.steps` steps.
 
-    `merges_in` is the number of steps until a transferred outer gradient is merged, or None if no transfer is in
-    progress.
+    `steps_until_merge` is the number of steps until the outer gradient in transfer is merged, or None if no transfer is
+    in progress.
     """
 
     def __init__(self, buckets: list[ParameterBucket], position: int, settings: LocalSGDConfig) -> None:
         self.buckets, self._position, self._settings = buckets, position, settings
         self.names = [name for bucket in buckets for name in bucket.names]
-        self.merges_in: int | None = None
+        self.steps_until_merge: int | None = None
 
     def step(self, position: int) -> None:
         """Start or merge a transfer if it is due after step `position` of an interval. All ranks call it."""
         overlap_steps = self._settings.overlap_steps
-        if self.merges_in is not None:
-            self.merges_in -= 1
-            if self.merges_in == 0:
+        if self.steps_until_merge is not None:
+            self.steps_until_merge -= 1
+            if self.steps_until_merge == 0:
                 self._merge()
-            elif self.merges_in == overlap_steps // 2:  # halfway: the two collectives of a transfer have the same size
+            elif (
+                self.steps_until_merge == overlap_steps // 2
+            ):  # halfway: the two collectives of a transfer have the same size
                 for bucket in self.buckets:
                     if bucket.pending is not None:
                         bucket.pending.advance()
         if position != self._position:
             return
-        if self.merges_in is not None:  # the transfer is from a checkpoint with other settings
+        if self.steps_until_merge is not None:  # the transfer is from a checkpoint with other settings
             self._merge()
         if overlap_steps == 0:
             for bucket in self.buckets:
@@ -47,7 +49,7 @@ class Fragment:
             return
         for bucket in self.buckets:
             bucket.start()
-        self.merges_in = overlap_steps
+        self.steps_until_merge = overlap_steps
 
     def finish_transfer(self) -> dict[str, Tensor]:
         """Wait for the transfer, and return the mean outer gradients by parameter name, to be merged later. All ranks
@@ -62,7 +64,7 @@ class Fragment:
     def discard_transfer(self) -> None:
         """Wait for the transfer, and discard its result. All ranks call it."""
         self.finish_transfer()
-        self.merges_in = None
+        self.steps_until_merge = None
         for bucket in self.buckets:
             bucket.pending = None
 
@@ -76,15 +78,15 @@ class Fragment:
         """
         for bucket in self.buckets:
             bucket.load(outer, errors)
-        self.merges_in = None
+        self.steps_until_merge = None
         found = {merges_in.get(name) for name in self.names}
         if len(found) == 1 and (steps := found.pop()) is not None and not self._settings.averages_weights:
-            self.merges_in = steps
+            self.steps_until_merge = steps
             for bucket in self.buckets:
                 bucket.load_pending(outer["pending"])
 
     def _merge(self) -> None:
-        self.merges_in = None
+        self.steps_until_merge = None
         for bucket in self.buckets:
             bucket.merge(self._settings.mixing)
 

@@ -87,7 +87,8 @@ class LearningRateFactor:
 
 
 def learning_rate_sum(optimizer: Optimizer) -> float:
-    """Return a number that differs if a learning rate differs: the sum of the learning rates, weighted by group."""
+    """Return a number for the comparison of learning rates between ranks: the sum of the learning rates, each
+    multiplied by the number of its parameter group (from 1)."""
     return sum(number * float(group["lr"]) for number, group in enumerate(optimizer.param_groups, start=1))
 
 
@@ -99,7 +100,7 @@ def check_same_learning_rates(sums: Sequence[float], step: int) -> None:
             if math.isnan(found) and math.isnan(sums[0]):
                 continue
             raise ConfigError(
-                f"The learning rates of rank 0 and rank {rank} differ after step {step}: their sums over the parameter "
-                f"groups are {sums[0]:g} and {found:g}. Build the same scheduler on every rank, and let callbacks "
-                "change the learning rate on every rank."
+                f"The learning rates of rank 0 and rank {rank} differ after step {step}: their weighted sums over the "
+                f"parameter groups are {sums[0]:g} and {found:g}. Build the same scheduler on every rank, and "
+                "let callbacks change the learning rate on every rank."
             )

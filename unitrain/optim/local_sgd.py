@@ -166,7 +166,8 @@ class LocalSGD:
         """Context manager in which the model has the mean over ranks of the weights and buffers. All ranks call it.
 
         Use it to evaluate or save the model between two synchronizations. Training is not affected: at the end, each
-        rank has its own weights again. Directly after a synchronization, this method does not communicate.
+        rank has its own weights again. If the weights of all ranks are equal, as directly after a synchronization of
+        all parameters, this method does not communicate.
         """
         if self._are_weights_equal or self._averaging_depth:
             yield
@@ -222,9 +223,8 @@ class LocalSGD:
         call it, between steps.
 
         It contains the state of the outer optimizer, the results of overlapped transfers, which this method waits for,
-        and each rank's optimizer state, error and, between two synchronizations, weights and buffers.
-        Every rank sends them to all other ranks. For a sharded checkpoint, the state of this rank is the entry "own"
-        instead.
+        and each rank's optimizer state, error and, between two synchronizations, weights and buffers. Every rank sends
+        these to all other ranks, except for a sharded checkpoint, in which the entry "own" contains those of this rank.
         """
         own: dict[str, Any] = {"optimizer": self._optimizer.state_dict()["state"]}
         if not self._are_weights_equal:
@@ -233,7 +233,7 @@ class LocalSGD:
             assert weights is not None
             own["weights"] = dict(zip(self._weight_names(), weights, strict=True))
         own["errors"] = self._by_name([bucket.mean.error for bucket in self._buckets])
-        # Before the errors are read, because a transfer changes them.
+        # Transfers are finished before the slice errors are read, because they change these.
         pending = {name: part for one in self._fragments for name, part in one.finish_transfer().items()}
         outer = {
             "anchors": self._by_name([bucket.anchor for bucket in self._buckets]),
@@ -245,7 +245,9 @@ class LocalSGD:
             "steps": self._steps,
             "steps_since_synchronization": self._steps_since_synchronization,
             "groups": self._groups.ranks,
-            "merges_in": {name: one.merges_in for one in self._fragments if one.merges_in for name in one.names},
+            "merges_in": {
+                name: one.steps_until_merge for one in self._fragments if one.steps_until_merge for name in one.names
+            },
             "outer": cpu_copy(outer),
             "ranks": [],
         }

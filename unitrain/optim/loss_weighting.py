@@ -102,7 +102,7 @@ class LossWeighting:
     advance, so means over samples receive their final weight immediately. The number of tokens is known only after all
     ranks have computed their losses: an allreduce sums it while the gradients are reduced, and the gradients are then
     divided by the total. Until then, losses are divided by the approximate number of tokens per sample in the preceding
-    step, because sums over many tokens may overflow in half precision.
+    step (in the first step, in its first micro-batch), because sums over many tokens may overflow in half precision.
 
     `ranks` is the number of ranks over which gradients are averaged, such as the number of logical ranks; the default
     is the number of ranks of the communicator. While `is_local` is True, as with local steps, the gradients of each
@@ -200,7 +200,8 @@ class LossWeighting:
             self._total_tokens, self._local_tokens = self._sum(self._local_tokens), None
 
     def _sum(self, tokens: Tensor) -> Tensor:
-        """Return the number of tokens of all ranks, given that of this rank. With `is_local`, it is estimated."""
+        """Return the number of tokens of all ranks, given that of this rank. With `is_local`, all ranks are assumed to
+        have the same number."""
         return tokens * self._communicator.size if self.is_local else self._communicator.allreduce(tokens, "sum")
 
 

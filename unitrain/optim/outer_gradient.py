@@ -71,7 +71,7 @@ class OuterMean:
 
     def gather_slice_error(self) -> Tensor | None:
         """Return the compression error of the mean, [elements], gathered from the slice of each rank. All ranks call
-        it. Return None if there is none, and on ranks that are not the first of their group."""
+        it. Return None if there is no error, and on ranks that are not the first of their group."""
         if self._compression == "none":
             return None
         phase = self._groups.start_phase()

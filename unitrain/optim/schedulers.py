@@ -15,7 +15,7 @@ from unitrain.errors import CheckpointError, ConfigError, did_you_mean
 
 
 class EpochScheduler:
-    """Steps `scheduler` after each epoch if `scheduler_interval` is "epoch". The results are equal on all ranks.
+    """Steps `scheduler` after each epoch if `scheduler_interval` is "epoch". All ranks make the same calls.
 
     ReduceLROnPlateau reads the result `config.monitor`, by default val_loss, or train_loss without validation. The
     scheduler does not step after an epoch without this result. Raises ConfigError for contradictory settings.

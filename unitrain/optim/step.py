@@ -63,9 +63,9 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 class ParameterUpdate:
     """Updates the parameters: unscale, clip, optimizer step, zero_grad, scheduler, weight average.
 
-    The gradients are equal on all ranks, so the update requires no communication. The gradient norm of the optimizer's
-    parameters is clipped to `max_grad_norm`. `scheduler` steps after each update. If fp16 skips a step, `scheduler` and
-    `average` do not change.
+    The gradients are already reduced, so only sharded optimizers and gradients communicate. The gradient norm of the
+    optimizer's parameters is clipped to `max_grad_norm`. `scheduler` steps after each update. If fp16 skips a step,
+    `scheduler` and `average` do not change.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class ParameterUpdate:
         self._max_grad_norm, self._scheduler, self._average = max_grad_norm, scheduler, average
         self._gradient_norm: Tensor | None = None
 
-    def __call__(self, step: int, rates: LearningRateFactor | None) -> None:
-        """Update the parameters after `step` completed steps. `rates` is the factor for the learning rates."""
+    def __call__(self, step: int, factor: LearningRateFactor | None) -> None:
+        """Update the parameters after `step` completed steps. Learning rates are multiplied by `factor`."""
         if self._max_grad_norm is not None:
             self._precision.unscale(self._optimizer)
             self._gradient_norm = nn.utils.clip_grad_norm_(optimizer_parameters(self._optimizer), self._max_grad_norm)
-        if rates is None:
+        if factor is None:
             stepped = self._precision.step(self._optimizer)
         else:
-            with rates.scaled_rates(self._optimizer, step):
+            with factor.scaled_rates(self._optimizer, step):
                 stepped = self._precision.step(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters_outside_optimizer():

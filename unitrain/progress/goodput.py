@@ -96,7 +96,9 @@ class GoodputSummary:
     def __str__(self) -> str:
         shown = sorted(self.seconds.items(), key=lambda item: -item[1])
         parts = [f"{name} {seconds:,.1f} s" for name, seconds in shown if seconds >= 0.05]
-        restarts = f", {self.attempts - 1} restarts" if self.attempts > 1 else ""
+        restarts = (
+            "" if self.attempts < 2 else ", 1 restart" if self.attempts == 2 else f", {self.attempts - 1} restarts"
+        )
         return f"goodput {100 * self.goodput:.1f} % of {self.total_seconds:,.1f} s{restarts}: {', '.join(parts)}"
 
 
@@ -112,7 +114,7 @@ class GoodputMeter:
     """Divides the time of one attempt of a run into CATEGORIES. Used on rank 0; other ranks need not create it.
 
     `begin` and `measure` switch the category. In the category "training", `count_steps` divides the time since its last
-    call into steps, replayed steps and waiting for data. So a step costs no additional time.
+    call into steps, replayed steps and waiting for data, so nothing is measured in a step.
     """
 
     def __init__(self, start: AttemptStart) -> None:

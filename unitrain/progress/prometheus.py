@@ -35,7 +35,7 @@ GAUGES = {
 }
 # Metrics with labels, and counters.
 LABELED = {
-    "result": ("Last result of a validation or an epoch", ("name",)),
+    "result": ("Result of the last validation", ("name",)),
     "memory_bytes": ("Resident memory of the process of a rank, or peak memory of the tensors on its GPU", ("rank",)),
     "slow_rank": ("1 if other ranks wait for this rank, otherwise 0", ("rank",)),
 }

@@ -31,7 +31,8 @@ class RunReporter:
     """
 
     count_step: Callable[[int, int], None]
-    """`count_step(epoch, samples)` counts a step. It is the display's own method, which saves a call in every step."""
+    """`count_step(epoch, samples)` counts a step. It is the method of the display, so that no call is added in a
+    step."""
 
     def __init__(self, config: TrainConfig, communicator: Communicator, loggers: object) -> None:
         self._config, self._communicator = config, communicator

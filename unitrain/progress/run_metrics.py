@@ -51,9 +51,9 @@ class RunMetrics:
     """Measures a run at its sync points, and passes the metrics to the history, the loggers and the endpoint.
 
     All ranks create it and make the same calls. Only rank 0 writes, and only the constructor communicates. The metrics
-    describe rank 0, except those of all ranks that `synchronize` receives. `flops` counts the FLOPs of a micro-batch,
-    on rank 0 and if the peak FLOP/s are known. Without `has_endpoint`, no endpoint is opened. Raises ConfigError or
-    MissingDependencyError on every rank if the endpoint cannot be opened.
+    describe rank 0, except those of all ranks that `synchronize` receives. `flops` counts the FLOPs of a micro-batch on
+    rank 0, if the peak FLOP/s are known and the model is not compiled. Without `has_endpoint`, no endpoint is opened.
+    Raises ConfigError or MissingDependencyError on every rank if the endpoint cannot be opened.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class RunMetrics:
         self._write_if_due()
 
     def throughput(self, samples_per_second: float, tokens: float | None) -> dict[str, float]:
-        """Return the metrics for loggers since the last call, on rank 0.
+        """Return the metrics for loggers since the last call; an empty dictionary on ranks other than 0.
 
         `tokens` is the number of tokens of all ranks since the last call, or None if loss_fn does not count tokens.
         """
@@ -181,7 +181,8 @@ class RunMetrics:
         return {**found, "goodput": self._summary().goodput}
 
     def goodput_seconds(self) -> dict[str, float]:
-        """Return the seconds of each category of the goodput over all attempts, for loggers, on rank 0."""
+        """Return the seconds of each category of the goodput over all attempts, for loggers; an empty dictionary on
+        ranks other than 0."""
         if not self._is_rank_zero:
             return {}
         return {f"goodput_{name}_seconds": seconds for name, seconds in self._summary().seconds.items()}

@@ -1,4 +1,4 @@
-"""Causes of slow ranks: the evidence for each of them, and what to do."""
+"""Causes of slow ranks: the evidence for each cause, and suggested fixes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RankFigures(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """The name of a cause in a sentence, and a sentence that suggests a fix."""
+    """The name of a cause, as part of a sentence, and a sentence that suggests a fix."""
 
     text: str
     suggestion: str

@@ -45,11 +45,9 @@ class StopCoordinator:
         self.reason, self.preempted, self._requested_reason = None, False, None
         self._start_time = time.perf_counter()
         self._preemption.__enter__()
-        self._interval_steps, self._next_exchange_step, self._timing_start = (
-            1,
-            1,
-            None,
-        )  # exchange after the first step, to measure its duration
+        # Exchange after the first step, to measure its duration.
+        self._interval_steps = self._next_exchange_step = 1
+        self._timing_start = None
         return self
 
     def __exit__(

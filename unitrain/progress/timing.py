@@ -37,8 +37,11 @@ class _Reading(NamedTuple):
 
 
 class RecentTimes(NamedTuple):
-    """Seconds in the interval of the last `take_recent_seconds`, extrapolated from the last measured steps: of the
-    forward pass, of host-to-device copies, and of the interval that the phases do not explain."""
+    """Seconds in the interval that the last `take_recent_seconds` covered, extrapolated from the last measured steps.
+
+    `forward` is the forward pass, `copy` are host-to-device copies, and `unexplained` is the time that belongs to no
+    phase.
+    """
 
     forward: float = 0.0
     copy: float = 0.0

@@ -45,16 +45,16 @@ def build_arguments(parsed: ParsedConfig) -> dict[str, Any]:
     return arguments | {name: _build(parsed, name) for name in ("train_data", "val_data")}
 
 
-def load_arguments(words: Sequence[str]) -> Mapping[str, Any]:
-    """Return the arguments of `Trainer` and `fit` for `words`, the command-line arguments of `unitrain train`.
+def load_arguments(argv: Sequence[str]) -> Mapping[str, Any]:
+    """Return the arguments of `Trainer` and `fit` for `argv`, the command-line arguments of `unitrain train`.
 
     Raises ConfigError, or MissingDependencyError without jsonargparse.
     """
-    return build_arguments(parse(words))
+    return build_arguments(parse(argv))
 
 
 def _build_config(parsed: ParsedConfig) -> TrainConfig:
-    settings = parsed.parser.instantiate(_part(parsed, setting_names()))
+    settings = parsed.parser.instantiate(_select_keys(parsed, setting_names()))
     try:
         return TrainConfig(**{name: settings[name] for name in setting_names()})
     except ConfigError as error:
@@ -66,7 +66,7 @@ def _build_config(parsed: ParsedConfig) -> TrainConfig:
 
 def _build(parsed: ParsedConfig, name: str) -> Any:
     """Create the object that the key `name` specifies."""
-    return _call(parsed, name, lambda: parsed.parser.instantiate(_part(parsed, [name]))[name])
+    return _call(parsed, name, lambda: parsed.parser.instantiate(_select_keys(parsed, [name]))[name])
 
 
 def _call(parsed: ParsedConfig, name: str, function: Callable[[], Any]) -> Any:
@@ -78,11 +78,11 @@ def _call(parsed: ParsedConfig, name: str, function: Callable[[], Any]) -> Any:
         raise
 
 
-def _part(parsed: ParsedConfig, names: Sequence[str]) -> Any:
-    part = type(parsed.values)()
+def _select_keys(parsed: ParsedConfig, names: Sequence[str]) -> Any:
+    selected = type(parsed.values)()
     for name in names:
-        part[name] = parsed.values[name]
-    return part
+        selected[name] = parsed.values[name]
+    return selected
 
 
 def _build_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
