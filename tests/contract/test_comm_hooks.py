@@ -134,5 +134,5 @@ def test_invalid_hooks_are_reported(results: list[dict[str, Any]]) -> None:
     for result in results:
         second, compressed, failing = result["messages"]
         assert second == compressed
-        assert second.startswith("The gradients of this model have a communication hook already. Leave compression out")
+        assert second.startswith("The gradients of this model already have a communication hook. Leave compression out")
         assert "the hook fails" in failing

@@ -10,9 +10,10 @@ import pytest
 import torch
 from preload import preloaded
 from requirements import needs_mpi
+from torch import nn
 
 import unitrain
-from unitrain.backends.base import Backend
+from unitrain.backends.base import Backend, Shard
 from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError
 from unitrain.testing import RankGroup
@@ -76,6 +77,48 @@ def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: l
             )
         assert group.run(sums) == [1.0, 1.0]
         assert group.run(start_repeatedly, names) == [[1.0] * 3] * 2
+
+
+def train_after_shutdown(backend: Backend, shard: Shard) -> bool:
+    """Run a backward pass that leaves a parameter unused, on rank 0 only, and return whether it is not reduced."""
+    model = build()
+    distributed = backend.distributed_model(model, shard=shard)
+    backend.shutdown()
+    if backend.rank > 0:
+        return True
+    compute_loss(distributed(batch(0))[:, :1]).backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    compute_loss(model(batch(0))[:, :1]).backward()
+    return all(torch.equal(gradient, parameter.grad) for gradient, parameter in zip(found, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("shard", ["none", "gradients"])
+def test_models_that_were_not_trained_before_the_shutdown_do_not_wait_for_other_ranks(shard: Shard) -> None:
+    with RankGroup("ddp", 2) as group:
+        assert group.run(train_after_shutdown, shard) == [True, True]
+
+
+def test_local_models_can_be_trained_after_the_shutdown() -> None:
+    backend = unitrain.init("local")
+    model = nn.Linear(2, 1)
+    backend.distributed_model(model, compression="bf16")
+    backend.shutdown()
+    inputs = torch.tensor([[0.1234567, 0.7654321]])
+    (model(inputs).sum() + model.bias.sum() * 0).backward()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, inputs)  # bf16 would round it
+
+
+def test_distributing_a_local_model_again_replaces_its_compression() -> None:
+    with unitrain.init("local") as backend:
+        model = nn.Linear(2, 1)
+        backend.distributed_model(model, compression="bf16")
+        backend.distributed_model(model, compression="none")
+        inputs = torch.tensor([[0.1234567, 0.7654321]])
+        model(inputs).sum().backward()
+        assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad, inputs)
 
 
 def test_local_backend_can_be_started_again_after_shutdown() -> None:

@@ -198,6 +198,8 @@ def test_blocks_that_the_model_does_not_have_are_rejected() -> None:
         unitrain.checkpoint_activations(build(), nn.Conv2d)
     with pytest.raises(ModelError, match=r"names ModuleList, a container without a forward method.* in it: 'Block'"):
         unitrain.checkpoint_activations(build(), nn.ModuleList)
+    with pytest.raises(ModelError, match=r"without a forward method\. It is empty\. Name the class of the repeated"):
+        unitrain.checkpoint_activations(nn.Sequential(nn.ModuleList(), nn.Linear(2, 2)), nn.ModuleList)
     with pytest.raises(ModelError, match="takes module classes or class names, got 3"):
         unitrain.checkpoint_activations(build(), [3])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"checkpoint_activations must be a tuple of class names, got 'Block'\."):

@@ -205,7 +205,7 @@ def misuse(backend: Backend) -> None:
                 cross_entropy(wrapped(inputs), targets).backward()
 
     with closing(iter(loader)) as batches:
-        raises(ModelError, "parameters got no gradient on some logical rank: heads", lambda: train_epoch(batches))
+        raises(ModelError, "parameters received no gradient on some logical rank: heads", lambda: train_epoch(batches))
     with closing(iter(unitrain.ShardedLoader(data, backend, batch_size=BATCH, logical_ranks=7))) as batches:
         inputs, targets = next(batches)
         raises(ModelError, "the batch belongs to one of 7 logical ranks", lambda: wrapped(inputs))

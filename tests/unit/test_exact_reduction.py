@@ -244,7 +244,7 @@ def test_unused_parameters() -> None:
         torch.testing.assert_close(means[0], torch.full((2,), 2 / 3))
         torch.testing.assert_close(means[1], torch.full((3,), 1 / 3))
         assert means[2] is None
-    with pytest.raises(ModelError, match="3 parameters got no gradient on some logical rank: p0, p1, p2"):
+    with pytest.raises(ModelError, match="3 parameters received no gradient on some logical rank: p0, p1, p2"):
         reduce(first, 1, parameters=parameters)
 
 

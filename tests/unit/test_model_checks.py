@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from one_rank import simulate_rank
 from torch import nn
 
-from unitrain.backends.checks import check_trainable_model
+from unitrain.backends.checks import check_same_weights, check_trainable_model
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import ModelError
 from unitrain.testing.parameters import Lookup
@@ -32,6 +33,14 @@ def test_models_with_sparse_gradients_are_rejected() -> None:
 
     with pytest.raises(ModelError, match=r"^Module 'Words' produces sparse gradients"):
         check_trainable_model(Words(3, 2, sparse=True), "none", CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32])
+def test_weights_of_every_dtype_are_compared(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    assert check_same_weights(simulate_rank(0, 2), model)
+    assert not check_same_weights(simulate_rank(0, 2, gathered=[[1], [2]]), model)  # the values differ by rounding
 
 
 def test_model_on_another_device_is_rejected() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import time
+from itertools import chain, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unitrain.backends.sharding.partition import MIN_DIVIDED_ELEMENTS, ParameterShard, divide_elements, divide_runs
+from unitrain.backends.sharding.partition import (
+    MIN_DIVIDED_ELEMENTS,
+    ParameterShard,
+    batches_of,
+    divide_elements,
+    divide_runs,
+)
 
 SIZES = st.lists(st.integers(0, 5 * MIN_DIVIDED_ELEMENTS), max_size=12)
 
@@ -39,6 +46,27 @@ def test_divide_runs_assigns_every_element_to_one_rank_and_balances_each_run(
             if shard.index in members:
                 owned[shard.owner] += shard.stop - shard.start
         assert max(owned) <= sum(owned) / ranks + MIN_DIVIDED_ELEMENTS + 16
+
+
+@given(SIZES, st.integers(1, 5), st.integers(1, 8 * MIN_DIVIDED_ELEMENTS))
+def test_batches_contain_every_shard_once_and_about_the_limit_per_rank(
+    sizes: list[int], ranks: int, limit: int
+) -> None:
+    shards = divide_elements(sizes, ranks)
+    batches = list(batches_of(shards, [4] * len(sizes), limit))
+    assert sorted(map(repr, chain.from_iterable(batches))) == sorted(map(repr, shards))
+    for owner in range(ranks):
+        parts = [[shard for shard in batch if shard.owner == owner] for batch in batches]
+        num_bytes = [sum(4 * (shard.stop - shard.start) for shard in part) for part in parts if part]
+        assert all(found >= limit for found in num_bytes[:-1])
+        # A batch is complete as soon as it reaches the limit.
+        assert all(4 * sum(one.stop - one.start for one in part[:-1]) < limit for part in parts)
+
+
+def test_many_small_tensors_are_divided_in_linear_time() -> None:
+    started = time.process_time()
+    divide_runs([10] * 20_000, 4, 10**7)
+    assert time.process_time() - started < 3  # quadratic time takes 18 s
 
 
 @given(SIZES, st.integers(1, 5))

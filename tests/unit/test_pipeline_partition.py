@@ -15,6 +15,20 @@ import unitrain
 from unitrain.backends.pipeline.measurement import BlockCost, measure_blocks, memory_of_stage, time_of_stage
 from unitrain.backends.pipeline.micro_batches import micro_batch_sizes, split_targets
 from unitrain.backends.pipeline.partition import partition
+from unitrain.backends.pipeline.replicas import Replicas
+from unitrain.errors import CollectiveMismatchError
+from unitrain.testing.fake_backend import FakeBackend
+
+
+def test_only_one_rank_of_a_pipeline_writes_files() -> None:
+    found = []
+    for rank in range(4):
+        replicas = Replicas(FakeBackend(rank, 4), stages=2)
+        with replicas.on_rank_zero() as is_rank_zero:
+            found.append(is_rank_zero)
+            with pytest.raises(CollectiveMismatchError, match="was called inside on_rank_zero"):
+                replicas.allreduce(torch.ones(1))
+    assert found == [True, False, False, False]
 
 
 def all_partitions(blocks: int, stages: int) -> list[list[int]]:

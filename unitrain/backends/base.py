@@ -151,8 +151,9 @@ class Backend(Lifecycle, Communicator):
         With `find_unused_parameters`, a rank that does not use a parameter contributes a zero gradient; if no rank uses
         the parameter, its `grad` remains None. Otherwise, an unused parameter raises ModelError: on every rank in the
         first backward pass; in later ones, only on the affected ranks, before the optimizer step. Parameters may be
-        frozen and unfrozen later if all ranks do so before the same forward pass; otherwise a ModelError is raised. A
-        backend may reject any `compression` other than "none" with UnsupportedError.
+        frozen and unfrozen later if all ranks do so before the same forward pass. If the ranks freeze different
+        parameters, a ModelError is raised; if some ranks freeze none, the others time out. A backend may reject any
+        `compression` other than "none" with UnsupportedError.
 
         With `broadcast_buffers=False`, buffers are broadcast in the first training forward pass only (rule 3). Use it
         for large buffers that no training step modifies, such as attention masks.

@@ -23,11 +23,11 @@ def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], se
     class, or if the class is a container without a forward method, such as ModuleList.
     """
     wanted = [classes] if isinstance(classes, type | str) else list(classes)
-    for block in wanted:
-        _check_class(model, block, setting)
+    for block_class in wanted:
+        _check_class(model, block_class, setting)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not _is_inside(name, found) and any(is_of_class(module, block) for block in wanted):
+        if not _is_inside(name, found) and any(is_of_class(module, block_class) for block_class in wanted):
             _check_has_forward(module, setting)
             found[name] = module
     return found
@@ -38,16 +38,16 @@ def find_repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     Modules without submodules, and nn.Sequential, nn.ModuleList and nn.ModuleDict, are not blocks.
     """
-    counts = Counter(type(module) for module in model.modules() if _is_composed(module))
+    counts = Counter(type(module) for module in model.modules() if _is_composite(module))
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if _is_composed(module) and counts[type(module)] > 1 and not _is_inside(name, found):
+        if _is_composite(module) and counts[type(module)] > 1 and not _is_inside(name, found):
             found[name] = module
     return found
 
 
-def find_large_blocks(model: nn.Module, elements: int) -> dict[str, nn.Module]:
-    """Return the innermost modules of `model` whose parameters have at least `elements` elements, by name.
+def find_large_blocks(model: nn.Module, min_elements: int) -> dict[str, nn.Module]:
+    """Return the innermost modules of `model` whose parameters have at least `min_elements` elements, by name.
 
     Containers without a forward method, such as ModuleList, are not blocks. Modules in an nn.MultiheadAttention are not
     blocks either, because it does not call them.
@@ -66,8 +66,8 @@ def find_large_blocks(model: nn.Module, elements: int) -> dict[str, nn.Module]:
         inside = [search(f"{name}.{child_name}".removeprefix("."), child) for child_name, child in children]
         if any(inside):
             return True
-        is_container = type(module).forward is nn.Module.forward
-        if is_container or sum(parameter.numel() for parameter in module.parameters()) < elements:
+        num_elements = sum(parameter.numel() for parameter in module.parameters())
+        if _lacks_forward(module) or num_elements < min_elements:
             return False
         found[name] = module
         return True
@@ -76,47 +76,51 @@ def find_large_blocks(model: nn.Module, elements: int) -> dict[str, nn.Module]:
     return found
 
 
-def is_of_class(module: nn.Module, block: BlockClass) -> bool:
-    """Return whether `module` is an instance of the class, or of the class name, `block`, including subclasses."""
-    if isinstance(block, str):
-        return any(kind.__name__ == block for kind in type(module).__mro__ if issubclass(kind, nn.Module))
-    return isinstance(module, block)
+def is_of_class(module: nn.Module, block_class: BlockClass) -> bool:
+    """Return whether `module` is an instance of `block_class`, a class or the name of a class, or of a subclass."""
+    if isinstance(block_class, str):
+        return any(kind.__name__ == block_class for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    return isinstance(module, block_class)
 
 
-def _is_composed(module: nn.Module) -> bool:
-    is_container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    return not is_container and any(True for _ in module.children())
+def _is_composite(module: nn.Module) -> bool:
+    """Return whether `module` has submodules and is not only a list of modules."""
+    is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    return not is_list and any(True for _ in module.children())
+
+
+def _lacks_forward(module: nn.Module) -> bool:
+    """Return whether `module` is a container without a forward method, such as ModuleList."""
+    return type(module).forward is nn.Module.forward
 
 
 def _is_inside(name: str, outer_names: dict[str, nn.Module]) -> bool:
     return any(name.startswith(f"{outer}.") or outer == "" for outer in outer_names)
 
 
-def _check_class(model: nn.Module, block: Any, setting: str) -> None:
-    names = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
-    if isinstance(block, str):
-        if block not in names and not any(is_of_class(module, block) for module in model.modules()):
-            shown = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
-            raise ModelError(
-                f"{type(model).__name__} has no module of class {block!r}, which {setting} names. "
-                f"{did_you_mean(block, names)}Classes of its modules: {shown}."
-            )
-    elif not (isinstance(block, type) and issubclass(block, nn.Module)):
+def _check_class(model: nn.Module, block_class: Any, setting: str) -> None:
+    is_name = isinstance(block_class, str)
+    if not is_name and not (isinstance(block_class, type) and issubclass(block_class, nn.Module)):
         raise ModelError(
-            f"{setting} takes module classes or class names, got {block!r}. "
+            f"{setting} takes module classes or class names, got {block_class!r}. "
             "Name the class of the repeated blocks, such as nn.TransformerEncoderLayer."
         )
-    elif not any(isinstance(module, block) for module in model.modules()):
+    if not any(is_of_class(module, block_class) for module in model.modules()):
+        name = block_class if is_name else block_class.__name__
+        names = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
+        shown = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
         raise ModelError(
-            f"{type(model).__name__} has no module of class {block.__name__!r}, which {setting} names. "
-            f"Classes of its modules: {', '.join(names[:_MAX_LISTED])}."
+            f"{type(model).__name__} has no module of class {name!r}, which {setting} names. "
+            f"{did_you_mean(name, names) if is_name else ''}Classes of its modules: {shown}."
         )
 
 
 def _check_has_forward(module: nn.Module, setting: str) -> None:
-    if type(module).forward is nn.Module.forward:
-        inner = next((type(child).__name__ for child in module.children()), "Block")
-        raise ModelError(
-            f"{setting} names {type(module).__name__}, a container without a forward method. Name the class of the "
-            f"modules in it: {inner!r}."
+    if _lacks_forward(module):
+        inner = next((type(child).__name__ for child in module.children()), None)
+        fix = (
+            "It is empty. Name the class of the repeated blocks, such as nn.TransformerEncoderLayer."
+            if inner is None
+            else f"Name the class of the modules in it: {inner!r}."
         )
+        raise ModelError(f"{setting} names {type(module).__name__}, a container without a forward method. {fix}")

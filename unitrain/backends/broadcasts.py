@@ -36,11 +36,11 @@ class Broadcasts:
     def start(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
         """Start to broadcast each piece in place from its root, and return a function that waits for all broadcasts.
 
-        Each of `pieces` consists of a contiguous tensor, [elements], and the rank of its root. All ranks must pass the
-        same sizes and roots in the same order, and start other collectives in the same order relative to this call.
-        There is no consistency check. Pieces must not be read or written before the returned function returns. On GPUs,
-        that function makes the current stream wait for the broadcasts. It raises CollectiveTimeoutError, which names
-        the missing ranks.
+        Each piece consists of a contiguous tensor, [elements], and the rank of its root. All ranks must pass the same
+        sizes and roots in the same order, and start other collectives in the same order relative to this call. There is
+        no consistency check. Pieces must not be read or written before the returned function returns. On GPUs, that
+        function makes the current stream wait for the broadcasts. After a timeout, it raises CollectiveTimeoutError,
+        which names the missing ranks.
         """
         phase = GradientPhase("parameter broadcast", next(self._counter))
         self._monitor.record(phase)

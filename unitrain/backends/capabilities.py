@@ -74,8 +74,8 @@ class SupportsAsyncBroadcasts(ABC):
     def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
         """Start to broadcast each piece in place from its root, and return a function that waits for all broadcasts.
 
-        Each of `pieces` is a contiguous 1-D tensor and the rank that broadcasts it. Sizes and roots are
-        equal on every rank. The tensors must not be read or written before the returned function returns.
+        Each piece is a contiguous 1-D tensor and the rank of its root. Sizes and roots must be equal on every rank. The
+        tensors must not be read or written before the returned function returns.
         """
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unitrain import validation
 from unitrain.backends.base import Communicator, ReduceOp, Shard
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
+from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.pipeline.stage_runs import StageModule
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.backends.tensors import as_bytes
@@ -210,7 +211,7 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             f"Model {type(model).__name__} has no parameter that requires a gradient, so there is nothing to train. "
-            "Unfreeze some with parameter.requires_grad_(True), or use backend.broadcast to share its weights."
+            "Unfreeze some with parameter.requires_grad_(True), or broadcast its weights with backend.broadcast."
         )
     tensors = dict(_named_tensors(model))
     check_no_meta_tensors(model)
@@ -228,9 +229,9 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ModelError(
-                f"Module {name or type(model).__name__!r} has max_norm={module.max_norm:g}: its forward changes the "
-                "weights of the items in this rank's batch only, so the ranks' weights would differ. Build it without "
-                "max_norm, and limit the weights after each optimizer step: "
+                f"Module {name or type(model).__name__!r} has max_norm={module.max_norm:g}: its forward pass changes "
+                "the weights of the items in this rank's batch only, so the ranks' weights would differ. Build it "
+                "without max_norm, and limit the weights after each optimizer step: "
                 f"with torch.no_grad(): embedding.weight.renorm_({module.norm_type:g}, 0, {module.max_norm:g})"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
@@ -244,8 +245,8 @@ def check_no_embedding_renorm(model: nn.Module) -> None:
     """Make `torch.nn.functional.embedding` and `embedding_bag` raise ModelError if they are called with `max_norm` and
     a parameter of `model`.
 
-    `check_trainable_model` detects embedding layers with `max_norm`, but the arguments of these functions are known
-    only when they are called.
+    `check_trainable_model` rejects embedding layers with `max_norm`, but calls of these functions can be checked only
+    when they run.
     """
     _distributed_models.add(unwrap_compiled(model))
     _observe_embedding_renorm()
@@ -372,8 +373,8 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
     """Return whether all parameters that are not sharded have the same bits on all ranks. All ranks call it.
 
     Raises ModelError on every rank if the values of a parameter differ by more than rounding errors, which occur if
-    the ranks compute on different processors. Compares a digest of the bits of each parameter, which takes about as
-    long as reading the parameters once; a parameter whose digests differ is broadcast from rank 0.
+    the ranks compute on different processors. Computing a digest of the bits of each parameter takes about as long as
+    reading the parameters once. A parameter whose digests differ is broadcast from rank 0 and compared.
     """
     if communicator.size == 1:
         return True
@@ -399,9 +400,11 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
 
 
 def _differs_by_rounding(communicator: Communicator, tensor: Tensor) -> bool:
-    """Return whether `tensor` differs from that of rank 0 by rounding errors on every rank. All ranks call it."""
+    """Return whether `tensor` differs from that of rank 0 only by rounding errors on every rank. All ranks call it."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
-    reference = communicator.broadcast(tensor).to(wide)
+    reference = tensor.clone()
+    broadcast_tensors(communicator, [reference])  # supports all dtypes
+    reference = reference.to(wide)
     difference = (tensor.to(wide) - reference).abs().max()
     is_floating = tensor.is_floating_point() or tensor.is_complex()
     limit = max(_MAX_ROUNDING, 4 * torch.finfo(tensor.dtype).eps) if is_floating else 0.0
@@ -410,7 +413,8 @@ def _differs_by_rounding(communicator: Communicator, tensor: Tensor) -> bool:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return a 64-bit digest of the bits of `tensor`, which depends on the order of rows of 1024 bytes."""
+    """Return a 64-bit digest of the bits of `tensor`. It is a sum of 256-word rows, weighted by their positions, so it
+    does not depend on the order within a row."""
     content = as_bytes(tensor)
     if content.storage_offset() % 4:
         content = content.clone()

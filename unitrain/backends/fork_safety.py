@@ -1,8 +1,9 @@
 """Prevent torch.distributed's threads from causing deadlocks in forked processes, such as DataLoader workers.
 
-With Python before 3.11.10, a forked process hangs if another thread was about to acquire the GIL during the fork
-(https://github.com/python/cpython/issues/112275). torch's threads acquire the GIL when they release the tensors of a
-completed collective. A fork is therefore delayed until no other thread runs.
+With Python before 3.11.10, a forked process hangs if another thread held an internal lock of the interpreter during the
+fork (HEAD_LOCK, https://github.com/python/cpython/issues/112275). A thread of C++ code holds this lock for a moment
+before it waits for the GIL, and torch's threads do so when they release the tensors of a completed collective. A fork
+is therefore delayed until no other thread runs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def make_forks_safe() -> None:
 def _wait_for_threads() -> None:
     deadline = time.monotonic() + _MAX_WAIT_SECONDS
     while True:
-        time.sleep(_POLL_SECONDS)  # releases the GIL, so that a thread that waits for it can continue
+        time.sleep(_POLL_SECONDS)  # releases the GIL, so that threads that wait for it can continue
         if not _is_any_thread_running() or time.monotonic() > deadline:
             return
 
@@ -39,7 +40,7 @@ def _wait_for_threads() -> None:
 def _is_any_thread_running() -> bool:
     """Return whether another thread of this process is running or runnable, or False without Linux's /proc.
 
-    A thread that is blocked on the GIL does not count, because it remains blocked during the fork.
+    A thread that waits for the GIL does not count: it does not hold the lock, and cannot continue during the fork.
     """
     own = str(threading.get_native_id())
     with contextlib.suppress(OSError):

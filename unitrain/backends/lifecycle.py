@@ -14,7 +14,7 @@ from unitrain.monitoring.stack_inspection import call_site
 
 
 class Lifecycle(ABC):
-    """Methods that every backend inherits: the context manager, `on_rank_zero`, and checks of the state."""
+    """Methods that every backend inherits: the context manager, `on_rank_zero`, and checks of the backend's state."""
 
     rank: int
     _rank_zero_depth = 0  # number of nested on_rank_zero blocks that the caller is in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary, WeakSet
@@ -28,7 +28,7 @@ from unitrain.backends.gradients.logical_ranks_model import (
     check_logical_ranks_arguments,
     check_logical_ranks_optimizer,
 )
-from unitrain.backends.gradients.unused_parameters import check_first_backward
+from unitrain.backends.gradients.unused_parameters import register_first_backward_check
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.optimizer_checks import check_sharded_optimizer
 from unitrain.bootstrap.devices import choose_device
@@ -50,6 +50,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         self.device = device
         self._accumulating = self._has_accumulated = False
         self._compression_states = CompressionStates()
+        self._end_compression: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
         self._gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
         self._shards: WeakKeyDictionary[nn.Module, Shard] = WeakKeyDictionary()
         self._logical_rank_models: WeakSet[LogicalRanksModel] = WeakSet()
@@ -57,7 +58,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
     @classmethod
     def start(cls, options: StartOptions) -> Self:
         """Return the backend. Raises LauncherMismatchError if a launcher started more than one process, and ConfigError
-        if a transport is set or an earlier backend is in use.
+        if a transport is requested or an earlier backend is in use.
         """
         rank_info = options.rank_info
         if rank_info.size > 1:
@@ -157,13 +158,18 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             )
         checks.check_no_embedding_renorm(model)
         if not find_unused_parameters:
-            check_first_backward(model, model, self.allgather_object, lambda: not self._accumulating)
-        compressor = self._compression_states.create(compression, self.unwrap(model), self)
-        if compressor != "none":
-            compress_each_backward(model, compressor, lambda: not self._accumulating)
+            register_first_backward_check(
+                model, model, self.allgather_object, lambda: not self._accumulating and not self._is_shut_down
+            )
         inner = self.unwrap(model)
+        # The model may have been distributed before, with other arguments.
+        if (end_compression := self._end_compression.pop(inner, None)) is not None:
+            end_compression()
         if (previous := self._gradients.pop(inner, None)) is not None:
             previous.stop()
+        compressor = self._compression_states.create(compression, inner, self)
+        if compressor != "none":
+            self._end_compression[inner] = compress_each_backward(model, compressor, lambda: not self._accumulating)
         self._gradients[inner] = gradients = LocalGradients(inner, lambda: self._accumulating)
         self._shards[inner] = shard
         if self._has_accumulated:
@@ -224,6 +230,8 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
     def shutdown(self) -> None:
         LocalBackend._running.discard(self)
         self._is_shut_down = True
+        for end_compression in self._end_compression.values():
+            end_compression()
         for gradients in self._gradients.values():
             gradients.stop()
         for model in self._logical_rank_models:

@@ -17,11 +17,12 @@ from unitrain.bootstrap.authentication import SIGNATURE_BYTES, has_key, sign, ve
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
 EMPTY_PAYLOAD = torch.empty(0, dtype=torch.uint8)
-# Size of the chunks in which the tensors of an object are broadcast. The broadcast needs this much additional memory.
+# `broadcast_with_tensors` divides the bytes of tensors into chunks of this size. It needs this much additional memory.
 CHUNK_BYTES = 2**26
+# `broadcast_in_parts` sends several complete tensors in one collective as soon as they have this size together.
+_GROUP_BYTES = 2**25
 _PICKLE_FORMAT, _TORCH_FORMAT = b"p", b"t"
 _SIGNATURE_PURPOSE = "object"
-_PART_BYTES = 2**25
 
 
 def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
@@ -47,8 +48,8 @@ def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
 def unpack(payload: Tensor, device: torch.device) -> Any:
     """Return the packed object, with its GPU tensors on `device`.
 
-    Raises AuthenticationError, before it unpickles anything, if the object was not packed by a process of this job,
-    because unpickling runs code.
+    Raises AuthenticationError if the object was not packed by a process of this job. Unpickling can run any code, so
+    this is checked first.
     """
     content = payload.numpy().tobytes()
     if has_key():
@@ -69,8 +70,9 @@ def unpack(payload: Tensor, device: torch.device) -> Any:
 
 
 class _GPUTensorError(Exception):
-    """Raised if the object contains a GPU tensor. pickle would restore it on the sender's GPU index, which may belong
-    to another rank or not exist on the receiver. torch.save can map devices, but is several times slower.
+    """Raised if the object contains a GPU tensor. pickle would restore the tensor on the GPU with the sender's index,
+    which may belong to another rank or not exist on the receiver. torch.save can map devices, but is several times
+    slower.
     """
 
 
@@ -96,23 +98,26 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> 
 
 
 def broadcast_in_parts(communicator: Communicator, tensors: Iterable[Tensor]) -> None:
-    """Broadcast `tensors` in place from rank 0, in collectives of at least 32 MiB, except the last one. All ranks
-    call it."""
-    part, size = list[Tensor](), 0
+    """Broadcast `tensors` in place from rank 0. All ranks call it.
+
+    Each collective except the last one transfers several complete tensors, of 32 MiB or more together.
+    """
+    group, size = list[Tensor](), 0
     for tensor in tensors:
-        part.append(tensor.detach())
+        group.append(tensor.detach())
         size += tensor.numel() * tensor.element_size()
-        if size >= _PART_BYTES:
-            broadcast_tensors(communicator, part)
-            part, size = [], 0
-    broadcast_tensors(communicator, part)
+        if size >= _GROUP_BYTES:
+            broadcast_tensors(communicator, group)
+            group, size = [], 0
+    broadcast_tensors(communicator, group)
 
 
 def broadcast_with_tensors(communicator: Communicator, obj: Any, root: int = 0) -> Any:
     """Return the root's `obj` on every rank; the objects of other ranks are ignored. All ranks call it.
 
-    Tensors in dictionaries, lists and tuples may be of any size: they are broadcast in chunks. Pickling them would take
-    several times their memory. GPU tensors are on `communicator.device` afterwards.
+    Tensors in dictionaries, lists and tuples may be of any size: they are broadcast in chunks, because pickling them
+    would take several times their memory. On the other ranks, GPU tensors are on `communicator.device`, parameters are
+    plain tensors without gradients, and tensors do not share memory.
     """
     tensors: list[Tensor] = []
     is_root = communicator.rank == root

@@ -317,9 +317,8 @@ class ProcessGroupBackend(
         if self.rank != 0:
             defaults = dict(optimizer.defaults)
             optimizer.load_state_dict(state)
-            optimizer.defaults = (
-                defaults  # load_state_dict adds entries, which later groups would have on this rank only
-            )
+            # load_state_dict adds entries to `defaults`. Groups that are added later would have them on this rank only.
+            optimizer.defaults = defaults
         if shard != "none":
             reducer = distributed.reducer if isinstance(distributed, ShardedGradientModel) else None
             shard_optimizer_state(optimizer, self, shard=shard, reducer=reducer)

@@ -198,9 +198,8 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
 
 
 def _transport_dtype(dtype: torch.dtype) -> torch.dtype:
-    return (
-        torch.uint8 if dtype == torch.bool else dtype
-    )  # transports do not reduce booleans; as uint8, they have the same minimum and maximum
+    # Transports do not reduce booleans. As uint8, they have the same minimum and maximum.
+    return torch.uint8 if dtype == torch.bool else dtype
 
 
 def _reduction_dtype(dtype: torch.dtype, op: str) -> torch.dtype:

@@ -48,7 +48,7 @@ class Subgroup:
         self.start_send(tensor, index, tag)()
 
     def start_send(self, tensor: Tensor, index: int, tag: int = 0) -> Callable[[], None]:
-        """Start to send a contiguous `tensor`, and return a function that waits until `tensor` can be changed."""
+        """Start to send a contiguous `tensor`, and return a function that waits until `tensor` may be changed."""
         work = dist.isend(tensor, self.ranks[index], self.process_group, tag=tag)
         return lambda: self.monitor.wait_for_ranks(work, polls=False)
 

@@ -39,7 +39,7 @@ class Call:
             name = getattr(self.function, "__name__", repr(self.function))
             raise FunctionError(
                 f"{name} or its arguments cannot be sent to the ranks: {type(error).__name__}: {error}. "
-                f"Create objects that belong to one process inside of {name}: files, locks, connections, iterators."
+                f"Create objects that belong to one process inside {name}: files, locks, connections, iterators."
             ) from error
         # A rank needs the import path of this process to unpickle the call. Notebook cells have no source file, so
         # their source is included for tracebacks.

@@ -61,7 +61,7 @@ def run(
     rank_info = environment.detect()
     if rank_info.launcher not in _AMBIGUOUS_LAUNCHERS:
         raise ConfigError(
-            f"unitrain.run starts ranks, but {rank_info.launcher} has started this process as a rank already "
+            f"unitrain.run starts ranks, but {rank_info.launcher} has already started this process as a rank "
             f"({', '.join(rank_info.evidence)}). Call the function directly, or start the program with python."
         )
     function_fix = "Pass the function and its arguments separately: unitrain.run(train, (0.1,), np=2)"
@@ -219,4 +219,6 @@ def _check_all_returned(outcomes: Mapping[int, CallOutcome], size: int, code: in
     missing = [rank for rank in range(size) if rank not in outcomes]
     if missing or code != 0:
         event = f"Ranks {missing} of {size} ended without a result" if missing else "A rank failed after its return"
-        raise RankFailedError(f"{event}, and the launcher with exit code {code}. Last lines:\n\n{''.join(last_lines)}")
+        raise RankFailedError(
+            f"{event}. The launcher ended with exit code {code}. Last lines:\n\n{''.join(last_lines)}"
+        )

@@ -216,7 +216,7 @@ def backward_of_a_gradient_penalty_may_come_first(backend: Backend) -> None:
     if wrapped is not model:
         backward(wrapped, backend.rank)
         _penalty(model).backward()
-        raises(ModelError, "such as that of a penalty, run its backward pass before", optimizer.step)
+        raises(ModelError, "another loss, such as a penalty, run its backward pass before", optimizer.step)
 
 
 @contract
@@ -362,9 +362,8 @@ def added_parameters_must_belong_to_a_distributed_model(backend: Backend) -> Non
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.zero_grad()
     compute_loss(other(wrapped(batch(backend.rank)))).backward()
-    text = raises(
-        ModelError, "holds 2 parameters that belong to no distributed model, with shapes [2, 3], [2]", optimizer.step
-    )
+    expected = "holds 2 parameters outside of all distributed models, with shapes [2, 3], [2]"
+    text = raises(ModelError, expected, optimizer.step)
     assert_same_on_every_rank(backend, text)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 

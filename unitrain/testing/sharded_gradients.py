@@ -191,7 +191,7 @@ def norms_of_sharded_gradients_are_those_of_complete_gradients(backend: Backend)
 
 @contract
 def operations_on_incomplete_gradients_raise(backend: Backend) -> None:
-    model, wrapped, _ = _setup(backend)
+    model, wrapped, optimizer = _setup(backend)
     if backend.size == 1:
         return
     _run(wrapped, backend.rank)
@@ -217,7 +217,17 @@ def operations_on_incomplete_gradients_raise(backend: Backend) -> None:
     _run(wrapped, backend.rank, 1)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     sum(parameter.pow(2).sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
-    raises(ModelError, "that is not reduced over ranks", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    scaler = torch.amp.GradScaler(backend.device.type, init_scale=8.0)
+    scaler.scale(torch.ones((), device=backend.device))  # creates its state
+    local = gradient.local.clone()
+    for use in (
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: gradient.mul_(2.0),
+        lambda: scaler.unscale_(optimizer),
+        gradient.full_tensor,
+    ):
+        raises(ModelError, "was called on a gradient that is not reduced over ranks", use)
+    assert torch.equal(gradient.local, local)
 
 
 @contract
@@ -342,7 +352,7 @@ def sharding_of_gradients_that_is_not_possible_raises(backend: Backend) -> None:
     other_wrapped = backend.distributed_model(other)
     raises(
         ModelError,
-        'sharded over ranks already. Pass the same setting again, shard="gradients"',
+        'already sharded over ranks. Pass the same setting again, shard="gradients"',
         lambda: backend.distributed_optimizer(optimizer, model, shard="state"),
     )
     del other_wrapped

@@ -4,7 +4,7 @@ reference         reference implementation: one allreduce per gradient after the
 ddp_wrapper       the fast path: a subclass of DistributedDataParallel
 reducer_group     the process group of DDP's reducer
 end_of_backward   the stages at the end of a backward pass, and their order
-unused_parameters the check of the first backward pass for parameters without a gradient
+unused_parameters check of the first backward pass for parameters without a gradient
 local_gradients   tracking of unreduced gradients, checked before each optimizer step
 exact_reduction   exact sums of gradients in integers
 logical_ranks_model  separate gradients per logical rank, reduced exactly

@@ -1,10 +1,9 @@
 """Gradient compression: half precision, or PowerSGD with its state. `compression_setting.py` specifies the formulas.
 
-With several ranks, a comm hook compresses the buckets of DDP's reducer. The autograd thread starts all collectives in
-DDP's bucket order, which is the same on all ranks. The second collective of a bucket starts at the end of the backward
-pass. Waiting for the first collective during the backward pass would block the autograd thread, while other ranks may
-be waiting for collectives that this thread starts later. With one rank, the same arithmetic runs at the end of each
-backward pass.
+With several ranks, a comm hook compresses the buckets of DDP's reducer. A bucket takes two collectives. The autograd
+thread starts the first collectives in DDP's bucket order, which is the same on all ranks, and the second ones at the
+end of the backward pass. If it waited for a first collective earlier, other ranks might meanwhile wait for collectives
+that it starts later. With one rank, the same arithmetic runs at the end of each backward pass.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
@@ -44,8 +44,8 @@ class CompressionStates:
         self._compressors: WeakKeyDictionary[nn.Module, PowerSGDCompressor] = WeakKeyDictionary()
 
     def create(self, compression: Compression, model: nn.Module, communicator: Communicator) -> Compressor:
-        """Return a new compressor for the gradients of `model`, the user's module. It replaces the model's earlier
-        compressor."""
+        """Return a new compressor for the gradients of `model`, the user's module. It replaces an earlier PowerSGD
+        compressor of the model. Without PowerSGD, the compressor is the name of the compression."""
         self._compressors.pop(model, None)
         setting = read_compression(compression)
         if not isinstance(setting, PowerSGD):
@@ -64,7 +64,7 @@ class CompressionStates:
 
 
 class _BucketInFlight(NamedTuple):
-    """A bucket whose first collective has started. Each `next(stages)` starts the next collective and returns its wait
+    """A bucket whose first collective has started. `next(stages)` starts the next collective and returns its wait
     function."""
 
     buffer: Tensor
@@ -195,19 +195,23 @@ class _BucketCompression:
         return reducer_group
 
 
-def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gradients: Callable[[], bool]) -> None:
-    """Compress the gradients at the end of each backward pass of `model`, on a single rank.
+def compress_each_backward(
+    model: nn.Module, compressor: Compressor, reduces_gradients: Callable[[], bool]
+) -> Callable[[], None]:
+    """Compress the gradients at the end of each backward pass of `model`, on a single rank. Return a function that ends
+    the compression.
 
     `reduces_gradients` returns, during a backward pass, whether it runs outside `no_sync`.
     """
     parameters = list(model.parameters())
+    handles: list[RemovableHandle] = []
     hooked: set[Tensor] = set()
     reached: set[Tensor] = set()  # since the last compression, including backward passes inside no_sync
     backward = last_reaching_backward = -1
 
     def compress() -> None:
         # Autograd graph task IDs increase, so a nested backward pass has a larger ID. A backward pass that reaches no
-        # parameter was started by torch.autograd.grad. It adds nothing to the accumulated gradients, so they are kept.
+        # parameter, as in torch.autograd.grad, adds nothing to the accumulated gradients, so they are not compressed.
         if last_reaching_backward >= backward:
             _compress_gradients([parameter for parameter in parameters if parameter in reached], compressor)
             reached.clear()
@@ -229,11 +233,17 @@ def compress_each_backward(model: nn.Module, compressor: Compressor, reduces_gra
         for parameter in parameters:
             if parameter.requires_grad and parameter not in hooked:  # the user may have unfrozen it
                 hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(on_gradient)
+                handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
         for tensor in tensors_requiring_grad(output):
             tensor.register_hook(on_output_gradient)
 
-    model.register_forward_hook(on_forward)
+    def stop() -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+
+    handles.append(model.register_forward_hook(on_forward))
+    return stop
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_ba
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
-from unitrain.backends.gradients.unused_parameters import check_first_backward
+from unitrain.backends.gradients.unused_parameters import register_first_backward_check
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
@@ -65,10 +65,10 @@ _num_models_wrapped = 0
 class _PendingForwards:
     """Numbers of forward passes with grad mode enabled since the last backward pass, and the ID of that backward pass.
 
-    `reducing` counts the forward passes outside `no_sync`. `prepared` counts the forward passes after which DDP's
-    reducer is correctly prepared for a backward pass. The reducer is not prepared if DDP needs the output tensors but
-    does not find them. The counts are in a separate object, because setting an attribute of a module takes
-    microseconds.
+    `reducing` counts the forward passes outside `no_sync`. `prepared` counts those after which DDP's reducer is
+    prepared correctly for a backward pass. With `find_unused_parameters`, DDP searches the output for the tensors from
+    which a backward pass can start, and the reducer is prepared only if DDP finds all of them. The counts are in a
+    separate object, because setting an attribute of a module takes microseconds.
     """
 
     forwards: int = 0
@@ -81,12 +81,13 @@ class _PendingForwards:
 class _MonitoredHook:
     """Calls the user's communication hook, and waits for its futures at the end of the backward pass.
 
-    The watchdog monitors this wait. Without this class, DDP would wait in C++, where the timeout error names no rank.
+    The watchdog monitors this wait. Without this class, DDP would wait in C++, and an error after a timeout would name
+    no rank.
     """
 
     def __init__(self, hook: CommHook, model: DistributedModel) -> None:
         self._hook, self._futures = hook, list[Any]()
-        self._model = weakref.ref(model)  # a hook must not keep the groups alive
+        self._model = weakref.ref(model)  # a strong reference would keep the process groups alive
 
     def __call__(self, state: object, bucket: dist.GradBucket) -> Any:
         if bucket.index() == 0:  # an exception may have interrupted the previous backward pass
@@ -112,7 +113,7 @@ class _MonitoredHook:
 
     def _group(self) -> ReducerGroup:
         model = self._model()
-        assert model is not None, "a backward pass holds the model"
+        assert model is not None, "the graph of a backward pass refers to the model"
         return model._gradient_group
 
 
@@ -167,13 +168,13 @@ class DistributedModel(ReducerDDP, WrappedModel):
         self._rendezvous, self._key, self._freeze_changes = rendezvous, f"model/{_num_models_wrapped}", 0
         self._find_models_with_shared_parameters()
         if not find_unused_parameters:
-            # The exchange uses the store, because collectives of this backward pass are in flight on ranks that wait
-            # for a gradient.
-            check_first_backward(
+            # The names are exchanged through the store, because collectives of this backward pass are in flight on
+            # ranks that wait for a gradient.
+            register_first_backward_check(
                 self,
                 model,
                 lambda names: rendezvous.allgather(f"{self._key}/unused", names),
-                lambda: self.require_backward_grad_sync,
+                lambda: self.require_backward_grad_sync and not self._has_left_group,
             )
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
@@ -186,8 +187,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
         """
         if self.has_comm_hook():
             raise ModelError(
-                "The gradients of this model have a communication hook already. Leave compression out of "
-                "distributed_model, and register one hook."
+                "The gradients of this model already have a communication hook. Leave compression out of "
+                "distributed_model, and register only one hook."
             )
         monitored = _MonitoredHook(hook, self)
         # DDP checks the annotations of a hook and rejects this module's, which are strings. A lambda has no
@@ -195,9 +196,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         super().register_comm_hook(state, lambda state, bucket: monitored(state, bucket))
 
     def leave_group(self) -> None:
-        """Release the process group. Afterwards, this module only calls the user's model, and gradients are not
-        reduced.
-        """
+        """Release the process group. Afterwards, this module calls the user's model without reducing gradients."""
         if not self._has_left_group:
             self._has_left_group = True
             self._local_gradients.stop()
@@ -237,8 +236,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced.
 
-        If this check has failed on another rank, re-raise its ModelError, so that no rank updates parameters. Does not
-        communicate.
+        If the check has failed on another rank and the report of that rank has arrived, re-raise its ModelError. Does
+        not communicate.
         """
         if not self._has_left_group:
             self._gradient_group.check_other_ranks()
@@ -251,7 +250,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             self._local_gradients.check(optimizer)
 
     def _find_models_with_shared_parameters(self) -> None:
-        """Find the distributed models that share trained parameters with this one."""
+        """Find the distributed models that share parameters with this one."""
         own = {id(parameter) for parameter in self._all_parameters}
         self._models_with_shared_parameters: WeakSet[DistributedModel] = WeakSet(
             other
@@ -261,9 +260,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
         for other in self._models_with_shared_parameters:
             other._models_with_shared_parameters.add(self)
             other._has_shared_parameters = True
-        self._has_shared_parameters = (
-            len(self._models_with_shared_parameters) > 0
-        )  # iterating over a WeakSet takes a microsecond
+        # A separate attribute, because iterating over a WeakSet takes a microsecond.
+        self._has_shared_parameters = len(self._models_with_shared_parameters) > 0
         DistributedModel._instances.add(self)
 
     def _check_no_shared_backward(self, backward: int) -> None:
@@ -298,7 +296,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         if self.find_unused_parameters and not any(
             now and not before for now, before in zip(requires_grad, self._requires_grad, strict=True)
         ):
-            return  # a frozen parameter counts as unused until it is unfrozen
+            return  # parameters were only frozen, and a frozen parameter counts as unused
         self._freeze_changes += 1
         by_rank = self._rendezvous.allgather(f"{self._key}/trains/{self._freeze_changes}", requires_grad)
         names = [name for name, _ in self.module.named_parameters()]
@@ -314,8 +312,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
 
         In backward passes inside `no_sync`, the reducer records which parameters are used, and it does not reduce the
         gradients of parameters that no rank has used. A new reducer has no such record, and only a backward pass can
-        create it. This function therefore runs a backward pass that adds zeros to the local gradients, without calling
-        the user's hooks.
+        create one. This function therefore runs a backward pass that adds zeros to the local gradients. It does not
+        call the user's hooks.
         """
         for parameter in self._local_gradients.parameters_with_local_gradients():
             if parameter.requires_grad and parameter.grad is not None:
@@ -354,8 +352,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
         return [parameter for parameter in self._all_parameters if parameter.requires_grad]
 
     def _reached_parameters(self) -> list[Tensor]:
-        """Return a view of each parameter that the current backward pass reaches. The list is empty for
-        torch.autograd.grad."""
+        """Return a view of each parameter that the current backward pass reaches. The list is empty in
+        torch.autograd.grad, which accumulates no gradients."""
         try:
             with torch.enable_grad():
                 return [

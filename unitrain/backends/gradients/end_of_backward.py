@@ -89,7 +89,7 @@ class _StageSequence:
         heapq.heappush(self._pending, (stage, next(self._number), function))
 
     def run(self) -> None:
-        """Run all stages before RAISE_ERRORS, including those that a stage adds."""
+        """Call the functions of all stages before RAISE_ERRORS, including functions that are added meanwhile."""
         while self._pending and self._pending[0][0] < BackwardStage.RAISE_ERRORS:
             heapq.heappop(self._pending)[2]()
         self.has_run = True
@@ -105,14 +105,14 @@ end_of_backward = EndOfBackwardCallbacks()
 
 
 def do_not_wait() -> None:
-    """Return immediately: the function that waits for a collective, where no collective has started."""
+    """Return immediately. It is used as the wait function if no collective has started."""
 
 
 def tensors_requiring_grad(output: Any) -> list[Tensor]:
     """Return the tensors in the output of a forward pass that require grad, from which a backward pass can start.
 
-    The search covers tuples, lists, dictionaries, and the attributes of other objects, and inspects at most 100
-    objects.
+    The search covers tuples, lists, the values of dictionaries, and the attributes of other objects. It inspects at
+    most 100 dictionaries and other objects.
     """
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []

@@ -6,11 +6,13 @@ added. Integer addition is exact, so neither the grouping of the gradients nor t
 the sum. Because the quantum is chosen from the gradients of the same step, every value fits, even if gradients grow by
 any factor.
 
-Gradients of float64 are added as int64, all others as int32, so a message has as many bytes as the float32 gradients.
-With V logical ranks, the quantum of a block is at least 2^(29 - ceil(log2 V)) times smaller than its largest value.
+Gradients of float64 are added as int64, all others as int32, so a message has as many bytes as float32 gradients. With
+V logical ranks and int32, the quantum of a block is at least 2^(29 - ceil(log2 V)) times smaller than its largest
+value.
 
 The gradients of a bucket are exchanged by two operations: the maxima of its blocks, then the sums. Both start during
-the backward pass, as soon as the gradients of the bucket (maxima) and of the next one (sums) are complete.
+the backward pass: the maxima as soon as the gradients of the bucket are complete, and the sums as soon as those of the
+next bucket are complete.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _BLOCK_ELEMENTS = 4096  # elements with the same quantum
 _CPU_TILE_BLOCKS = 16  # blocks that are processed together in the CPU's cache
 _DEVICE_TILE_BLOCKS = 1024
 _MAX_SUMS_IN_FLIGHT = 2
-# Instead of the exponents of a block's largest value.
+# Values instead of the exponent of a block's largest value, if the block contains only zeros, inf or nan.
 _ALL_ZERO, _NOT_FINITE = -(2**20), 2**20
 _MAX_SHOWN = 5
 
@@ -76,7 +78,8 @@ class _Piece:
 
 @dataclass
 class _Bucket:
-    """Pieces that are exchanged together. `first_pieces` are the parameters that begin in this bucket."""
+    """Pieces that are exchanged together. `first_pieces` are the indices of the parameters that begin in this
+    bucket."""
 
     number_format: _Format
     pieces: list[_Piece] = field(default_factory=list)
@@ -97,7 +100,8 @@ class _Sum:
 
 
 class _Step:
-    """The gradients and operations of one reduction. `terms` are the gradients of the complete logical ranks."""
+    """The gradients and operations of one reduction. `terms` are the gradients of this process's logical ranks except
+    the last one."""
 
     def __init__(
         self, terms: Sequence[Gradients], buckets: Sequence[_Bucket], parameters: Sequence[Tensor], *, is_complete: bool
@@ -121,7 +125,7 @@ class _Step:
         self.is_any_incomplete = self.is_any_repeated = False
 
     def gradients(self, number: int) -> list[Tensor | None]:
-        """Return the gradients of a parameter, of all logical ranks of this process."""
+        """Return the gradients of parameter `number` of all logical ranks of this process."""
         return [*(term[number] for term in self.terms), self.last[number]]
 
 
@@ -134,7 +138,7 @@ class ExactReduction:
         parameters: the parameters.
         logical_ranks: number of logical ranks.
         bucket_bytes: maximum size of the messages.
-        start_allreduce: see StartAllreduce; None in a single process.
+        start_allreduce: starts an allreduce (see StartAllreduce); None in a single process.
         allows_unused: whether a logical rank may leave a parameter without a gradient.
 
     For each step, call `begin`, then `add` with the final gradients of the last logical rank, then `finish`. All
@@ -187,7 +191,8 @@ class ExactReduction:
 
     @torch.no_grad()
     def add(self, number: int, gradient: Tensor) -> None:
-        """Add the final gradient of a parameter for the last logical rank, and start the operations that can start."""
+        """Add the final gradient of parameter `number` on the last logical rank, and start the operations that can
+        start."""
         step = self._step
         assert step is not None
         if self._is_overlapped is None:
@@ -254,18 +259,18 @@ class ExactReduction:
             )
         unused = [name for name, is_missing in zip(self._names, step.is_missing, strict=True) if is_missing]
         if unused and not self._allows_unused:
+            count = "1 parameter" if len(unused) == 1 else f"{len(unused)} parameters"
             more = f" and {len(unused) - _MAX_SHOWN} more" if len(unused) > _MAX_SHOWN else ""
             raise ModelError(
-                f"{len(unused)} parameters got no gradient on some logical rank: {', '.join(unused[:_MAX_SHOWN])}"
-                f"{more}. Use all parameters in every loss, or allow unused parameters: "
+                f"{count} received no gradient on some logical rank: {', '.join(unused[:_MAX_SHOWN])}{more}. Use all "
+                "parameters in every loss, or allow unused parameters: "
                 "backend.distributed_model(model, find_unused_parameters=True)."
             )
 
     # --- the operations of a bucket ---
 
     def _advance(self, step: _Step) -> None:
-        """Start to reduce the maxima of the next bucket, and the sums of the previous one, whose maxima are known by
-        now."""
+        """Start to reduce the maxima of the next bucket, and the sums of the previous one."""
         index = step.next_bucket
         step.next_bucket += 1
         self._start_maxima(step, index)
@@ -342,8 +347,8 @@ class ExactReduction:
     # --- arithmetic, on flat tensors ---
 
     def _scales(self, exponents: Tensor, number_format: _Format) -> tuple[Tensor, Tensor]:
-        """Return, for each block, 1 / quantum, and quantum / number of logical ranks, which is NaN if a value is not
-        finite."""
+        """Return 1 / quantum and quantum / number of logical ranks of each block. The latter is NaN if a value in the
+        block is not finite."""
         bits = number_format.sum_bits - max(0, self._logical_ranks - 1).bit_length()
         # Within these limits, both results are normal numbers. Smaller gradients lose bits, as subnormal numbers do.
         lowest = number_format.sum_bits - number_format.exponent_bias + 1
@@ -353,7 +358,7 @@ class ExactReduction:
         return number_format.powers_of_two(bits - limited), quanta.div_(self._logical_ranks)
 
     def _write_maxima(self, maxima: Tensor, gradients: Sequence[Tensor]) -> None:
-        """Set `maxima` to the largest absolute value in each block; NaN if there is a NaN."""
+        """Set `maxima` to the largest absolute value in each block, or NaN for a block with a NaN."""
         for elements, blocks in self._tiles(len(gradients[0])):
             rows = blocks.stop - blocks.start
             for number, gradient in enumerate(gradients):
@@ -369,7 +374,7 @@ class ExactReduction:
                     torch.maximum(maxima[blocks], own, out=maxima[blocks])
 
     def _add_up(self, total: Tensor, gradients: Sequence[Tensor], scales: Tensor, number_format: _Format) -> None:
-        """Set `total` to the sum of `gradients` in quanta."""
+        """Set `total` to the sum of `gradients`, each rounded to a multiple of the quantum, in units of the quantum."""
         if not gradients:
             total.zero_()
             return
@@ -403,14 +408,14 @@ class ExactReduction:
             yield slice(whole * _BLOCK_ELEMENTS, num_elements), slice(whole, whole + 1)
 
     def _scratch_for(self, dtype: torch.dtype, elements: slice) -> Tensor:
-        """Return memory for the results of a tile, which the next call with the same dtype overwrites."""
+        """Return memory for the results of a tile. The next call with the same dtype returns the same memory."""
         if dtype not in self._scratch:
             count = self._tile_blocks * _BLOCK_ELEMENTS
             self._scratch[dtype] = torch.empty(count, dtype=dtype, device=self._device)
         return self._scratch[dtype][: elements.stop - elements.start]
 
     def _pieces_of(self, step: _Step, piece: _Piece) -> list[Tensor]:
-        """Return the elements of a piece in the gradients of this process."""
+        """Return the elements of `piece` in each gradient of this process that is not None."""
         flat = step.flat_terms.get(piece.parameter)
         if flat is None:
             flat = [_flat(one) for one in step.gradients(piece.parameter) if one is not None]
@@ -418,7 +423,8 @@ class ExactReduction:
         return [one[piece.start : piece.stop] for one in flat]
 
     def _create_mean(self, number: int, step: _Step) -> Tensor:
-        """Return the tensor for the mean of a parameter: the memory of its first gradient if possible."""
+        """Return the tensor for the mean gradient of parameter `number`: one of its gradients, which is overwritten, or
+        a new tensor if none is contiguous."""
         parameter = self._parameters[number]
         for gradient in step.gradients(number):
             if gradient is None or gradient.is_conj():  # a lazy conjugate has no view of real numbers
@@ -429,7 +435,8 @@ class ExactReduction:
 
 
 def _divide(parameters: Sequence[Tensor], bucket_bytes: int) -> list[_Bucket]:
-    """Return the buckets, in the usual order of the backward pass. Large parameters are divided."""
+    """Return the buckets in the order in which a backward pass usually completes them: the last parameters first. Large
+    parameters are divided among several buckets."""
     buckets, unfilled = list[_Bucket](), dict[_Format, _Bucket]()
     for number, parameter in reversed(list(enumerate(parameters))):
         number_format = _DOUBLE if parameter.dtype in (torch.float64, torch.complex128) else _SINGLE
@@ -453,12 +460,13 @@ def _divide(parameters: Sequence[Tensor], bucket_bytes: int) -> list[_Bucket]:
 
 
 def _exponents(maxima: Tensor) -> Tensor:
-    """Return, as int32, the smallest e for each value with value < 2^e; _ALL_ZERO for 0, and _NOT_FINITE."""
+    """Return, as int32, the smallest e with value < 2^e for each value; _ALL_ZERO for 0, and _NOT_FINITE for inf and
+    NaN."""
     exponents = torch.frexp(maxima).exponent
     exponents = exponents.masked_fill(maxima == 0, _ALL_ZERO)
     return exponents.masked_fill(~maxima.isfinite(), _NOT_FINITE)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements, [n], in the order of the indices, as a view if `tensor` is contiguous."""
+    """Return the elements of `tensor` in row-major order, [n], as a view if it is contiguous."""
     return as_real(tensor.resolve_conj()).reshape(-1)

@@ -12,7 +12,7 @@ from unitrain.backends.objects import broadcast_tensors
 from unitrain.torch_compat import BatchNormBase, InstanceNormBase, buffers_by_name, disable_compile
 
 _LOGGER = logging.getLogger(__name__)
-_LARGE_BYTES = 2**24  # buffers above this size prolong each step noticeably on CPUs
+_LARGE_BYTES = 2**24  # broadcasting more bytes prolongs each step noticeably on CPUs
 
 
 class ForwardBufferBroadcaster:
@@ -20,9 +20,9 @@ class ForwardBufferBroadcaster:
 
     Running statistics of torch's normalization layers are not read in training mode. These statistics differ between
     ranks while the layer is in training mode, and are broadcast from rank 0 when the layer is switched to eval mode.
-    All other buffers are broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False. A
-    search for modified buffers could not replace the broadcast, because a write to `buffer.data` can be detected only
-    by comparing all values.
+    All other buffers are broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False.
+    Buffers that no rank has modified are broadcast too, because a write to `buffer.data` can be detected only by
+    comparing all values.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, *, every_pass: bool = True) -> None:
@@ -45,8 +45,8 @@ class ForwardBufferBroadcaster:
         size = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
         if every_pass and communicator.size > 1 and communicator.rank == 0 and size > _LARGE_BYTES:
             _LOGGER.warning(
-                "The buffers of %s (%.0f MB) are broadcast before each training forward pass, as by DDP. If no "
-                "training step modifies them, use: backend.distributed_model(model, broadcast_buffers=False), or "
+                "The buffers of %s (%.0f MB) are broadcast in each training step, as by DDP. If no training step "
+                "modifies them, use: backend.distributed_model(model, broadcast_buffers=False), or "
                 "TrainConfig(broadcast_buffers=False).",
                 type(model).__name__,
                 size / 1e6,

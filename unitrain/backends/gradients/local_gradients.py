@@ -21,18 +21,22 @@ class LocalGradients:
     """Tracks the parameters of `model` that have a local gradient: a `.grad` with values that are not reduced over
     ranks.
 
-    A hook on each parameter records every backward pass that adds to its gradient, regardless of how the forward pass
-    is called and of its output type. `mark_reduced` clears the record.
+    By default, a hook on each parameter marks its gradient as local in every backward pass that adds to it, regardless
+    of how the forward pass is called and of its output type. The reducer calls `mark_reduced`.
 
-    Without a reducer, as on a single rank, pass `accumulates`, which is called during a backward pass and returns
-    whether the pass runs inside `no_sync`. After a backward pass outside `no_sync`, no gradient is local. Call `track`
-    at the first `no_sync` to register the hooks, because no gradient is local before that.
+    With `is_accumulating`, hooks are registered only by `track`, and there are two uses:
+
+    - If every backward pass outside `no_sync` leaves all gradients reduced, as on a single rank, call `track` at the
+      first `no_sync`, because no gradient is local before that. The hooks call `is_accumulating`, which returns whether
+      the current backward pass runs inside `no_sync`. If it does not, no gradient is local afterwards.
+    - A reducer that determines itself which gradients are local calls `mark_local` and `mark_reduced` instead of
+      `track`.
     """
 
     _instances: ClassVar[WeakSet[LocalGradients]] = WeakSet()
 
     def __init__(
-        self, model: nn.Module, accumulates: Callable[[], bool] | None = None, *, has_logical_ranks: bool = False
+        self, model: nn.Module, is_accumulating: Callable[[], bool] | None = None, *, has_logical_ranks: bool = False
     ) -> None:
         self._has_logical_ranks = has_logical_ranks
         self._parameters = list(model.parameters())
@@ -41,7 +45,7 @@ class LocalGradients:
         # The ids are stored instead of the tensors, because a hook that refers to parameters would keep a deleted model
         # in memory.
         self._local_ids: set[int] = set()
-        self._unreduced_ids = frozenset[int]()
+        self._ids_outside_reducer = frozenset[int]()
         # If two models share a parameter, a reduction by either makes its gradient global for both.
         self._trackers_with_shared_parameters: WeakSet[LocalGradients] = WeakSet(
             other for other in LocalGradients._instances if not self._names.keys().isdisjoint(other._names)
@@ -51,41 +55,39 @@ class LocalGradients:
             other._has_shared_parameters = True
         self._has_shared_parameters: bool = len(self._trackers_with_shared_parameters) > 0
         LocalGradients._instances.add(self)
-        self._accumulates = accumulates
+        self._is_accumulating = is_accumulating
         self._handles: list[Any] = []
-        if accumulates is None:
+        if is_accumulating is None:
             self.track()
 
     def track(self) -> None:
         """Register the hooks. Further calls do nothing."""
         if not self._handles:
             self._handles = [
-                register_gradient_hook(parameter, _gradient_hook(id(parameter), self._local_ids, self._accumulates))
+                register_gradient_hook(parameter, _gradient_hook(id(parameter), self._local_ids, self._is_accumulating))
                 for parameter in self._parameters
                 if parameter.is_floating_point() or parameter.is_complex()
             ]
 
-    def set_reduced_parameters(self, trained: Iterable[Tensor]) -> None:
-        """Restrict `mark_reduced` to the parameters in `trained`, which are the parameters of the reducer."""
-        self._unreduced_ids = frozenset(self._names.keys() - set(map(id, trained)))
+    def set_reduced_parameters(self, reduced: Iterable[Tensor]) -> None:
+        """Restrict `mark_reduced` to the parameters in `reduced`, whose gradients the reducer reduces."""
+        self._ids_outside_reducer = frozenset(self._names.keys() - set(map(id, reduced)))
 
     def mark_local(self, parameter: Tensor) -> None:
-        """Mark the gradient of `parameter` as local. A reducer that does not call `track` calls this for every
-        local gradient.
-        """
+        """Mark the gradient of `parameter` as local."""
         self._local_ids.add(id(parameter))
 
     def mark_reduced(self) -> None:
         """Mark the gradients as reduced. Every rank calls this at the end of a backward pass that reduces them."""
         local = self._local_ids
-        if self._unreduced_ids:
-            local &= self._unreduced_ids
+        if self._ids_outside_reducer:
+            local &= self._ids_outside_reducer
         else:
             local.clear()
         if not self._has_shared_parameters:  # iterating over a WeakSet takes a microsecond
             return
         for other in self._trackers_with_shared_parameters:
-            other._local_ids -= self._names.keys() - self._unreduced_ids
+            other._local_ids -= self._names.keys() - self._ids_outside_reducer
 
     def parameters_with_local_gradients(self) -> list[Tensor]:
         """Return the parameters with local values in `.grad`, including those whose `.grad` was set to None later."""
@@ -104,19 +106,18 @@ class LocalGradients:
         """
         if not self._has_logical_ranks:
             check_no_logical_rank()
-        for group in optimizer.param_groups:
-            if not self._parameter_ids.issuperset(map(id, group["params"])):
-                self._check_unknown_parameters(optimizer)
+        if not all(self._parameter_ids.issuperset(map(id, group["params"])) for group in optimizer.param_groups):
+            self._check_unknown_parameters(optimizer)
         if self._local_ids:
             self._check_local_gradients(optimizer)
 
     def _check_local_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         by_id = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-        # A gradient that was set to None or zero in the meantime contains no local values.
+        # A gradient that has been set to None or zero since then contains no local values.
         names = [
             self._names[key]
             for key in self._names
-            if key in self._local_ids and key in by_id and _has_values(by_id[key].grad)
+            if key in self._local_ids and key in by_id and _may_be_nonzero(by_id[key].grad)
         ]
         if names:
             raise ModelError(
@@ -135,11 +136,12 @@ class LocalGradients:
             if id(parameter) not in known and parameter.grad is not None
         ]
         if shapes:
+            count, noun = ("1 parameter", "shape") if len(shapes) == 1 else (f"{len(shapes)} parameters", "shapes")
+            more = ", ..." if len(shapes) > _MAX_SHOWN else ""
             raise ModelError(
-                f"The optimizer holds {len(shapes)} parameters that belong to no distributed model, with shapes "
-                f"{', '.join(shapes[:_MAX_SHOWN])}, so their gradients are never reduced over ranks. Add them to the "
-                "model before backend.distributed_model, or pass the module that has them to backend.distributed_model "
-                "too."
+                f"The optimizer holds {count} outside of all distributed models, with {noun} "
+                f"{', '.join(shapes[:_MAX_SHOWN])}{more}. Their gradients are never reduced over ranks. Add them to "
+                "the model before backend.distributed_model, or also pass their module to backend.distributed_model."
             )
 
 
@@ -155,7 +157,7 @@ def step_pre_hook(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None) if kwargs or len(args) > 1 else None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             check(optimizer)
             return None
@@ -172,17 +174,17 @@ def step_pre_hook(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..
     return before_step  # type: ignore[no-any-return]
 
 
-def _gradient_hook(key: int, local: set[int], accumulates: Callable[[], bool] | None) -> Callable[[Tensor], None]:
-    def add(_: Tensor) -> None:
-        local.add(key)
+def _gradient_hook(key: int, local: set[int], is_accumulating: Callable[[], bool] | None) -> Callable[[Tensor], None]:
+    """Return a hook that adds `key`, the id of a parameter, to `local`, or clears `local` if the current backward pass
+    leaves all gradients reduced."""
 
-    def add_or_clear(_: Tensor) -> None:
-        if accumulates is not None and accumulates():
+    def on_gradient(_: Tensor) -> None:
+        if is_accumulating is None or is_accumulating():
             local.add(key)
         else:
             local.clear()
 
-    return add if accumulates is None else add_or_clear
+    return on_gradient
 
 
 def register_gradient_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
@@ -194,7 +196,7 @@ def register_gradient_hook(parameter: Tensor, hook: Callable[[Tensor], None]) ->
         parameter.requires_grad_(requires_grad)
 
 
-def _has_values(gradient: Tensor | None) -> bool:
+def _may_be_nonzero(gradient: Tensor | None) -> bool:
     if isinstance(gradient, ShardedGradient):
         return not gradient.is_zero
     # A shard counts as nonzero: it may be zero on some ranks only, and all ranks must raise the same error.

@@ -2,8 +2,9 @@
 
 torch also provides a comm hook for PowerSGD. That hook stores its state by bucket, so a run cannot resume with a
 different number of ranks. It starts collectives in callbacks, whose order may differ between ranks, so it fails over
-Gloo with more than one bucket. An overflow persists in its error feedback. Here, the state is stored by parameter, and
-the caller starts the collectives and waits for them in the same order on every rank.
+Gloo with more than one bucket. After an overflow, its error feedback contains inf or nan in all later steps. Here, the
+state is stored by parameter, the caller starts the collectives and waits for them in the same order on every rank, and
+a step with an overflow does not change the state.
 """
 
 from __future__ import annotations
@@ -166,15 +167,15 @@ class PowerSGDCompressor(CompressionState):
         return {"steps": self._reductions, "errors": errors, "queries": queries}
 
     def _stores_errors_of_all_ranks(self) -> bool:
-        """Return whether the state contains the errors of all ranks. Otherwise, the state contains their mean, and rank
-        0 logs a warning."""
+        """Return whether the state contains the errors of all ranks. Otherwise, it contains their mean, and rank 0
+        issues a warning."""
         total = self._communicator.size * sum(error.nbytes for error in self._errors.values())
         if total <= self.max_gathered_bytes:
             return True
         if self._communicator.rank == 0:
             warnings.warn(
-                f"PowerSGD's errors of {self._communicator.size} ranks take {total / 2**30:.1f} GiB, so checkpoints "
-                "store their mean over ranks. A resumed run keeps the error of the mean gradient, but is not "
+                f"The PowerSGD errors of {self._communicator.size} ranks take {total / 2**30:.1f} GiB, so checkpoints "
+                "store their mean over ranks. A resumed run starts with the mean error on every rank, and is not "
                 "bit-identical to an uninterrupted run.",
                 stacklevel=2,
             )
@@ -198,13 +199,14 @@ class PowerSGDCompressor(CompressionState):
                 load(name, communicator.broadcast(own.to(communicator.device)))
 
     def _load_error(self, name: str, of_all_ranks: Tensor) -> None:
-        """Load this rank's error. The error of a matrix that is no longer compressed is discarded."""
+        """Load this rank's error, or the mean error if the number of ranks has changed. Discard the error of a matrix
+        that is no longer compressed."""
         if self._settings.error_feedback and name in self._shapes:
             same_size = len(of_all_ranks) == self._communicator.size
             self._errors[name] = of_all_ranks[self._communicator.rank].clone() if same_size else of_all_ranks.mean(0)
 
     def _load_query(self, name: str, query: Tensor) -> None:
-        """Load Q, unless this run uses a different approximation rank, which requires a new Q."""
+        """Load Q, unless this run does not use it, or needs a new Q because its approximation rank differs."""
         shape = self._shapes.get(name)
         if (
             self._settings.warm_start
@@ -251,8 +253,8 @@ class PowerSGDCompressor(CompressionState):
         return _Matrix(name, gradient, remainder, _orthonormalize(query), (smallest.ne(0) | largest.ne(0)).to(dtype))
 
     def _replace_noise_columns(self, name: str, query: Tensor) -> Tensor:
-        """Return Q with columns of rounding noise, which result from gradients of lower rank, replaced by random
-        columns. Otherwise, the next approximation would depend on this noise, which depends on the number of ranks.
+        """Return Q, with its columns of rounding noise replaced by random columns. Such columns result from gradients
+        of lower rank. The noise depends on the number of ranks, and the next approximation would depend on the noise.
         """
         lengths = torch.linalg.vector_norm(query, dim=0)
         is_noise = lengths <= _ROUNDING_EPSILONS * torch.finfo(query.dtype).eps * lengths.max()
@@ -282,11 +284,11 @@ class PowerSGDCompressor(CompressionState):
         return random.to(like.device)
 
     def _set_gradient(self, matrix: _Matrix, base: Tensor, query: Tensor, finite: Tensor, is_used: Tensor) -> None:
-        """Write P Q^T to the gradient, and add the new state of the matrix."""
+        """Write P Q^T to the gradient, and append the new state of the matrix, which `finish` applies."""
         name, gradient, remainder, _, _ = matrix
         finite = finite & query.isfinite().all()
-        # If the gradient is zero, the error is not communicated, because no rank may have used the parameter, and
-        # optimizers skip unused parameters.
+        # A gradient that is zero on all ranks remains zero, and its error is not communicated: the parameter may be
+        # unused, and optimizers skip unused parameters.
         base = torch.where(is_used, base, 0)
         remainder.addmm_(base, query.T, alpha=-1)
         if self._scale is not None:

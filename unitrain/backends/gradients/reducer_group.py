@@ -1,7 +1,7 @@
-"""The process group of DDP's reducer, which raises a descriptive error if a backward pass times out.
+"""The process group of DDP's reducer. If a backward pass times out, its error names the missing ranks.
 
 DDP waits for its buckets in C++, where a timeout raises a plain RuntimeError or, with NCCL, aborts the process. This
-group waits for the buckets first, at the end of the backward pass.
+group therefore waits for the buckets before DDP does, at the end of the backward pass.
 """
 
 # torch's stubs declare each collective by several overloads with other argument names; torch passes them by position.
@@ -32,9 +32,9 @@ class ReducerGroup(dist.ProcessGroup):
         check_bucket: called with every bucket before its collective, or None.
         waits_on_stream: whether a GPU stream, rather than the host, waits for the collectives, as with NCCL. The
             watchdog then terminates the process if the collectives do not complete in time.
-        defers_allreduces: whether the allreduces of a backward pass start at its end. Collectives inside a backward
-            pass use a different NCCL communicator than this group, and two communicators can deadlock if ranks use them
-            in different orders.
+        defers_allreduces: whether the allreduces of a backward pass start at its end. Set it if this group is not the
+            default group: the user's collectives inside a backward pass then use another NCCL communicator, and two
+            communicators can deadlock if ranks use them in different orders.
 
     `on_reduced` is called at the end of each backward pass that reduces gradients.
     """
@@ -69,7 +69,9 @@ class ReducerGroup(dist.ProcessGroup):
         self._monitor.raise_model_error()
 
     def begin_bucket(self, bucket: Tensor) -> None:
-        """Prepare for a collective of any kind that communicates `bucket`."""
+        """Record the start of a collective of any kind on `bucket`, and wait for it at the end of the backward pass.
+        Call it before the collective.
+        """
         if self._is_new_backward:
             self._is_new_backward = False
             self._works.clear()  # left by an earlier backward pass that raised an exception
@@ -142,7 +144,7 @@ class ReducerGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "unitrain"
 
-    # --- steps at the end of a backward pass ---
+    # --- stages at the end of a backward pass ---
 
     @torch.compiler.disable
     def _wait_for_buckets(self) -> None:
@@ -194,7 +196,7 @@ class _DeferredWork(Work):
         self._future.set_result(self.tensors)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        assert self.work is not None, "the backward has not ended"
+        assert self.work is not None, "the backward pass has not ended"
         self.work.wait()
         return True
 

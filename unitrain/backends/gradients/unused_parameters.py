@@ -1,8 +1,8 @@
 """Detect parameters that the loss does not use, and raise an error on every rank.
 
-For such a parameter, other ranks would wait for a gradient that this rank never computes, or gradients would remain
-unreduced. Only the first backward pass is checked, because later ones usually use the same parameters and the hooks are
-slow.
+If one rank does not use a parameter, the others would wait for a gradient that this rank never computes, or gradients
+would remain unreduced. Only the first backward pass is checked, because later ones usually use the same parameters and
+the hooks are slow.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from unitrain.torch_compat import current_backward, drop_empty_gradient_hooks
 _MAX_SHOWN_NAMES = 5
 
 
-def check_first_backward(
+def register_first_backward_check(
     wrapped: nn.Module,
     model: nn.Module,
-    exchange: Callable[[list[str]], list[list[str]]],
+    allgather: Callable[[list[str]], list[list[str]]],
     reduces_gradients: Callable[[], bool],
 ) -> None:
-    """Check the first backward pass: raise ModelError on every rank if any rank does not use a parameter of `model`.
+    """Register hooks that check the first backward pass, and raise ModelError on every rank if any rank does not use a
+    parameter of `model`.
 
     Args:
         wrapped: the module that the user calls.
         model: the module with the parameters.
-        exchange: returns every rank's argument, in rank order. This function must also work while collectives of the
+        allgather: returns every rank's argument, in rank order. This function must also work while collectives of the
             backward pass are in flight.
         reduces_gradients: returns, during a backward pass, whether it reduces gradients. Other backward passes are not
             checked.
 
     A backward pass that reaches no parameter is not checked either: it computes gradients of the inputs, or of a model
-    whose output is this model's input.
+    whose output is this model's input. If only some ranks run such a pass where the others reduce gradients, the others
+    wait for them, as after any skipped backward pass.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     last_used: dict[Tensor, int] = {}
@@ -51,17 +53,17 @@ def check_first_backward(
     def on_end_of_backward() -> None:
         nonlocal is_active
         # Autograd graph task IDs increase, so a nested backward pass has a larger ID.
-        reached = [parameter for parameter in names if last_used.get(parameter, -1) >= checked_backward]
-        # The user may have frozen parameters since the hooks were registered.
-        unused = [p for p in names if p.requires_grad and last_used.get(p, -1) < checked_backward]
+        reached = {parameter for parameter in names if last_used.get(parameter, -1) >= checked_backward}
         if not is_active or not reached:
             return
         is_active = False
+        # The user may have frozen parameters since the hooks were registered.
+        unused = [parameter for parameter in names if parameter.requires_grad and parameter not in reached]
         for handle in handles:
             handle.remove()
         for parameter in names:
             drop_empty_gradient_hooks(parameter)
-        unused_by_rank = exchange([names[parameter] for parameter in unused])
+        unused_by_rank = allgather([names[parameter] for parameter in unused])
         if unused:
             # Other ranks wait for these gradients: reduce zeros, so that all ranks complete this backward pass.
             with torch.enable_grad():
@@ -95,7 +97,7 @@ def raise_unused(unused_by_rank: list[list[str]], *, can_be_allowed: bool = True
 
 
 def unused_error(names: list[str], where: str, *, can_be_allowed: bool = True) -> ModelError:
-    """Return the error for parameters without a gradient. `where` names the ranks or the stage."""
+    """Return the error for the parameters `names`, which received no gradient. `where` names the ranks or the stage."""
     shown = ", ".join(names[:_MAX_SHOWN_NAMES])
     more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
     count, them = ("1 parameter", "it") if len(names) == 1 else (f"{len(names)} parameters", "them")

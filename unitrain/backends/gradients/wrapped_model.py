@@ -15,7 +15,7 @@ from unitrain.torch_compat import unwrap_compiled
 class WrappedModel:
     """A module that calls the user's model, `module`, and reduces its gradients. It cannot be copied or pickled.
 
-    `shard` is the sharding setting.
+    `shard` is the argument of `distributed_model`.
     """
 
     module: nn.Module

@@ -4,8 +4,8 @@ Horovod executes an operation when all ranks have started it under the same name
 number of elements. If ranks pass tensors of different sizes or call different collectives, every rank waits for an
 operation that the others never start. Without this module, such a mismatch would be reported as a timeout.
 
-A rank that has waited for some seconds writes its pending operations to the group's store and compares them with those
-of rank 0. Steps without long waits write nothing.
+A rank that has waited for some seconds compares its pending operations with those of rank 0, which writes them to the
+group's store when it waits, too. Steps without long waits write nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unitrain.bootstrap.responsive_store import ResponsiveStore, call_with_limit
 from unitrain.errors import CollectiveMismatchError
 
 _MAX_REPORTED = 16  # pending operations per report; only the oldest one can be a mismatch
-_STORE_LIMIT_SECONDS = 2.0  # for a response of the store, so that a stopped rank 0 does not delay the timeout
+_STORE_TIMEOUT_SECONDS = 2.0  # for a response of the store, so that a stopped rank 0 does not delay the timeout
 
 
 class Operation(NamedTuple):
@@ -54,18 +54,19 @@ class MismatchDetector:
         self._store = self._suspected = None
 
     def find(self) -> CollectiveMismatchError | None:
-        """Report the pending operations, and return an error if rank 0 waits for different ones.
+        """Return an error if this rank and rank 0 wait for different operations, or if another rank has found such a
+        mismatch. Rank 0 also writes its pending operations to the store.
 
         Call it every few seconds while the oldest operation is pending. A mismatch is returned only if two consecutive
-        calls find it, because an operation can complete between the reports of two ranks.
+        calls find it, because an operation may complete after rank 0 has written it.
         """
         with contextlib.suppress(RuntimeError):  # rank 0 has exited or does not respond; the watchdog reports this
             if self._store is None:
                 # This is a second connection, because a store serves one call at a time, and another thread may be
                 # waiting in a call.
-                clone = call_with_limit(self._group_store.clone, _STORE_LIMIT_SECONDS)
+                clone = call_with_limit(self._group_store.clone, _STORE_TIMEOUT_SECONDS)
                 prefix = f"mismatches.{self._generation}"
-                self._store = ResponsiveStore(dist.PrefixStore(prefix, clone), _STORE_LIMIT_SECONDS)
+                self._store = ResponsiveStore(dist.PrefixStore(prefix, clone), _STORE_TIMEOUT_SECONDS)
             if self._store.check(["error"]):
                 return CollectiveMismatchError(self._store.get("error").decode())
             own = self._pending()[:_MAX_REPORTED]

@@ -36,7 +36,7 @@ class MonitoredBarrier:
             return
         error = self._find_error(prefix, timeout, wait_all_ranks)
         self._store.set(prefix, error or _NO_ERROR)
-        if self._number > 1:  # all ranks have read the result of the previous barrier, or raised
+        if self._number > 1:  # all ranks have read the result of the previous barrier, or have raised its error
             self._store.delete_key(str(self._number - 1))
         if error:
             raise dist.DistBackendError(error)

@@ -31,9 +31,9 @@ from unitrain.backends.horovod.tensors import (
 from unitrain.backends.horovod.work import CompletionQueue, HorovodWork
 from unitrain.errors import CollectiveArgumentError, UnsupportedError
 
-# To negotiate an operation with a known name and shape, Horovod transfers one bit. Other operations take a message to
-# rank 0 and a response. Names are therefore reused, in the same order on every rank. A name is not reused before its
-# previous operation has completed.
+# To negotiate an operation whose name and shape it knows, Horovod transfers one bit. Other operations take a message to
+# rank 0 and a response. Names are therefore reused, in the same order on every rank, but not before the previous
+# operation with the name has completed.
 _NAMES_PER_SHAPE = 16
 
 
@@ -61,8 +61,8 @@ class OperationStarter(dist.ProcessGroup):
         self._coalesced: list[HorovodWork] | None = None  # works since _start_coalescing
 
     def start_new_names(self) -> None:
-        """Use new names from now on. Needed after an error, when some ranks have not started all operations under the
-        current names. All ranks call it.
+        """Use new names from now on. All ranks call it after an error that has prevented some ranks from starting all
+        operations under the current names.
         """
         self._generation += 1
         self._position = 0
@@ -80,7 +80,8 @@ class OperationStarter(dist.ProcessGroup):
         result: Any,
         on_complete: Callable[[], object] | None = None,
     ) -> list[HorovodWork]:
-        """Start to reduce `source` into `target`, which is None if this rank does not need the result."""
+        """Start to reduce `source` into `target`, which is None if this rank does not need the result. `on_complete` is
+        called after the last piece."""
         reduction_plan = find_reduction(source.dtype, op)
         if reduction_plan.combine is not None:
             return self._reduce_gathered(source, target, reduction_plan.combine, result, on_complete or (lambda: None))
@@ -139,7 +140,8 @@ class OperationStarter(dist.ProcessGroup):
         reduction_plan, size, destination = find_reduction(source.dtype, op), self.size(), Destination(output)
         _check_ratio("reduce_scatter", "input", source, "output", output, size)
         parts = flatten_dense(source).view(size, -1) if source.numel() else source.new_empty(size, 0)
-        # These reductions compute all parts on every rank. If the mean of integers is not exact, all ranks raise.
+        # These reductions compute all parts on every rank, so all ranks raise the error of a mean that is not an
+        # integer.
         if (is_mean := is_mean_of_integers(source.dtype, op)) or reduction_plan.combine is not None:
             complete = torch.empty_like(parts)
 
@@ -151,10 +153,7 @@ class OperationStarter(dist.ProcessGroup):
                 return self._reduce("allreduce", parts, complete, op, result, take_local_part)
             assert reduction_plan.combine is not None
             return self._reduce_gathered(source, complete, reduction_plan.combine, result, take_local_part)
-        scatters = reduction_plan.op in (
-            hvd.Sum,
-            hvd.Average,
-        )  # Horovod's reducescatter supports only these operations
+        scatters = reduction_plan.op in (hvd.Sum, hvd.Average)  # all that Horovod's reducescatter supports
         works = []
         for place in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
             converted = reduction_plan.to_horovod(parts[:, place].contiguous().view(-1))
@@ -196,9 +195,8 @@ class OperationStarter(dist.ProcessGroup):
             rows = [target.bytes for target in targets]
 
         def finish(gathered: Tensor, place: slice) -> None:
-            for row, part in zip(
-                rows, gathered.view(self.size(), -1), strict=False
-            ):  # rows is empty if this rank needs no result
+            # `rows` is empty if this rank needs no result.
+            for row, part in zip(rows, gathered.view(self.size(), -1), strict=False):
                 row[place] = part
             if place.stop == count:
                 for target in targets:

@@ -27,7 +27,7 @@ _CONNECTION_TIMEOUT = timedelta(seconds=30)
 
 
 class PointToPoint:
-    """Send and receive for one rank of a group. `global_ranks` are used in error messages.
+    """Sends and receives messages of one rank of a group. `global_ranks` are used in error messages.
 
     The constructor connects all ranks of the group, which pass the same `store`. If the ranks cannot connect, for
     example because of a firewall, it logs a warning instead of raising an error, because collectives still work.
@@ -132,11 +132,11 @@ class MessageWork(Work):
         reason = str(error).partition("\n")[0]
         if "Timed out" in reason or "timed out" in reason or "timeout" in reason:
             return GroupTimeoutError(
-                f"{self._description} timed out after {limit.total_seconds():g} s, because that rank did not call the "
-                "matching operation. Check its first error, or raise the limit with "
+                f"{self._description} timed out after {limit.total_seconds():g} s, because the matching operation was "
+                "not called. Check the first error of the other rank, or raise the limit with "
                 "torch.distributed.init_process_group(timeout=...)."
             )
-        return RuntimeError(f"{self._description} failed: {reason}. Check the first error of that rank.")
+        return RuntimeError(f"{self._description} failed: {reason}. Check the first error of the other rank.")
 
 
 def _describe(payload: Tensor, tag: int) -> str:

@@ -1,6 +1,6 @@
 """Horovod's collectives as a torch.distributed `ProcessGroup`, registered as the backend "horovod".
 
-With it, torch.distributed programs run on a Horovod or MPI cluster, including DistributedDataParallel with buckets and
+It lets torch.distributed programs run on a Horovod or MPI cluster, including DistributedDataParallel with buckets and
 hooks, ZeroRedundancyOptimizer, Join and object collectives. A unitrain backend is not required:
 
     unitrain.register_process_group()
@@ -76,7 +76,7 @@ def _create(
 ) -> HorovodProcessGroup:
     """Return a group of the global `ranks`, or the default group if `ranks` is empty. All its members call it."""
     if not ranks:
-        # A store can be used for several default groups, one after the other.
+        # The same store may be used for several default groups in succession, so each gets its own prefix.
         store = dist.PrefixStore(str(store.add(f"groups/{rank}", 1)), store)
         start_for_group(store, rank, size, timeout)
         return HorovodProcessGroup(store, rank, range(size), timeout)
@@ -116,8 +116,8 @@ class HorovodProcessGroup(OperationStarter):
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._group_name = self._group_desc = ""
         self._monitored_barrier = MonitoredBarrier(store, rank, len(ranks))
-        # The rank that serves the store may destroy the group, and with it the store, as soon as this constructor
-        # returns. Other ranks may still have to read the addresses of the transport.
+        # As soon as this constructor returns, the rank that serves the store may destroy the group, and with it the
+        # store, from which the other ranks read the addresses of the transport. Therefore, wait for all ranks.
         self.barrier(None).wait()
         self._sequence_number = 0
 

@@ -24,7 +24,7 @@ from unitrain.errors import UnsupportedError
 
 _PENDING = -7  # HOROVOD_PROCESS_SET_PENDING of the patch
 _POLL_SECONDS = 0.0005
-_RELEASE_SECONDS = 5.0  # limit for a release during the creation of another process set
+_RELEASE_SECONDS = 5.0  # limit for a release, which must wait while another process set is created
 _library: Any = _basics.MPI_LIB_CTYPES
 _users: Counter[tuple[int, ...]] = Counter()  # process groups of this process per process set
 _lock = threading.Lock()

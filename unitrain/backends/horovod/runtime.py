@@ -47,11 +47,10 @@ FUSION = Tunable("HOROVOD_FUSION_THRESHOLD", "bytes up to which Horovod fuses bu
 # Milliseconds after which Horovod starts a cycle if no operation is enqueued. A Horovod without unitrain's patches
 # ignores it.
 _IDLE_CYCLE_MS = "5"
-_CONNECT_TIMEOUT_SECONDS = (
-    3.0  # timeout for a connection to rank 0; the kernel retransmits a lost packet after one second
-)
+# Timeout for a connection to rank 0. The kernel retransmits a lost packet after one second.
+_CONNECT_TIMEOUT_SECONDS = 3.0
 _servers: list[BoundRendezvousServer] = []  # rank 0's rendezvous server, which runs as long as Horovod
-_exported_settings: dict[str, str] = {}  # environment variables that the user has not set
+_exported_settings: dict[str, str] = {}  # environment variables that `_export_settings` has set, with their values
 _group_numbers: Counter[tuple[int, ...]] = Counter()  # groups per list of ranks since Horovod has started
 _own_address = LOOPBACK
 _OF_LAUNCHER = "launcher"
@@ -97,9 +96,9 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
 
     If Horovod already runs with these ranks, it is used. If Horovod is not running, the ranks start it: under the
     launcher if the launcher has set the same ranks, or else through `store`. If an earlier call has started it with
-    other ranks through a store, it is shut down and started again. Some of its ranks may be missing now, and others may
-    be new. Raises UnsupportedError on every rank if the launcher, `unitrain.init` or `hvd.init()` has started Horovod
-    with other ranks.
+    other ranks through a store, it is shut down and started again: ranks of the earlier group may be missing now, and
+    others may be new. Raises UnsupportedError on every rank if the launcher, `unitrain.init` or `hvd.init()` has
+    started Horovod with other ranks.
     """
     global _own_address, _horovod
     host = store_host(store) or environment.get_variable("MASTER_ADDR") or LOOPBACK
@@ -161,7 +160,8 @@ def _shut_down_horovod() -> None:
 
 
 def _launcher_rank_info() -> RankInfo | None:
-    """Return the launcher's record of this process, or None if Horovod cannot be started with it."""
+    """Return the rank and size that the launcher has set for this process, or None if Horovod cannot be started with
+    them."""
     # After the first start, the variables contain the ranks of that start.
     if environment.get_variable(environment.HOROVOD_SET_BY_UNITRAIN) is not None:
         return None

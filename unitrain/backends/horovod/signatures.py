@@ -28,9 +28,8 @@ Conversion = Callable[..., Arguments]
 
 
 def accepts(convert: Conversion) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a process group method that accepts the values returned by `convert`.
-
-    The decorated method accepts the arguments of `convert`.
+    """Return a decorator for a process group method. The decorated method passes its arguments to `convert`, and the
+    result to the original method.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -321,15 +320,15 @@ def _check_same(operation: str, tensors: Sequence[Tensor]) -> None:
 
 
 def _check_equals(operation: str, tensor: Tensor, expected: Tensor, check_size: bool = True) -> None:
-    for kind, got, wanted in (
-        ("layout", tensor.layout, expected.layout),
-        ("type", tensor.dtype, expected.dtype),
-        ("size", tuple(tensor.shape), tuple(expected.shape)),
+    for kind, attribute, got, wanted in (
+        ("layout", "layout", tensor.layout, expected.layout),
+        ("type", "dtype", tensor.dtype, expected.dtype),
+        ("size", "shape", tuple(tensor.shape), tuple(expected.shape)),
     ):
         if got != wanted and (check_size or kind != "size"):
             raise CollectiveArgumentError(
                 f"Horovod's {operation} got an invalid tensor {kind}: {got}, expected {wanted}. "
-                f"Pass tensors with the same {'shape' if kind == 'size' else kind if kind == 'layout' else 'dtype'}."
+                f"Pass tensors with the same {attribute}."
             )
 
 

@@ -21,8 +21,8 @@ from unitrain.monitoring.flight_recorder import dtype_name
 PIECE_BYTES = 2**29
 # Size limit for the result of an allgather in which the number of rows differs between ranks.
 GATHER_BYTES = 2**31 - 1
-# Limit of one alltoall. An alltoall cannot be divided into pieces, because only the two ranks involved have the size of
-# each part.
+# Size limit of an alltoall in which the numbers of rows differ. It cannot be divided into pieces, because a rank does
+# not know how many rows the other ranks exchange with each other.
 ALLTOALL_BYTES = 2**31 - 1
 
 _OPS = {

@@ -108,7 +108,7 @@ class HorovodWork(Work):
             seconds = self._timeout.total_seconds()
             self._complete(
                 GroupTimeoutError(
-                    f"Horovod's {self._name} timed out after its timeout of {seconds:g} s, because some ranks did not "
+                    f"Horovod's {self._name} timed out after {seconds:g} s, because some ranks did not "
                     "call it. Pass a longer timeout to init_process_group if these ranks need more time."
                 )
             )
@@ -227,9 +227,10 @@ class JoinedWork(Work):
 
 
 def _as_tensor_list(future: torch.futures.Future[Any], result: Any) -> torch.futures.Future[Any]:
-    """Return a future that C++ code accepts as a future of a list of tensors, for float16 tensors on CPUs.
+    """Return a future of type List[Tensor] for float16 tensors on CPUs, and otherwise `future`, whose type is a Python
+    object.
 
-    DDP's built-in hook FP16_COMPRESS rejects futures of Python objects. The returned future completes 0.1 ms later.
+    DDP's built-in hook FP16_COMPRESS rejects futures of Python objects. The typed future completes 0.1 ms later.
     """
     first = result[0] if isinstance(result, list) and result else None
     if not isinstance(first, torch.Tensor) or first.dtype != torch.float16 or first.is_cuda:
@@ -347,7 +348,7 @@ class CompletionQueue:
 
 
 def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
-    """Call `is_done` until it returns true, or for `seconds`.
+    """Call `is_done` until it returns true, for at most `seconds`; None means without a limit.
 
     The function first polls without sleeping, because waking up a core takes longer than a small operation. Later, it
     sleeps between calls for increasing intervals, so that other processes can use the core.

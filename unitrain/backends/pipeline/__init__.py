@@ -2,8 +2,8 @@
 
 pipeline          `Pipeline`, the public class
 stages            torch's PipelineStage with micro-batches of different sizes
-stage_runs        the module of one stage, the interface that runs its micro-batches, and a single-stage implementation
-scheduled_runs    an implementation with torch's schedules, and the exchange of shapes between stages
+stage_runs        the module of one stage, the interface that runs its micro-batches, and the implementation for 1 stage
+scheduled_runs    the implementation for several stages with torch's schedules, and the exchange of shapes between them
 micro_batches     division of a batch, with weights such that the loss is the mean over the batch
 partition         division of blocks into stages that minimizes the maximum time or memory
 measurement       time and memory of each block

@@ -29,7 +29,8 @@ def check_pipeline_arguments(
     schedule: Any,
     balance: Any,
 ) -> None:
-    """Raise ConfigError or UnsupportedError for invalid arguments, and ModelError for a model without stages."""
+    """Raise ConfigError or UnsupportedError for invalid arguments, and ModelError for a model that cannot be divided
+    into stages."""
     validation.check_integer("Pipeline(stages=...)", stages, 1, "Use stages=2 to divide the model into two stages")
     fix = "Use micro_batches=4 to start with"
     validation.check_integer("Pipeline(micro_batches=...)", micro_batches, 1, fix)
@@ -60,7 +61,7 @@ def check_pipeline_arguments(
     ):
         raise ConfigError(
             f"Pipeline(balance={validation.describe_value(balance)}) must be 'time', 'memory', or the numbers of "
-            f"blocks of {stages} stages, which add up to {len(model)}. Use balance='time'."
+            f"blocks of {stages} stages, whose sum is {len(model)}. Use balance='time'."
         )
 
 

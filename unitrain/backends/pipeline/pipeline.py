@@ -351,9 +351,8 @@ def _create_runs(
 ) -> StageRuns:
     if group is None:
         return SingleStageRuns(module, loss_fn)
-    from unitrain.backends.pipeline.scheduled_runs import (
-        ScheduledStageRuns,
-    )  # imports torch's pipelining, which takes seconds
+    # This imports torch's pipelining, which takes seconds.
+    from unitrain.backends.pipeline.scheduled_runs import ScheduledStageRuns
 
     return ScheduledStageRuns(module, group, schedule, loss_fn, device)
 
@@ -367,11 +366,13 @@ def _blocks(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of gradients of one dtype with about _BUCKET_BYTES."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    num_bytes = Counter[torch.dtype]()
     for gradient in gradients:
-        bucket = by_dtype.setdefault(gradient.dtype, [])
-        bucket.append(gradient)
-        if sum(gradient.nbytes for gradient in bucket) >= _BUCKET_BYTES:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        num_bytes[gradient.dtype] += gradient.nbytes
+        if num_bytes[gradient.dtype] >= _BUCKET_BYTES:
             yield by_dtype.pop(gradient.dtype)
+            num_bytes[gradient.dtype] = 0
     yield from by_dtype.values()
 
 

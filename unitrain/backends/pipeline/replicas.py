@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +18,8 @@ class Replicas(Lifecycle, Communicator):
     """The replicas of a pipeline. `rank` is the replica that this rank belongs to, and `size` the number of replicas.
 
     All ranks of the backend must call its methods, and the ranks of a replica must pass equal arguments. Pass it to
-    `ShardedLoader` and `MeanMetric`. Its collectives are intended for small tensors, because they gather the tensors of
-    all ranks.
+    `ShardedLoader` and `MeanMetric`. Its reductions and allgathers are intended for small tensors, because they gather
+    the tensors of all ranks.
     """
 
     def __init__(self, backend: Backend, stages: int, per_rank: int = 1) -> None:
@@ -26,6 +28,12 @@ class Replicas(Lifecycle, Communicator):
         self._backend, self._stages, self.per_rank = backend, stages, per_rank
         self.rank, self.size = backend.rank // stages, backend.size // stages
         self.device = backend.device
+
+    @contextmanager
+    def on_rank_zero(self) -> Iterator[bool]:
+        """Yield whether this is rank 0 of the backend: only one of the ranks of replica 0."""
+        with self._backend.on_rank_zero() as is_rank_zero:
+            yield is_rank_zero
 
     def check_running(self, operation: str) -> None:
         """Raise ConfigError after the backend was shut down."""

@@ -31,7 +31,7 @@ _FIX = "Load the data with unitrain.ShardedLoader(dataset, pipeline.replicas, ..
 
 
 class ScheduledStageRuns(StageRuns):
-    """One of several stages. `group` contains the ranks of the replica in the order of the stages."""
+    """Runs one of several stages. `group` contains the ranks of the replica in the order of the stages."""
 
     def __init__(
         self, module: StageModule, group: Subgroup, schedule: str, loss_fn: LossFunction, device: torch.device
@@ -71,7 +71,7 @@ class ScheduledStageRuns(StageRuns):
     def _check_same_shapes(self, kind: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Compare the shapes of the micro-batches with those of the previous stage. All ranks of the replica call it.
 
-        Each stage sends a small message to the next one without waiting; the returned function waits. Raises DataError
+        Each stage starts to send a small message to the next one; the returned function waits for it. Raises DataError
         if the previous stage has different shapes or runs a different kind of pass.
         """
         own = _describe_batch(kind, inputs)

@@ -39,7 +39,7 @@ class StageRuns(ABC):
 
 
 class SingleStageRuns(StageRuns):
-    """A model with one stage, on any backend."""
+    """Runs the only stage of a pipeline, on any backend."""
 
     def __init__(self, module: StageModule, loss_fn: LossFunction) -> None:
         self._module, self._loss_fn = module, loss_fn

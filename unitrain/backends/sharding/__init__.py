@@ -4,7 +4,7 @@
 partition           partitioning of the parameters among ranks, in storage order
 optimizer_checks    checks of the optimizers that can be sharded
 optimizer_state     optimizer hooks that update this rank's shard and broadcast it
-gradient            a `.grad` that stores one shard on each rank
+gradient            the class of a sharded `.grad`: each rank stores one shard
 gradient_reducer    reduction of gradients to the ranks that own them, during the backward pass
 distributed_model   the module that reduces and shards gradients
 tensor_chunks       rectangular blocks of replicated tensors, of ranges of elements, and of DTensors

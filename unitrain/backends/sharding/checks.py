@@ -130,8 +130,7 @@ def _check_parameters(model: nn.Module) -> None:
         if hasattr(parameter, "device_mesh"):
             raise ModelError(
                 f"Parameter {name!r} is already sharded. Call distributed_model only once for each model, and train "
-                "the "
-                "module that it returns."
+                "the module that it returns."
             )
         if parameter.dim() == 0:
             raise ModelError(

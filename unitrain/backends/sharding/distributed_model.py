@@ -19,7 +19,7 @@ from unitrain.backends.gradients.end_of_backward import tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
-from unitrain.backends.gradients.unused_parameters import check_first_backward, unused_error
+from unitrain.backends.gradients.unused_parameters import register_first_backward_check, unused_error
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import broadcast_in_parts
 from unitrain.backends.sharding.gradient_reducer import GradientReducer, Transfer
@@ -89,11 +89,11 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         self._local.set_reduced_parameters(self._trained_parameters())
         ShardedGradientModel._instances.add(self)
         if not find_unused_parameters:
-            check_first_backward(
+            register_first_backward_check(
                 self,
                 model,
                 lambda names: rendezvous.allgather(f"{self._key}/unused", names),
-                lambda: self._requires_sync,
+                lambda: self._requires_sync and not self._has_left,
             )
 
     @classmethod
@@ -110,9 +110,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
                 )
 
     def leave_group(self) -> None:
-        """Release the process group. Afterwards, this module only calls the user's model, and gradients are not
-        reduced.
-        """
+        """Release the process group. Afterwards, this module calls the user's model without reducing gradients."""
         if not self._has_left:
             self._has_left = True
             self._local.stop()
@@ -143,8 +141,8 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError unless the gradients of all parameters of `optimizer` are reduced.
 
-        If this check has failed on another rank, re-raise its ModelError, so that no rank updates parameters. Does not
-        communicate.
+        If the check has failed on another rank and the report of that rank has arrived, re-raise its ModelError. Does
+        not communicate.
         """
         if self._has_left:
             return

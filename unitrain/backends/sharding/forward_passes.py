@@ -17,13 +17,13 @@ _functions: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], None]]] = WeakK
 
 
 def register_forward_without_batch(model: nn.Module, method: Callable[[], None]) -> None:
-    """Register a bound method with which this rank takes part in a forward pass of `model` on other ranks."""
+    """Register a bound method that takes part in a forward pass of `model` that other ranks run with a batch."""
     _functions[model] = WeakMethod(method)
 
 
 def forward_without_batch(model: nn.Module) -> Callable[[], None] | None:
-    """Return a function with which this rank takes part in a forward pass without gradients on other ranks, or None if
-    the parameters of `model` are not sharded.
+    """Return a function that takes part in a forward pass without gradients that other ranks run with a batch, or None
+    if the parameters of `model` are not sharded.
     """
     reference = _functions.get(model)
     return None if reference is None else reference()
@@ -34,9 +34,9 @@ def align_forward_passes(
 ) -> Iterable[tuple[Any, int]]:
     """Return an iterable over the (batch, number of samples) pairs in `batches`, whose number may differ between ranks.
 
-    If the parameters of `model` are sharded, all ranks call this, and run one forward pass without gradients for each
-    batch with samples. When this rank has no more batches, it takes part in the other ranks' forward passes. A
-    UnitrainError from `batches` is raised on all ranks.
+    If the parameters of `model` are sharded, all ranks call this function, and run one forward pass without gradients
+    for each batch with samples. If a rank has no such batch when others have one, the iterable makes it take part in
+    their forward pass. A UnitrainError from `batches` is raised on all ranks.
     """
     take_part = forward_without_batch(model)
     return batches if take_part is None else _aligned(take_part, batches, communicator)

@@ -26,15 +26,19 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 class ShardedGradient(Tensor):
     """The mean gradient of a parameter. This rank stores the elements [start, stop) in storage order, in `local`.
 
-    `local` is 1-D, and empty on ranks that own no shard. `added` is the gradient accumulated by backward passes on this
-    rank since the last reduction, or None. Norms are computed for the complete gradient, so all ranks must compute
-    them. One allreduce computes the norms of all gradients of a model. `full_tensor()` returns the complete gradient.
+    `local` is 1-D, and empty on ranks that own no shard. Autograd adds the gradients of this rank's backward passes to
+    `unreduced`, which is None otherwise. The next reduction computes their mean over ranks, adds this rank's elements
+    to `local`, and sets `unreduced` to None.
+
+    Norms are computed for the complete gradient, so all ranks must compute them. One allreduce computes the norms of
+    all gradients of a model. `full_tensor()` returns the complete gradient. All operations raise ModelError if there is
+    an unreduced gradient.
     """
 
     local: Tensor
     start: int
     stop: int
-    added: Tensor | None
+    unreduced: Tensor | None
     is_zero: bool
     _group: GradientGroup
     _norms: dict[float, Tensor]
@@ -47,7 +51,7 @@ class ShardedGradient(Tensor):
         gradient._group = group
         gradient.local = parameter.new_empty(0)
         gradient.start = gradient.stop = 0
-        gradient.added = None
+        gradient.unreduced = None
         gradient.is_zero = True
         gradient._norms = {}
         return gradient
@@ -69,6 +73,7 @@ class ShardedGradient(Tensor):
 
         It takes the memory of the complete gradient on every rank, so use it only to log individual parameters.
         """
+        self.check_reduced("full_tensor")
         local = torch.view_as_real(self.local).view(-1) if self.is_complex() else self.local
         complete = self._group.communicator.allgather(local)
         if self.is_complex():
@@ -80,10 +85,19 @@ class ShardedGradient(Tensor):
         flat_view(result).copy_(torch.cat(ordered))
         return result
 
-    def forget_norms(self) -> None:
+    def clear_cached_norms(self) -> None:
         """Discard the cached norms after a change of `local`."""
         if self._norms:
             self._norms = {}
+
+    def check_reduced(self, operation: str) -> None:
+        """Raise ModelError if backward passes have added gradients that are not reduced over ranks yet."""
+        if self.unreduced is not None:
+            raise ModelError(
+                f"{operation} was called on a gradient that is not reduced over ranks. Before clipping, unscaling or "
+                "reading gradients, run the last backward pass through the model that backend.distributed_model "
+                "returned, outside backend.no_sync."
+            )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient(shape={list(self.shape)}, dtype={self.dtype}, elements={self.start}:{self.stop})"
@@ -104,11 +118,7 @@ class GradientGroup:
 
     def norm(self, gradient: ShardedGradient, order: float) -> Tensor:
         """Return the norm of the complete `gradient`, a 0-dim tensor. All ranks call it with the same gradients."""
-        if gradient.added is not None:
-            raise ModelError(
-                "A norm was requested for a gradient that is not reduced over ranks. Before clipping, run the last "
-                "backward pass through the model that backend.distributed_model returned."
-            )
+        gradient.check_reduced("norm")
         if order not in gradient._norms:
             # Compute the norms of all gradients, so that all ranks call the same allreduce: for unused gradients, such
             # as those of frozen parameters, a norm may be cached on some ranks only.
@@ -116,6 +126,7 @@ class GradientGroup:
         return gradient._norms[order]
 
     def _compute_norms(self, gradients: Sequence[ShardedGradient], order: float) -> None:
+        """Cache the norms of the complete `gradients` that are reduced. All ranks call it with the same gradients."""
         if not order > 0:
             raise ModelError(
                 f"A norm of order {order:g} was requested for a gradient that is sharded over ranks. Use a norm of "
@@ -125,7 +136,7 @@ class GradientGroup:
         powers = torch.zeros(len(gradients), dtype=torch.float64, device=device)
         stored = [(number, gradient.local) for number, gradient in enumerate(gradients) if gradient.local.numel()]
         if stored:
-            norms = foreach_norm([_wide(local) for _, local in stored], order)
+            norms = foreach_norm([_upcast_half(local) for _, local in stored], order)
             values = torch.stack([norm.double() for norm in norms])
             if not math.isinf(order):
                 values = values.pow(order)
@@ -134,7 +145,7 @@ class GradientGroup:
         if not math.isinf(order):
             total = total.pow(1 / order)
         for gradient, value in zip(gradients, total.unbind(), strict=True):
-            if gradient.added is None:
+            if gradient.unreduced is None:
                 gradient._norms[order] = value.to(gradient.dtype.to_real())
 
 
@@ -147,7 +158,7 @@ def _raise_unsupported(name: str) -> NoReturn:
     )
 
 
-def _wide(local: Tensor) -> Tensor:
+def _upcast_half(local: Tensor) -> Tensor:
     return local.float() if local.dtype in _HALF_DTYPES else local
 
 
@@ -173,19 +184,16 @@ def _update_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         for item in value if isinstance(value, list | tuple) else [value]:
             if isinstance(item, ShardedGradient) or (isinstance(item, Tensor) and item.dim() > 0):
                 _raise_unsupported(name)
-    function(_local_of(args[0]), *args[1:], **kwargs)
+    gradients = [gradient for gradient in targets if isinstance(gradient, ShardedGradient)]
     is_zeroed = name.endswith("zero_")
-    for gradient in targets:
-        if not isinstance(gradient, ShardedGradient):
-            continue
-        gradient.forget_norms()
-        if is_zeroed:
-            gradient.added, gradient.is_zero = None, True
-        elif gradient.added is not None:
-            raise ModelError(
-                f"{name} was called on a gradient that is not reduced over ranks. Run the last backward pass through "
-                "the model that backend.distributed_model returned."
-            )
+    for gradient in gradients:
+        if not is_zeroed:
+            gradient.check_reduced(name)
+        gradient.clear_cached_norms()
+    function(_local_of(args[0]), *args[1:], **kwargs)
+    if is_zeroed:
+        for gradient in gradients:
+            gradient.unreduced, gradient.is_zero = None, True
     return None if name.startswith("_foreach_") else args[0]
 
 
@@ -204,7 +212,7 @@ def _add(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     if not is_accumulation:
         _raise_unsupported("add_")
     # Autograd may use `other` elsewhere, so it is not changed.
-    gradient.added = other.detach() if gradient.added is None else gradient.added + other
+    gradient.unreduced = other.detach() if gradient.unreduced is None else gradient.unreduced + other
     gradient.is_zero = False
     return gradient  # type: ignore[no-any-return]
 
@@ -231,16 +239,15 @@ def _foreach_norm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _unscale(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale the gradients for GradScaler: multiply them by a number, and find inf and nan on any rank."""
     gradients, found, factor = args
+    sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedGradient)]
+    for gradient in sharded:
+        gradient.check_reduced("GradScaler.unscale_")
+        gradient.clear_cached_norms()
     stored = [local for local in _local_of(gradients) if local.numel()]
     if stored:
         function(stored, found, factor)
-    group = None
-    for gradient in gradients:
-        if isinstance(gradient, ShardedGradient):
-            group = gradient._group
-            gradient.forget_norms()
-    if group is not None:
-        found.copy_(group.communicator.allreduce(found, "max"))
+    if sharded:
+        found.copy_(sharded[0]._group.communicator.allreduce(found, "max"))
 
 
 _HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {

@@ -2,8 +2,8 @@
 
 A bucket of gradients is sent with one all-to-all: each rank receives the other ranks' values of the elements that it
 owns, and sums them in rank order. This transfers half as many bytes as an allreduce, for any partition of the elements.
-Horovod's all-to-all is slower than its allreduce, so the horovod backend uses an allreduce and keeps this rank's
-shard of the result. The complete gradients of the bucket are then freed.
+Horovod's all-to-all is slower than its allreduce, so the horovod backend uses an allreduce and keeps only this rank's
+shard of the result. Afterwards, the complete gradients of the bucket are freed.
 """
 
 from __future__ import annotations
@@ -82,10 +82,12 @@ class GradientReducer:
         communicator: the backend.
         reducer_group: records the buckets for the watchdog and the consistency check.
         find_unused_parameters: whether a backward pass may leave parameters unused.
+        on_local: called with each parameter whose gradient a backward pass has changed without completing it.
+        on_reduced: called at the end of each backward pass that completes the gradients.
 
-    After a backward pass for which `begin` was called, every `.grad` is a ShardedGradient that contains the mean over
-    ranks, added to an earlier `.grad`. A sharded optimizer calls `assign` before the first backward pass. Parameters
-    without an optimizer are assigned by tensor.
+    After a backward pass for which `begin` was called, every `.grad` is a ShardedGradient: the mean over ranks, plus
+    the earlier `.grad`. A sharded optimizer calls `assign` before the first backward pass. Each parameter without an
+    optimizer is assigned to a single rank.
     """
 
     def __init__(
@@ -236,7 +238,8 @@ class GradientReducer:
     # --- a backward pass ---
 
     def reduce_next_backward(self, *, accumulates: bool) -> None:
-        """Reduce the gradients of the next backward pass, regardless of the tensor from which it starts."""
+        """Reduce the gradients of the next backward pass that reaches a parameter, regardless of the tensor from which
+        it starts."""
         self._reduces_next_backward, self._accumulates = True, accumulates
 
     def begin(self, *, accumulates: bool) -> None:
@@ -280,7 +283,7 @@ class GradientReducer:
                 self._on_local(self._parameters[number])
                 return
         bucket = self._bucket_of.get(number)
-        if bucket is None:  # frozen in the forward pass
+        if bucket is None:  # the parameter was frozen when the trained parameters were selected
             self._on_local(self._parameters[number])
             return
         if number in self._computed_set:
@@ -293,9 +296,8 @@ class GradientReducer:
 
     def _raise_repeated(self, number: int) -> None:
         raise ModelError(
-            f"Parameter {self._names[number]!r} received two gradients in one backward pass, because it is used in "
-            "several "
-            "blocks with activation checkpointing, so its gradient cannot be sharded. Use "
+            f"Parameter {self._names[number]!r} received two gradients in one backward pass, for example because it is "
+            "used in several blocks with reentrant activation checkpointing, so its gradient cannot be sharded. Use "
             "checkpoint(..., use_reentrant=False)."
         )
 
@@ -358,10 +360,10 @@ class GradientReducer:
         values = {}
         for number in bucket.parameters:
             parameter, gradient = self._parameters[number], self._gradients[number]
-            value, added = parameter.grad, gradient.added
-            gradient.added = None
+            value, unreduced = parameter.grad, gradient.unreduced
+            gradient.unreduced = None
             if value is gradient:
-                value = added
+                value = unreduced
             else:
                 parameter.grad = None
             if value is not None:
@@ -371,6 +373,7 @@ class GradientReducer:
         return values
 
     def _is_complete(self, sent: _InFlight) -> bool:
+        """Return whether a bucket can be finished without waiting. On GPUs, this is unknown."""
         return not self._reducer_group.waits_on_stream and (sent.work is None or sent.work.is_completed())
 
     @torch.no_grad()
@@ -427,7 +430,7 @@ class GradientReducer:
             if number in used:
                 gradient = self._gradients[number]
                 gradient.is_zero = False
-                gradient.forget_norms()
+                gradient.clear_cached_norms()
                 self._parameters[number].grad = gradient
         if self._order is None:
             self._order = self._communicator.broadcast_object(self._computed_order)

@@ -18,17 +18,19 @@ _INSEPARABLE = (torch.optim.LBFGS,)
 
 
 def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard) -> None:
-    """Check the arguments of `distributed_optimizer`. Does not communicate. Raises ConfigError for an unknown `shard`,
-    and ModelError for parameters of a different model. With `shard="state"`, also raises ModelError if the update of
-    one parameter depends on others, or if a parameter is not stored densely. With `shard="parameters"`, raises
-    ModelError unless the optimizer is an elementwise optimizer of torch.optim.
+    """Check the arguments of `distributed_optimizer`. Does not communicate.
+
+    Raises ConfigError for an unknown `shard`, and ModelError for parameters of a different model. With `shard="state"`
+    and "gradients", also raises ModelError for LBFGS, whose update of one parameter depends on others, and for a
+    parameter with gaps in its memory. With `shard="parameters"`, raises ModelError unless the optimizer is an
+    elementwise optimizer of torch.optim.
     """
     checks.check_optimizer_of_model(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)
     sharded = sharded_state(optimizer)
     if sharded is not None and sharded.shard != shard:
         raise ModelError(
-            "The state of this optimizer is sharded over ranks already. Pass the same setting again, "
+            "The state of this optimizer is already sharded over ranks. Pass the same setting again, "
             f'shard="{sharded.shard}", or build a new optimizer.'
         )
     if shard == "parameters":
@@ -38,7 +40,7 @@ def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard
     if isinstance(optimizer, _INSEPARABLE):
         name = type(optimizer).__name__
         raise ModelError(
-            f"The state of {name} cannot be sharded, because {name} computes with all parameters at once. "
+            f"The state of {name} cannot be sharded, because its update of one parameter depends on all others. "
             'Use shard="none", or another optimizer: torch.optim.AdamW(model.parameters(), ...).'
         )
     for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):

@@ -40,8 +40,8 @@ def replace_parameters(optimizer: Optimizer, sharded: ShardedParameters) -> None
 def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
     """Shard the state of rank 0's `optimizer`, which has sharded parameters. All ranks call it.
 
-    Each tensor is broadcast separately, except DTensors, whose rows each rank already has. A second call for the same
-    optimizer only broadcasts the parameter groups.
+    The state of each parameter is broadcast separately, except DTensors, whose rows each rank already has. A second
+    call for the same optimizer only broadcasts the settings of its parameter groups.
     """
     own = optimizer.state_dict() if optimizer not in _optimizers else {"param_groups": []}
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -64,10 +64,10 @@ def shard_optimizer(optimizer: Optimizer, communicator: Communicator) -> None:
 
 
 class OptimizerShards:
-    """Hooks with which `optimizer` updates plain tensors, the shards of this rank, in each step.
+    """Hooks with which each step of `optimizer` updates plain tensors: the shards of this rank.
 
-    Outside `step`, the parameters in the optimizer's groups are DTensors. Updating plain tensors avoids the dispatch
-    overhead of DTensors. `optimizer.state` contains plain tensors: the rows of this rank.
+    Outside `step`, the parameters in the optimizer's groups are DTensors, whose dispatch overhead a step avoids.
+    `optimizer.state` always contains plain tensors: the rows of this rank.
     """
 
     def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:

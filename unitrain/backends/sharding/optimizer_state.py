@@ -38,7 +38,7 @@ from unitrain.backends.sharding.partition import (
 from unitrain.errors import ModelError
 from unitrain.torch_compat import add_innermost_step_hooks, disable_compile, is_nested_step, step_without_hooks
 
-# Elementwise optimizers, which allow a tensor to be partitioned among ranks.
+# Elementwise optimizers. Their tensors can be divided among ranks.
 ELEMENTWISE = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
@@ -123,7 +123,7 @@ class ShardedState:
         self._owned: dict[nn.Parameter, _OwnShard] = {}
         self._shards: dict[nn.Parameter, list[ParameterShard]] = {}
         self._batches: list[_Batch] = []
-        # Other optimizers may also update parameters without gradients.
+        # Optimizers that are not part of torch may also update parameters without gradients.
         self._may_update_unused = not type(optimizer).__module__.startswith("torch.optim.")
         self._known_ids: list[list[int]] = []
         self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
@@ -243,7 +243,8 @@ class ShardedState:
         shards = [
             replace(shard, index=index) for index, parameter in enumerate(held) for shard in self._shards[parameter]
         ]
-        # Other optimizers may count the calls of `step`, so they run it once.
+        # `step` of an elementwise optimizer is called once per batch. Others may count the calls, so they get one
+        # batch.
         limit = _BATCH_BYTES if self._is_elementwise else 2**62
         self._batches = []
         for batch_shards in batches_of(shards, [parameter.element_size() for parameter in held], limit):
@@ -350,7 +351,7 @@ class ShardedState:
 
     def _exit_batch(self, optimizer: Optimizer, batch: _Batch) -> None:
         for parameter, gradient in self._gradients:
-            gradient.forget_norms()
+            gradient.clear_cached_norms()
             parameter.grad = gradient
         self._gradients.clear()
         for owned in self._partial_shards(batch):

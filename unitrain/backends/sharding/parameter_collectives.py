@@ -29,7 +29,8 @@ class ParameterCollectives:
     Args:
         waits_on_stream: whether a GPU stream, rather than the host, waits for the collectives, as with NCCL. The
             watchdog then terminates the process if the collectives do not complete in time.
-        counts: the number of collectives of each kind that all models of the backend have started.
+        counts: the number of collectives of each kind that all models of the backend have started, for the numbers in
+            error messages.
         check: called with every tensor before its collective, or None.
 
     `gathered` lists the blocks whose parameters were gathered since the last `start_recording`.
@@ -52,8 +53,8 @@ class ParameterCollectives:
         self.gathered = []
 
     def gather(self, output: Tensor, own: Tensor) -> dist.Work | None:
-        """Start to gather every rank's `own`, [elements], into `output`, [ranks * elements]. `own` is a view of this
-        rank's shard in `output`.
+        """Start to gather every rank's `own`, [elements], into `output`, [ranks * elements]. `own` must be the view of
+        this rank's elements of `output`.
         """
         phase, size = self._record(GATHER, own), dist.get_world_size()
         if output.device.type == "cpu" and size <= MAX_BROADCASTING_RANKS and output.nbytes >= MIN_BROADCAST_BYTES:

@@ -109,8 +109,8 @@ class ShardedParameters:
     def free_complete_parameters(self) -> None:
         """Free the complete parameters of the root block, which remain in memory after a forward pass with gradients.
 
-        Without a backward pass, these parameters remain gathered. After an optimizer step, the next forward pass would
-        then use outdated values.
+        A backward pass frees them. Without one, the next forward pass after an optimizer step would use outdated
+        values.
         """
         self.root.reshard()
 
@@ -227,8 +227,10 @@ class ShardedModel(nn.Module, WrappedModel):
             self._is_accumulating = was_accumulating
 
     def check_reduced(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError if the last backward pass was inside `no_sync`, and re-raise another rank's ModelError. Does
-        not communicate.
+        """Raise ModelError if the last backward pass was inside `no_sync`.
+
+        If the check has failed on another rank and the report of that rank has arrived, re-raise its ModelError. Also
+        free the complete parameters of the root block. Does not communicate.
         """
         if not self._has_left:
             self._monitor.raise_model_error()
@@ -270,7 +272,7 @@ class ShardedModel(nn.Module, WrappedModel):
 
     @disable_compile
     def _begin_backward(self, forward: CountedForward) -> None:
-        """Called for each output that a backward pass reaches."""
+        """Add the stages at the end of the current backward pass. Called for each output that the pass reaches."""
         forward.mark_used()
         backward = current_backward()
         if backward == self._last_backward:
@@ -286,7 +288,7 @@ class ShardedModel(nn.Module, WrappedModel):
 
         Call it after the first forward pass, because the complete parameters do not exist earlier.
         """
-        # In the root block, the model's parameters are currently the complete ones.
+        # Not `named_parameters()`: the parameters of the root block are currently the complete ones.
         names = {id(parameter): name for name, parameter in zip(self._names, self._all_parameters, strict=True)}
         for block in self.sharded.blocks:
             for record in fsdp_parameters(block):  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Tensors with fewer elements are not split; this makes the size of the state differ by at most 128 KiB between ranks.
+# Tensors with fewer elements are not split. The optimizer state of a rank therefore differs from the average by up to
+# about 128 KiB, with two float32 values per element as in Adam.
 MIN_DIVIDED_ELEMENTS = 2**14
 # Elements per cache line of 64 bytes, for float32.
 _ALIGNMENT = 16
@@ -49,20 +50,21 @@ def divide_elements(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
 
 
 def divide_runs(sizes: Sequence[int], ranks: int, limit: int) -> list[ParameterShard]:
-    """Divide runs of consecutive tensors with about `limit` elements with `divide_elements`, from the last to the
-    first.
+    """Return the shards of `divide_elements` for each run of consecutive tensors with about `limit` elements, from the
+    last tensor to the first.
 
     Gradients are computed in this order, so each bucket of gradients is divided evenly among ranks.
     """
-    shards, run = [], list[int]()
+    shards, run, run_elements = [], list[int](), 0
     for index in reversed(range(len(sizes))):
         run.append(index)
-        if index == 0 or sum(sizes[position] for position in run) >= limit:
+        run_elements += sizes[index]
+        if index == 0 or run_elements >= limit:
             shards += [
                 replace(shard, index=run[shard.index])
                 for shard in divide_elements([sizes[position] for position in run], ranks)
             ]
-            run = []
+            run, run_elements = [], 0
     return shards
 
 
@@ -79,16 +81,21 @@ def divide_tensors(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
 
 
 def batches_of(shards: Sequence[ParameterShard], sizes: Sequence[int], limit: int) -> Iterator[list[ParameterShard]]:
-    """Yield lists of shards with about `limit` bytes per rank, or fewer at the end; `sizes` are bytes per element.
+    """Yield lists of shards with about `limit` bytes per rank, or fewer at the end. `sizes[i]` is the number of bytes
+    per element of the parameter with index i.
 
     All ranks compute the same lists, so they can broadcast them in this order.
     """
     by_owner: dict[int, list[list[ParameterShard]]] = {}
+    last_bytes: dict[int, int] = {}  # of the last batch of each owner
     for shard in shards:
         batches = by_owner.setdefault(shard.owner, [[]])
-        if sum((batched.stop - batched.start) * sizes[batched.index] for batched in batches[-1]) >= limit:
+        if last_bytes.get(shard.owner, 0) >= limit:
             batches.append([])
+            last_bytes[shard.owner] = 0
         batches[-1].append(shard)
+        num_bytes = (shard.stop - shard.start) * sizes[shard.index]
+        last_bytes[shard.owner] = last_bytes.get(shard.owner, 0) + num_bytes
     for number in range(max(map(len, by_owner.values()), default=0)):
         yield [shard for owner in sorted(by_owner) for batch in by_owner[owner][number : number + 1] for shard in batch]
 

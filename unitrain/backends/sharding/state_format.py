@@ -22,10 +22,11 @@ _root: int | None = None
 
 @contextmanager
 def state_dicts_on_rank(root: int) -> Iterator[None]:
-    """Context manager in which state dicts of sharded models and optimizers are complete on `root` only.
+    """Context manager in which state dicts of models and optimizers with sharded parameters are complete on `root`
+    only.
 
-    On `root`, they contain CPU tensors; on the other ranks, they contain None instead of sharded tensors. The ranks
-    gather one tensor at a time, so only `root` needs memory for the complete state.
+    On `root`, they contain CPU tensors. On the other ranks, they contain None instead of tensors that are sharded. The
+    ranks gather one tensor at a time, so only `root` needs memory for the complete state.
     """
     global _root
     before, _root = _root, root
@@ -37,7 +38,8 @@ def state_dicts_on_rank(root: int) -> Iterator[None]:
 
 @contextmanager
 def state_dicts_of_shards() -> Iterator[None]:
-    """Context manager in which state dicts of sharded models and optimizers contain DTensors, without communication."""
+    """Context manager in which state dicts of models and optimizers with sharded parameters contain DTensors, and do
+    not communicate."""
     global _keeps_shards
     before, _keeps_shards = _keeps_shards, True
     try:

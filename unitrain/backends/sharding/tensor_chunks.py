@@ -1,7 +1,8 @@
 """Chunks of tensors: the rectangular blocks that sharded checkpoints write and read.
 
-torch.distributed.checkpoint uses the same term. A rank's chunks come from replicated tensors (the ranks write about the
-same number of bytes), from ranges of elements (ZeRO-1), or from DTensors (FSDP2). Nothing in this module communicates.
+torch.distributed.checkpoint uses the same term. The chunks of a rank come from replicated tensors, which are divided
+such that the ranks write about the same number of bytes, from ranges of elements (ZeRO-1), or from DTensors (FSDP2).
+Nothing in this module communicates.
 """
 
 from __future__ import annotations
