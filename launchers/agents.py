@@ -52,7 +52,7 @@ _SHUTDOWN_TIMEOUT_SECONDS = 40.0  # torchrun allows its ranks 30 s
 def build_command(
     commands: Sequence[tuple[Host, Command]], forwarded: Iterable[str], python: str, through_slurm: bool
 ) -> tuple[str, ...]:
-    """Return the command that runs each command on its host, with the variables named in `forwarded`."""
+    """Return a command that runs all `commands`, each on its host, and forwards the variables named in `forwarded`."""
     hosts: list[dict[str, object]] = []
     for host, command in commands:
         start = (

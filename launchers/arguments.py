@@ -1,4 +1,4 @@
-"""Forwarded arguments of `unitrain launch`: launcher options and environment variables."""
+"""Arguments that `unitrain launch` passes on: options of the launcher, and environment variables of the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _RANK_VARIABLES = {
 
 
 def parse_launcher_args(texts: Iterable[str]) -> tuple[str, ...]:
-    """Split all `--launcher-args` values like a shell. Raises LaunchError for invalid quoting."""
+    """Split all `--launcher-args` values like a shell.
+
+    Raises LaunchError for invalid quoting, and for a value that does not begin with an option.
+    """
     words: list[str] = []
     for text in texts:
         try:
@@ -51,8 +54,8 @@ def parse_launcher_args(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def merge_options(defaults: Iterable[Sequence[str]], options: Sequence[str]) -> tuple[str, ...]:
-    """Return `options`, preceded by the `defaults` that they do not override. Open MPI rejects an option that occurs
-    twice.
+    """Return `options`, preceded by the `defaults` that they do not override, because Open MPI rejects an option that
+    occurs twice.
 
     The last word of a default is its value; the words before it identify the option. The number of leading dashes is
     ignored.
@@ -71,8 +74,8 @@ def parse_exports(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Parse the values of `-x`, each NAME or NAME=VALUE. Return the names to forward and the values to set.
 
-    Raises LaunchError for invalid names, unset variables, variables that the launcher sets per rank, and secret values,
-    because every user of the host can read the command line.
+    Raises LaunchError for invalid names, unset variables, and variables that the launcher sets per rank. Values that
+    are probably secret also raise LaunchError, because every user of the host can read the command line.
     """
     environ = os.environ if environ is None else environ
     names: dict[str, None] = {}
@@ -84,7 +87,7 @@ def parse_exports(
         if name in _RANK_VARIABLES:
             raise LaunchError(
                 f"-x {text} sets {name} to one value on all ranks, but the launcher sets it on each rank. "
-                f"Leave -x {text} out. -np sets the number of ranks."
+                f"Leave -x {text} out. Use -np to set the number of ranks."
             )
         if equals and is_likely_secret(name, value):
             raise LaunchError(

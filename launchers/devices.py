@@ -36,8 +36,8 @@ _NVIDIA_SMI_TIMEOUT_SECONDS = 30
 class Devices:
     """The devices of the ranks on each host: `count` devices, or the GPUs with these `indices`.
 
-    A `count` of -1 selects all GPUs, and 0 the CPU. `is_argument` states whether the user wrote an argument of
-    `unitrain.run` instead of an option of `unitrain launch`.
+    A `count` of -1 selects all GPUs, and 0 selects the CPU. `is_argument` is true for an argument of `unitrain.run`,
+    and false for an option of `unitrain launch`.
     """
 
     count: int
@@ -74,7 +74,7 @@ class SelectedDevices:
 
 
 def parse_devices(value: str | int | Sequence[int], *, is_argument: bool = False) -> Devices:
-    """Parse the value of `--devices`, or with `is_argument` that of `unitrain.run(devices=...)`. Raises LaunchError."""
+    """Parse the value of `--devices` or, with `is_argument`, of `unitrain.run(devices=...)`. Raises LaunchError."""
     indices: tuple[int, ...] | None = None
     count: int | None = None
     if isinstance(value, str):
@@ -108,11 +108,11 @@ def parse_devices(value: str | int | Sequence[int], *, is_argument: bool = False
 def select_devices(
     devices: Devices, launcher: str, num_processes: int | None, hosts: tuple[Host, ...] = ()
 ) -> SelectedDevices:
-    """Return the ranks and variables for `devices` of each of `hosts`, or of this host if `hosts` is empty.
+    """Return the ranks and variables for `devices` on each of `hosts`, or on this host if `hosts` is empty.
 
-    `num_processes` is the number of ranks that the user requested, or None. Raises LaunchError if it contradicts the
-    selection, for GPUs that this host does not have, and if Slurm selects the hosts. The GPUs of other hosts are not
-    queried; `unitrain.init()` reports a missing GPU on these hosts.
+    `num_processes` is the number of ranks that the user requested, or None. Raises LaunchError if `num_processes`
+    contradicts the selection, if this host lacks a selected GPU, and if Slurm selects the hosts. The GPUs of other
+    hosts are not queried; `unitrain.init()` reports a missing GPU on these hosts.
     """
     _check_not_selected_by_slurm(devices, launcher, hosts)
     if len(hosts) > 1 or not all(map(is_this_host, hosts)):
@@ -139,9 +139,10 @@ def select_devices(
 def select_uncounted_devices(
     devices: Devices, num_processes: int | None, hosts: tuple[Host, ...] = ()
 ) -> SelectedDevices:
-    """Return the ranks and variables for `devices` of each of `hosts`, whose GPUs cannot be queried.
+    """Return the ranks and variables for `devices` on each of `hosts`, whose GPUs cannot be queried.
 
-    If `hosts` is empty, there is one host. Raises LaunchError for -1, which requires the number of GPUs.
+    An empty `hosts` stands for one unnamed host. Raises LaunchError for -1, which requires the number of GPUs, for a
+    host with too few slots, and if `num_processes` contradicts the selection.
     """
     if devices.count == 0:
         return SelectedDevices(num_processes, hosts, {VARIABLE: ""})

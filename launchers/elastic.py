@@ -111,7 +111,7 @@ def discover_hosts(script: Path) -> tuple[Host, ...]:
     if done.returncode:
         raise HostDiscoveryError(
             f"--host-discovery-script '{script}' ended with exit code {done.returncode}: "
-            f"{done.stderr.strip() or 'it printed nothing'}. Let it print name:slots lines, and exit with 0."
+            f"{done.stderr.strip() or 'it printed no error message'}. Let it print name:slots lines, and exit with 0."
         )
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     return parse_hosts(",".join(lines)) if lines else ()

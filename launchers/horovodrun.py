@@ -49,7 +49,7 @@ def build(spec: LaunchSpec) -> Command:
 
 def _device_assignment(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the prefix of the rank's command that sets CUDA_VISIBLE_DEVICES, which horovodrun does not send to other
-    hosts. It is empty if the user has not requested the variable, or all ranks run on this host."""
+    hosts. It is empty if the spec neither sets nor forwards the variable, or if all ranks run on this host."""
     settings = {**{name: os.environ.get(name, "") for name in spec.forwarded}, **spec.environment}
     if DEVICES_VARIABLE not in settings or all(map(is_this_host, spec.hosts)):
         return ()

@@ -2,9 +2,9 @@
 
 The agent reads its job from standard input as one line of JSON, so that variable values do not appear in a command
 line. Each further line is a heartbeat (empty) or the number of a signal to forward. When the job exits, the connection
-closes or heartbeats stop, the agent kills all descendants of the job, including descendants in other process groups. A
-job without a command is for a launcher that itself starts ranks on this host: the agent identifies their processes by a
-marker variable in the environment.
+closes or heartbeats stop, the agent terminates the job and kills all its descendants, including descendants in other
+process groups. A job without a command is for a launcher that itself starts ranks on this host: the agent identifies
+their processes by a marker variable in the environment.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ DEFAULT_OPTIONS = (
     ("--bind-to", "none"),
     # Fill the first host first, as the other launchers do.
     ("--map-by", "slot"),
-    # The delay in seconds from mpirun's SIGTERM to that of the ranks, and from there to SIGKILL. The default of 1 s is
-    # too short to write a checkpoint. mpirun waits for both periods even if no ranks are left, and a failed job should
-    # end within ten seconds.
+    # After mpirun receives SIGTERM, it waits for this number of seconds, sends SIGTERM to the ranks, waits for the same
+    # time, and sends SIGKILL. The default of 1 s is too short to write a checkpoint. mpirun waits for both periods even
+    # if no ranks are left, and a failed job should end within ten seconds.
     ("-mca", "odls_base_sigkill_timeout", "4"),
 )
 # Accepts the key of a new host without a prompt. A changed key is still rejected.
@@ -32,8 +32,8 @@ def build(spec: LaunchSpec) -> Command:
 
     Without hosts, the ranks run on this host, or on the hosts of the current Slurm allocation. Variables are forwarded
     by name, so that the command line shows no values. Unless MASTER_ADDR and MASTER_PORT are set, the rendezvous uses a
-    free port of this host. With several hosts, it uses port 29500 of the first host, or in a Slurm allocation the port
-    `slurm.Allocation.port`. Horovod on one host does not need a rendezvous.
+    free port if all ranks run on this host. Otherwise, it is on the first host, at the spec's port or 29500, or in a
+    Slurm allocation at `slurm.Allocation.port`. Horovod on this host alone does not need a rendezvous.
     """
     spec.check_no_controller("mpirun")
     fix = "It is part of Open MPI: sudo apt-get install openmpi-bin"
@@ -86,6 +86,5 @@ def _check_is_open_mpi(program: str) -> None:
         raise LaunchError(
             f"'{program}' is not Open MPI's mpirun: its --version prints {lines[0].strip()!r}. Put Open MPI's mpirun "
             "first on PATH, or start the script with this program: mpiexec -genv MASTER_ADDR <host of rank 0> -genv "
-            "MASTER_PORT "
-            "29500 ..."
+            "MASTER_PORT 29500 ..."
         )

@@ -65,6 +65,7 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
             input=Path(host_probe.__file__).read_text() + call,
             capture_output=True,
             text=True,
+            errors="replace",  # a login banner may have any encoding
             timeout=_TIMEOUT_SECONDS,
             check=False,
         )

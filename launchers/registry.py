@@ -88,8 +88,7 @@ def _load(launcher: str) -> Callable[[LaunchSpec], Command]:
             raise LaunchError(
                 f"Launcher {launcher!r} cannot be loaded: {error}. "
                 f"Install the requirements of the package that provides {entry.value!r}, or choose another launcher "
-                "with "
-                "--launcher."
+                "with --launcher."
             ) from error
         return loaded
     names = available()

@@ -36,8 +36,8 @@ class LaunchSpec:
         max_restarts: The maximum number of restarts by such a launcher.
         interface: The network interface for communication between hosts, or None for the default route.
         port: The port of the rendezvous on the first host, or None for the default.
-        wrapper: A program with arguments that every rank runs instead of the script, which is appended with its
-            arguments.
+        wrapper: A Python script with arguments that every rank runs instead of `script`. It receives the script and
+            its arguments as further arguments.
         is_dry_run: The command is displayed, not executed, so its programs need not be installed on this host.
 
     Raises LaunchError for fewer than one process, for more processes than slots, and for an invalid MASTER_PORT.
@@ -100,7 +100,8 @@ class LaunchSpec:
         if self.interface is not None:
             names = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
             variables |= dict.fromkeys(names, self.interface)
-        # torchrun defaults to one thread per rank, and horovodrun to all cores. unitrain sets the same number for both.
+        # By default, a rank of torchrun uses one thread, and a rank of horovodrun uses all cores. unitrain sets the
+        # same number under every launcher.
         threads = max(1, count_usable_cores() // self.processes_on_fullest_host)
         if "OMP_NUM_THREADS" not in os.environ:
             variables.setdefault("OMP_NUM_THREADS", str(threads))

@@ -48,8 +48,8 @@ def build(spec: LaunchSpec) -> Command:
     if job is None:
         raise LaunchError(
             "srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. "
-            f"Put the command into an sbatch script, or prefix it with: salloc --ntasks {spec.num_processes} "
-            f"{launch} ..."
+            f"Put the command into an sbatch script, or request an allocation for it: salloc --ntasks "
+            f"{spec.num_processes} {launch} ..."
         )
     job.check_slots(spec.num_processes)
     fix = "It is part of Slurm: run the command on a host that has Slurm's programs"

@@ -18,11 +18,13 @@ RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def build(spec: LaunchSpec) -> Command:
-    """Return the command. It runs on one host and starts torchrun on each of the other hosts over ssh.
+    """Return the command, which runs on this host. It is torchrun itself if all ranks run here.
 
-    In a Slurm allocation of several hosts, it starts torchrun through srun, on the hosts of the allocation unless the
-    spec names hosts. On one host, the rendezvous uses a free port, so that two jobs do not collide; on several hosts,
-    it uses the spec's port or port 29500 of the first host.
+    Otherwise, it starts torchrun on each host over ssh. If the spec does not name hosts in a Slurm allocation of
+    several hosts, it starts torchrun through srun on the hosts of the allocation. On one host, the rendezvous uses a
+    free port, so that two jobs do not collide; on several hosts, it is on the first host, at the spec's port, else at
+    `slurm.Allocation.port` in a Slurm allocation, else at 29500. Raises LaunchError for an elastic job on several
+    hosts.
     """
     spec.check_no_controller("torchrun")
     job = None
@@ -48,7 +50,7 @@ def commands_per_host(spec: LaunchSpec) -> list[Command]:
     """Return one command per host that runs processes, in host order. The rendezvous is on the first host.
 
     The commands contain the values of forwarded variables, except those that are probably secret. Raises LaunchError if
-    the name of the first of several hosts resolves to a different host elsewhere.
+    the name of the first of several hosts refers to a different machine on the other hosts.
     """
     counts = processes_per_host(spec.num_processes, spec.hosts)
     secrets = _secret_names(spec)

@@ -57,7 +57,7 @@ class Pods:
 def build(job: Job, pods: Pods | None = None) -> Translation:
     """Return a manifest for `kubectl apply -f` with one pod per host.
 
-    The grace period between SIGTERM and SIGKILL is two minutes.
+    A pod has two minutes between SIGTERM and SIGKILL.
 
     The default is a TrainJob in which torchrun starts the ranks, for every backend: Horovod then uses Gloo, or NCCL on
     GPUs. mpirun starts the ranks of an MPIJob, and those of a TrainJob in `pods.mpi_runtime`. Raises LaunchError for a
@@ -245,7 +245,8 @@ def _mpirun_words(
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the mpirun command and the other fields of the container that runs it. The operator sets the hosts."""
     variables = variables_for(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # Images set the last two, but sshd in the workers does not pass them to the ranks. mpirun warns if one is unset.
+    # Images set PATH and LD_LIBRARY_PATH, but sshd in the workers does not pass them to the ranks. mpirun warns if one
+    # of them is unset.
     names = [*variables_for(job, "mpirun"), *job.forwarded, "PATH", "LD_LIBRARY_PATH"]
     if job.backend != "horovod":
         variables |= {"MASTER_PORT": str(job.port or DEFAULT_PORT)}

@@ -93,9 +93,8 @@ def parse(words: Sequence[str]) -> Job:
         counts=counts,
         hosts=names,
         environment=variables,
-        forwarded=tuple(
-            dict.fromkeys(name for name in forwarded if name != "PATH")
-        ),  # the other launchers always forward PATH
+        # The other launchers always forward PATH.
+        forwarded=tuple(dict.fromkeys(name for name in forwarded if name != "PATH")),
         directory=directory,
         launcher_options=tuple(launcher_options),
         remarks=notes,

@@ -93,15 +93,13 @@ def parse(words: Sequence[str]) -> Job:
     if per_gpu is not None:
         notes.append(
             f"--ntasks-per-gpu {per_gpu} of srun is left out. Under srun, it also restricts each task to one GPU. "
-            "Under "
-            "other launchers, each rank uses the GPU of its local rank."
+            "Under other launchers, each rank uses the GPU of its local rank."
         )
     if tasks is None and per_node is None:
         if nodes is None:
             raise LaunchError(
                 "The srun command does not specify the number of tasks. In a batch script, the #SBATCH lines specify "
-                "it. "
-                "Add it to the command, as in: srun --ntasks 8"
+                "it. Add it to the command, as in: srun --ntasks 8"
             )
         notes.append(
             "The srun command does not specify the number of tasks. In a batch script, the #SBATCH lines specify it. "

@@ -53,14 +53,15 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
     endpoint = None if server else options.take_last("--rdzv-endpoint")
     if server:
         notes.append(f"--rdzv-backend {backend} is left out: the translated job does not use an etcd server.")
-    if endpoint and not options.take_flag("--standalone"):
+    is_standalone = options.take_flag("--standalone")
+    if endpoint and not is_standalone:
         host, _, text = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
         address, port = host, number("--rdzv-endpoint HOST:PORT", text, minimum=0) if text else None
-    if options.take_flag("--standalone") or (nodes == 1 and address in ("localhost", "127.0.0.1")):
+    if is_standalone or (nodes == 1 and address in ("localhost", "127.0.0.1")):
         address = None
     # The node rank of this command, and an option that torchrun always implies.
     options.take_all("--node-rank", "--use-env")
-    restart_notes = options.take_number("--max-restarts", minimum=0) or 0
+    max_restarts = options.take_number("--max-restarts", minimum=0) or 0
     program = options.program
     if options.take_flag("--no-python"):
         pass
@@ -73,7 +74,7 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
         counts=(count,) * nodes,
         address=address,
         port=port if port not in (0, DEFAULT_PORT) else None,
-        max_restarts=restart_notes,
+        max_restarts=max_restarts,
         launcher_options=options.remaining(_TOPICS),
         remarks=tuple(notes),
     )

@@ -130,9 +130,7 @@ def _parse_part(line: str, at: int) -> tuple[str, int]:
         return _parse_quoted(line, at)
     if here == "$" and line[at + 1 : at + 2] == "'":
         return _parse_ansi_quoted(line, at)
-    if (
-        here == "$" and line[at + 1 : at + 2] == '"'
-    ):  # locale translation, which leaves the text as it is in the C locale
+    if here == "$" and line[at + 1 : at + 2] == '"':  # translated text, which is the same text in the C locale
         return _parse_quoted(line, at + 1)
     if here == "{" and (end := _braces_end(line, at)) > at:
         return mark_expansion(line[at:end]), end

@@ -225,6 +225,13 @@ def test_an_invalid_master_port_is_rejected(port: str, given: bool, monkeypatch:
             function()
 
 
+def test_output_of_ssh_in_another_encoding_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_program(tmp_path, "ssh", "printf 'Zugriff verweigert \\374ber\\n' >&2; exit 255")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(LaunchError, match=r"^Host '192\.0\.2\.1' cannot be reached: Zugriff verweigert \ufffdber\."):
+        launchers.check_hosts(spec(num_processes=1, hosts=parse_hosts("192.0.2.1:1")))
+
+
 def test_more_processes_than_a_host_can_run_are_rejected() -> None:
     for launcher in ("torchrun", "horovodrun", "mpirun"):
         with pytest.raises(

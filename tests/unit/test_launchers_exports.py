@@ -51,7 +51,7 @@ def test_parse_exports_accepts_names_and_values() -> None:
         (
             "RANK=7",
             "-x RANK=7 sets RANK to one value on all ranks, but the launcher sets it on each rank. Leave "
-            "-x RANK=7 out. -np sets the number of ranks.",
+            "-x RANK=7 out. Use -np to set the number of ranks.",
         ),
     ],
 )

@@ -162,7 +162,7 @@ def test_invalid_requests_for_srun_are_rejected(folder: Path, monkeypatch: pytes
     monkeypatch.delenv("SLURM_JOB_ID")
     assert error_message(folder, num_processes=4) == (
         "srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. Put the command into an sbatch script, "
-        "or prefix it with: salloc --ntasks 4 unitrain launch --launcher srun -np 4 ..."
+        "or request an allocation for it: salloc --ntasks 4 unitrain launch --launcher srun -np 4 ..."
     )
 
 

@@ -67,6 +67,7 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
         ("horovodrun -H a:2,b:2 python t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
         ("torchrun t.py -np 3", job(("python", "t.py", "-np", "3"))),
         ("torchrun --standalone --nproc_per_node=4 t.py", job(counts=(4,))),
+        ("torchrun --standalone --rdzv-endpoint localhost:0 --master-addr a t.py", job()),
         ("torchrun --nproc-per-node 4 -m pkg.train -v", job(("python", "-m", "pkg.train", "-v"), counts=(4,))),
         ("torchrun --nproc 2 --no-python ./run.sh a", job(("./run.sh", "a"), counts=(2,))),
         ("/v/bin/python -m torch.distributed.run --nproc-per-node 2 t.py", job(("/v/bin/python", "t.py"), counts=(2,))),
