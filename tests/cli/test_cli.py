@@ -331,7 +331,7 @@ def test_launch_in_one_of_several_pods_is_rejected(script: str) -> None:
     """Each pod would train separately."""
     assert usage_error("launch", script, PET_NNODES="2", PET_NODE_RANK="0", PET_NPROC_PER_NODE="4") == (
         "PET_NNODES=2 means that this job has 2 pods, but this command would start ranks in this pod only. Start the "
-        "script with torchrun, which reads it, as in: torchrun train.py"
+        "script with torchrun, which reads this variable, as in: torchrun train.py"
     )
     printed = run("launch", "--dry-run", script, PET_NNODES="1", PET_NODE_RANK="0", PET_NPROC_PER_NODE="4").stdout
     assert "--nproc-per-node 1" in printed

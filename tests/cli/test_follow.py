@@ -154,7 +154,7 @@ def test_follow_reports_a_deleted_job(cluster: Path) -> None:
     answers(cluster, ({}, []))
     result = run("follow", "--to", "kubernetes", "train")
     assert result.exit_code == 1
-    assert states(result)[-1] == "TrainJob train was deleted, so that its exit code is unknown"
+    assert states(result)[-1] == "TrainJob train was deleted, so its exit code is unknown"
 
 
 def test_follow_stops_if_the_scheduler_does_not_respond(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_follow_stops_if_the_scheduler_does_not_respond(cluster: Path, monkeypat
     assert result.exit_code == 1
     assert states(result) == [
         "the scheduler does not respond, retrying: error: connection refused",
-        "TrainJob train is not followed any longer. Follow it again with: unitrain follow --to kubernetes train",
+        "TrainJob train is no longer followed. Follow it again with: unitrain follow --to kubernetes train",
     ]
 
 

@@ -146,5 +146,5 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
 
         done = first.run([*UNITRAIN, "follow", "--to", "slurm", "999999"], variables)
         assert done.returncode == 1
-        assert "Slurm does not know job 999999 any more" in done.stdout
+        assert "Slurm has no record of job 999999" in done.stdout
     controller.wait(SECONDS)

@@ -76,7 +76,7 @@ def test_a_host_that_is_no_longer_listed_is_dropped_if_enough_remain(cluster: Cl
     members = Membership(ElasticRange(3, 6), cluster.hosts, 1)
     select(members)
     cluster.listed = "a:2,c:1"
-    assert stable_change(members) == "b, c is no longer in the list of hosts, and 3 slots remain"
+    assert stable_change(members) == "b is no longer listed, c has 1 slot instead of 2, and 3 slots remain"
     cluster.listed = "a:2"
     assert stable_change(members) is None
     cluster.listed = "broken"

@@ -173,9 +173,8 @@ def _select_addresses(hosts: tuple[Host, ...]) -> tuple[str, str]:
         return "127.0.0.1", "127.0.0.1"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(
-                (remote_host.name.strip("[]"), 9)
-            )  # the port does not matter: a UDP connect only selects a route and sends no packet
+            # The port does not matter: connecting a datagram socket only selects a route, and sends no packet.
+            probe.connect((remote_host.name.strip("[]"), 9))
             address = str(probe.getsockname()[0])
             return address, address
     except OSError:  # the name may be an alias in the ssh configuration

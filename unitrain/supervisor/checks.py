@@ -1,4 +1,4 @@
-"""Checks of commands that start ranks: the script exists, and the command itself was not started by a launcher.
+"""Checks by commands that start ranks: the script exists, and no launcher has started the command itself.
 
 These commands also accept a configuration file instead of a script, and then run `unitrain train`.
 """
@@ -62,7 +62,7 @@ def check_not_launched(fix: str) -> None:
         # Each pod would train separately.
         raise launchers.LaunchError(
             f"PET_NNODES={pods} means that this job has {pods} pods, but this command would start ranks in this pod "
-            "only. Start the script with torchrun, which reads it, as in: torchrun train.py"
+            "only. Start the script with torchrun, which reads this variable, as in: torchrun train.py"
         )
     rank_info = environment.detect(environment.without_pod_variables())
     if rank_info.launcher in _RANK_LAUNCHERS:

@@ -26,7 +26,7 @@ class UnreachableError(Exception):
 
 
 class JobGoneError(Exception):
-    """The scheduler does not know the job any more, and neither its exit code."""
+    """The scheduler has no record of the job, so the exit code of the job is unknown."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _follow(job: FollowedJob) -> int:
                     unreachable_since = now
                     _print(f"the scheduler does not respond, retrying: {error}")
                 elif now - unreachable_since > _UNREACHABLE_LIMIT_SECONDS:
-                    _print(f"{job.name} is not followed any longer. Follow it again with: {job.follow_command}")
+                    _print(f"{job.name} is no longer followed. Follow it again with: {job.follow_command}")
                     return 1
             except JobGoneError as error:
                 _copy_rest_of_log(job)

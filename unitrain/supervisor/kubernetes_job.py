@@ -64,13 +64,15 @@ class KubernetesJob(FollowedJob):
     def read_status(self) -> JobStatus:
         job = self._get(_RESOURCES[self._kind], self._job)
         if job is None:
-            raise JobGoneError(f"{self.name} was deleted, so that its exit code is unknown")
+            raise JobGoneError(f"{self.name} was deleted, so its exit code is unknown")
         pods = self._get("pods", "--selector", f"{_JOB_LABELS[self._kind]}={self._job}")
         found = sorted((pods or {}).get("items", ()), key=lambda pod: pod["metadata"]["creationTimestamp"])
         first = [pod for pod in found if _is_first(pod)]
         self._pod = first[-1] if first else None  # the newest, after a restart
         conditions = {
-            one["type"]: one for one in job.get("status", {}).get("conditions", ()) if one["status"] == "True"
+            condition["type"]: condition
+            for condition in job.get("status", {}).get("conditions", ())
+            if condition["status"] == "True"
         }
         if any(name in conditions for name in _SUCCEEDED):
             return JobStatus("is completed", 0)
@@ -81,7 +83,7 @@ class KubernetesJob(FollowedJob):
         if "Suspended" in conditions:
             return JobStatus(f"is suspended ({_reason(conditions['Suspended'])})")
         waiting = [(pod["metadata"]["name"], reason) for pod in found if (reason := _waiting_reason(pod))]
-        restarts = sum(one.get("restartCount", 0) for pod in found for one in _container_statuses(pod))
+        restarts = sum(status.get("restartCount", 0) for pod in found for status in _container_statuses(pod))
         restarted = f", {restarts} restarts of containers" if restarts else ""
         if not found:
             return JobStatus("is pending (no pods yet)")
@@ -188,26 +190,26 @@ def _container_statuses(pod: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _has_log(pod: Mapping[str, Any]) -> bool:
-    return any({"running", "terminated"} & one.get("state", {}).keys() for one in _container_statuses(pod))
+    return any({"running", "terminated"} & status.get("state", {}).keys() for status in _container_statuses(pod))
 
 
 def _exit_code(pod: Mapping[str, Any]) -> int:
     """Return the exit code of a container that failed, or 0."""
-    states = [one.get(key, {}) for one in _container_statuses(pod) for key in ("state", "lastState")]
+    states = [status.get(key, {}) for status in _container_statuses(pod) for key in ("state", "lastState")]
     return next((code for state in states if (code := state.get("terminated", {}).get("exitCode", 0))), 0)
 
 
 def _waiting_reason(pod: Mapping[str, Any]) -> str:
     """Return the reason why a pod does not run, such as ImagePullBackOff or Unschedulable, or an empty string."""
-    for one in _container_statuses(pod):
-        if "waiting" in one.get("state", {}):
-            return _reason(one["state"]["waiting"])
+    for status in _container_statuses(pod):
+        if "waiting" in status.get("state", {}):
+            return _reason(status["state"]["waiting"])
     for condition in pod.get("status", {}).get("conditions", ()):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return _reason(condition)
     return "Pending" if pod.get("status", {}).get("phase") == "Pending" else ""
 
 
-def _reason(found: Mapping[str, Any]) -> str:
-    reason, message = found.get("reason", "unknown reason"), found.get("message", "")
+def _reason(condition: Mapping[str, Any]) -> str:
+    reason, message = condition.get("reason", "unknown reason"), condition.get("message", "")
     return f"{reason}: {message}" if message else reason

@@ -1,7 +1,7 @@
 """Implementation of `unitrain launch`: validate, plan and execute a launch request.
 
-plan = plan_launch(LaunchRequest(script=Path("train.py"), num_processes=2))
-execute(plan)  # replaces this process with the launcher, or supervises the launcher and exits
+    plan = plan_launch(LaunchRequest(script=Path("train.py"), num_processes=2))
+    execute(plan)  # replaces this process with the launcher, or supervises the launcher and exits
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LaunchPlan:
 
 
 def plan_launch(request: LaunchRequest) -> LaunchPlan:
-    """Validate a request and return its plan. Starts no processes, except for the preflight checks on other hosts.
+    """Validate a request and return its plan. Starts no ranks; probes the other hosts of the job, except in a dry run.
 
     Raises LaunchError and ConfigError.
     """

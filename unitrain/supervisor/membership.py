@@ -70,8 +70,9 @@ class Membership:
     def find_change(self) -> str | None:
         """Return a description of the host change if the job should be restarted, else None.
 
-        A restart is due if more slots are available than the job uses, or if a host is no longer listed and enough
-        other hosts remain. Two consecutive calls must detect the change, because hosts often join one after another.
+        A restart is due if more slots are available than the job uses. It is also due if a host is no longer listed, or
+        is listed with fewer slots than the job uses, and enough slots remain. Two consecutive calls must detect the
+        change, because hosts often join one after another.
         """
         try:
             listed = self._list_hosts()
@@ -82,12 +83,21 @@ class Membership:
         is_stable, self._latest_choice = hosts == self._latest_choice, hosts
         num_slots, num_slots_before = _count_slots(hosts), _count_slots(self._selected)
         listed_slots = {host.name: host.slots for host in listed}
-        removed = [host.name for host in self._selected if listed_slots.get(host.name, 0) < host.slots]
-        if not hosts or not is_stable or not (num_slots > num_slots_before or removed):
+        reduced = [host for host in self._selected if listed_slots.get(host.name, 0) < host.slots]
+        if not hosts or not is_stable or not (num_slots > num_slots_before or reduced):
             return None
-        if removed:
-            return f"{', '.join(removed)} is no longer in the list of hosts, and {num_slots} slots remain"
-        return f"there are {num_slots} slots instead of {num_slots_before}"
+        if not reduced:
+            return f"there are {num_slots} slots instead of {num_slots_before}"
+        removed = [host.name for host in reduced if host.name not in listed_slots]
+        changes = [
+            *([f"{', '.join(removed)} {'is' if len(removed) == 1 else 'are'} no longer listed"] if removed else []),
+            *(
+                f"{host.name} has {slots} {'slot' if slots == 1 else 'slots'} instead of {host.slots}"
+                for host in reduced
+                if (slots := listed_slots.get(host.name)) is not None
+            ),
+        ]
+        return f"{', '.join(changes)}, and {num_slots} slots remain"
 
     def record_failure(self, rank: int | None) -> None:
         """Record that `rank` failed first in the latest attempt (None: unknown)."""

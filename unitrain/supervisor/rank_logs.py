@@ -38,8 +38,8 @@ def log_sizes(folder: Path) -> dict[str, int]:
 def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_before: Mapping[str, int]) -> list[str]:
     """Return a headline and the last log lines of the rank that failed first, or [] if that rank is unknown.
 
-    The rank is `killed_rank`, or the rank that a log names, or the only rank with a traceback. `sizes_before`
-    (`log_sizes`) excludes content from before the job.
+    The rank is `killed_rank`, else the rank that a log names as failed first, else the only rank with a traceback.
+    `sizes_before`, from `log_sizes`, excludes content from before the job.
     """
     logs: dict[int, str] = {}
     # The folder may contain other files, such as a renamed copy of a log.

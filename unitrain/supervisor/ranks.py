@@ -1,6 +1,6 @@
 """The supervisor's connections to the ranks of a job, which detect exits of ranks and request checkpoints or exits.
 
-Through them, the standby ranks of the next attempt also wait for their start.
+The standby ranks of the next attempt also wait for their start on these connections.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RankConnections:
                 connection.send(START)
 
     def request_exit(self) -> None:
-        """Request from rank 0, as soon as it is connected, that the job save a checkpoint and exit."""
+        """Request that the job save a checkpoint and exit. The request is sent to rank 0 as soon as it is connected."""
         with self._state_changed:
             self.is_exit_requested = True
             if 0 in self._connections:

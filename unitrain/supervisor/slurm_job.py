@@ -15,14 +15,14 @@ _FINAL_STATES = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
 }  # fmt: skip
-# Values end at a blank, except the last of a line, such as a path.
+# Values end at a space, except those that extend to the end of the line, such as paths.
 _WORD = r"(?:^|\s){}=(\S*)"
 _LINE = r"^\s*{}=(.*)$"
 _CHUNK_BYTES = 1 << 16
 
 
 class SlurmJob(FollowedJob):
-    """A batch job. `cluster` is its cluster in a federation, or None."""
+    """A batch job. `cluster` is its cluster in a federation, or None for the cluster of this host."""
 
     def __init__(self, job_id: str, cluster: str | None = None) -> None:
         if not re.fullmatch(r"\d+", job_id, re.ASCII):
@@ -40,10 +40,10 @@ class SlurmJob(FollowedJob):
 
     @staticmethod
     def from_output(text: str) -> SlurmJob:
-        """Return the job of which sbatch printed the number. Raises LaunchError if it printed none."""
+        """Return the job whose number is in the output `text` of sbatch. Raises LaunchError if it contains none."""
         match = _SUBMITTED.search(text)
         if match is None:
-            raise LaunchError("sbatch printed no job number, so that the job cannot be followed. Use: squeue --me")
+            raise LaunchError("sbatch printed no job number, so the job cannot be followed. Use: squeue --me")
         return SlurmJob(match[1], match[2])
 
     def read_status(self) -> JobStatus:
@@ -74,7 +74,7 @@ class SlurmJob(FollowedJob):
 
     def _read_accounting(self) -> JobStatus:
         """Return the state of a job that the controller has removed, from the accounting database."""
-        gone = f"Slurm does not know {self.name} any more, so that its exit code is unknown"
+        gone = f"Slurm has no record of {self.name}, so its exit code is unknown"
         try:
             done = run_client(["sacct", *self._clusters, "-XnP", "-o", "State,ExitCode", "-j", self._id])
         except LaunchError:

@@ -216,7 +216,7 @@ def _reject_options_of_other_scheduler(scheduler: str, options: Mapping[str, obj
 
 
 def _parse_time(text: str) -> int:
-    """Convert a time limit in Slurm's notation to seconds. Raises LaunchError.
+    """Return the seconds of a time limit in Slurm's notation. Raises LaunchError.
 
     The formats are minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
     days-hours:minutes:seconds.

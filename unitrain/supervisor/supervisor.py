@@ -70,7 +70,7 @@ class Supervisor:
         for signum in _FORWARDED_SIGNALS:
             signal.signal(signum, self._forward_signal)
         signal.signal(signal.SIGINT, self._handle_interrupt)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores this signal
             # The terminal was closed. SIGTERM lets the ranks save a checkpoint, whereas SIGHUP would kill them.
             signal.signal(signal.SIGHUP, lambda _, frame: self._forward_signal(signal.SIGTERM, frame))
         memory = MemoryFolder() if self._job.may_restart else None
@@ -130,10 +130,9 @@ class Supervisor:
     def _run_attempt(self, hosts: tuple[Host, ...], waiting_seconds: float) -> tuple[int | None, RankConnections]:
         """Run one attempt until the job exits or its hosts change. Return the exit code and the states of the ranks.
 
-        `waiting_seconds` is the time of waiting for hosts before the attempt.
-
-        The exit code is None if a rank was killed or crashed, and standby ranks can replace the attempt. Its launcher
-        may then still be exiting, but its ranks have exited.
+        `waiting_seconds` is the time that the supervisor waited for hosts before the attempt. The exit code is None if
+        a rank was killed or crashed, and standby ranks can replace the attempt. The launcher of the attempt may then
+        still be exiting, but its ranks have exited.
         """
         if self._before_attempt is not None:
             self._before_attempt()
@@ -166,10 +165,11 @@ class Supervisor:
         return lambda: AttemptInfo(number, time.monotonic() - started, waiting_seconds, reason)
 
     def _wait_for_end(self, attempt: Attempt) -> int | None:
-        """Wait for the launcher and return its exit code. If a host is unreachable, terminate it after a timeout.
+        """Wait for the launcher and return its exit code. If a host is unreachable, terminate the launcher after a
+        timeout.
 
-        Return None as soon as a rank has been killed or has crashed and the other ranks have exited on request, if
-        standby ranks can replace the attempt.
+        If a rank was killed or crashed and standby ranks can replace the attempt, request the other ranks to exit, and
+        return None when they have exited.
         """
         process, ranks = attempt.process, attempt.ranks
         actions: list[Callable[[], None]] = [process.terminate, process.kill]
@@ -184,8 +184,9 @@ class Supervisor:
             if self._can_replace(ranks) and ranks.exit_remaining_ranks(_CRASH_EXIT_SECONDS):
                 return None
             if next_action_at is None and ranks.unreachable:
+                noun = "rank" if len(ranks.unreachable) == 1 else "ranks"
                 numbers = ", ".join(map(str, ranks.unreachable))
-                click.echo(f"unitrain: the host of rank {numbers} does not respond; ending the job", err=True)
+                click.echo(f"unitrain: the host of {noun} {numbers} does not respond; ending the job", err=True)
                 next_action_at = time.monotonic() + _LAUNCHER_TIMEOUT_SECONDS
             if next_action_at is not None and actions and time.monotonic() > next_action_at:
                 actions.pop(0)()
