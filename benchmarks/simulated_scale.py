@@ -122,7 +122,7 @@ def _run_ranks(simulation: Simulation, ranks: Sequence[int], pipe: Connection) -
 
 def simulate(size: int, processes: int) -> dict[str, float]:
     """Return the costs of one simulated job of `size` ranks."""
-    os.environ[environment.JOB_KEY] = new_key()
+    os.environ[environment.JOB_KEY_VARIABLE] = new_key()
     with listen(HOST, 0) as server:
         port = server.getsockname()[1]
     simulation = Simulation(size, port, fork.Event(), fork.Event())

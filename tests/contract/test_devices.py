@@ -51,6 +51,11 @@ def test_a_missing_gpu_is_an_error() -> None:
     assert str(caught.value) == (
         "local_rank 2 needs GPU 2, but this host has 2. Start 2 ranks per host, or use device='cpu'."
     )
+    with machine_with(2), pytest.raises(ConfigError) as caught:
+        choose_device("cuda:5", 0)
+    assert str(caught.value) == (
+        "Device 'cuda:5' was requested, but torch sees 2 GPUs here. Use device='cuda' for the GPU of the local rank."
+    )
 
 
 def request_device(backend: Backend, device: str) -> str:

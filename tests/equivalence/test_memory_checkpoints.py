@@ -69,7 +69,7 @@ def run(
     if backend.rank == 0:
         Path(memory).mkdir(exist_ok=True, parents=True)
     backend.barrier()
-    variables = {environment.MEMORY_FOLDER: memory, environment.JOB: folder}
+    variables = {environment.SHARED_MEMORY_FOLDER_VARIABLE: memory, environment.JOB_ID_VARIABLE: folder}
     os.environ.update(variables)
     try:
         torch.manual_seed(0)

@@ -50,7 +50,7 @@ def analyze(folder: Path) -> str:
 @pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
 def test_analyzer_names_the_rank_that_missed_a_collective(backend: str, tmp_path: Path) -> None:
     folder = tmp_path / "records"
-    variables = {environment.FLIGHT_RECORD_FOLDER: str(folder)}
+    variables = {environment.FLIGHT_RECORD_FOLDER_VARIABLE: str(folder)}
     with RankGroup(backend, 2, backend_timeout_seconds=10.0, variables=variables) as group:
         results = group.run(miss_a_collective, str(tmp_path), timeout_seconds=240)
     assert "Missing ranks: 1" in results[0]
@@ -67,7 +67,7 @@ def test_analyzer_names_the_rank_that_missed_a_collective(backend: str, tmp_path
 
 
 def test_analyzer_names_ranks_with_different_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER, str(tmp_path))
+    monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER_VARIABLE, str(tmp_path))
     for rank in range(2):
         recorder = FlightRecorder()
         recorder.record(GradientPhase("backward", 1))
@@ -82,7 +82,7 @@ def test_analyzer_names_ranks_with_different_collectives(tmp_path: Path, monkeyp
 
 
 def test_no_file_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(environment.FLIGHT_RECORD_FOLDER, raising=False)
+    monkeypatch.delenv(environment.FLIGHT_RECORD_FOLDER_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     write_flight_record(FlightRecorder(), 0, 2)
     assert not list(tmp_path.iterdir())
@@ -92,6 +92,6 @@ def test_unwritable_folder_is_reported_without_an_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER, str(tmp_path / "file" / "below"))
+    monkeypatch.setenv(environment.FLIGHT_RECORD_FOLDER_VARIABLE, str(tmp_path / "file" / "below"))
     write_flight_record(FlightRecorder(), 0, 2)
     assert "The flight record of rank 0 cannot be written to" in caplog.text

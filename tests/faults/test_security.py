@@ -403,6 +403,26 @@ def test_a_message_of_another_program_is_ignored(monkeypatch: pytest.MonkeyPatch
     assert messages.get("failed") == b"real"
 
 
+def test_one_rank_replaces_the_message_of_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNITRAIN_JOB_KEY", "0123")
+    store = torch.distributed.HashStore()
+    store.set("failed", "forged")
+    other = MessageStore(store, "watch")
+
+    class DelayedStore:
+        """The other rank sets the message after this rank has read the forged value."""
+
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            found = store.compare_set(key, expected, desired)
+            if not expected:
+                assert other.compare_set(key, "", "of the other rank") == b"of the other rank"
+            return found
+
+    messages = MessageStore(DelayedStore(), "watch")  # type: ignore[arg-type]
+    assert messages.compare_set("failed", "", "of this rank") == b"of the other rank"
+    assert other.get("failed") == b"of the other rank"
+
+
 def test_a_process_with_another_key_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     messages = MessageStore(store, "start")

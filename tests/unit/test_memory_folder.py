@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import stat
 import subprocess
@@ -41,7 +42,7 @@ def test_folder_of_a_killed_command_is_removed_by_its_ranks_or_the_next_command(
         ) as holder:
             assert holder.stdout is not None
             path = Path(holder.stdout.readline().strip())
-            monkeypatch.setenv(environment.MEMORY_FOLDER, str(path))
+            monkeypatch.setenv(environment.SHARED_MEMORY_FOLDER_VARIABLE, str(path))
             other = MemoryFolder(tmp_path)
             remove_abandoned_folder()
             assert path.is_dir()  # its command is running
@@ -53,6 +54,25 @@ def test_folder_of_a_killed_command_is_removed_by_its_ranks_or_the_next_command(
             MemoryFolder(tmp_path).close()
         assert list(tmp_path.iterdir()) == [other.path]
         other.close()
+
+
+def test_an_abandoned_folder_that_another_command_removes_first_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned = tmp_path / f"unitrain-{os.getuid()}-abandoned"
+    abandoned.mkdir()
+    is_dir = Path.is_dir
+
+    def remove_after_check(path: Path) -> bool:
+        found = is_dir(path)
+        if path == abandoned and found:
+            path.rmdir()
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", remove_after_check)
+    folder = MemoryFolder(tmp_path)
+    assert folder.path is not None
+    folder.close()
 
 
 def test_there_is_no_folder_without_shared_memory(tmp_path: Path) -> None:

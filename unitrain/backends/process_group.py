@@ -164,7 +164,7 @@ class ProcessGroupBackend(
             broadcast_buffers=broadcast_buffers,
             compression=compression,
             logical_ranks=logical_ranks,
-            **{environment.DEBUG: is_debugging},
+            **{environment.DEBUG_VARIABLE: is_debugging},
         )
         checks.check_same_model(self, model)
         checks.check_no_embedding_renorm(model)

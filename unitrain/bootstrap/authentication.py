@@ -30,7 +30,7 @@ def new_key() -> str:
 
 def job_key() -> str | None:
     """Return the key of this job, or None if this process has no key."""
-    return environment.get_variable(environment.JOB_KEY)
+    return environment.get_variable(environment.JOB_KEY_VARIABLE)
 
 
 def has_key() -> bool:
@@ -69,15 +69,16 @@ def unseal(sealed: bytes, purpose: str) -> str:
         return text.decode()
     raise AuthenticationError(
         f"The value of {purpose!r} was not written by a process of this job: {reason}. Give all ranks the same "
-        f"{environment.JOB_KEY}, or find the other program that reaches the job's ports: docs/security.md"
+        f"{environment.JOB_KEY_VARIABLE}, or find the other program that reaches the job's ports: docs/security.md"
     )
 
 
 def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
     """Authenticate this process and its peer to each other with the job's `key`.
 
-    Both peers use the same `role`; `is_server` is true on the side that accepted the connection. Nothing is sent if the
-    key is None. Raises AuthenticationError if the peer has a different key.
+    Both peers use the same `role`, which states the purpose of the connection. `is_server` is true on the side that
+    accepted the connection. Nothing is sent if the key is None. Raises AuthenticationError if the peer has a different
+    key.
     """
     if key is None:
         return
@@ -90,8 +91,8 @@ def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
     received = yield b"" if is_server else own_signature, SIGNATURE_BYTES
     if not hmac.compare_digest(received, expected):
         raise AuthenticationError(
-            f"The peer of a connection for {role} does not have this job's {environment.JOB_KEY}. Give all ranks the "
-            "same key, or find the other program that reaches the job's ports: docs/security.md"
+            f"The peer of a connection for {role} does not have this job's {environment.JOB_KEY_VARIABLE}. Give all "
+            "ranks the same key, or find the other program that reaches the job's ports: docs/security.md"
         )
     if is_server:
         yield own_signature, 0

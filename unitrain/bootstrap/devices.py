@@ -16,10 +16,11 @@ def choose_device(requested: str | torch.device | None, local_rank: int, *, comm
     """Return the device of the rank with `local_rank`, and make it the current device if it is a GPU.
 
     The default is a GPU if one is visible to torch, otherwise the CPU. If several GPUs are visible, the rank uses the
-    GPU with index `local_rank`. If one GPU is visible, the launcher may have assigned one GPU per rank; if not,
-    `check_gpus` raises an error. Raises ConfigError for an invalid device, and if several GPUs are visible, but fewer
-    than there are ranks on the host. With `communicates`, raises ConfigError for devices other than CPUs and GPUs,
-    because Gloo's allreduce returns tensors on such devices unchanged, without an error.
+    GPU with index `local_rank`, unless `requested` contains an index. If one GPU is visible, the launcher may have
+    assigned one GPU per rank; if not, `check_gpus` raises an error. Raises ConfigError for an invalid device, for a
+    GPU that does not exist, and if several GPUs are visible, but fewer than there are ranks on the host. With
+    `communicates`, raises ConfigError for devices other than CPUs and GPUs, because Gloo's allreduce returns tensors on
+    such devices unchanged, without an error.
     """
     try:
         device = torch.device(requested) if requested is not None else _default_device()
@@ -38,9 +39,15 @@ def choose_device(requested: str | torch.device | None, local_rank: int, *, comm
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         raise ConfigError(f"Device {str(device)!r} was requested, but torch sees no GPU here. Use device='cpu'.")
-    if str(device) == "cuda":  # without an index
+    has_index = device.index is not None
+    if not has_index:
         device = torch.device("cuda", local_rank if num_gpus > 1 else 0)
     if device.index >= num_gpus:
+        if has_index:
+            raise ConfigError(
+                f"Device {str(device)!r} was requested, but torch sees {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'} "
+                "here. Use device='cuda' for the GPU of the local rank."
+            )
         raise ConfigError(
             f"local_rank {local_rank} needs GPU {device.index}, but this host has {num_gpus}. "
             f"Start {num_gpus} ranks per host, or use device='cpu'."
@@ -54,16 +61,16 @@ def check_gpus(rendezvous: Rendezvous, device: torch.device, requested: str | to
 
     All ranks call it.
     """
-    has_number = requested is not None and torch.device(requested).index is not None
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" and not has_number else None
+    has_index = requested is not None and torch.device(requested).index is not None
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" and not has_index else None
     check_gpus_differ(rendezvous.allgather("gpu", [socket.gethostname(), gpu]))
 
 
 def check_gpus_differ(gpu_by_rank: Sequence[Sequence[str | None]]) -> None:
     """Raise ConfigError if two ranks use the same GPU.
 
-    `gpu_by_rank` contains the host and the GPU's UUID per rank; the UUID is None for a rank on the CPU. Hosts may be
-    containers on one machine, so only the UUIDs are compared.
+    `gpu_by_rank` contains the host and the GPU's UUID per rank; the UUID is None for a rank that is not checked. Hosts
+    may be containers on one machine, so only the UUIDs are compared.
     """
     ranks: dict[str, list[str]] = {}
     hosts: dict[str, str | None] = {}

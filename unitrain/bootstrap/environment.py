@@ -107,34 +107,35 @@ _LAUNCHERS = (
 # Alternative names of variables. The pods of a TrainJob set the rendezvous address under these names, for torchrun.
 _ALTERNATIVE_NAMES = {"MASTER_ADDR": "PET_MASTER_ADDR", "MASTER_PORT": "PET_MASTER_PORT"}
 # ID of a job that `unitrain launch` supervises, equal in all attempts.
-JOB = "UNITRAIN_JOB"
+JOB_ID_VARIABLE = "UNITRAIN_JOB"
 # Address, host:port, of the supervisor in `unitrain launch`.
-SUPERVISOR = "UNITRAIN_SUPERVISOR"
+SUPERVISOR_VARIABLE = "UNITRAIN_SUPERVISOR"
 # Variables that identify a job, with their descriptions. Variables of schedulers come first.
 _JOB_IDS = (
     ("SLURM_JOB_ID", "Slurm job"), ("LSB_JOBID", "LSF job"), ("PBS_JOBID", "PBS job"), ("FLUX_JOB_ID", "Flux job"),
-    (JOB, "unitrain launch"), ("TORCHELASTIC_RUN_ID", "torchrun run"),
+    (JOB_ID_VARIABLE, "unitrain launch"), ("TORCHELASTIC_RUN_ID", "torchrun run"),
 )  # fmt: skip
 # Key that signs the messages between processes of a job, equal on all ranks of an attempt.
-JOB_KEY = "UNITRAIN_JOB_KEY"
+JOB_KEY_VARIABLE = "UNITRAIN_JOB_KEY"
 # Minimum and maximum number of ranks of an elastic job, as "2:8".
-ELASTIC = "UNITRAIN_ELASTIC"
-# Folder in shared memory for checkpoints of a supervised job on one host.
-MEMORY_FOLDER = "UNITRAIN_MEMORY_FOLDER"
+ELASTIC_VARIABLE = "UNITRAIN_ELASTIC"
+# Folder in shared memory for the checkpoints of a supervised job, on the host of rank 0.
+SHARED_MEMORY_FOLDER_VARIABLE = "UNITRAIN_MEMORY_FOLDER"
 # Port and address of the metrics endpoint of rank 0, from `unitrain launch --metrics-port`.
-METRICS_PORT, METRICS_ADDRESS = "UNITRAIN_METRICS_PORT", "UNITRAIN_METRICS_ADDRESS"
+METRICS_PORT_VARIABLE, METRICS_ADDRESS_VARIABLE = "UNITRAIN_METRICS_PORT", "UNITRAIN_METRICS_ADDRESS"
 # "1" adds a consistency check to every gradient bucket; "0" or unset omits it.
-DEBUG = "UNITRAIN_DEBUG"
-# Folder in which every rank writes its flight recorder after a timeout or failure. Unset: no files.
-FLIGHT_RECORD_FOLDER = "UNITRAIN_FLIGHT_RECORD_DIR"
+DEBUG_VARIABLE = "UNITRAIN_DEBUG"
+# Folder in which every rank writes its flight recorder after a timeout or failure. If it is unset, no files are written.
+FLIGHT_RECORD_FOLDER_VARIABLE = "UNITRAIN_FLIGHT_RECORD_DIR"
 # Terminal of `unitrain launch`, for ranks whose output is redirected by the launcher.
-TERMINAL = "UNITRAIN_TERMINAL"
+TERMINAL_VARIABLE = "UNITRAIN_TERMINAL"
 # Prefixes of variables that launchers set for their ranks, in addition to the names in _LAUNCHERS. Variables that a
 # scheduler or a user sets for a launcher, such as SLURM_JOB_ID, are not included.
 _LAUNCHER_PREFIXES = (
     "TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "HOROVOD_CROSS_", "HOROVOD_GLOO_RENDEZVOUS_", "HOROVOD_HOSTNAME", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS",
-    JOB, JOB_KEY, SUPERVISOR, ELASTIC, MEMORY_FOLDER, METRICS_PORT, METRICS_ADDRESS,
+    JOB_ID_VARIABLE, JOB_KEY_VARIABLE, SUPERVISOR_VARIABLE, ELASTIC_VARIABLE, SHARED_MEMORY_FOLDER_VARIABLE,
+    METRICS_PORT_VARIABLE, METRICS_ADDRESS_VARIABLE,
     HOROVOD_SET_BY_UNITRAIN, "OMPI_COMM", "OMPI_ARGV", "OMPI_UNIVERSE_SIZE", "OMPI_NUM_APP_CTX", "OMPI_APP_CTX_",
     "OMPI_FIRST_RANKS", "OMPI_FILE_LOCATION", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_",
     "OMPI_MCA_pmix", "PMIX_", "PMI_", "HYDI_", "MV2_COMM_WORLD_", "MVP_COMM_WORLD_", "JSM_", "FLUX_TASK_", "PALS_",
@@ -178,8 +179,10 @@ def get_variable(name: str) -> str | None:
 
 
 def job_id() -> str | None:
-    """Return the ID of this job, which is the same in all attempts, if `unitrain launch` supervises it."""
-    return get_variable(JOB)
+    """Return the ID of this job, which is the same in all attempts, or None if `unitrain launch` does not supervise the
+    job.
+    """
+    return get_variable(JOB_ID_VARIABLE)
 
 
 def job_description() -> str | None:
@@ -193,22 +196,23 @@ def job_description() -> str | None:
 
 def is_elastic() -> bool:
     """Return whether the number of ranks may change when this job is restarted."""
-    return get_variable(ELASTIC) is not None
+    return get_variable(ELASTIC_VARIABLE) is not None
 
 
 def is_debug_enabled() -> bool:
     """Return whether UNITRAIN_DEBUG is 1. Raises EnvironmentVariableError unless it is 0, 1 or unset."""
-    value = get_variable(DEBUG) or "0"
+    value = get_variable(DEBUG_VARIABLE) or "0"
     if value not in ("0", "1"):
         raise EnvironmentVariableError(
-            f"{DEBUG} must be 0 or 1, got {value!r}. Use: export {DEBUG}=1, or clear it with: unset {DEBUG}"
+            f"{DEBUG_VARIABLE} must be 0 or 1, got {value!r}. Use: export {DEBUG_VARIABLE}=1, or clear it with: "
+            f"unset {DEBUG_VARIABLE}"
         )
     return value == "1"
 
 
 def flight_record_folder() -> str | None:
     """Return the folder for the files of flight recorders, or None."""
-    return get_variable(FLIGHT_RECORD_FOLDER)
+    return get_variable(FLIGHT_RECORD_FOLDER_VARIABLE)
 
 
 def max_pods() -> int:
@@ -288,9 +292,9 @@ def export_defaults(values: Mapping[str, str]) -> None:
 def export_terminal() -> None:
     """Set UNITRAIN_TERMINAL to the terminal of this process's standard error, or clear it if there is none."""
     try:
-        os.environ[TERMINAL] = os.ttyname(2)
+        os.environ[TERMINAL_VARIABLE] = os.ttyname(2)
     except OSError:
-        os.environ.pop(TERMINAL, None)
+        os.environ.pop(TERMINAL_VARIABLE, None)
 
 
 def _is_single_process_pod(environ: Mapping[str, str]) -> bool:

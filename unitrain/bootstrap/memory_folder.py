@@ -1,4 +1,4 @@
-"""The folder in shared memory in which a supervised job on one host keeps checkpoints of its latest steps.
+"""The folder in shared memory in which rank 0 of a supervised job keeps checkpoints of the latest steps.
 
 `unitrain launch` creates it, passes its path to the ranks, and removes it when the job ends. If `unitrain launch` is
 killed, the ranks remove it. If all processes of the job are killed at once, the next `unitrain launch` of the same user
@@ -58,7 +58,7 @@ def remove_abandoned_folder() -> None:
 
     A rank calls it when its connection to the supervisor is closed, which may be shortly before the lock is released.
     """
-    path = environment.get_variable(environment.MEMORY_FOLDER)
+    path = environment.get_variable(environment.SHARED_MEMORY_FOLDER_VARIABLE)
     deadline = time.monotonic() + _LOCK_RELEASE_SECONDS
     while path is not None and Path(path).exists() and time.monotonic() < deadline:
         if (descriptor := _lock(Path(path))) is not None:
@@ -79,12 +79,13 @@ def _remove(path: Path) -> None:
 def _remove_abandoned(root: Path, prefix: str) -> None:
     """Remove this user's folders that no process has locked."""
     for path in root.glob(f"{prefix}*"):
-        if path.is_symlink() or not path.is_dir() or path.lstat().st_uid != os.getuid():
-            continue
-        descriptor = _lock(path)
-        if descriptor is not None:
-            _remove(path)
-            os.close(descriptor)
+        with contextlib.suppress(OSError):  # another process has removed the folder in the meantime
+            if path.is_symlink() or not path.is_dir() or path.lstat().st_uid != os.getuid():
+                continue
+            descriptor = _lock(path)
+            if descriptor is not None:
+                _remove(path)
+                os.close(descriptor)
 
 
 def _lock(path: Path) -> int | None:

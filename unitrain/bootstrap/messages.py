@@ -12,6 +12,10 @@ from unitrain.bootstrap.responsive_store import ResponsiveStore
 from unitrain.errors import AuthenticationError
 
 
+# Number of attempts to replace the value of another program atomically.
+_MAX_REPLACED_VALUES = 4
+
+
 class MessageStore:
     """A torch Store whose values are signed with the job's key. Values without a valid signature are ignored.
 
@@ -36,14 +40,20 @@ class MessageStore:
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set `key` to `desired` unless a rank has already set it; return its text afterwards. `expected` must be
-        empty."""
+        empty.
+
+        A value of another program is replaced atomically, so all ranks return the same text.
+        """
         assert not expected
-        found = self._store.compare_set(key, "", self._seal(key, desired))
-        try:
-            return self._unseal(key, found).encode()
-        except AuthenticationError:
-            self._store.set(key, self._seal(key, desired))
-            return desired.encode()
+        sealed, replaced = self._seal(key, desired), ""
+        for _ in range(_MAX_REPLACED_VALUES):
+            found = self._store.compare_set(key, replaced, sealed)
+            try:
+                return self._unseal(key, found).encode()
+            except AuthenticationError:
+                replaced = found.decode(errors="replace")
+        self._store.set(key, sealed)  # the other program writes all the time, or its value is not text
+        return desired.encode()
 
     def append(self, key: str, line: str) -> None:
         """Append a line to the value of `key`."""

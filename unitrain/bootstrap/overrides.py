@@ -1,8 +1,8 @@
 """Loading of a tool's overrides in the ranks of a script that the tool has started.
 
 `unitrain verify`, `unitrain tune` and `unitrain memory` run a script with the environment variable UNITRAIN_OVERRIDES,
-which names a function of the tool and its argument. The Trainer and the Pipeline call this function, and use the object
-that it returns. They therefore do not depend on the tools.
+which names a function of the tool and its argument. The Trainer and the Pipeline call this function and use the object
+that it returns, so they do not depend on the tools.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class NodePosition:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The connected ranks. All ranks share `store`, and can reach rank 0's host at the address `host`."""
+    """A set of connected ranks. All ranks share `store`, and can reach rank 0's host at the address `host`."""
 
     rank_info: RankInfo
     store: Store

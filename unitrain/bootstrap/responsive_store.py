@@ -24,7 +24,7 @@ class StoreNotRespondingError(dist.DistNetworkError):
 
 
 class ResponsiveStore:
-    """A connection to a store. A request raises StoreNotRespondingError if the response takes over `timeout_seconds`.
+    """A connection to a store. A request raises StoreNotRespondingError without a response within `timeout_seconds`.
 
     A daemon thread sends the requests. While it waits for the response to an earlier request, further requests also
     raise the error. After a late response, requests succeed again. `get` must only be called for existing keys.
@@ -40,7 +40,7 @@ class ResponsiveStore:
 
     @property
     def is_responding(self) -> bool:
-        """Return False after a request has exceeded the limit, until its late response arrives; otherwise True."""
+        """Whether the latest request was answered in time, or its late response has arrived."""
         return self._timed_out is None or self._timed_out.done()
 
     def set(self, key: str, value: str) -> None:

@@ -20,9 +20,9 @@ WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 def forward_warning_signals(variable: str) -> None:
     """Forward SIGUSR1 and SIGUSR2 from this process to its ranks on this host.
 
-    A rank is a descendant with the environment variable `variable` whose parent lacks this variable. Only the main
-    thread may call it. Processes started by this process have the default actions for both signals. If this host has no
-    ranks, the handler prints a message.
+    A rank is a descendant with the environment variable `variable` whose parent lacks this variable. If this host has
+    no ranks, a signal is reported in a message. Processes started by this process have the default actions for both
+    signals. Only the main thread may call this function.
     """
 
     def forward(signum: int, frame: FrameType | None) -> None:

@@ -45,7 +45,7 @@ class MemoryCheckpoints:
         hosts, which do not share memory, would write portions of the same checkpoint (`is_sharded`). The folder is
         empty in the first attempt of the job.
         """
-        root = environment.get_variable(environment.MEMORY_FOLDER)
+        root = environment.get_variable(environment.SHARED_MEMORY_FOLDER_VARIABLE)
         if config.memory_checkpoint_every_steps is None or config.output_dir is None or root is None:
             return None
         if is_sharded and isinstance(communicator, Backend) and communicator.num_nodes > 1:

@@ -53,7 +53,7 @@ class FailureStore:
 
     @property
     def is_responding(self) -> bool:
-        """Return False after a request has exceeded the limit, until its late response arrives; otherwise True."""
+        """Whether the latest request was answered in time, or its late response has arrived."""
         return self._responsive_store.is_responding
 
     def report_failure(self, failure: Failure, reporter: str) -> tuple[Failure, str]:

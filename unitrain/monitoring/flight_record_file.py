@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 # Version of the format of torch 2.14.
 _FORMAT_VERSION = "2.10"
 _FILE_PREFIX = "flight_record_rank_"
-# The analyzer accepts the names of a few libraries only, and ignores which one it is.
+# The analyzer accepts only the names of a few libraries, but does not use the name.
 _LIBRARY = "gloo"
 _OPERATIONS = {
     "allreduce": "all_reduce", "allgather": "all_gather_v", "reducescatter": "reduce_scatter_v",
@@ -60,8 +60,10 @@ def write_flight_record(recorder: FlightRecorder, rank: int, size: int) -> None:
 
 
 def flight_record_entries(recorder: FlightRecorder) -> list[dict[str, Any]]:
-    """Return the entries of `recorder` in torch's format. Operations are complete, except one that timed out, and the
-    last one while the main thread waits in it.
+    """Return the entries of `recorder` in torch's format.
+
+    All operations are marked as completed, except an operation that timed out, and the latest operation while the main
+    thread waits in it.
     """
     unfinished = {recorder.timed_out_position}
     if recorder.is_main_thread_waiting:

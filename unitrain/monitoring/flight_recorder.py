@@ -227,7 +227,7 @@ def describe_differences(records_by_rank: Mapping[int, Sequence[FlightRecord]]) 
         for record in records
     ):
         return []
-    lines = ["The latest operations differ between ranks. Set UNITRAIN_DEBUG=1 to detect that immediately:"]
+    lines = ["The latest operations differ between ranks. Set UNITRAIN_DEBUG=1 to detect this immediately:"]
     for rank, records in sorted(records_by_rank.items()):
         lines += [f"  rank {rank}: {record.text}" for record in records[-_MAX_SHOWN:]]
     return lines

@@ -32,7 +32,7 @@ from unitrain.monitoring.watchdog import Watchdog
 # Ranks reach the timeout at slightly different times, so each rank waits this long for the other ranks' reports.
 _LATE_RANKS_TIMEOUT = timedelta(seconds=2)
 # Additional time for the responses of the store.
-_STORE_LIMIT_SECONDS = 10.0
+_STORE_TIMEOUT_SECONDS = 10.0
 # When a thread blocks, its core may sleep, and waking it up takes longer than a small collective: polling reduces the
 # time of a 1 KB exchange between two ranks from 0.9 ms to 0.3 ms. Longer waits block, to free the core.
 _POLL_SECONDS = 0.005
@@ -60,8 +60,8 @@ class FailureMonitor:
     def wait_for_ranks(
         self, work: dist.Work | None, *, polls: bool | None = None, phase: GradientPhase | None = None
     ) -> None:
-        """Wait for `work` of the latest recorded operation, or of an earlier `phase`. Under NCCL, only the
-        current CUDA stream waits.
+        """Wait for `work` of the latest recorded operation, or of an earlier `phase`. Under NCCL, only the current CUDA
+        stream waits.
 
         `polls` overrides the constructor argument. Raises CollectiveTimeoutError, which names the missing ranks, or
         re-raises the ModelError of another rank.
@@ -115,7 +115,7 @@ class FailureMonitor:
     def set_deadline(self, is_done: Callable[[], bool], phase: GradientPhase) -> Deadline | None:
         """Terminate the process, and report the missing ranks, unless `is_done` returns true within the timeout.
 
-        Use it for main-thread waits that cannot be interrupted. The call costs about 1 µs. Return None without a
+        Use it for waits of the main thread that cannot be interrupted. The call takes about 1 µs. Return None without a
         watchdog.
         """
         if self._watchdog is None:
@@ -127,7 +127,7 @@ class FailureMonitor:
         if self._watchdog is not None and (cause := self._watchdog.cause_of(error)) is not None:
             raise cause from error
 
-    def raise_model_error(self) -> None:
+    def raise_reported_model_error(self) -> None:
         """Re-raise another rank's ModelError if its report has arrived."""
         if self._watchdog is not None and (error := self._watchdog.model_error()) is not None:
             raise error
@@ -148,7 +148,7 @@ class FailureMonitor:
         try:
             missing = call_with_limit(
                 partial(self._post_and_find_missing, f"error/{key}"),
-                _LATE_RANKS_TIMEOUT.total_seconds() + _STORE_LIMIT_SECONDS,
+                _LATE_RANKS_TIMEOUT.total_seconds() + _STORE_TIMEOUT_SECONDS,
             )
         except RuntimeError:  # rank 0's process, which serves the store, has exited or does not respond
             return
@@ -156,7 +156,8 @@ class FailureMonitor:
             self._watchdog.report_failure(error)
 
     def _raise_cause_of_failed_wait(self, error: BaseException, phase: GradientPhase | None) -> None:
-        if "imed out" in str(error) or "imeout" in str(error):
+        text = str(error).lower()
+        if "timed out" in text or "timeout" in text:
             raise CollectiveTimeoutError(self._describe_timeout(phase)) from None  # the transport does not name ranks
         self.raise_cause_of(error)
 
@@ -180,7 +181,7 @@ class FailureMonitor:
         headline = f"{operation} timed out after {seconds:g} s on rank {rank}"
         try:
             missing = call_with_limit(
-                partial(self._post_and_find_missing, key), _LATE_RANKS_TIMEOUT.total_seconds() + _STORE_LIMIT_SECONDS
+                partial(self._post_and_find_missing, key), _LATE_RANKS_TIMEOUT.total_seconds() + _STORE_TIMEOUT_SECONDS
             )
         except StoreNotRespondingError:
             return (
@@ -196,7 +197,10 @@ class FailureMonitor:
         missing = ranks_without(phase, missing, records)
         names = ", ".join(map(str, missing)) or "none (all ranks arrived after the timeout)"
         loading = [other for other, status in statuses.items() if status.activity is Activity.WAITING_FOR_DATA]
-        check = f"Check the data loading of {format_ranks(loading)}" if loading else "Check what those ranks do"
+        if not missing:
+            check = "Find the slow ranks"
+        else:
+            check = f"Check the data loading of {format_ranks(loading)}" if loading else "Check what those ranks do"
         lines = [
             f"{headline}. Missing ranks: {names}. {check}, or raise the limit with unitrain.init(timeout_seconds=...).",
             *(f"  rank {other}: {status}" for other, status in statuses.items()),

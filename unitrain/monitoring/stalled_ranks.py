@@ -1,4 +1,4 @@
-"""Detection of ranks that all wait for each other in different operations, which would end only at the timeout."""
+"""Detection of ranks that all wait for each other in different operations. Such a wait would last until the timeout."""
 
 from __future__ import annotations
 

@@ -108,10 +108,10 @@ _client: _SupervisorClient | None = None
 def connect(rank: int, *, standby: bool = False) -> None:
     """Connect this rank to the supervisor of its job, if there is one. Only the first call in a process connects.
 
-    With `standby`, the supervisor does not count the rank as running until the next call.
+    With `standby`, the rank counts as running only after the second call, in which its script calls `unitrain.init`.
     """
     global _client
-    address = environment.get_variable(environment.SUPERVISOR)
+    address = environment.get_variable(environment.SUPERVISOR_VARIABLE)
     if _client is not None:
         _client.connection.send(RUNNING)
     if address is None or _client is not None:

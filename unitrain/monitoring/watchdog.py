@@ -40,7 +40,7 @@ from unitrain.monitoring.stalled_ranks import StalledRanks
 _PERIOD_SECONDS = 0.5
 # Time within which the main thread must raise an error after another rank has failed.
 _GRACE_SECONDS = 5.0
-# Maximum time that a failing rank waits for another thread of its process to print the report.
+# Maximum time for which a failing rank waits until another thread of its process has printed the report.
 _REPORT_SECONDS = 3.5
 # Launchers whose ranks continue to run when the launcher is killed.
 _LAUNCHERS_WITHOUT_CLEANUP = ("torchrun",)
@@ -61,8 +61,8 @@ _PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", 
 class Watchdog:
     """Watchdog of this rank's main thread, active until `stop`. All ranks create it at the same time.
 
-    A rank that fails calls `report_failure`. Failures of killed ranks are detected by the liveness check and reported
-    by rank 0.
+    A rank that fails calls `report_failure`. The liveness check detects killed ranks: rank 0 reports the death of other
+    ranks, and the other ranks detect the death of rank 0.
     """
 
     def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, loop_counters: LoopCounters) -> None:
@@ -110,7 +110,7 @@ class Watchdog:
     def set_deadline(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> Deadline:
         """Terminate the process and print the text of `describe` unless `is_done` returns true in time.
 
-        Use it for waits that cannot be interrupted. The call costs about 1 µs. The time limit is a few seconds longer
+        Use it for waits that cannot be interrupted. The call takes about 1 µs. The time limit is a few seconds longer
         than the timeout. The time is counted from this call or, if earlier work is unfinished, from its completion.
         """
         return self._deadlines.add(is_done, describe)

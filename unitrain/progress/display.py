@@ -203,7 +203,7 @@ def choose_progress(style: ProgressStyle, rank: int) -> ProgressDisplay:
 
 def _open_terminal_of_launch() -> TextIO | None:
     """Return the terminal of `unitrain launch` if this process can open it, otherwise None."""
-    path = environment.get_variable(environment.TERMINAL)
+    path = environment.get_variable(environment.TERMINAL_VARIABLE)
     if path is None:
         return None
     try:

@@ -280,15 +280,15 @@ class RunMetrics:
 
 def _endpoint_settings(config: TrainConfig) -> tuple[int | None, str]:
     """Return the port and the address of `unitrain launch --metrics-port`, or else those of the configuration."""
-    port = environment.get_variable(environment.METRICS_PORT)
+    port = environment.get_variable(environment.METRICS_PORT_VARIABLE)
     if port is None:
         return config.metrics_port, config.metrics_address
     if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):
         raise ConfigError(
-            f"{environment.METRICS_PORT} must be a port from 1 to 65535, got {port!r}. Use: unitrain launch "
+            f"{environment.METRICS_PORT_VARIABLE} must be a port from 1 to 65535, got {port!r}. Use: unitrain launch "
             "--metrics-port 9400"
         )
-    return int(port), environment.get_variable(environment.METRICS_ADDRESS) or config.metrics_address
+    return int(port), environment.get_variable(environment.METRICS_ADDRESS_VARIABLE) or config.metrics_address
 
 
 def _attempt_start(info: supervisor_client.AttemptInfo | None) -> AttemptStart:

@@ -79,11 +79,11 @@ class SupervisedJob:
         """
         added = dict(variables or {})
         if self.needs_supervisor:
-            added[environment.JOB] = self.name
+            added[environment.JOB_ID_VARIABLE] = self.name
         if self.spec.elastic is not None:
-            added[environment.ELASTIC] = str(self.spec.elastic)
+            added[environment.ELASTIC_VARIABLE] = str(self.spec.elastic)
         if self.memory_folder is not None and self.starts_on_this_host(hosts):
-            added[environment.MEMORY_FOLDER] = str(self.memory_folder)
+            added[environment.SHARED_MEMORY_FOLDER_VARIABLE] = str(self.memory_folder)
         wrapper = (*self.spec.wrapper, *(standby_rank.wrapper_arguments() if standby else ()))
         spec = replace(self.spec, environment={**self.spec.environment, **added}, wrapper=wrapper)
         if hosts:
@@ -114,8 +114,8 @@ class Attempt:
         self.ranks = RankConnections(job.name, key, listen_on, advertised_host, standby=standby)
         self.ranks.describe_attempt = describe
         try:
-            environment.export({environment.JOB_KEY: key})
-            command = job.command(hosts, {environment.SUPERVISOR: self.ranks.address}, standby=standby)
+            environment.export({environment.JOB_KEY_VARIABLE: key})
+            command = job.command(hosts, {environment.SUPERVISOR_VARIABLE: self.ranks.address}, standby=standby)
             if not standby:
                 click.echo(command.shell(), err=True)
             self.process = subprocess.Popen(

@@ -164,7 +164,7 @@ def execute(plan: LaunchPlan) -> NoReturn:
 
 def export_job_key() -> None:
     """Export a new job key, which the launcher forwards to the ranks. Ranks use it to authenticate each other."""
-    environment.export({environment.JOB_KEY: new_key()})
+    environment.export({environment.JOB_KEY_VARIABLE: new_key()})
 
 
 def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
@@ -320,8 +320,8 @@ def _metrics_variables(request: LaunchRequest) -> dict[str, str]:
                 "the port: --metrics-port 9400"
             )
         return {}
-    address = {} if request.metrics_address is None else {environment.METRICS_ADDRESS: request.metrics_address}
-    return {environment.METRICS_PORT: str(request.metrics_port), **address}
+    address = {} if request.metrics_address is None else {environment.METRICS_ADDRESS_VARIABLE: request.metrics_address}
+    return {environment.METRICS_PORT_VARIABLE: str(request.metrics_port), **address}
 
 
 def _check_metrics_port(port: int, address: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unitrain.bootstrap.authentication import new_key
-from unitrain.bootstrap.environment import JOB_KEY
+from unitrain.bootstrap.environment import JOB_KEY_VARIABLE
 from unitrain.processes import find_processes, kill_processes
 
 _TERMINATE_SECONDS = 5.0
@@ -61,7 +61,7 @@ def run_command(
     with output.open("wb") as file:
         process = subprocess.Popen(
             command,
-            env={**environment, **_FAULT_HANDLER, JOB_KEY: new_key()},
+            env={**environment, **_FAULT_HANDLER, JOB_KEY_VARIABLE: new_key()},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

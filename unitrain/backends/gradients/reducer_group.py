@@ -66,7 +66,7 @@ class ReducerGroup(dist.ProcessGroup):
 
     def check_other_ranks(self) -> None:
         """Re-raise another rank's ModelError if this rank has received the corresponding failure report."""
-        self._monitor.raise_model_error()
+        self._monitor.raise_reported_model_error()
 
     def begin_bucket(self, bucket: Tensor) -> None:
         """Record the start of a collective of any kind on `bucket`, and wait for it at the end of the backward pass.

@@ -233,7 +233,7 @@ class ShardedModel(nn.Module, WrappedModel):
         free the complete parameters of the root block. Does not communicate.
         """
         if not self._has_left:
-            self._monitor.raise_model_error()
+            self._monitor.raise_reported_model_error()
             self._monitor.loop_counters.count_step()
             self.sharded.free_complete_parameters()
             self._local.check(optimizer)
