@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[], list[RankReport]], str]] = {
     ),
     "one GPU": (
         lambda: ranks({"gpus": (GPU,)}, {"gpus": (GPU,), "host": "a", "local_rank": 1, "machine": "m1"}),
-        r"error: Ranks 0, 1 on a would use the same GPU, GPU-1\. \$ start 1 ranks",
+        r"error: Ranks 0, 1 on a would use the same GPU, GPU-1\. \$ start one rank per GPU on that host, 1 in all",
     ),
     "no CUDA": (
         lambda: ranks({"nvidia_driver": True}),
@@ -70,7 +70,13 @@ CASES: dict[str, tuple[Callable[[], list[RankReport]], str]] = {
     ),
     "hidden GPUs": (
         lambda: ranks({"nvidia_driver": True, "torch_cuda": "13.0", "variables": {"CUDA_VISIBLE_DEVICES": ""}}),
-        r"error: a has an NVIDIA driver, but torch sees no GPU: CUDA_VISIBLE_DEVICES is ''",
+        r"error: a has an NVIDIA driver, but torch sees no GPU: CUDA_VISIBLE_DEVICES is ''\. "
+        r"\$ unset CUDA_VISIBLE_DEVICES$",
+    ),
+    "old driver": (
+        lambda: ranks({"nvidia_driver": True, "torch_cuda": "13.0"}),
+        r"error: a has an NVIDIA driver, but torch sees no GPU\. "
+        r"\$ nvidia-smi  # the CUDA version of the driver must be at least torch's 13\.0$",
     ),
     "no Horovod": (lambda: ranks({"horovod": None}, {"horovod": None}), r"note: Horovod is not installed"),
     "Horovod on one": (
@@ -103,6 +109,10 @@ CASES: dict[str, tuple[Callable[[], list[RankReport]], str]] = {
     "folder": (
         lambda: ranks({}, shares_folder=False),
         r"warning: b: files that rank 0 creates in /work are not visible there",
+    ),
+    "read-only folder": (
+        lambda: [replace(one, peer_checks=replace(REACHABLE, shares_folder=False)) for one in ranks({})],
+        r"warning: Rank 0 cannot create files in /work on a",
     ),
     "full disk": (lambda: ranks({}, {"folder_free": GIB // 2}), r"warning: /work on b has 0\.5 GiB of free space"),
     "shared memory": (
@@ -190,13 +200,24 @@ def test_doctor_reports_this_host() -> None:
     report = json.loads(result.output)
     assert report["ok"] is (result.exit_code == 0)
     (rank,) = report["ranks"]
-    assert Facts.from_json(rank["facts"]).as_json() == {
+    assert Facts.from_dict(rank["facts"]).as_dict() == {
         **rank["facts"], "gpus": tuple(rank["facts"]["gpus"]), "evidence": (),
         "name_addresses": tuple(rank["facts"]["name_addresses"]), "cores": tuple(rank["facts"]["cores"]),
     }  # fmt: skip
     shown = CliRunner().invoke(unitrain, ["doctor"])
     assert shown.exit_code == result.exit_code
     assert rank["facts"]["torch"][:6] in shown.output
+
+
+def test_a_large_limit_of_locked_memory_is_sufficient() -> None:
+    assert shown(ranks({"infiniband": True, "locked_memory": 64 * GIB})) == []
+
+
+@pytest.mark.parametrize("command", [["doctor", "--launch", "-np '2"], ["tune", "--launch", "-np '2", "train.py"]])
+def test_an_unclosed_quote_is_a_usage_error(command: list[str]) -> None:
+    result = CliRunner().invoke(unitrain, command)
+    assert result.exit_code == 2
+    assert "Invalid value for '--launch': \"-np '2\" cannot be split into words: No closing quotation." in result.output
 
 
 def test_incomplete_launcher_variables_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,14 @@ def other_horovod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = check.inspect().folder
     assert folder is not None, "Build Horovod first: unitrain horovod build"
     copy = tmp_path_factory.mktemp("other")
-    shutil.copytree(folder, copy / "horovod", ignore=shutil.ignore_patterns("*.so", "__pycache__", check.RECORD))
+    shutil.copytree(folder, copy / "horovod", ignore=shutil.ignore_patterns("*.so", "__pycache__", check.RECORD_FILE))
     yield copy
     shutil.rmtree(copy)
 
 
 UNDEFINED = "extern void torch_gone(void); void PyInit_mpi_lib_v2(void) { torch_gone(); }"
 CRASHING = "#include <stdlib.h>\nvoid PyInit_mpi_lib_v2(void) { abort(); }"
+HANGING = "#include <unistd.h>\nvoid PyInit_mpi_lib_v2(void) { sleep(600); }"
 
 
 def put_library(other: Path, code: str, *, built_for: str) -> None:
@@ -82,6 +83,18 @@ def test_check_reports_a_horovod_that_crashes(other_horovod: Path) -> None:
     report = report_of(other_horovod)
     assert not report.is_usable
     assert any("ended its process with status -6" in problem.what for problem in report.problems)
+
+
+def test_check_reports_a_horovod_that_hangs(other_horovod: Path) -> None:
+    import torch
+
+    put_library(other_horovod, HANGING, built_for=torch.__version__)
+    report = check.inspect(environment={"PYTHONPATH": str(other_horovod), "PATH": "/usr/bin:/bin"}, timeout_seconds=5)
+    assert [problem.what for problem in report.problems] == ["`import horovod.torch` did not finish within 5 s."]
+    report = check.inspect(timeout_seconds=0.001)
+    assert [problem.what for problem in report.problems] == [
+        f"The check of Horovod in {sys.executable} did not finish within 0.001 s."
+    ]
 
 
 def test_check_reports_the_capabilities_of_the_installed_horovod() -> None:

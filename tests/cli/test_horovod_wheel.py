@@ -95,11 +95,11 @@ class Recorded:
         self.steps: list[str] = []
         self.percents: list[int] = []
 
-    def step(self, step: plan.BuildStep, *, skipped: bool) -> None:
+    def report_step(self, step: plan.BuildStep, *, skipped: bool) -> None:
         self.steps.append(step.name)
 
-    def report_percent(self, done: int) -> None:
-        self.percents.append(done)
+    def report_percent(self, percent: int) -> None:
+        self.percents.append(percent)
 
 
 def with_steps(decided: plan.BuildPlan, *steps: plan.BuildStep) -> plan.BuildPlan:

@@ -33,7 +33,7 @@ from unitrain.errors import ConfigError, EnvironmentVariableError
 from unitrain.testing import RankGroup
 from unitrain.tune import trial
 from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
-from unitrain.tune.trial import TIMER, TrialRequest
+from unitrain.tune.trial import TIMER, TrialRequest, TrialResult
 from unitrain.tune.tuned_settings import (
     BUILT_IN_VARIABLES,
     TUNED_FILE,
@@ -45,7 +45,7 @@ from unitrain.tune.tuned_settings import (
     remove_tuned,
     torch_version,
 )
-from unitrain.tune.tuning import Tuner, save_and_describe
+from unitrain.tune.tuning import Tuner, describe_compression, save_and_describe
 
 SIZES = Tunable("SIZE", "", "1", ("2", "3"))
 COLORS = Tunable("COLOR", "", "red", ("green",))
@@ -145,6 +145,21 @@ def test_a_gain_is_significant_only_if_the_pairs_agree() -> None:
     assert not Gain([1.1] * 6 + [0.9] * 2).is_significant
     assert not Gain([1.1] * 7).is_significant
     assert not Gain([1.005] * 8).is_significant
+
+
+def test_a_consistent_loss_is_not_reported_as_noise() -> None:
+    assert describe_compression("fp16", Gain([1.2] * PAIRS)).endswith("Use it if the numbers may change.")
+    assert describe_compression("fp16", Gain([0.8] * PAIRS)).endswith("Training is slower with it.")
+    assert describe_compression("fp16", Gain([0.8, 1.2] * 4)).endswith("The difference is within the noise.")
+
+
+def test_a_log_line_that_contains_the_marker_is_not_a_result() -> None:
+    result = TrialResult(
+        seconds_per_step=0.5, steps=5, backend="ddp", transport="gloo", size=2, num_nodes=1, threads=1, cores_per_rank=1
+    )
+    output = f"unitrain tune: is running this script\nunitrain tune: {{}}\n[0] {result.format_line()}\n"
+    assert TrialResult.parse_output(output) == result
+    assert TrialResult.parse_output("unitrain tune: is running this script") is None
 
 
 def test_only_tunables_of_the_backend_are_searched() -> None:

@@ -288,7 +288,7 @@ def test_a_function_is_verified_in_float64_on_three_ranks(tmp_path: Path) -> Non
     [
         (
             ["-np", "2,x", "{script}"],
-            r"-np takes numbers of ranks from 1, as in -np 1,2,3, got 'x' in '2,x'. Use -np 2",
+            r"-np takes positive numbers of ranks, as in -np 1,2,3, got 'x' in '2,x'. Use -np 2",
         ),
         (["--backends", "ddp,hovorod", "{script}"], "Unknown backend 'hovorod'. Did you mean 'horovod'?"),
         (["{script}x"], "does not exist. Did you mean 'train.py'?"),

@@ -446,6 +446,9 @@ def test_the_command_draws_all_algorithms(tmp_path: Path) -> None:
         ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --algorithms rings", "Did you mean 'ring'?"),
         ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --algorithms hierarchical", "--ranks-per-host 8"),
         ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --ranks-per-host 2", "must be used together"),
+        ("--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --host-latency 1", "must be used together"),
+        ("absent.json --latency 1 --parameters 1 --step-seconds 1", "The network is described either by a result"),
+        ("absent.json --train absent.json --parameters 1", "The model is described either by --train"),
         (
             "--latency 1 --bandwidth 1 --parameters 1e9 --step-seconds 1 --bucket-bytes 1000",
             "4,000,000,000 bytes of gradients fill more than 1,000,000 buckets of 1,000 bytes. Use --bucket-bytes",

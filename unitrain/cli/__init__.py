@@ -7,6 +7,7 @@ command; its logic is in the package of the same name.
 from __future__ import annotations
 
 import importlib
+import shlex
 import signal
 from typing import Any
 
@@ -34,6 +35,18 @@ _COMMANDS = {
     "tune": ("unitrain.cli.tune", "Find settings that make a script train faster on this machine."),
     "verify": ("unitrain.cli.verify", "Train on every backend, and compare the results numerically."),
 }
+
+
+def split_words(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """Callback of an option that contains other options: split the value like a shell. Raises BadParameter."""
+    if value is None:
+        return None
+    try:
+        return tuple(shlex.split(value))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{value!r} cannot be split into words: {error}. Quote it as for a shell, as in \"-np 2 -H 'a:1,b:1'\""
+        ) from error
 
 
 class LazyGroup(click.Group):

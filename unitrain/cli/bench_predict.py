@@ -100,17 +100,19 @@ def predict(
     with user_errors():
         from unitrain.bench import cost_model, cost_prediction, results
 
-        if (measured is None) == (latency is None or bandwidth is None):
+        is_described = latency is not None or bandwidth is not None
+        if (measured is not None) == is_described or (latency is None) != (bandwidth is None):
             raise ConfigError(
                 "The network is described either by a result of bench collectives, or by --latency and --bandwidth. "
                 "Use --latency 10e-6 --bandwidth 3"
             )
-        if (train is None) == (parameters is None or step_seconds is None):
+        is_described = parameters is not None or step_seconds is not None
+        if (train is not None) == is_described or (parameters is None) != (step_seconds is None):
             raise ConfigError(
                 "The model is described either by --train (a result of bench train) or by --parameters and "
                 "--step-seconds. Use --parameters 25.6e6 --step-seconds 0.3"
             )
-        if (ranks_per_host is None) != (host_latency is None or host_bandwidth is None):
+        if len({ranks_per_host is None, host_latency is None, host_bandwidth is None}) > 1:
             raise ConfigError(
                 "--ranks-per-host, --host-latency and --host-bandwidth must be used together. "
                 "Use --ranks-per-host 8 --host-latency 5e-6 --host-bandwidth 20"

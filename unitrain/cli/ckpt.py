@@ -53,7 +53,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    damaged = [name for name, manifest in manifests.items() if not _is_listable(manifest)]
+    damaged = [name for name, manifest in manifests.items() if not _is_well_formed(manifest)]
     manifests |= {name: {} for name in damaged}
     results = list(dict.fromkeys(name for manifest in manifests.values() for name in manifest.get("results", {})))
     table = Table(box=box.SIMPLE_HEAD)
@@ -70,7 +70,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     Console(width=None if Console().is_terminal else 200).print(table)
 
 
-def _is_listable(manifest: dict[str, Any]) -> bool:
+def _is_well_formed(manifest: dict[str, Any]) -> bool:
     """Return whether the results and the sizes of files in `manifest` have the types that unitrain writes."""
     results, files = manifest.get("results", {}), manifest.get("files", {})
     return (

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 
 import click
 
+from unitrain.cli import split_words
 from unitrain.errors import UnitrainError
 
 
 @click.command()
 @click.option(
     "--launch",
+    callback=split_words,
     metavar="OPTIONS",
     help='Launch ranks with these options and check all of them: --launch "-np 4 -H a:2,b:2".',
 )
@@ -26,7 +27,7 @@ from unitrain.errors import UnitrainError
     help="Time limit for the ranks to connect.",
 )
 @click.option("--marked-json", is_flag=True, hidden=True)
-def doctor(launch: str | None, as_json: bool, timeout_seconds: float, marked_json: bool) -> None:
+def doctor(launch: tuple[str, ...] | None, as_json: bool, timeout_seconds: float, marked_json: bool) -> None:
     """Diagnose problems on this host, or in all ranks of a job, and suggest fixes.
 
     Under a launcher, the command checks every rank, and rank 0 prints the result. The exit status is 1 if an error is
@@ -42,7 +43,7 @@ def doctor(launch: str | None, as_json: bool, timeout_seconds: float, marked_jso
     try:
         if launch is not None:
             click.echo("Checking all ranks. This takes some seconds.", err=True)
-            report = examine_launch(shlex.split(launch), timeout_seconds)
+            report = examine_launch(launch, timeout_seconds)
         else:
             examined = examine(timeout_seconds)
             if examined is None:

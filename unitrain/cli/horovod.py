@@ -89,7 +89,7 @@ def check(as_json: bool) -> None:
 
     report = checker.inspect()
     if as_json:
-        click.echo(json.dumps(report.as_json(), indent=2))
+        click.echo(json.dumps(report.as_dict(), indent=2))
     else:
         _print_report(report)
     if not report.is_usable:
@@ -144,7 +144,7 @@ def _format_duration(seconds: float) -> str:
 
 
 class _Progress:
-    """Print one line per build step. Show the compilation as a progress bar (terminal) or as one line per 10%."""
+    """Prints one line per build step, and shows the compilation as a progress bar (terminal) or as one line per 10%."""
 
     def __init__(self, plan: BuildPlan) -> None:
         from rich.console import Console
@@ -167,7 +167,7 @@ class _Progress:
         if self._terminal:
             self._bar.stop()
 
-    def step(self, step: BuildStep, *, skipped: bool) -> None:
+    def report_step(self, step: BuildStep, *, skipped: bool) -> None:
         line = f"  {step.name:<12} {step.description}{' (not needed)' if skipped else ''}"
         if self._terminal:
             self._bar.console.print(line, markup=False, highlight=False)
@@ -179,13 +179,13 @@ class _Progress:
         if self._terminal and step.name == "wheel":
             self._task = self._bar.add_task("compiling", total=100, usual=self._typical_duration)
 
-    def report_percent(self, done: int) -> None:
+    def report_percent(self, percent: int) -> None:
         if self._task is not None:
-            self._bar.update(self._task, completed=done)
-        elif done // 10 > self._reported_tenths:
-            self._reported_tenths = done // 10
+            self._bar.update(self._task, completed=percent)
+        elif percent // 10 > self._reported_tenths:
+            self._reported_tenths = percent // 10
             click.echo(
-                f"  {done:>3} % after {_format_duration(time.monotonic() - self._started)}, "
+                f"  {percent:>3} % after {_format_duration(time.monotonic() - self._started)}, "
                 f"usually {self._typical_duration}"
             )
 

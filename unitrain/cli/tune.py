@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import click
 
+from unitrain.cli import split_words
 from unitrain.errors import ConfigError
 from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once
@@ -19,6 +19,7 @@ _STARTUP_SECONDS = 120.0
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "--launch",
+    callback=split_words,
     default="",
     metavar="OPTIONS",
     help='Options passed to unitrain launch: --launch "--backend horovod -np 4".',
@@ -42,7 +43,9 @@ _STARTUP_SECONDS = 120.0
 )
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def tune(launch: str, minutes: float, seconds: float, compression: bool, script: Path, args: tuple[str, ...]) -> None:
+def tune(
+    launch: tuple[str, ...], minutes: float, seconds: float, compression: bool, script: Path, args: tuple[str, ...]
+) -> None:
     """Search for settings that reduce the step time of SCRIPT, which must use unitrain.Trainer, or be a configuration
     file of `unitrain train`.
 
@@ -68,7 +71,7 @@ def tune(launch: str, minutes: float, seconds: float, compression: bool, script:
     exit_on_termination_signals()
     with tempfile.TemporaryDirectory(prefix="unitrain-tune-") as folder:
         tuner = Tuner(
-            launch_options=tuple(shlex.split(launch)),
+            launch_options=launch,
             script=str(script),
             args=args,
             step_seconds=seconds,

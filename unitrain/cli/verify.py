@@ -159,8 +159,9 @@ def _warn_of_misplaced_options(target: str, args: Sequence[str]) -> None:
     """Print a warning if options of this command follow the script, because they are then passed to the script."""
     own = {name for parameter in verify.params for name in (*parameter.opts, *parameter.secondary_opts)}
     if misplaced := [word for word in args if word.startswith("-") and word.partition("=")[0] in own]:
+        verb, pronoun = ("follows", "it is") if len(misplaced) == 1 else ("follow", "they are")
         click.echo(
-            f"Warning: {', '.join(misplaced)} follows {target}, so it is passed to the script. Options of `unitrain "
+            f"Warning: {', '.join(misplaced)} {verb} {target}, so {pronoun} passed to the script. Options of `unitrain "
             f"verify` precede the script: unitrain verify {misplaced[0]} ... {target}",
             err=True,
         )
@@ -172,7 +173,7 @@ def _parse_sizes(text: str) -> list[int]:
     for part in parts:
         if not part.isdecimal() or int(part) < 1:
             raise ConfigError(
-                f"-np takes numbers of ranks from 1, as in -np 1,2,3, got {part!r} in {text!r}. Use -np 2"
+                f"-np takes positive numbers of ranks, as in -np 1,2,3, got {part!r} in {text!r}. Use -np 2"
             )
     return list(dict.fromkeys(map(int, parts)))
 

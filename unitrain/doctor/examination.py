@@ -27,7 +27,8 @@ class ExaminationError(UnitrainError):
 def examine(timeout_seconds: float) -> dict[str, Any] | None:
     """Examine this rank and its job. Return the report as plain data on rank 0, and None on other ranks.
 
-    All ranks of a job must call it. Raises ExaminationError if the rendezvous exceeds `timeout_seconds`.
+    All ranks of a job must call it. Raises ExaminationError if the ranks cannot connect within `timeout_seconds`, or if
+    the variables of the launcher are invalid.
     """
     from unitrain.bootstrap.rendezvous import connect_ranks
     from unitrain.doctor.facts import Facts, collect_facts
@@ -40,15 +41,15 @@ def examine(timeout_seconds: float) -> dict[str, Any] | None:
         rendezvous = connect_ranks(rank_info, timedelta(seconds=timeout_seconds))
         facts = collect_facts(rank_info)
         checks = check_peers(rendezvous) if rank_info.size > 1 else None
-        gathered = rendezvous.allgather("doctor/report", [facts.as_json(), checks and checks.as_json()])
+        gathered = rendezvous.allgather("doctor/report", [facts.as_dict(), checks and checks.as_dict()])
     except LauncherMismatchError as error:
         raise ExaminationError(f"{error} Or launch it with unitrain: unitrain doctor --launch ...") from error
     except UnitrainError as error:
         raise ExaminationError(str(error)) from error
     if rank_info.rank != 0:
         return None
-    ranks = [RankReport(Facts.from_json(facts), PeerChecks(**other) if other else None) for facts, other in gathered]
-    findings = find_problems(ranks)
+    reports = [RankReport(Facts.from_dict(facts), PeerChecks(**other) if other else None) for facts, other in gathered]
+    findings = find_problems(reports)
     return {
         "ok": not any(finding.level == "error" for finding in findings),
         "findings": [vars(finding) for finding in findings],

@@ -84,13 +84,13 @@ class Facts:
     has_job_key: bool
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Facts:
-        """Create facts from the output of `as_json`."""
+    def from_dict(cls, data: Mapping[str, Any]) -> Facts:
+        """Create facts from the output of `as_dict`, which may have been converted to JSON and back."""
         gpus = tuple(Gpu(**gpu) for gpu in data["gpus"])
         tuples = {name: tuple(data[name]) for name in ("evidence", "name_addresses", "cores")}
         return cls(**{**data, **tuples, "gpus": gpus})
 
-    def as_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the facts as plain data."""
         return dataclasses.asdict(self)
 
@@ -166,7 +166,7 @@ def _detect_gpus() -> list[Gpu]:
 
 def _inspect_horovod() -> dict[str, Any] | None:
     report = check.inspect()
-    return None if report.folder is None else report.as_json()
+    return None if report.folder is None else report.as_dict()
 
 
 def _read_memory_size() -> int | None:

@@ -16,6 +16,7 @@ _GIB = 2**30
 _MIN_SHARED_MEMORY_BYTES = 1 * _GIB
 _MIN_FREE_BYTES = 2 * _GIB
 _MIN_OPEN_FILES = 4096
+_MIN_LOCKED_MEMORY_BYTES = 1 * _GIB
 _MAX_CLOCK_OFFSET_SECONDS = 1.0
 # Variables that are allowed to differ between ranks or hosts.
 _PER_RANK_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOROVOD_", "UNITRAIN_", "TORCHELASTIC", "TORCH_NCCL_ASYNC")
@@ -38,15 +39,15 @@ class RankReport:
     peer_checks: PeerChecks | None
 
 
-def find_problems(ranks: Sequence[RankReport]) -> list[Finding]:
-    """Return the findings, most severe first. `ranks` must be in rank order."""
-    found = [finding for check in _CHECKS for finding in check(ranks)]
+def find_problems(reports: Sequence[RankReport]) -> list[Finding]:
+    """Return the findings, most severe first. `reports` must be in rank order."""
+    found = [finding for check in _CHECKS for finding in check(reports)]
     return sorted(dict.fromkeys(found), key=lambda finding: _ORDER.index(finding.level))
 
 
-def _hosts(ranks: Sequence[RankReport]) -> list[Facts]:
+def _hosts(reports: Sequence[RankReport]) -> list[Facts]:
     """Return the facts of the first rank per host."""
-    return [report.facts for report in ranks if report.facts.local_rank == 0]
+    return [report.facts for report in reports if report.facts.local_rank == 0]
 
 
 def _group_by_value(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, list[Any]]:
@@ -61,7 +62,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _check_versions(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_versions(reports: Sequence[RankReport]) -> Iterator[Finding]:
     for name, of, fix in (
         ("unitrain", lambda facts: facts.unitrain, "pip install the same unitrain on every host"),
         ("torch", lambda facts: facts.torch, 'pip install "torch=={}" on every host'),
@@ -71,7 +72,7 @@ def _check_versions(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             "use one environment on every host: pickled objects and wheels require the same Python version",
         ),
     ):
-        groups = _group_by_value([(report.facts.rank, of(report.facts)) for report in ranks])
+        groups = _group_by_value([(report.facts.rank, of(report.facts)) for report in reports])
         if len(groups) > 1:
             listed = "; ".join(f"{value} on {_format_ranks(who)}" for value, who in groups.items())
             yield Finding(
@@ -79,8 +80,8 @@ def _check_versions(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _check_horovod(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    hosts = _hosts(ranks)
+def _check_horovod(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    hosts = _hosts(reports)
     installed = [facts for facts in hosts if facts.horovod is not None]
     for facts in installed:
         assert facts.horovod is not None
@@ -112,9 +113,9 @@ def _check_horovod(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         )
 
 
-def _check_gpus(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    for facts in _hosts(ranks):
-        on_host = [report.facts for report in ranks if report.facts.host == facts.host]
+def _check_gpus(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    for facts in _hosts(reports):
+        on_host = [report.facts for report in reports if report.facts.host == facts.host]
         if facts.nvidia_driver and facts.torch_cuda is None:
             yield Finding(
                 level="error",
@@ -122,13 +123,14 @@ def _check_gpus(ranks: Sequence[RankReport]) -> Iterator[Finding]:
                 fix="pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130",
             )
         elif facts.nvidia_driver and not facts.gpus:
-            hidden = facts.variables.get("CUDA_VISIBLE_DEVICES")
-            why = f": CUDA_VISIBLE_DEVICES is {hidden!r}" if hidden is not None else ""
+            visible_devices = facts.variables.get("CUDA_VISIBLE_DEVICES")
+            if visible_devices is not None:
+                why, fix = f": CUDA_VISIBLE_DEVICES is {visible_devices!r}", "unset CUDA_VISIBLE_DEVICES"
+            else:
+                why = ""
+                fix = f"nvidia-smi  # the CUDA version of the driver must be at least torch's {facts.torch_cuda}"
             yield Finding(
-                level="error",
-                what=f"{facts.host} has an NVIDIA driver, but torch sees no GPU{why}.",
-                fix="nvidia-smi  # shows the CUDA version of the driver, which must be at least torch's "
-                f"{facts.torch_cuda}; unset CUDA_VISIBLE_DEVICES",
+                level="error", what=f"{facts.host} has an NVIDIA driver, but torch sees no GPU{why}.", fix=fix
             )
         chosen = [
             (rank.rank, rank.gpus[min(rank.local_rank, len(rank.gpus) - 1) if len(rank.gpus) > 1 else 0].uuid)
@@ -140,14 +142,14 @@ def _check_gpus(ranks: Sequence[RankReport]) -> Iterator[Finding]:
                 yield Finding(
                     level="error",
                     what=f"{_format_ranks(who).capitalize()} on {facts.host} would use the same GPU, {gpu}.",
-                    fix=f"start {len(_group_by_value(chosen))} ranks on that host, or pass device='cpu' to "
-                    "unitrain.init",
+                    fix=f"start one rank per GPU on that host, {len(_group_by_value(chosen))} in all, or pass "
+                    "device='cpu' to unitrain.init",
                 )
 
 
-def _check_host_names(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    several = len({report.facts.host for report in ranks}) > 1
-    for report in ranks:
+def _check_host_names(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    several = len({report.facts.host for report in reports}) > 1
+    for report in reports:
         facts = report.facts
         if facts.local_rank != 0:
             continue
@@ -169,7 +171,7 @@ def _check_host_names(ranks: Sequence[RankReport]) -> Iterator[Finding]:
                 "reachable from other hosts.",
                 fix=f"sudo sed -i '/^{loops[0]}.*{facts.host}/d' /etc/hosts; {line}",
             )
-    machines = _group_by_value([(facts.machine, facts.host) for facts in _hosts(ranks) if facts.machine])
+    machines = _group_by_value([(facts.machine, facts.host) for facts in _hosts(reports) if facts.machine])
     for host, found in machines.items():
         if len(set(found)) > 1:
             yield Finding(
@@ -180,8 +182,8 @@ def _check_host_names(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _check_interfaces(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    for facts in _hosts(ranks):
+def _check_interfaces(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    for facts in _hosts(reports):
         for name in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
             asked = facts.variables.get(name, "")
             absent = [interface for interface in asked.split(",") if interface and interface not in facts.interfaces]
@@ -193,8 +195,8 @@ def _check_interfaces(ranks: Sequence[RankReport]) -> Iterator[Finding]:
                 )
 
 
-def _check_reachability(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    for report in ranks:
+def _check_reachability(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    for report in reports:
         for host, why in (report.peer_checks.unreachable if report.peer_checks else {}).items():
             yield Finding(
                 level="error",
@@ -203,8 +205,8 @@ def _check_reachability(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _check_clocks(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    for report in ranks:
+def _check_clocks(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    for report in reports:
         if report.facts.local_rank != 0 or report.peer_checks is None:
             continue
         offset_seconds = report.peer_checks.clock_offset_seconds
@@ -218,18 +220,26 @@ def _check_clocks(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _check_folders(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_folders(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    first = reports[0]
     apart = sorted(
-        {report.facts.host for report in ranks if report.peer_checks and not report.peer_checks.shares_folder}
+        {report.facts.host for report in reports if report.peer_checks and not report.peer_checks.shares_folder}
     )
-    if apart:
+    if first.peer_checks is not None and not first.peer_checks.shares_folder:
         yield Finding(
             level="warning",
-            what=f"{', '.join(apart)}: files that rank 0 creates in {ranks[0].facts.folder} are not visible there. "
+            what=f"Rank 0 cannot create files in {first.facts.folder} on {first.facts.host}, so it cannot write "
+            "checkpoints there.",
+            fix="start the job in a folder that you can write to, or set TrainConfig(output_dir=...) to one",
+        )
+    elif apart:
+        yield Finding(
+            level="warning",
+            what=f"{', '.join(apart)}: files that rank 0 creates in {first.facts.folder} are not visible there. "
             "Only rank 0 writes checkpoints, and every host reads them to resume.",
             fix="start the job in a folder on a shared file system, or set TrainConfig(output_dir=...) to one",
         )
-    for facts in _hosts(ranks):
+    for facts in _hosts(reports):
         if facts.folder_free < _MIN_FREE_BYTES:
             yield Finding(
                 level="warning",
@@ -239,8 +249,8 @@ def _check_folders(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _check_limits(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    for facts in _hosts(ranks):
+def _check_limits(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    for facts in _hosts(reports):
         if facts.shared_memory is not None and facts.shared_memory < _MIN_SHARED_MEMORY_BYTES:
             yield Finding(
                 level="warning",
@@ -255,7 +265,7 @@ def _check_limits(ranks: Sequence[RankReport]) -> Iterator[Finding]:
                 "DataLoader workers need more.",
                 fix="ulimit -n 65536",
             )
-        if facts.infiniband and facts.locked_memory is not None:
+        if facts.infiniband and facts.locked_memory is not None and facts.locked_memory < _MIN_LOCKED_MEMORY_BYTES:
             yield Finding(
                 level="warning",
                 what=f"{facts.host} has InfiniBand, but the limit of locked memory is "
@@ -264,8 +274,8 @@ def _check_limits(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _check_cores(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    for host, on_host in _group_by_value([(report.facts, report.facts.host) for report in ranks]).items():
+def _check_cores(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    for host, on_host in _group_by_value([(report.facts, report.facts.host) for report in reports]).items():
         cores, count = len({core for one in on_host for core in one.cores}), len(on_host)
         threads = on_host[0].variables.get("OMP_NUM_THREADS", "")
         if any(one.gpus for one in on_host):
@@ -279,12 +289,12 @@ def _check_cores(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             yield Finding(level="warning", what=what, fix=f"export OMP_NUM_THREADS={max(1, cores // count)}")
 
 
-def _check_variables(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_variables(reports: Sequence[RankReport]) -> Iterator[Finding]:
     names = sorted(
-        {name for report in ranks for name in report.facts.variables if not name.startswith(_PER_RANK_VARIABLES)}
+        {name for report in reports for name in report.facts.variables if not name.startswith(_PER_RANK_VARIABLES)}
     )
     for name in names:
-        groups = _group_by_value([(report.facts.rank, report.facts.variables.get(name)) for report in ranks])
+        groups = _group_by_value([(report.facts.rank, report.facts.variables.get(name)) for report in reports])
         if len(groups) > 1:
             listed = "; ".join(
                 f"{'unset' if value is None else repr(value)} on {_format_ranks(who)}" for value, who in groups.items()
@@ -296,9 +306,9 @@ def _check_variables(ranks: Sequence[RankReport]) -> Iterator[Finding]:
             )
 
 
-def _check_authentication(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    without = [report.facts.rank for report in ranks if not report.facts.has_job_key]
-    if len(ranks) > 1 and without:
+def _check_authentication(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    without = [report.facts.rank for report in reports if not report.facts.has_job_key]
+    if len(reports) > 1 and without:
         yield Finding(
             level="warning",
             what=f"{_format_ranks(without).capitalize()} {'has' if len(without) == 1 else 'have'} no key to sign "
@@ -308,10 +318,10 @@ def _check_authentication(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         )
 
 
-def _check_open_ports(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_open_ports(reports: Sequence[RankReport]) -> Iterator[Finding]:
     """Report the libraries' connections that have no authentication, if the job uses several hosts."""
-    facts = ranks[0].facts
-    if len({report.facts.host for report in ranks}) == 1:
+    facts = reports[0].facts
+    if len({report.facts.host for report in reports}) == 1:
         return
     over_horovodrun = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in facts.variables
     services = "torch's TCPStore" + (" and Horovod's rendezvous server" if over_horovodrun else "")
@@ -319,19 +329,19 @@ def _check_open_ports(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         level="note",
         what=f"{services} on {facts.host} and the data connections of all hosts have no authentication. Any program "
         "that can reach their ports can end or join the job.",
-        fix=f"Use a private network, or a firewall that accepts connections only from {_addresses(ranks)}.",
+        fix=f"Use a private network, or a firewall that accepts connections only from {_addresses(reports)}.",
     )
     if facts.launcher == "mpirun" and not any(name.startswith("OMPI_MCA_oob_tcp_if_") for name in facts.variables):
         yield Finding(
             level="note",
             what=f"mpirun listens on all interfaces of {facts.host}.",
-            fix=f"unitrain launch --interface {_interface_between_hosts(ranks[0])} ...",
+            fix=f"unitrain launch --interface {_interface_between_hosts(reports[0])} ...",
         )
 
 
-def _check_metrics_endpoint(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _check_metrics_endpoint(reports: Sequence[RankReport]) -> Iterator[Finding]:
     """Report an endpoint of `unitrain launch --metrics-port` that other hosts may be able to read."""
-    facts = ranks[0].facts
+    facts = reports[0].facts
     port, address = (facts.variables.get(name) for name in ("UNITRAIN_METRICS_PORT", "UNITRAIN_METRICS_ADDRESS"))
     if port and address and not (is_loopback(address) or address in ("localhost", "::1")):
         yield Finding(
@@ -343,9 +353,9 @@ def _check_metrics_endpoint(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         )
 
 
-def _addresses(ranks: Sequence[RankReport]) -> str:
+def _addresses(reports: Sequence[RankReport]) -> str:
     """Return the addresses of the hosts."""
-    return ", ".join(dict.fromkeys(report.peer_checks.address for report in ranks if report.peer_checks))
+    return ", ".join(dict.fromkeys(report.peer_checks.address for report in reports if report.peer_checks))
 
 
 def _interface_between_hosts(report: RankReport) -> str:

@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from unitrain.bootstrap.network import local_address_for
 from unitrain.bootstrap.rendezvous import Rendezvous
 
 _CONNECT_TIMEOUT_SECONDS = 5.0
+_MAX_CONCURRENT_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +25,8 @@ class PeerChecks:
 
     `address` is the address of this host on the route to the other hosts. `unreachable` maps each unreachable host to
     its address and the connection error; only the first rank per host connects. `clock_offset_seconds` is the clock of
-    this host minus the clock of rank 0, with an error of at most one message latency. `shares_folder` is true if this
-    rank has the same working directory as rank 0 (on a shared file system).
+    this host minus the clock of rank 0, with an error of at most one message latency. `shares_folder` is true if a file
+    that rank 0 creates in its working directory is visible in the working directory of this rank.
     """
 
     address: str
@@ -32,7 +34,7 @@ class PeerChecks:
     clock_offset_seconds: float
     shares_folder: bool
 
-    def as_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the results as plain data."""
         return vars(self)
 
@@ -77,15 +79,26 @@ def _find_unreachable_hosts(rendezvous: Rendezvous, address: str) -> dict[str, s
             port = listener.getsockname()[1]
             threading.Thread(target=_accept_connections, args=(listener,), daemon=True).start()
         gathered = rendezvous.allgather("doctor/listens", [socket.gethostname(), address, port])
+        own_rank = rendezvous.rank_info.rank
+        others = [found for rank, found in enumerate(gathered) if is_first_on_host and found[2] and rank != own_rank]
         failed: dict[str, str] = {}
-        for rank, (host, other, port) in enumerate(gathered):
-            if is_first_on_host and port and rank != rendezvous.rank_info.rank:
-                try:
-                    socket.create_connection((other, port), timeout=_CONNECT_TIMEOUT_SECONDS).close()
-                except OSError as error:
+        # In sequence, unreachable hosts would take longer than the timeout of the rendezvous.
+        with ThreadPoolExecutor(_MAX_CONCURRENT_CONNECTIONS) as pool:
+            errors = pool.map(lambda found: _try_connection(found[1], found[2]), others)
+            for (host, other, port), error in zip(others, errors, strict=True):
+                if error is not None:
                     failed[host] = f"{other}:{port}: {error}"
         rendezvous.allgather("doctor/tried", None)
     return failed
+
+
+def _try_connection(address: str, port: int) -> str | None:
+    """Connect to `port` of `address`, and return the error, or None."""
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_SECONDS).close()
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _accept_connections(listener: socket.socket) -> None:

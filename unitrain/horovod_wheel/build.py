@@ -53,10 +53,10 @@ _HINTS: tuple[tuple[str, str], ...] = (
 class Reporter(Protocol):
     """Receives the progress of a build."""
 
-    def step(self, step: BuildStep, *, skipped: bool) -> None:
+    def report_step(self, step: BuildStep, *, skipped: bool) -> None:
         """Report that a step starts or is skipped."""
 
-    def report_percent(self, done: int) -> None:
+    def report_percent(self, percent: int) -> None:
         """Report the compilation progress in percent."""
 
 
@@ -127,7 +127,9 @@ def _run_in_shared_folder(
     """Run a step that fills a folder shared with other builds, unless the folder is complete.
 
     The folder is emptied first, and `step.completion_marker` is created in it last, so an interrupted step is repeated.
-    Until `locks` closes, another build with `force` cannot empty the folder.
+    Two locks protect the folder. Builds hold the first one, shared, until `locks` closes, so another build with `force`
+    cannot empty the folder while they use it. The second one is held while the folder is filled, so only one of several
+    builds fills it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     in_use = _lock(folder.with_name(f"{folder.name}.lock"), locks, fcntl.LOCK_EX if force else fcntl.LOCK_SH)
@@ -138,7 +140,7 @@ def _run_in_shared_folder(
             folder.mkdir()
         _run_step(step, plan, environment, write, reporter)
         Path(str(step.completion_marker)).touch()
-    _set_lock(in_use, fcntl.LOCK_SH)
+    _set_lock(in_use, fcntl.LOCK_SH)  # other builds may now use the folder, also after `force`
 
 
 def _is_done(step: BuildStep) -> bool:
@@ -149,7 +151,7 @@ def _run_step(
     step: BuildStep, plan: BuildPlan, environment: Mapping[str, str], write: Callable[[str], object], reporter: Reporter
 ) -> None:
     skipped = _is_done(step)
-    reporter.step(step, skipped=skipped)
+    reporter.report_step(step, skipped=skipped)
     write(f"\n### {step.name}: {step.description}{' (not needed)' if skipped else ''}\n")
     if skipped:
         return
@@ -159,8 +161,8 @@ def _run_step(
     write(" ".join(step.argv) + "\n")
     lines: list[str] = []
     # The working directory must not contain a `horovod` folder, because Python would import it.
-    where = plan.work if plan.work.is_dir() else plan.folder
-    with _process(step, environment, where) as process:
+    cwd = plan.work if plan.work.is_dir() else plan.folder
+    with _process(step, environment, cwd) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
@@ -172,11 +174,11 @@ def _run_step(
 
 
 @contextlib.contextmanager
-def _process(step: BuildStep, environment: Mapping[str, str], where: Path) -> Iterator[subprocess.Popen[str]]:
+def _process(step: BuildStep, environment: Mapping[str, str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """Run the command of a step in a separate session, so that an interrupt also terminates the compilers."""
     with subprocess.Popen(
         step.argv,
-        cwd=where,
+        cwd=cwd,
         env=dict(environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -224,7 +226,7 @@ def extract(path: Path, folder: Path) -> None:
 def _patch(plan: BuildPlan) -> None:
     apply_patches(plan.source, PATCHES)
     record = {"key": plan.key, **plan.facts}
-    (plan.source / "horovod" / check.RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    (plan.source / "horovod" / check.RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def _link(plan: BuildPlan) -> None:

@@ -14,8 +14,8 @@ from unitrain.horovod_wheel.patches import PATCHES
 from unitrain.horovod_wheel.patching import runtime_fixes
 
 # File next to horovod/__init__.py in the wheels that unitrain builds.
-RECORD = "unitrain_build.json"
-BUILD = "unitrain horovod build"
+RECORD_FILE = "unitrain_build.json"
+BUILD_COMMAND = "unitrain horovod build"
 
 # This program prints a JSON line before the imports, in case they crash, and another one after them. A failure of one
 # part does not affect the other parts.
@@ -46,14 +46,14 @@ if spec is not None and spec.origin is not None:
     found["folder"] = str(folder)
     attempt("version", lambda: importlib.metadata.version("horovod"))
     attempt("metadata", lambda: json.loads((folder / "metadata.json").read_text()))
-    attempt("record", lambda: json.loads((folder / "RECORD_NAME").read_text()))
+    attempt("record", lambda: json.loads((folder / "RECORD_FILE").read_text()))
 print("\\n" + json.dumps({**found, "crashed": True}), flush=True)
 attempt("torch", torch)
 if "folder" in found:
     attempt("built", horovod)
     attempt("launcher", launcher)
 print("\\n" + json.dumps(found), flush=True)
-""".replace("RECORD_NAME", RECORD)
+""".replace("RECORD_FILE", RECORD_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Report:
         """Whether `import horovod.torch` works with the installed torch."""
         return not any(problem.fatal for problem in self.problems)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for `--json`."""
         return {**dataclasses.asdict(self), "usable": self.is_usable}
 
@@ -101,20 +101,27 @@ def inspect(
     # With -P, a folder named horovod in the working directory is not imported.
     command = (python or sys.executable, "-P", "-c", _PROBE)
     env = dict(environment) if environment is not None else None
+    end = ""
     try:
         done = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_seconds
         )
-        status, output = done.returncode, done.stdout
+        output = done.stdout
+        if done.returncode:
+            end = f"ended its process with status {done.returncode}"
     except subprocess.TimeoutExpired as expired:
-        status, output = -1, (expired.stdout or b"").decode(errors="replace")
+        output = (expired.stdout or b"").decode(errors="replace")
+        end = f"did not finish within {timeout_seconds:g} s"
     lines = [line for line in output.splitlines() if line.startswith('{"python"')]
-    found: dict[str, Any] = json.loads(lines[-1]) if lines else {"python": command[0], "crashed": True}
-    return create_report(found, status)
+    if not lines:
+        return create_report({"python": command[0], "probe_error": end or "printed nothing"})
+    return create_report(json.loads(lines[-1]), end)
 
 
-def create_report(found: Mapping[str, Any], status: int = 0) -> Report:
-    """Convert the output of the probe and its exit `status` to a report."""
+def create_report(found: Mapping[str, Any], end: str = "") -> Report:
+    """Convert the output of the probe to a report. `end` describes how the probe ended if the imports crashed or hung,
+    as "ended its process with status -11".
+    """
     built: Mapping[str, int] = found.get("built") or {}
     record: Mapping[str, Any] = found.get("record") or {}
     gpu = ("nccl", "cuda", "rocm", "ddl")
@@ -130,7 +137,7 @@ def create_report(found: Mapping[str, Any], status: int = 0) -> Report:
         runtime_fixes=tuple(record["runtime_fixes"]) if "runtime_fixes" in record else None,
         built_by_unitrain=bool(record),
         key=record.get("key"),
-        problems=tuple(_find_problems(found, record, built, status)),
+        problems=tuple(_find_problems(found, record, built, end)),
     )
 
 
@@ -141,31 +148,39 @@ def _read_build_torch_version(found: Mapping[str, Any]) -> str | None:
 
 
 def _find_problems(
-    found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int], status: int
+    found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int], end: str
 ) -> Iterator[Problem]:
     python, torch, built_for = found["python"], found.get("torch"), _read_build_torch_version(found)
+    if "probe_error" in found:
+        what = f"The check of Horovod in {python} {found['probe_error']}."
+        yield Problem(what=what, fix=f"See the error of: {python} -c 'import horovod.torch'", fatal=True)
+        return
     if "folder" not in found:
         yield Problem(
-            what=f"Horovod is not installed in {python}.", fix=f"Build it for this torch with: {BUILD}", fatal=True
+            what=f"Horovod is not installed in {python}.",
+            fix=f"Build it for this torch with: {BUILD_COMMAND}",
+            fatal=True,
         )
         return
     if "torch_error" in found:
         what = f"torch cannot be imported in {python}: {found['torch_error']}."
-        yield Problem(what=what, fix=f"Install torch, then build Horovod: pip install torch && {BUILD}", fatal=True)
+        yield Problem(
+            what=what, fix=f"Install torch, then build Horovod: pip install torch && {BUILD_COMMAND}", fatal=True
+        )
         return
     if built_for is None:
         what = f"The Horovod in {found['folder']} was built without PyTorch."
-        yield Problem(what=what, fix=f"Build it for this torch with: {BUILD}", fatal=True)
+        yield Problem(what=what, fix=f"Build it for this torch with: {BUILD_COMMAND}", fatal=True)
         return
     if torch is not None and built_for != torch:
         what = f"Horovod was built for torch {built_for}, but torch {torch} is installed."
-        yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD}", fatal=True)
+        yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD_COMMAND}", fatal=True)
     elif found.get("crashed"):
-        what = f"`import horovod.torch` ended its process with status {status}."
-        yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD} --force", fatal=True)
+        what = f"`import horovod.torch` {end or 'ended its process'}."
+        yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD_COMMAND} --force", fatal=True)
     elif not built:
         what = f"`import horovod.torch` fails: {' '.join(found['built_error'].split())}."
-        yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD} --force", fatal=True)
+        yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD_COMMAND} --force", fatal=True)
     else:
         yield from _find_limitations(found, record, built)
 
@@ -179,10 +194,10 @@ def _find_limitations(
         what = (
             f"Fixes that may be missing: {', '.join(missing)} (this Horovod was not built by this version of unitrain)."
         )
-        yield Problem(what=what, fix=f"Build it with the fixes: {BUILD} --force")
+        yield Problem(what=what, fix=f"Build it with the fixes: {BUILD_COMMAND} --force")
     if not built.get("gloo"):
         what = "Horovod was built without the Gloo controller, so it only starts under mpirun."
-        yield Problem(what=what, fix=f"Build it with Gloo: {BUILD}")
+        yield Problem(what=what, fix=f"Build it with Gloo: {BUILD_COMMAND}")
     if built.get("mpi") and not found.get("mpirun"):
         what = "Horovod was built with the MPI controller, but mpirun is not on PATH."
         yield Problem(
@@ -190,7 +205,7 @@ def _find_limitations(
         )
     if found.get("gpus") and not built.get("nccl"):
         what = f"GPUs are visible ({found['gpus']}), but Horovod has no GPU operations, so tensors must be on the CPU."
-        yield Problem(what=what, fix=f"Build it with NCCL: {BUILD} --with-cuda")
+        yield Problem(what=what, fix=f"Build it with NCCL: {BUILD_COMMAND} --with-cuda")
     if "launcher_error" in found:
         what = f"horovodrun cannot start: {found['launcher_error']}."
-        yield Problem(what=what, fix=f"Build it with the patches for this Python: {BUILD} --force")
+        yield Problem(what=what, fix=f"Build it with the patches for this Python: {BUILD_COMMAND} --force")

@@ -207,7 +207,10 @@ def _detect_toolkits(environment: Mapping[str, str], search_path: str) -> Iterat
 
 
 def _detect_nccl(named: str | None) -> Tool | None:
-    """Return the NCCL of torch (from pip), to avoid loading two versions in one process."""
+    """Return the NCCL in the folder `named`, else that of torch (from pip), else that of the system.
+
+    The NCCL of torch is preferred, to avoid loading two versions in one process.
+    """
     folders = [named] if named else []
     spec = importlib.util.find_spec("nvidia")
     folders += [f"{entry}/nccl" for entry in (spec.submodule_search_locations or ())] if spec else []

@@ -1,4 +1,4 @@
-"""The patch of Horovod with which only the members of a process set create and remove it, while Horovod runs."""
+"""The patch with which the members of a process set create and remove it while Horovod runs, without other ranks."""
 
 from __future__ import annotations
 

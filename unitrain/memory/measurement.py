@@ -38,19 +38,19 @@ def measure(
         ended = run_command(
             command,
             environment.without_launcher_variables() | overrides,
-            marker=OVERRIDES_VARIABLE,
+            marker_variable=OVERRIDES_VARIABLE,
             script=str(_PROGRAM),
             output=folder / "output.txt",
             timeout_seconds=timeout_seconds,
         )
         records = read_records(folder)
-        if ended.code == 0 and records is not None:
+        if ended.exit_code == 0 and records is not None:
             return records
         steps = request.warmup + 1
-        if ended.code is None:
+        if ended.exit_code is None:
             end = f"did not finish within {timeout_seconds:g} s and was terminated. Allow more: --timeout-seconds"
-        elif ended.code:
-            end = f"ended with exit code {ended.code}"
+        elif ended.exit_code:
+            end = f"ended with exit code {ended.exit_code}"
         else:
             end = f"ended before {steps} optimizer steps of torch.optim. Train longer"
         lines = "\n".join(last_lines(ended.output))

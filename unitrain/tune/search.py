@@ -22,7 +22,7 @@ Measure = Callable[[Settings], float]
 PAIRS, _MAX_DISAGREEING_PAIRS = 8, 1
 # Minimum gain in a single pair for which a setting is measured again, and minimum gain for which it is combined with
 # others.
-_PROMISING_RATIO, _COMBINED_RATIO = 1.01, 1.02
+_PROMISING_RATIO, _MIN_RATIO_TO_COMBINE = 1.01, 1.02
 _REPETITIONS = 2
 _TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the duration of a search
 
@@ -120,7 +120,7 @@ def search(
     def has_time_for(pairs: int) -> bool:
         return clock() - start_time + (pairs + PAIRS) * pair_seconds <= budget_seconds
 
-    def measure_ratios(settings: Settings) -> list[float]:
+    def ratios_of(settings: Settings) -> list[float]:
         name = " ".join(f"{name}={value}" for name, value in sorted(settings.items()))
         return result.ratios.setdefault(name, [])
 
@@ -131,34 +131,34 @@ def search(
             pairs = result.skipped + _REPETITIONS * _TYPICAL_PROMISING + PAIRS
             result.seconds_needed = clock() - start_time + pairs * pair_seconds
             break
-        measure_ratios(settings).append(measure_pair(settings))
+        ratios_of(settings).append(measure_pair(settings))
     promising = sorted(
         (
             settings
             for settings in candidates[: len(candidates) - result.skipped]
-            if measure_ratios(settings)[0] > _PROMISING_RATIO
+            if ratios_of(settings)[0] > _PROMISING_RATIO
         ),
-        key=lambda settings: -measure_ratios(settings)[0],
+        key=lambda settings: -ratios_of(settings)[0],
     )
     for settings in promising:
         for _ in range(_REPETITIONS):
             if has_time_for(1):
-                measure_ratios(settings).append(measure_pair(settings))
+                ratios_of(settings).append(measure_pair(settings))
     combinable = sorted(
         (
             settings
             for settings in promising
-            if len(measure_ratios(settings)) > 1 and statistics.median(measure_ratios(settings)) > _COMBINED_RATIO
+            if len(ratios_of(settings)) > 1 and statistics.median(ratios_of(settings)) > _MIN_RATIO_TO_COMBINE
         ),
-        key=lambda settings: -statistics.median(measure_ratios(settings)),
+        key=lambda settings: -statistics.median(ratios_of(settings)),
     )
     best: Settings = (combinable or promising or [{}])[0]
     for settings in combinable[1:]:
         combined = {**settings, **best}
         if combined == best or not has_time_for(_REPETITIONS):  # equal if it is another value of the same tunable
             continue
-        measure_ratios(combined).extend(measure_pair(combined) for _ in range(_REPETITIONS))
-        if statistics.median(measure_ratios(combined)) > statistics.median(measure_ratios(best)):
+        ratios_of(combined).extend(measure_pair(combined) for _ in range(_REPETITIONS))
+        if statistics.median(ratios_of(combined)) > statistics.median(ratios_of(best)):
             best = combined
     if best:
         result.gain = Gain([measure_pair(best) for _ in range(PAIRS)])

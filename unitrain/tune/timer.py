@@ -16,7 +16,7 @@ from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.errors import ConfigError
 from unitrain.processes import usable_cores
 from unitrain.trainer_arguments import TrainerArguments
-from unitrain.tune.trial import Result, TrialRequest
+from unitrain.tune.trial import TrialRequest, TrialResult
 
 if TYPE_CHECKING:
     from unitrain.backends.base import Backend
@@ -90,7 +90,7 @@ class StepTimer(Callback):
         cores = len({core for node, usable in affinities if node == backend.node_rank for core in usable})
         if backend.rank == 0:
             on_gpu = backend.device.type == "cuda"
-            result = Result(
+            result = TrialResult(
                 seconds_per_step=slowest,
                 steps=self._steps,
                 backend=backend.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 
@@ -34,7 +35,7 @@ class TrialRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class TrialResult:
     """Seconds per step on the slowest rank, over `steps` steps, and the environment of the run.
 
     `threads` is the number of threads per rank, or None on a GPU.
@@ -54,10 +55,12 @@ class Result:
         return _MARKER + json.dumps(asdict(self))
 
     @classmethod
-    def parse_output(cls, output: str) -> Result | None:
+    def parse_output(cls, output: str) -> TrialResult | None:
         """Find the result in the output of a run. Return None if the output has no result."""
         for line in output.splitlines():
             _, found, text = line.partition(_MARKER)
             if found:
-                return cls(**json.loads(text))
+                # The script may print the marker too, and lines of several ranks may be mixed.
+                with contextlib.suppress(ValueError, TypeError):
+                    return cls(**json.loads(text))
         return None

@@ -67,8 +67,8 @@ class TunedRun:
 class TunedEntry:
     """An entry of the file: the environment `variables` that reduced the step time of a run.
 
-    `gain` is the median speedup, and `spread` the minimum and maximum speedup. The other fields match `Run`. They are
-    None in files of earlier versions without these fields.
+    `gain` is the median speedup, and `spread` the minimum and maximum speedup. The other fields are those of
+    `TunedRun`. The last four are None in files of earlier versions, which did not record them.
     """
 
     script: str
@@ -137,18 +137,18 @@ def find_tuned(run: TunedRun, file: Path = TUNED_FILE) -> tuple[TunedEntry | Non
     found = [(entry.describe_differences(run), entry) for entry in _load(file) if entry.is_same_run(run)]
     if not found:
         return None, []
-    describe_differences, tuned = min(found, key=lambda each: len(each[0]))
-    return (None, describe_differences) if describe_differences else (tuned, [])
+    differences, tuned = min(found, key=lambda pair: len(pair[0]))
+    return (None, differences) if differences else (tuned, [])
 
 
 def remove_tuned(run: TunedRun, file: Path = TUNED_FILE) -> None:
     """Remove the entry for this run from `file`, and entries of earlier versions for its script."""
     found = _load(file)
 
-    def is_obsolete(one: TunedEntry) -> bool:
-        unrecorded = None in (one.torch, one.args, one.num_nodes, one.machine)
-        same = (one.args, one.num_nodes, one.machine) == (run.args, run.num_nodes, run.machine)
-        return one.is_same_run(run) and (unrecorded or same)
+    def is_obsolete(entry: TunedEntry) -> bool:
+        is_unrecorded = None in (entry.torch, entry.args, entry.num_nodes, entry.machine)
+        is_same = (entry.args, entry.num_nodes, entry.machine) == (run.args, run.num_nodes, run.machine)
+        return entry.is_same_run(run) and (is_unrecorded or is_same)
 
     others = [entry for entry in found if not is_obsolete(entry)]
     if len(others) < len(found):

@@ -17,7 +17,7 @@ from unitrain.bootstrap import environment
 from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.errors import ConfigError
 from unitrain.tune.search import PAIRS, Gain, SearchResult, list_tunables, measure_ratio, search
-from unitrain.tune.trial import TIMER, Result, TrialRequest
+from unitrain.tune.trial import TIMER, TrialRequest, TrialResult
 from unitrain.tune.tuned_settings import TUNED_FILE, TunedEntry, TunedRun, check_file, format_settings, remove_tuned
 from unitrain.verify.commands import last_lines, run_command
 
@@ -82,7 +82,7 @@ class Tuner:
             for name in _COMPRESSIONS:
                 report(self._compare_compression(name))
 
-    def run(self, variables: Mapping[str, str], compression: str | None = None) -> Result:
+    def run(self, variables: Mapping[str, str], compression: str | None = None) -> TrialResult:
         """Run the script with `variables` and return the timing.
 
         Raises ConfigError with the last lines of the output if the run ends without a timing.
@@ -101,14 +101,14 @@ class Tuner:
         ended = run_command(
             command,
             environment.without_launcher_variables() | overrides,
-            marker=OVERRIDES_VARIABLE,
+            marker_variable=OVERRIDES_VARIABLE,
             script=self.script,
             output=Path(f"{name}.txt"),
             timeout_seconds=self.timeout_seconds,
         )
-        result = Result.parse_output(ended.output)
+        result = TrialResult.parse_output(ended.output)
         if result is None:
-            end = f"ended with exit code {ended.code}" if ended.code is not None else "timed out"
+            end = f"ended with exit code {ended.exit_code}" if ended.exit_code is not None else "timed out"
             lines = "\n".join(last_lines(ended.output))
             raise ConfigError(
                 f"With {format_settings(variables)}, the run {end} before enough steps were timed. Its last lines:"
@@ -120,11 +120,21 @@ class Tuner:
         generator = random.Random()
         plain, compressed = partial(self._seconds_per_step, None), partial(self._seconds_per_step, name)
         gain = Gain([measure_ratio(plain, compressed, generator) for _ in range(PAIRS)])
-        verdict = "Use it if the numbers may change" if gain.is_significant else "The difference is within the noise"
-        return f'TrainConfig(compression="{name}"): {_format_gain(gain)}. {verdict}.'
+        return describe_compression(name, gain)
 
     def _seconds_per_step(self, compression: str | None) -> float:
         return self.run({}, compression=compression).seconds_per_step
+
+
+def describe_compression(name: str, gain: Gain) -> str:
+    """Return a summary of the gain with the compression `name`, which changes the numerical results."""
+    if gain.is_significant:
+        verdict = "Use it if the numbers may change"
+    elif Gain([1 / ratio for ratio in gain.ratios]).is_significant:
+        verdict = "Training is slower with it"
+    else:
+        verdict = "The difference is within the noise"
+    return f'TrainConfig(compression="{name}"): {_format_gain(gain)}. {verdict}.'
 
 
 def save_and_describe(found: SearchResult, run: TunedRun) -> str:
@@ -133,7 +143,8 @@ def save_and_describe(found: SearchResult, run: TunedRun) -> str:
     skipped = ""
     if found.skipped:
         minutes = math.ceil(found.seconds_needed / 60)
-        skipped = f" {found.skipped} other settings were not tried for lack of time. Allow more: --minutes {minutes}"
+        tried = "1 other setting was" if found.skipped == 1 else f"{found.skipped} other settings were"
+        skipped = f" {tried} not tried for lack of time. Allow more: --minutes {minutes}"
     if gain is None or not gain.is_significant:
         best = f" The best gain, {_format_gain(gain)}, is within the noise." if gain is not None else ""
         remove_tuned(run)

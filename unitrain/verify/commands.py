@@ -36,7 +36,7 @@ _OMITTED = ("Extension modules: ", "Fatal Python error: Aborted")
 class CommandResult:
     """The exit code of a command (None if it timed out), its duration, and its output."""
 
-    code: int | None
+    exit_code: int | None
     seconds: float
     output: str
 
@@ -45,19 +45,20 @@ def run_command(
     command: Sequence[str],
     environment: Mapping[str, str],
     *,
-    marker: str,
+    marker_variable: str,
     script: str,
     output: Path,
     timeout_seconds: float,
 ) -> CommandResult:
-    """Run `command`, which executes `script`, in this environment. Write its output to the file `output`.
+    """Run `command`, which executes `script`, with these variables of `environment`. Write its output to the file
+    `output`.
 
     After `timeout_seconds`, the ranks print their stacks and the command is terminated. All processes started by
-    the command are always terminated: its process group, and every process with the same value of the environment
-    variable `marker`, because launchers start ranks in separate process groups.
+    the command are always terminated: its process group, and every process with the same value of `marker_variable` in
+    its environment, because launchers start ranks in separate process groups.
     """
     started = time.monotonic()
-    tag = f"{marker}={environment[marker]}".encode()
+    tag = f"{marker_variable}={environment[marker_variable]}".encode()
     with output.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -67,9 +68,9 @@ def run_command(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        code, text = None, None
+        exit_code, text = None, None
         try:
-            code = process.wait(timeout_seconds)
+            exit_code = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             _print_stacks(tag, script)
             text = output.read_text(errors="replace")
@@ -78,7 +79,8 @@ def run_command(
                 process.wait(_TERMINATE_SECONDS)
         finally:
             kill_processes(process, tag)
-    return CommandResult(code, time.monotonic() - started, output.read_text(errors="replace") if text is None else text)
+    text = output.read_text(errors="replace") if text is None else text
+    return CommandResult(exit_code, time.monotonic() - started, text)
 
 
 def last_lines(output: str, max_lines: int = 16) -> list[str]:

@@ -44,7 +44,7 @@ class PipelineRecorder:
     def __init__(self, folder: Path, request: RecordRequest) -> None:
         self._folder, self._request = folder, request
         self._steps: list[StepRecord] = []
-        self._is_started = self._is_written = False
+        self._is_started = self._is_written = False  # `_is_started`: after the first batch has started
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._reset_step()
 

@@ -24,8 +24,8 @@ class RecordRequest:
     """Request to train `steps` steps and exit.
 
     A run on fewer than `emulated_ranks` ranks accumulates gradients to match the global batch size of `emulated_ranks`
-    ranks. With `float64`, model and data are converted to double precision. With `bits`, the bits of all tensors are
-    recorded after each step.
+    ranks. With `float64`, model and data are converted to double precision. With `bits`, a digest of the bits of each
+    tensor is recorded after each step.
     """
 
     steps: int

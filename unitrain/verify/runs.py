@@ -31,13 +31,11 @@ class EnvironmentCommand(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """The settings shared by all runs.
-
-    With `bits`, the runs record the bits of all tensors after each step, for `run_all`.
+    """The settings shared by all runs, whose ranks execute `script`.
 
     `build_command(run, variables)` returns the launch command of a run with `variables` set on its ranks, and raises
-    ConfigError if the run cannot be launched. `report_progress(text)` prints text without a line end. The ranks execute
-    `script`.
+    ConfigError if the run cannot be launched. `report_progress(text)` prints text without a line end. With `bits`, the
+    runs record a digest of the bits of each tensor after each step, for `run_all`.
     """
 
     script: str
@@ -144,26 +142,28 @@ class Verification:
         result = run_command(
             command.argv,
             environment.without_launcher_variables() | dict(command.environment),
-            marker=OVERRIDES_VARIABLE,
+            marker_variable=OVERRIDES_VARIABLE,
             script=self.script,
             output=folder / "output.txt",
             timeout_seconds=self.timeout_seconds,
         )
         self.report_progress(f"{result.seconds:.0f} s\n")
         record = Record.read(folder)
-        failure = self._failure(result.code, run, record)
+        failure = self._failure(result.exit_code, run, record)
         if failure is None:
             return Outcome(run=run, seconds=result.seconds, record=record)
         return Outcome(run=run, seconds=result.seconds, failure=failure, last_lines=last_lines(result.output))
 
-    def _failure(self, code: int | None, run: Run, record: Record | None) -> str | None:
+    def _failure(self, exit_code: int | None, run: Run, record: Record | None) -> str | None:
         """Return the reason why the run produced no numbers to compare, or None."""
-        if code is None:
+        if exit_code is None:
             return (
                 f"it did not finish within {self.timeout_seconds:g} s and was terminated. Allow more: --timeout-seconds"
             )
-        if code != 0:
-            return f"it ended with exit code {code}" if code > 0 else f"it was terminated by signal {-code}"
+        if exit_code != 0:
+            return (
+                f"it ended with exit code {exit_code}" if exit_code > 0 else f"it was terminated by signal {-exit_code}"
+            )
         if record is None:
             return (
                 "it ended without training. Train with unitrain.Trainer or unitrain.Pipeline: verify compares "

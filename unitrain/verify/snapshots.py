@@ -16,7 +16,8 @@ from unitrain.verify.digests import digest_tensor
 
 
 def batch_statistics(model: nn.Module) -> Literal["none", "rank", "all"]:
-    """Return the samples of a micro-batch that BatchNorm normalizes over: "none", "rank" or "all"."""
+    """Return whether BatchNorm normalizes over the samples of one "rank" or of "all" ranks, or "none" without
+    BatchNorm."""
     layers = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     if not layers:
         return "none"
