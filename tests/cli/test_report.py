@@ -19,9 +19,28 @@ from torch.utils.data import TensorDataset
 from unitrain.backends.local import LocalBackend
 from unitrain.cli import unitrain
 from unitrain.config import TrainConfig
+from unitrain.report.page import format_duration
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (1.234, "1.23 s"),
+        (59.94, "59.9 s"),
+        (59.99, "1 min 0 s"),
+        (90, "1 min 30 s"),
+        (119.7, "2 min 0 s"),
+        (599.9, "10 min"),
+        (3599, "1 h 0 min"),
+        (7170, "2 h 0 min"),
+        (400_000, "111 h"),
+    ],
+)
+def test_durations_are_rounded_in_one_step(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
 
 
 class Page(HTMLParser):

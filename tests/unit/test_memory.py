@@ -19,7 +19,7 @@ from unitrain.backends.base import Shard
 from unitrain.errors import UnsupportedError
 from unitrain.memory import process_memory, report
 from unitrain.memory.record import BlockRecord, RankMemory
-from unitrain.memory.saved_tensors import SavedStorage, SavedTensors, checkpointing_by_class
+from unitrain.memory.saved_tensors import SavedStorage, SavedTensorTracker, checkpointing_by_class
 from unitrain.memory.savings import Usage, list_savings, persistent_bytes
 from unitrain.memory.tensor_bytes import element_bytes, formula_state_bytes, state_tensors, storage_bytes, storages_of
 from unitrain.modules.activation_checkpointing import checkpoint_activations
@@ -53,10 +53,10 @@ def network(blocks: int = 5, classes: int = CLASSES) -> nn.Module:
 
 
 @contextmanager
-def tracked(model: nn.Module) -> Iterator[tuple[SavedTensors, list[tuple[int, list[SavedStorage]]]]]:
+def tracked(model: nn.Module) -> Iterator[tuple[SavedTensorTracker, list[tuple[int, list[SavedStorage]]]]]:
     """Track the saved tensors of `model`. The list receives the bytes and the storages of each local maximum."""
     maxima: list[tuple[int, list[SavedStorage]]] = []
-    saved = SavedTensors(lambda: maxima.append((saved.total_bytes, saved.live())), lambda module: None)
+    saved = SavedTensorTracker(lambda: maxima.append((saved.total_bytes, saved.update_sizes())), lambda module: None)
     saved.excluded = set(storages_of([*model.parameters(), *model.buffers()]))
     saved.start()
     try:
@@ -71,7 +71,7 @@ def peak_of_step(model: nn.Module, classes: int = CLASSES) -> tuple[int, list[Sa
     with tracked(model) as (saved, maxima):
         cross_entropy(model(inputs), torch.randint(classes, (BATCH,))).backward()
         assert saved.total_bytes == 0, "the backward pass releases all saved tensors"
-        assert not saved.live()
+        assert not saved.update_sizes()
     return max(maxima, key=lambda one: one[0])
 
 
@@ -107,6 +107,27 @@ def test_a_retained_graph_keeps_its_saved_tensors() -> None:
         loss.backward(retain_graph=True)
         assert saved.total_bytes == 4 * 10 * (8 + 16)
         loss.backward()
+        assert saved.total_bytes == 0
+
+
+def test_a_tensor_at_the_address_of_a_freed_storage_counts() -> None:
+    """FSDP frees gathered parameters that autograd has saved, and other tensors may then have their addresses."""
+    factor = torch.ones((), requires_grad=True)
+    size = 64 * MB  # the C library maps large blocks separately, so the address of a freed block is used again
+    with tracked(nn.Identity()) as (saved, _):
+        gathered = torch.empty(size, dtype=torch.int8)
+        products = [factor * gathered[:4]]
+        address = gathered.data_ptr()
+        gathered.untyped_storage().resize_(0)
+        others = [torch.empty(size, dtype=torch.int8)]
+        while others[-1].data_ptr() != address and len(others) < 100:
+            others.append(torch.empty(size, dtype=torch.int8))
+        assert others[-1].data_ptr() == address
+        products.append(factor * others[-1][:4])
+        assert len(saved.update_sizes()) == 2
+        assert saved.total_bytes == size
+        products.clear()
+        assert not saved.update_sizes()
         assert saved.total_bytes == 0
 
 

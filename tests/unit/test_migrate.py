@@ -12,6 +12,8 @@ from click.testing import CliRunner
 from unitrain.cli import unitrain as command
 from unitrain.errors import ConfigError
 from unitrain.migrate import Migration, changed_lines, migrate, unified_diff
+from unitrain.migrate.edits import Edits, parse_statement
+from unitrain.migrate.script import Script
 
 HOROVOD = """
 import torch
@@ -416,11 +418,25 @@ def test_name_of_the_backend_does_not_collide_with_a_variable() -> None:
         ("print('a')\n", "neither Horovod nor DDP"),
         ("import unitrain\nimport horovod.torch as hvd\nunitrain.init()\nhvd.rank()\n", "already uses unitrain"),
         ("print 'a'\n", "Line 1 is not valid Python"),
+        ("import horovod_utils\nhorovod_utils.train()\n", "neither Horovod nor DDP"),
     ],
 )
 def test_other_scripts_are_refused(source: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         migrate(source)
+
+
+def test_modules_of_the_user_named_like_a_library_remain() -> None:
+    own = "from .horovod import helper\nfrom . import horovod\n"
+    assert own in convert(in_horovod("print(hvd.rank())", own))
+
+
+def test_statements_are_inserted_before_a_removed_statement() -> None:
+    edits = Edits(Script("a = 1\nb = 2\n"))
+    second = edits.script.module.body[1]
+    edits.remove_statement(second)
+    edits.insert_before(second, [parse_statement("c = 3")])
+    assert edits.source() == "a = 1\nc = 3\n"
 
 
 def test_changed_lines_counts_replaced_lines_once_and_no_comments() -> None:

@@ -34,7 +34,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecord:
-    """The activations of a model whose modules of class `name` are checkpointed. See `saved_tensors.Block`."""
+    """The activations if the modules of class `name` are checkpointed. See `saved_tensors.CheckpointingEffect`."""
 
     name: str
     calls: int
@@ -54,8 +54,9 @@ class RankMemory:
     averaged weights.
 
     `activations` is the largest sum of saved tensors, `float32_activations` the float32 part, and `early_gradients` is
-    the memory of gradients at that time. `activations_at_peak` and `gradients_at_peak` have the largest sum. `other` is
-    the memory in use before the measured steps, excluding the tensors above: on CPUs, Python, libraries and data.
+    the memory of gradients at that time. `activations_at_peak` and `gradients_at_peak` are their sizes at the time of
+    their largest sum. `other` is the memory in use before the measured steps, excluding the tensors above: on CPUs,
+    Python, libraries and data.
     `forward_backward_peak` and `step_peak` are the peaks between optimizer steps and during an optimizer step, and
     `startup_peak` is the peak before the measured steps.
     """

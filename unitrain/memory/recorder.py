@@ -25,7 +25,7 @@ from unitrain.callbacks.callback import Callback
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.memory.process_memory import ProcessMemory, process_memory
 from unitrain.memory.record import BlockRecord, MemoryRequest, RankMemory
-from unitrain.memory.saved_tensors import SavedStorage, SavedTensors, checkpointing_by_class
+from unitrain.memory.saved_tensors import SavedStorage, SavedTensorTracker, checkpointing_by_class
 from unitrain.memory.tensor_bytes import (
     element_bytes,
     formula_state_bytes,
@@ -80,7 +80,7 @@ class MemoryRecorder(Callback):
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._request = folder, MemoryRequest.read(folder)
-        self._saved = SavedTensors(self._compare_with_peak, self._add_model)
+        self._saved = SavedTensorTracker(self._compare_with_peak, self._add_model)
         self._models: list[nn.Module] = []
         self._module_ids: set[int] = set()
         self._optimizers: list[Optimizer] = []
@@ -122,7 +122,10 @@ class MemoryRecorder(Callback):
     # --- called in each forward pass and optimizer step ---
 
     def _add_model(self, model: nn.Module) -> None:
-        """Record a model at its outermost forward pass. Modules that are recomputed are called without their model."""
+        """Record a model at its outermost forward pass.
+
+        When a checkpointed module is recomputed, its forward pass is the outermost one, but it is not a model.
+        """
         if id(model) not in self._module_ids:
             self._module_ids.update(map(id, model.modules()))
             self._models.append(model)
@@ -176,12 +179,11 @@ class MemoryRecorder(Callback):
         self._memory = memory
 
     def _compare_with_peak(self) -> None:
-        """Store the sizes of the saved tensors and of the gradients if the saved tensors, or both together, are the
-        largest so far."""
+        """Store a snapshot if the saved tensors are the largest so far, or their sum with the gradients."""
         if self._memory is None:
             return
         gradients = sum(storage.nbytes() for storage in self._live_gradient_storages())
-        saved = self._saved.live()  # updates `total_bytes`
+        saved = self._saved.update_sizes()
         if self._largest is None or self._saved.total_bytes > self._largest.activations:
             self._largest = _Snapshot(self._saved.total_bytes, gradients, saved)
         if self._peak is None or self._saved.total_bytes + gradients > self._peak.activations + self._peak.gradients:

@@ -74,7 +74,12 @@ def memory_rows(usage: Usage) -> list[Row]:
         "model buffers": record.buffers,
         "averaged weights": record.average,
     }
-    rows[2:2] = [Row(name=name, predicted=size, measured=size, at_peak=size) for name, size in optional.items() if size]
+    optional_rows = [
+        Row(name=name, predicted=num_bytes, measured=num_bytes, at_peak=num_bytes)
+        for name, num_bytes in optional.items()
+        if num_bytes
+    ]
+    rows = [*rows[:2], *optional_rows, *rows[2:]]  # after the parameters and gradients
     fusion = min(record.fusion_buffer, record.other)
     if fusion:
         rows.append(Row(name="Horovod's fusion buffer", predicted=fusion, measured=None, at_peak=fusion))
@@ -206,5 +211,5 @@ def write_json(records: Sequence[RankMemory], ranks: int, settings: dict[str, An
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _percent(size: int, peak: int) -> str:
-    return f"{size / peak:.0%}"
+def _percent(size: int, total: int) -> str:
+    return f"{size / total:.0%}"

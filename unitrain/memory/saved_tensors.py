@@ -1,7 +1,9 @@
 """The tensors that autograd saves for the backward pass: their bytes, and the modules that saved them.
 
-A saved tensor counts while a node of the graph references it. Tensors that share memory count once; parameters and
-buffers do not count.
+When autograd saves a tensor, `SavedTensorTracker` adds its storage (`SavedStorage`) to the live storages, with the
+stack of modules that are being called, and returns a `_PackedTensor` to the graph. When autograd deletes the last
+packed tensor of a storage, the tracker removes the storage. Tensors that share a storage therefore count once.
+Parameters and buffers do not count.
 """
 
 from __future__ import annotations
@@ -22,33 +24,33 @@ from unitrain.torch_compat import disable_compile
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A forward pass of `module`, with its tensor arguments. `end` is the number of storages that had been saved at its
-    end.
+    """A forward pass of `module`, with its tensor arguments. `saved_count_at_end` is the number of storages that had
+    been saved when it ended.
     """
 
     module: nn.Module
     inputs: list[SavedStorage] = field(default_factory=list)
-    end: int = 0
+    saved_count_at_end: int = 0
 
 
 @dataclass(eq=False)
 class SavedStorage:
-    """Memory that one or more saved tensors share.
+    """A storage that one or more saved tensors share.
 
-    `number` is its position among all saved storages. `stacks` are the modules that saved it, from the outermost to the
-    innermost, for each saved tensor. `holders` is the number of saved tensors that still exist.
+    `index` is its position in the order of saving, from 1. `stacks` are the modules that saved it, from the outermost
+    to the innermost, for each saved tensor. `holders` is the number of saved tensors that still exist.
     """
 
     storage: weakref.ref[torch.UntypedStorage]
     size_bytes: int
     is_float32: bool
-    number: int
+    index: int
     stacks: set[tuple[ModuleCall, ...]] = field(default_factory=set)
     holders: int = 0
 
 
 @dataclass(frozen=True)
-class Block:
+class CheckpointingEffect:
     """The effect of `checkpoint_activations` on modules of class `name`, which were called `calls` times.
 
     `kept_bytes` are the activations that remain saved during the forward pass, and `peak_bytes` is the largest sum of
@@ -61,17 +63,20 @@ class Block:
     peak_bytes: int
 
 
-class SavedTensors:
+class SavedTensorTracker:
     """Tracks the saved tensors of the calling thread from `start` to `stop`.
 
     `before_release` is called at each local maximum of `total_bytes`: before a saved tensor is released, if another
-    one was saved since the last release. `on_root(module)` is called at the start of each outermost forward pass.
+    one was saved since the last release. `on_outermost_forward(module)` is called at the start of each outermost
+    forward pass.
     """
 
-    def __init__(self, before_release: Callable[[], None], on_root: Callable[[nn.Module], None]) -> None:
+    def __init__(self, before_release: Callable[[], None], on_outermost_forward: Callable[[nn.Module], None]) -> None:
         self.total_bytes = 0
         self.excluded: set[int] = set()  # addresses of parameters and buffers
-        self._before_release, self._on_root = before_release, on_root
+        self._before_release, self._on_outermost_forward = before_release, on_outermost_forward
+        # By the id of the storage object, which torch keeps as long as a tensor uses the storage. The address is not
+        # unique: FSDP frees the memory of gathered parameters, and other tensors may then have the same address.
         self._live: dict[int, SavedStorage] = {}
         self._stack: list[ModuleCall] = []
         self._count, self._is_growing = 0, False
@@ -92,9 +97,10 @@ class SavedTensors:
         for handle in self._handles:
             handle.remove()
 
-    def live(self) -> list[SavedStorage]:
-        """Return the currently saved storages, with their current sizes. FSDP frees gathered parameters by resizing
-        them to zero bytes.
+    def update_sizes(self) -> list[SavedStorage]:
+        """Update `total_bytes` and the sizes of the currently saved storages, and return these storages.
+
+        FSDP frees gathered parameters by resizing them to zero bytes.
         """
         for saved in self._live.values():
             storage = saved.storage()
@@ -107,7 +113,7 @@ class SavedTensors:
         if torch.compiler.is_compiling():  # in a compiled graph, tensors are not saved by single modules
             return
         if not self._stack:
-            self._on_root(module)
+            self._on_outermost_forward(module)
         self._stack.append(ModuleCall(module))
 
     def _end_call(self, module: nn.Module, args: Any, *others: Any) -> None:
@@ -121,48 +127,48 @@ class SavedTensors:
                 break
         else:
             return
-        call.end = self._count
+        call.saved_count_at_end = self._count
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and (storage := self._storage_of(value)) is not None:
-                call.inputs.append(storage)
+            if isinstance(value, Tensor) and (saved := self._find_or_create(value)) is not None:
+                call.inputs.append(saved)
 
-    def _storage_of(self, tensor: Tensor) -> SavedStorage | None:
-        """Return the storage of an argument, or None for a parameter."""
-        memory = _memory_of(tensor)
-        if memory is None or memory.data_ptr() in self.excluded:
+    def _find_or_create(self, tensor: Tensor) -> SavedStorage | None:
+        """Return the saved storage of an argument, a new one if it has not been saved, or None for a parameter."""
+        storage = _untyped_storage(tensor)
+        if storage is None or storage.data_ptr() in self.excluded:
             return None
-        return self._live.get(memory.data_ptr()) or _saved_storage(memory, tensor, self._count)
+        return self._live.get(id(storage)) or _create_saved_storage(storage, tensor, self._count)
 
     @disable_compile
     def _pack(self, tensor: Tensor) -> Any:
-        memory = _memory_of(tensor)
+        storage = _untyped_storage(tensor)
         # A saved output with its history would keep its own graph alive. Autograd restores the history.
         tensor = tensor.detach()
-        if memory is None or memory.data_ptr() in self.excluded:
+        if storage is None or storage.data_ptr() in self.excluded:
             return tensor
-        address = memory.data_ptr()
-        saved = self._live.get(address)
+        key = id(storage)
+        saved = self._live.get(key)
         if saved is None:
             self._count += 1
-            saved = self._live[address] = _saved_storage(memory, tensor, self._count)
+            saved = self._live[key] = _create_saved_storage(storage, tensor, self._count)
             self.total_bytes += saved.size_bytes
             self._is_growing = True
         saved.stacks.add(tuple(self._stack))
         saved.holders += 1
-        return _Saved(tensor, address, self._release)
+        return _PackedTensor(tensor, key, self._release)
 
-    def _release(self, address: int) -> None:
+    def _release(self, key: int) -> None:
         if self._is_growing:
             self._is_growing = False
             self._before_release()
-        storage = self._live[address]
-        storage.holders -= 1
-        if not storage.holders:
-            del self._live[address]
-            self.total_bytes -= storage.size_bytes
+        saved = self._live[key]
+        saved.holders -= 1
+        if not saved.holders:
+            del self._live[key]
+            self.total_bytes -= saved.size_bytes
 
 
-def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[Block]:
+def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[CheckpointingEffect]:
     """Return the effect of activation checkpointing for each class of modules that saved some of `storages`.
 
     Only classes that have submodules and were called at least twice are listed, because activations are recomputed one
@@ -180,7 +186,7 @@ def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[Block]:
     return [block for block in found if block.calls > 1]
 
 
-def _with_checkpointing(name: str, saved: list[SavedStorage], blocks: set[ModuleCall]) -> Block:
+def _with_checkpointing(name: str, saved: list[SavedStorage], blocks: set[ModuleCall]) -> CheckpointingEffect:
     """Return the effect if each outermost call in `blocks` saved only its inputs.
 
     In the backward pass, the activations of the blocks are recomputed one block at a time, last block first. Tensors
@@ -199,36 +205,36 @@ def _with_checkpointing(name: str, saved: list[SavedStorage], blocks: set[Module
         kept.update(dict.fromkeys(block.inputs))
     kept_bytes = peak_bytes = sum(storage.size_bytes for storage in kept)
     for block, storages in inside.items():
-        alive = sum(storage.size_bytes for storage in kept if storage.number <= block.end)
+        alive = sum(storage.size_bytes for storage in kept if storage.index <= block.saved_count_at_end)
         recomputed = sum(storage.size_bytes for storage in set(storages) if storage not in kept)
         peak_bytes = max(peak_bytes, alive + recomputed)
-    return Block(name, len(inside), kept_bytes, peak_bytes)
+    return CheckpointingEffect(name, len(inside), kept_bytes, peak_bytes)
 
 
-class _Saved:
+class _PackedTensor:
     """A saved tensor in a graph. Autograd deletes it when the node is released."""
 
-    __slots__ = ("_address", "_release", "tensor")
+    __slots__ = ("_key", "_release", "tensor")
 
-    def __init__(self, tensor: Tensor, address: int, release: Callable[[int], None]) -> None:
-        self.tensor, self._address, self._release = tensor, address, release
+    def __init__(self, tensor: Tensor, key: int, release: Callable[[int], None]) -> None:
+        self.tensor, self._key, self._release = tensor, key, release
 
     def __del__(self) -> None:
-        self._release(self._address)
+        self._release(self._key)
 
 
 @disable_compile
-def _unpack(saved: Any) -> Tensor:
-    tensor: Tensor = saved.tensor if isinstance(saved, _Saved) else saved
+def _unpack(packed: Any) -> Tensor:
+    tensor: Tensor = packed.tensor if isinstance(packed, _PackedTensor) else packed
     return tensor
 
 
-def _saved_storage(memory: torch.UntypedStorage, tensor: Tensor, number: int) -> SavedStorage:
-    return SavedStorage(weakref.ref(memory), memory.nbytes(), tensor.dtype == torch.float32, number)
+def _create_saved_storage(storage: torch.UntypedStorage, tensor: Tensor, index: int) -> SavedStorage:
+    return SavedStorage(weakref.ref(storage), storage.nbytes(), tensor.dtype == torch.float32, index)
 
 
-def _memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the memory of `tensor`, or None if it has none, like a sparse tensor."""
+def _untyped_storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of `tensor`, or None if it has none, like a sparse tensor."""
     part = local_tensor(tensor)
     if part.layout != torch.strided or part.device.type == "meta":
         return None

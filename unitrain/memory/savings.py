@@ -120,8 +120,7 @@ def _sharding(usage: Usage, ranks: int) -> list[Saving]:
 
 
 def _checkpointing(record: RankMemory) -> list[Saving]:
-    """Return the block class with the largest savings, and the block class with the largest savings per
-    recomputation."""
+    """Return the saving of the block class whose checkpointing leaves the fewest activations."""
     blocks = sorted(record.blocks, key=lambda block: block.peak_bytes)
     return [
         Saving(
@@ -165,7 +164,8 @@ def _precision(record: RankMemory) -> list[Saving]:
 def _saved_between_steps(record: RankMemory, activations: int) -> int:
     """Return how much the peak decreases if activations take only `activations` bytes.
 
-    Activations are not in memory during an optimizer step or at the end of the backward pass, when all gradients are.
+    At the end of the backward pass, all gradients and no activations are in memory. During an optimizer step, no
+    activations are in memory.
     """
     now = record.activations_at_peak + record.gradients_at_peak
     then = max(activations + record.early_gradients, record.gradient_storages)

@@ -60,14 +60,14 @@ class Edits:
         self.problems.add(Problem(self.script.line(node), text, fix, is_structural))
 
     def replace(self, node: cst.CSTNode, expression: str | Expression, *, uses_backend: bool = True) -> None:
-        """Replace an expression by a text or by the result of a function of its converted form."""
+        """Replace an expression by the source `expression`, or by its result for the node with converted children."""
         build = expression if callable(expression) else (lambda _: cst.parse_expression(str(expression)))
         self._expressions[node] = build
         if uses_backend:
             self.uses_backend.append(node)
 
     def replace_statement(self, node: cst.CSTNode, build: Statements) -> None:
-        """Replace a statement by those that `build` returns for its converted form."""
+        """Replace a statement by the statements that `build` returns for the statement with converted children."""
         self._statements[node] = build
 
     def insert_before(self, node: cst.CSTNode, statements: Sequence[Statement]) -> None:
@@ -75,8 +75,10 @@ class Edits:
         build = self._statements.get(node)
 
         def with_inserted(updated: Statement) -> Sequence[Statement]:
-            first, *others = build(updated) if build is not None else [updated]
-            return [*statements, first.with_changes(leading_lines=()), *others]
+            found = list(build(updated)) if build is not None else [updated]
+            if found:  # otherwise, the statement is removed
+                found[0] = found[0].with_changes(leading_lines=())
+            return [*statements, *found]
 
         self._statements[node] = with_inserted
 

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import libcst as cst
 
-from unitrain.migrate.edits import Edits, parse_statement
+from unitrain.migrate.edits import Edits, Statement, parse_statement
 
 _LIBRARIES = ("horovod", "torch.distributed", "torch.nn.parallel")
 
 
 def convert(edits: Edits) -> None:
-    """Import unitrain, and remove the imports that are no longer used."""
+    """Remove the imports of names of _LIBRARIES whose uses are all converted, and import unitrain.
+
+    The import of unitrain replaces the first removed import, or follows the first imports of the script.
+    """
     script = edits.script
     is_added = False
     for statement in script.module.body:
         if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
             continue
-        one = statement.body[0]
-        if not isinstance(one, cst.Import | cst.ImportFrom) or isinstance(one.names, cst.ImportStar):
+        import_node = statement.body[0]
+        if not isinstance(import_node, cst.Import | cst.ImportFrom) or isinstance(import_node.names, cst.ImportStar):
             continue
-        unused = [alias for alias in one.names if _is_unused(edits, one, alias)]
+        unused = [alias for alias in import_node.names if _is_unused(edits, import_node, alias)]
         if not unused:
             continue
-        kept = [alias for alias in one.names if alias not in unused]
-        new = [] if is_added else [parse_statement("import unitrain")]
-        if kept:
-            shorter = _with_names(statement, one, kept)
-            edits.replace_statement(statement, lambda _, new=new, shorter=shorter: [shorter, *new])  # type: ignore[misc]
-        else:
-            edits.replace_statement(statement, lambda _, new=new: new)  # type: ignore[misc]
+        kept = [alias for alias in import_node.names if alias not in unused]
+        replacement: list[Statement] = [_with_names(statement, import_node, kept)] if kept else []
+        if not is_added:
+            replacement.append(parse_statement("import unitrain"))
+        edits.replace_statement(statement, partial(_replace_by, replacement))
         names = ", ".join(script.text(alias.name) for alias in unused)
         verb = "is" if len(unused) == 1 else "are"
         edits.explain(statement, f"{names} {verb} no longer used" + ("" if is_added else "; unitrain is used instead"))
@@ -39,12 +41,21 @@ def convert(edits: Edits) -> None:
         _add(edits)
 
 
+def _replace_by(statements: Sequence[Statement], updated: Statement) -> Sequence[Statement]:
+    return statements
+
+
 def _is_unused(edits: Edits, statement: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> bool:
-    """Return whether `alias` is a name of _LIBRARIES whose references are all converted. Without any reference, it
-    must be a name of Horovod."""
+    """Return whether `alias` is a name of _LIBRARIES whose references are all converted (`edits.converted`).
+
+    An alias without references is only unused if it is a name of Horovod, because importing Horovod may fail where
+    only other backends are installed.
+    """
     script = edits.script
+    if isinstance(statement, cst.ImportFrom) and statement.relative:  # a module of the user
+        return False
     module = script.text(statement.module) if isinstance(statement, cst.ImportFrom) and statement.module else ""
-    name = f"{module}.{script.text(alias.name)}".lstrip(".")
+    name = ".".join(filter(None, [module, script.text(alias.name)]))
     if not any(name == library or name.startswith(library + ".") for library in _LIBRARIES):
         return False
     bound = script.text(alias.asname.name) if alias.asname is not None else script.text(alias.name).split(".")[0]
@@ -63,10 +74,11 @@ def _is_unused(edits: Edits, statement: cst.Import | cst.ImportFrom, alias: cst.
 
 
 def _with_names(
-    statement: cst.SimpleStatementLine, one: cst.Import | cst.ImportFrom, names: Sequence[cst.ImportAlias]
+    statement: cst.SimpleStatementLine, import_node: cst.Import | cst.ImportFrom, names: Sequence[cst.ImportAlias]
 ) -> cst.SimpleStatementLine:
+    """Return the import `statement` with only these `names`."""
     last = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return statement.with_changes(body=[one.with_changes(names=[*names[:-1], last])], leading_lines=())
+    return statement.with_changes(body=[import_node.with_changes(names=[*names[:-1], last])], leading_lines=())
 
 
 def _add(edits: Edits) -> None:

@@ -52,7 +52,7 @@ def _libraries(script: Script) -> list[str]:
     for node in script.nodes:
         name = script.imported_name(node) or "" if isinstance(node, cst.Name | cst.Attribute) else ""
         uses_unitrain |= name == "unitrain" or name.startswith("unitrain.")
-        if name.startswith("horovod"):
+        if name == "horovod" or name.startswith("horovod."):
             found.add("Horovod")
         elif name.startswith("torch.distributed.") or name in ddp.WRAPPERS:
             found.add("DDP")

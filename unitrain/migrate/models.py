@@ -92,8 +92,8 @@ def convert_reads(
 
     `was_wrapped` states whether the script already wrapped the model, in DDP. Otherwise, the script expects its own
     module, without the prefix "module." in the names of parameters. With `is_kept`, members that the distributed model
-    has in common with DDP remain. Before the statement `starts_after`, and in the
-    same function, the model is not distributed yet.
+    has in common with DDP remain. Reads before the statement `starts_after`, in its function or at the top level of the
+    module, are not converted, because the model is not distributed yet.
     """
     script = edits.script
     for node in script.nodes:

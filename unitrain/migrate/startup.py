@@ -29,7 +29,7 @@ class Startup:
 
 
 def convert(edits: Edits, startup: Startup) -> None:
-    """Insert `unitrain.init`, and the shutdown of the backend. Refuse a call whose place cannot be determined."""
+    """Insert `unitrain.init` and the shutdown of the backend. Refuse calls whose place cannot be determined."""
     script = edits.script
     statement = script.statement(startup.call)
     if statement is None or (not startup.is_kept and assigned_value(statement) is not startup.call):
@@ -70,12 +70,12 @@ def _runs_before(script: Script, node: cst.CSTNode, statement: cst.CSTNode) -> b
     function = script.function(node)
     is_earlier = script.position(node) < script.position(statement)
     if function is None and script.function(statement) is not None:
-        return _main_line(script, node) is None
+        return _find_main_guard(script, node) is None
     return is_earlier and function is script.function(statement)
 
 
-def _main_line(script: Script, node: cst.CSTNode) -> cst.CSTNode | None:
-    """Return the guard `if __name__ == "__main__":` around `node`."""
+def _find_main_guard(script: Script, node: cst.CSTNode) -> cst.CSTNode | None:
+    """Return the statement `if __name__ == "__main__":` around `node`, or None."""
     return next((one for one in script.ancestors(node) if script.is_main_guard(one)), None)
 
 

@@ -1,4 +1,4 @@
-"""Names that are refused, each with a fix. The first prefix that matches applies."""
+"""Names that are refused, each with a fix. An entry also applies to the members of the name; the first match counts."""
 
 from __future__ import annotations
 

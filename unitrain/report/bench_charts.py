@@ -71,10 +71,11 @@ def collective_charts(result: dict[str, Any]) -> list[Chart]:
     series = legend_names(result)
     sizes = sorted({row["bytes"] for row in result["rows"]})
     ticks = [(size, format_bytes(size).replace(" ", "")) for size in sizes[:: -(-len(sizes) // 6)]]
+    # Bus bandwidth is comparable with the bandwidth of the hardware, so the lower bounds on the time are not scaled.
     floors = [
         Line(
             name,
-            [(row["bytes"], _speed(row)) for row in result["floors"] if row["name"] == name],
+            [(row["bytes"], _algorithm_bandwidth(row)) for row in result["floors"] if row["name"] == name],
             series.index(name),
             "dashed",
         )
@@ -88,15 +89,17 @@ def collective_charts(result: dict[str, Any]) -> list[Chart]:
         for name in row_names(result):
             own = [row for row in rows if row_name(row) == name]
             times.append(Line(name, [(row["bytes"], quartiles(row["seconds"])[1]) for row in own], series.index(name)))
-            speeds.append(Line(name, [(row["bytes"], factor * _speed(row)) for row in own], series.index(name)))
+            speeds.append(
+                Line(name, [(row["bytes"], factor * _algorithm_bandwidth(row)) for row in own], series.index(name))
+            )
         options: dict[str, Any] = {"x_label": "size", "legend": False, "logarithmic": True, "ticks": ticks}
         charts.append(LineChart(f"{operation}: seconds", times, **options))
         charts.append(LineChart(f"{operation}: bus bandwidth, GB/s", [*speeds, *floors], **options))
     return charts
 
 
-def _speed(row: dict[str, Any]) -> float:
-    """Return the algorithm bandwidth in GB/s."""
+def _algorithm_bandwidth(row: dict[str, Any]) -> float:
+    """Return the algorithm bandwidth (bytes / seconds) in GB/s."""
     return float(row["bytes"] / quartiles(row["seconds"])[1] / 1e9)
 
 
@@ -143,7 +146,10 @@ def train_charts(result: dict[str, Any]) -> list[Chart]:
         options: dict[str, Any] = {
             "x_label": "ranks", "legend": False, "from_zero": True, "ticks": [(n, str(n)) for n in ranks],
         }  # fmt: skip
-        for title, figure in (("samples per second", samples_per_second), ("efficiency, %", _percent(result))):
+        for title, figure in (
+            ("samples per second", samples_per_second),
+            ("efficiency, %", _efficiency_percent(result)),
+        ):
             lines = [
                 # Every line starts at the single-rank measurement, which is shared by all backends.
                 Line(name, [(row["ranks"], figure(row)) for row in rows if _is_on_line(row, name)], run_index)
@@ -160,7 +166,9 @@ def _is_on_line(row: dict[str, Any], name: str) -> bool:
     return row_name(row) == name or (row["ranks"] == 1 and row["setting"] == setting and row["backend"] == "local")
 
 
-def _percent(result: dict[str, Any]) -> Callable[[dict[str, Any]], float | None]:
+def _efficiency_percent(result: dict[str, Any]) -> Callable[[dict[str, Any]], float | None]:
+    """Return the function that returns the scaling efficiency of a row in percent, or None."""
+
     def figure(row: dict[str, Any]) -> float | None:
         share = efficiency(result, row)
         return None if share is None else 100 * share

@@ -68,7 +68,7 @@ Style = Literal["solid", "dashed", "faint"]
 
 @dataclass(frozen=True)
 class Line:
-    """The points of one run. A `faint` line shows individual values; a normal line shows their mean."""
+    """The points of one run. A `faint` line shows individual values next to a `solid` line that shows their mean."""
 
     label: str
     points: Points
@@ -78,10 +78,10 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Values over epochs or steps.
+    """Values over epochs or steps, or over message sizes or numbers of ranks.
 
-    `marks` are labeled x values, `dots` labeled points, and `spans` labeled, shaded intervals. With `ticks`, a list of
-    (x value, label), the x axis is logarithmic.
+    `logarithmic` and `from_zero` refer to the y axis. `marks` are labeled x values, `dots` labeled points, and `spans`
+    labeled, shaded intervals. With `ticks`, a list of (x value, label), the x axis is logarithmic.
     """
 
     title: str
@@ -132,7 +132,9 @@ def to_svg(chart: Chart) -> str:
 
 
 def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
-    """Write the charts to one PNG with two columns; `names` are the runs. Raises ReportError without charts."""
+    """Write the charts to one PNG with two columns. `names` are the names of the runs. Raises ReportError without
+    charts.
+    """
     if not charts:
         raise ReportError(
             f"{', '.join(names)}: nothing has been recorded yet, so there is nothing to draw. Wait for the first "

@@ -58,7 +58,7 @@ def result_charts(records: Sequence[RunRecord]) -> list[LineChart]:
 
 
 def time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
-    """Return charts of the time per phase: by rank and by epoch for one run, by epoch for several runs."""
+    """Return charts of time: by rank, epoch and attempt for one run, and per epoch for several runs."""
     return [*_rank_time_charts(records), *_attempt_charts(records)]
 
 
@@ -75,16 +75,14 @@ def _attempt_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
 
 def _rank_time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
     times = [(record, rank_times) for record in records if (rank_times := figures.rank_times(record))]
+    if not times:
+        return []
     if len(records) > 1:
         seconds = {
             phase: [rank_times.mean(phase) / rank_times.epochs for _, rank_times in times] for phase in figures.PHASES
         }
         title = "time per epoch, mean over ranks"
-        return [TimeChart(title, [record.name for record, _ in times], seconds, x_label="seconds per epoch")][
-            : len(times)
-        ]
-    if not times:
-        return []
+        return [TimeChart(title, [record.name for record, _ in times], seconds, x_label="seconds per epoch")]
     record, rank_times = times[0]
     ranks = shown_ranks(rank_times)
     seconds = {phase: [rank_times.seconds[phase][rank] for rank in ranks] for phase in figures.PHASES}
@@ -149,9 +147,9 @@ def _metric_chart(records: list[RunRecord], metric: str, in_epochs: bool) -> Lin
 
 
 def _memory_chart(records: Sequence[RunRecord], in_epochs: bool) -> LineChart:
-    """Return the chart of the memory of the ranks with most memory, or of the maximum if there are several runs.
+    """Return the chart of the memory of the ranks that use the most, or of the maximum over ranks for several runs.
 
-    It has no line for a run in which the memory of the rank with most memory has changed by less than 10 %.
+    It has no line for a run in which this maximum has changed by less than 10 %.
     """
     lines = []
     for run_index, record in enumerate(records):

@@ -86,7 +86,7 @@ def headline_values(record: RunRecord) -> list[HeadlineValue]:
         )
     if record.attempts:
         summary = GoodputSummary.of(record.attempts)
-        note = f"of {format_duration(summary.total_seconds)}, {summary.attempts - 1} restarts"
+        note = f"of {format_duration(summary.total_seconds)}, {_pluralize(summary.attempts - 1, 'restart')}"
         found.append(HeadlineValue("goodput", format_percent(summary.goodput), note))
     if times := figures.rank_times(record):
         if times.size > 1:
@@ -116,12 +116,15 @@ def format_number(value: float | None) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration in suitable units."""
-    if seconds < 60:
+    if seconds < 59.95:  # otherwise rounded to 60 s
         return f"{seconds:.3g} s"
-    minutes, hours = seconds / 60, seconds / 3600
-    if hours < 1:
-        return f"{minutes:.0f} min {seconds % 60:.0f} s" if minutes < 10 else f"{minutes:.0f} min"
-    return f"{hours:,.0f} h" if hours >= 100 else f"{int(hours)} h {int(minutes % 60)} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 10:
+        return f"{minutes} min {rest} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{seconds / 3600:,.0f} h" if minutes >= 6000 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def format_percent(share: float) -> str:
