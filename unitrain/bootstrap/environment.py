@@ -125,7 +125,7 @@ SHARED_MEMORY_FOLDER_VARIABLE = "UNITRAIN_MEMORY_FOLDER"
 METRICS_PORT_VARIABLE, METRICS_ADDRESS_VARIABLE = "UNITRAIN_METRICS_PORT", "UNITRAIN_METRICS_ADDRESS"
 # "1" adds a consistency check to every gradient bucket; "0" or unset omits it.
 DEBUG_VARIABLE = "UNITRAIN_DEBUG"
-# Folder in which every rank writes its flight recorder after a timeout or failure. If it is unset, no files are written.
+# Folder in which every rank writes its flight recorder after a timeout or failure. Without it, no files are written.
 FLIGHT_RECORD_FOLDER_VARIABLE = "UNITRAIN_FLIGHT_RECORD_DIR"
 # Terminal of `unitrain launch`, for ranks whose output is redirected by the launcher.
 TERMINAL_VARIABLE = "UNITRAIN_TERMINAL"

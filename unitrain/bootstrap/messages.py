@@ -11,7 +11,6 @@ from unitrain.bootstrap.authentication import seal, unseal
 from unitrain.bootstrap.responsive_store import ResponsiveStore
 from unitrain.errors import AuthenticationError
 
-
 # Number of attempts to replace the value of another program atomically.
 _MAX_REPLACED_VALUES = 4
 

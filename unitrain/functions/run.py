@@ -123,7 +123,9 @@ def _run_command(command: launchers.Command, timeout_seconds: float | None) -> t
     """Run `command` and print its output. Return its exit code and last lines of output. Raises TimeoutError."""
     process = subprocess.Popen(
         command.argv,
-        env=environment.without_launcher_variables() | dict(command.environment) | {environment.JOB_KEY_VARIABLE: new_key()},
+        env=environment.without_launcher_variables()
+        | dict(command.environment)
+        | {environment.JOB_KEY_VARIABLE: new_key()},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
