@@ -111,10 +111,13 @@ CASES: dict[str, tuple[Callable[[], list[RankReport]], str]] = {
         r"warning: b: files that rank 0 creates in /work are not visible there",
     ),
     "read-only folder": (
-        lambda: [replace(one, peer_checks=replace(REACHABLE, shares_folder=False)) for one in ranks({})],
+        lambda: [
+            replace(report, peer_checks=replace(report.peer_checks or REACHABLE, shares_folder=False))
+            for report in ranks({})
+        ],
         r"warning: Rank 0 cannot create files in /work on a",
     ),
-    "full disk": (lambda: ranks({}, {"folder_free": GIB // 2}), r"warning: /work on b has 0\.5 GiB of free space"),
+    "full disk": (lambda: ranks({}, {"folder_free": GIB // 2}), r"warning: /work on b has only 0\.5 GiB of free space"),
     "shared memory": (
         lambda: ranks({"shared_memory": 64 * 2**20}),
         r"warning: /dev/shm on a has 64 MiB.*\$ docker run --shm-size=8g",
@@ -133,12 +136,12 @@ CASES: dict[str, tuple[Callable[[], list[RankReport]], str]] = {
     ),
     "threads": (
         lambda: ranks({"variables": THREADS}, {"variables": THREADS, "cores": tuple(range(8))}),
-        r"warning: 1 rank of 8 threads each share 4 cores on a\. \$ export OMP_NUM_THREADS=4",
+        r"warning: 1 rank with 8 threads each share 4 cores on a\. \$ export OMP_NUM_THREADS=4",
     ),
     "clock": (lambda: ranks({}, clock_offset_seconds=-7.25), r"warning: The clock of b is 7\.2 s behind rank 0's"),
     "no key": (
         lambda: ranks({"has_job_key": False}, {"has_job_key": False}),
-        r"warning: ranks 0, 1 have no key to sign messages. Any program .* \$ unitrain launch \.\.\.",
+        r"warning: Ranks 0, 1 have no key to sign messages. Any program .* \$ unitrain launch \.\.\.",
     ),
     "listens on all interfaces": (
         lambda: ranks({"launcher": "mpirun"}),

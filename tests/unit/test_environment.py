@@ -194,7 +194,7 @@ def test_evidence_lists_the_variables_that_were_used() -> None:
         ),
         (
             HOROVODRUN | {"HOROVOD_SIZE": "2"},
-            "HOROVOD_RANK=2 does not fit HOROVOD_SIZE=2: ranks are 0 to 1. Set both, or clear them with: "
+            "HOROVOD_RANK=2 is out of range for HOROVOD_SIZE=2: ranks are 0 to 1. Set both, or clear them with: "
             "unset HOROVOD_RANK HOROVOD_SIZE",
         ),
         (
