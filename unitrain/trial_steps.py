@@ -31,28 +31,29 @@ from unitrain.torch_compat import local_shard
 from unitrain.trainer import Trainer
 
 
-def check_trial(trainer: Any, function: str) -> None:
+def check_trial(trainer: Any, function_name: str) -> None:
     """Raise ConfigError unless trial steps of `trainer` are possible now. All ranks call it.
 
-    `function` is the name of the public function for error messages.
+    `function_name` is the name of the public function for error messages.
     """
     if not isinstance(trainer, Trainer):
         raise ConfigError(
-            f"{function} takes a unitrain.Trainer, got {type(trainer).__name__}. Use {function}(trainer, data)."
+            f"{function_name} takes a unitrain.Trainer, got {type(trainer).__name__}. Use "
+            f"{function_name}(trainer, data)."
         )
-    trainer.backend.check_running(function)
+    trainer.backend.check_running(function_name)
 
     def check() -> None:
         if trainer.step_parts.stopping.is_active:
-            raise ConfigError(f"{function} was called by a callback during fit. Call it before trainer.fit.")
+            raise ConfigError(f"{function_name} was called by a callback during fit. Call it before trainer.fit.")
         for name, is_set in (
             ("local_sgd", trainer.config.local_sgd is not None),
             ("compression", isinstance(read_compression(trainer.config.compression), PowerSGD)),
         ):
             if is_set:
                 raise ConfigError(
-                    f"{function} does not support TrainConfig.{name}={getattr(trainer.config, name)!r}, whose state it "
-                    f"could not restore. Call it with a Trainer without {name}."
+                    f"{function_name} does not support TrainConfig.{name}={getattr(trainer.config, name)!r}, whose "
+                    f"state it could not restore. Call it with a Trainer without {name}."
                 )
 
     call_on_all_ranks(trainer.backend, check)
@@ -65,8 +66,8 @@ class TrialSteps:
     Use it in `preserved_state`. All ranks make the same calls.
     """
 
-    def __init__(self, trainer: Trainer, data: Data, function: str) -> None:
-        trainer_arguments.check_data(trainer.backend, function, data=data)
+    def __init__(self, trainer: Trainer, data: Data, function_name: str) -> None:
+        trainer_arguments.check_data(trainer.backend, function_name, data=data)
         self.trainer = trainer
         config, backend = trainer.config, trainer.backend
         settings = ShardSettings.from_config(config, elastic=False, elastic_batch_size=None)

@@ -46,12 +46,11 @@ class ModelLoss:
         ignore_index: int = -100,
         shift_labels: bool | None = None,
     ) -> None:
-        owner = "ModelLoss"
         validation.check_choice("ModelLoss average", average, ("auto", "samples", "tokens"))
-        validation.check_text(f"{owner}(labels=...)", labels, 'Use labels="labels"')
-        validation.check_boolean(f"{owner}.shift_labels", shift_labels, optional=True)
+        validation.check_text("ModelLoss(labels=...)", labels, 'Use labels="labels"')
+        validation.check_boolean("ModelLoss.shift_labels", shift_labels, optional=True)
         if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-            validation.check_integer(f"{owner}(ignore_index=...)", ignore_index, 0, "Use ignore_index=-100")
+            validation.check_integer("ModelLoss(ignore_index=...)", ignore_index, 0, "Use ignore_index=-100")
         self._average, self._labels, self._ignore_index, self._shift = average, labels, ignore_index, shift_labels
 
     def __call__(self, output: Any, batch: Any) -> LossOutput:
