@@ -252,6 +252,24 @@ def test_a_checkpoint_with_complex_tensors_of_an_earlier_version_is_loaded(tmp_p
     assert_same(dict(saved.state_dict()), dict(loaded.state_dict()))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors_are_aligned_after_loading(tmp_path: Path, dtype: torch.dtype) -> None:
+    """torch crashes if it reads complex128 numbers whose address is not a multiple of 16 bytes."""
+    real = dtype.to_real()
+    state = {f"{number}": torch.randn(5, dtype=dtype if number % 2 else real) for number in range(6)}
+    files.save_model_file(state, tmp_path / "model.safetensors")
+    loaded = files.read_tensors(tmp_path / "model.safetensors")
+    for name, value in loaded.items():
+        assert value.dtype is state[name].dtype
+        assert value.data_ptr() % value.element_size() == 0
+    assert_same(state, loaded)
+    model, saved = nn.ParameterDict(state), {name: value.clone() for name, value in state.items()}
+    for parameter in model.values():
+        parameter.data.zero_()
+    files.load_model_file(model, tmp_path / "model.safetensors")
+    assert_same(saved, dict(model.state_dict()))
+
+
 class Spectral(nn.Module):
     """A model with a complex128 parameter and its real output."""
 

@@ -368,7 +368,16 @@ def load_model_file(model: nn.Module, path: Path) -> None:
 
 
 def _restore_complex(state: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
-    return {name: torch.view_as_complex(value) if name in names else value for name, value in state.items()}
+    return {name: _as_complex(value) if name in names else value for name, value in state.items()}
+
+
+def _as_complex(parts: Tensor) -> Tensor:
+    """Return the complex tensor with these real and imaginary parts, with the alignment that complex numbers require.
+
+    Real tensors in a safetensors file may be aligned to half of it, and torch then crashes when it reads complex128.
+    """
+    is_aligned = parts.data_ptr() % (2 * parts.element_size()) == 0
+    return torch.view_as_complex(parts if is_aligned else parts.clone())
 
 
 def remove(path: Path) -> None:
