@@ -49,8 +49,8 @@ _LAST_CHECKPOINT_SECONDS = 60.0
 _FAILURE_REPORT_SECONDS = 4 * _PERIOD_SECONDS
 # A deadline expires this long after the timeout of the main thread's own wait.
 _DEADLINE_MARGIN_SECONDS = 5.0
-# Time limits for a response from the store. While the watchdog thread waits for one, it does not check deadlines.
-_POLL_LIMIT_SECONDS, _STORE_LIMIT_SECONDS = 2.0, 10.0
+# Timeouts of requests to the store. While the watchdog thread waits for a response, it does not check deadlines.
+_POLL_TIMEOUT_SECONDS, _STORE_TIMEOUT_SECONDS = 2.0, 10.0
 _PROCESS_ENDED = "its process was killed or crashed"
 _SHUTDOWN_TOO_EARLY = "it shut down while other ranks still waited for it"
 # Transport errors after the loss of a peer, which are consequences of another rank's failure.
@@ -69,8 +69,8 @@ class Watchdog:
         self._rank, self._size = rendezvous.rank_info.rank, rendezvous.rank_info.size
         self._flight_recorder, self._loop_counters = flight_recorder, loop_counters
         # The first store is used by the watchdog thread only, and the second by all other threads.
-        self._thread_store = FailureStore(rendezvous.store, self._rank, _POLL_LIMIT_SECONDS)
-        self._store = FailureStore(rendezvous.store, self._rank, _STORE_LIMIT_SECONDS)
+        self._thread_store = FailureStore(rendezvous.store, self._rank, _POLL_TIMEOUT_SECONDS)
+        self._store = FailureStore(rendezvous.store, self._rank, _STORE_TIMEOUT_SECONDS)
         self._deadlines = Deadlines(rendezvous.timeout.total_seconds() + _DEADLINE_MARGIN_SECONDS)
         self._timeout_seconds = rendezvous.timeout.total_seconds()
         self._data_deadline = DataDeadline(self._timeout_seconds + _DEADLINE_MARGIN_SECONDS)
