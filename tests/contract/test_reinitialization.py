@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,24 +81,59 @@ def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: l
 
 
 def train_after_shutdown(backend: Backend, shard: Shard) -> bool:
-    """Run the first backward pass on rank 0 only, and return whether its gradients are those of rank 0."""
+    """Run the first backward passes on rank 0 only, and return whether its gradients are those of rank 0.
+
+    The first one goes through a forward pass before the shutdown, and the second one through a later forward pass.
+    """
     model = build()
     distributed = backend.distributed_model(model, shard=shard)
+    loss = compute_loss(distributed(batch(0)))
     backend.shutdown()
     if backend.rank > 0:
         return True
-    compute_loss(distributed(batch(0))).backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    compute_loss(model(batch(0))).backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))  # type: ignore[arg-type]
+    twin = build()
+    compute_loss(twin(batch(0))).backward()
+    expected: Any = [parameter.grad for parameter in twin.parameters()]
+    for run_backward in (loss.backward, lambda: compute_loss(distributed(batch(0))).backward()):
+        model.zero_grad()
+        run_backward()
+        found: Any = [parameter.grad for parameter in model.parameters()]
+        if not all(torch.equal(*pair) for pair in zip(found, expected, strict=True)):
+            return False
+    return True
 
 
 @pytest.mark.parametrize("shard", ["none", "gradients"])
 def test_models_that_were_not_trained_before_the_shutdown_do_not_wait_for_other_ranks(shard: Shard) -> None:
     with RankGroup("ddp", 2) as group:
         assert group.run(train_after_shutdown, shard) == [True, True]
+
+
+def fail() -> None:
+    raise OSError("disk full")
+
+
+def test_a_failing_exit_function_ends_the_local_backend() -> None:
+    with pytest.raises(OSError, match="disk full"), unitrain.init("local") as backend:
+        backend.call_before_exit(fail)
+    unitrain.init("local").shutdown()
+
+
+def report_of_exit_function(backend: Backend) -> list[str]:
+    """Return the failures that a failing exit function reports to the other ranks."""
+    reported = list[str]()
+    backend.report_failure = lambda error: reported.append(str(error))  # type: ignore[method-assign]
+    backend.call_before_exit(fail)
+    try:
+        backend.__exit__(None, None, None)
+    except OSError:
+        return reported
+    raise AssertionError("no error was raised")
+
+
+def test_a_failing_exit_function_is_reported_to_the_other_ranks() -> None:
+    with RankGroup("ddp", 2) as group:
+        assert group.run(report_of_exit_function) == [["disk full"]] * 2
 
 
 def test_local_models_can_be_trained_after_the_shutdown() -> None:

@@ -130,7 +130,7 @@ class PiecewiseReduceScatter:
         self._result = self._slices.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
         self._uses_ordered_keys = needs_keys(tensor.dtype, op) and not uses_all_to_all
         self._started = 0  # columns of the slices
-        # The work, the sent or reduced buffer, the received slices or None, and the columns of each piece.
+        # For each piece: the work, the sent or reduced buffer, the received slices or None, and the columns.
         self._in_flight: deque[tuple[Any, Tensor, Tensor | None, slice]] = deque()
         self._free_buffers: list[Tensor] = []
 

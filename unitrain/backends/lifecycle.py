@@ -77,12 +77,15 @@ class Lifecycle(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A shutdown during an exception would close connections, and the launcher would report the wrong rank as
-        # failed.
         if error is None:
-            self._call_exit_functions()
-        is_clean_exit = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        if error is None or is_clean_exit or isinstance(error, Preempted):
+            try:
+                self._call_exit_functions()
+            except BaseException as failure:
+                self.report_failure(failure)
+                raise
+        is_successful_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is None or is_successful_exit or isinstance(error, Preempted):
             self.shutdown()
         else:
+            # A shutdown would close connections, and the launcher would report the wrong rank as failed.
             self.report_failure(error)

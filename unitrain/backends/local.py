@@ -223,9 +223,11 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         return unwrap_compiled(model.module if isinstance(model, LogicalRanksModel) else model)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self._call_exit_functions()
-        self.shutdown()  # even during an exception, because with one rank the launcher cannot report the wrong rank
+        try:
+            if error is None:
+                self._call_exit_functions()
+        finally:
+            self.shutdown()  # even after an exception, because with one rank the launcher cannot report the wrong rank
 
     def shutdown(self) -> None:
         LocalBackend._running.discard(self)

@@ -30,7 +30,7 @@ n + t, they wait for g, update v and x with it, and merge x into their weights:
 
     w = mixing * w + (1 - mixing) * x
 
-A rank sends 2 (N - 1) / N times the size of the weights in the format per `steps` steps. The results are the same on
+In `steps` steps, a rank sends 2 (N - 1) / N times the size of the weights in this format. The results are the same on
 every rank.
 """
 

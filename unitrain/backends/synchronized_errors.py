@@ -43,7 +43,8 @@ def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT
     except UnitrainError as error:
         problem = error
     raise_on_all_ranks(communicator, problem)
-    if problem is not None:  # one rank of a communicator may represent several ranks
+    # A rank of a communicator may represent several processes, and the communicator compares only one of them.
+    if problem is not None:
         raise problem
     return result
 

@@ -1,10 +1,10 @@
 """Conversion of tensors to the forms that transports accept: flat elements, bytes, and ordered keys.
 
-Ordered keys make every transport compute the same minimum and maximum. Gloo, MPI, NCCL and Horovod compare
-floating-point numbers with `<`, which is false for NaN. Whether a NaN is propagated therefore depends on its rank and
-on the algorithm, which depends on the tensor size. torch.minimum and torch.maximum return NaN if any input is NaN.
-Transports compare integers exactly, so a minimum or maximum is computed on integer keys in the order of the numbers.
-NaN has the largest key in a maximum, and the smallest key in a minimum.
+With ordered keys, every transport computes the same minimum and maximum as torch.minimum and torch.maximum, which
+return NaN if any input is NaN. Gloo, MPI, NCCL and Horovod compare floating-point numbers with `<`, which is false for
+NaN. Whether they return a NaN depends on its rank and on the algorithm, which depends on the tensor size. They compare
+integers exactly, so a minimum or maximum is computed on integer keys, which have the same order as the numbers. NaN has
+the largest key in a maximum, and the smallest key in a minimum.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether elements of `tensor` share memory because it is an expanded view. torch raises an error for writes
-    to it."""
+    """Return whether `tensor` is an expanded view, in which elements share memory. torch raises an error for writes to
+    such a view."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

@@ -25,7 +25,8 @@ from unitrain.functions.call import Call, CallOutcome
 from unitrain.processes import kill_processes, parent_death_signal
 
 _MARKER_VARIABLE = "UNITRAIN_RUN"
-# Launchers of `environment.detect` with variables that may also be set outside a rank, in a shell or a container.
+# Results of `environment.detect` that do not prove that this process is a rank: the variables of these launchers may
+# also be set in a shell or a container.
 _AMBIGUOUS_LAUNCHERS = ("none", "env", "srun")
 _MAX_LAST_LINES = 20
 # The time that launchers allow for ranks to save and exit.
@@ -201,7 +202,7 @@ def _read_lines(output: int, is_killed: threading.Event) -> Iterator[bytes]:
 
 
 def _check_one_host() -> None:
-    """Raise ConfigError if srun would start ranks on other hosts: they cannot read the stored call."""
+    """Raise ConfigError if srun would start ranks on other hosts, which cannot read the stored call."""
     hosts = launchers.allocated_hosts("srun")
     if len(hosts) > 1:
         names = ", ".join(host.name for host in hosts)

@@ -41,8 +41,8 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
 
 
 class CheckpointedForward(ReplacedForward):
-    """A forward with activation checkpointing. `checkpoint_activations` sets a block's class to a subclass of this
-    class and of the block's original class.
+    """A forward method with activation checkpointing. `checkpoint_activations` sets a block's class to a subclass of
+    this class and of the block's original class.
     """
 
     prefix = "Checkpointed"
@@ -106,7 +106,7 @@ class _BufferValues:
 
 
 class _RecordedBuffers(AbstractContextManager[None]):
-    """Context of the first forward. Saves the original values of the buffers that it changes."""
+    """Context of the first forward pass. Saves the original values of the buffers that the forward pass changes."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block, self.values = block, _BufferValues(block)
@@ -116,9 +116,10 @@ class _RecordedBuffers(AbstractContextManager[None]):
 
 
 class _RestoredBuffers(AbstractContextManager[None]):
-    """Context of the recomputation: it starts with the same buffers as the first forward, and leaves them unchanged.
+    """Context of the recomputation, which starts with the same buffers as the first forward pass. Afterwards, the
+    context restores the current values.
 
-    With a retained graph, every backward pass recomputes the forward, so the context may be entered several times.
+    With a retained graph, every backward pass recomputes the activations, so the context may be entered several times.
     """
 
     def __init__(self, recorded: _RecordedBuffers) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 
 
 class ReplacedForward:
-    """Base class of the classes that replace a module's forward. `create_replacing_class` combines a subclass with the
-    module's class.
+    """Base class of the classes that replace the forward method of a module. `create_replacing_class` combines such a
+    class with the module's class.
 
     Modules of the combined class can be copied and pickled.
     """
@@ -26,7 +26,7 @@ class ReplacedForward:
 
 @functools.cache
 def create_replacing_class(forward: Any, plain: Any) -> Any:
-    """Return the common subclass of `forward` (a ReplacedForward) and `plain` (a module's class)."""
+    """Return the common subclass of `forward`, a subclass of ReplacedForward, and `plain`, the class of a module."""
     return type(f"{forward.prefix}{plain.__name__}", (forward, plain), {"forward_class": forward, "plain": plain})
 
 

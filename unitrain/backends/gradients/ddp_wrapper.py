@@ -330,7 +330,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         """
         forward.mark_used()
         pending, backward = self._pending, current_backward()
-        if backward == pending.last_backward:
+        if backward == pending.last_backward or self._has_left_group:
             return
         forwards, reducing, prepared = pending.forwards, pending.reducing, pending.prepared
         pending.forwards = pending.reducing = pending.prepared = 0
