@@ -26,9 +26,9 @@ DEFAULT_RUNTIME = "torch-distributed"
 # The operators create services of this name, so it must be a DNS label (RFC 1035).
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_LABEL_CHARACTERS = 63
-# A ClusterTrainingRuntime is named as most objects are: a DNS subdomain (RFC 1123).
-_RUNTIME_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_MAX_RUNTIME_CHARACTERS = 253
+# The name of most objects is a DNS subdomain (RFC 1123).
+_OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_MAX_OBJECT_CHARACTERS = 253
 _GRACE_SECONDS = 120
 
 
@@ -91,11 +91,21 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
         notes.append("Replace IMAGE by the name of your image, or use: unitrain submit --image NAME.")
     metadata: dict[str, Any] = {"name": name}
     if pods.namespace is not None:
+        if not is_object_name(pods.namespace):
+            raise LaunchError(
+                f"--namespace must be a name of lowercase letters, digits, dashes and dots, got {pods.namespace!r}. "
+                "List the names with: kubectl get namespaces"
+            )
         metadata["namespace"] = pods.namespace
     build = {"PyTorchJob": _build_pytorchjob, "TrainJob": _build_trainjob, "MPIJob": _build_mpijob}[kind]
     version, spec = build(job, pods, name, launcher_words, notes)
     manifest = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
     return Translation(text=dump_manifest(manifest), remarks=notes)
+
+
+def is_object_name(text: str) -> bool:
+    """Return whether an object of Kubernetes, such as a job, a namespace or a runtime, can have this name."""
+    return len(text) <= _MAX_OBJECT_CHARACTERS and _OBJECT_NAME.fullmatch(text) is not None
 
 
 def _check_runtime(pods: Pods, kind: str) -> None:
@@ -107,7 +117,7 @@ def _check_runtime(pods: Pods, kind: str) -> None:
             raise LaunchError(
                 f"{option} {name} is an option for a TrainJob, but --kind is {kind}. Leave {option} or --kind out"
             )
-        if not _RUNTIME_NAME.fullmatch(name) or len(name) > _MAX_RUNTIME_CHARACTERS:
+        if not is_object_name(name):
             raise LaunchError(
                 f"{option} must be the name of a ClusterTrainingRuntime, got {name!r}. List them with: "
                 "kubectl get clustertrainingruntimes"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +223,101 @@ def test_exit_code_of_a_slurm_job(
     assert (result.exit_code, states(result)) == (expected, [f"job 7 {text}"])
 
 
+@pytest.mark.parametrize("kind", ["folder", "fifo"])
+def test_log_that_is_not_a_regular_file_is_reported(kind: str, cluster: Path) -> None:
+    log = cluster / "log.out"
+    if kind == "folder":
+        log.mkdir()
+    else:
+        os.mkfifo(log)
+    write_program(cluster, "scontrol", f"echo 'JobId=7 JobState=COMPLETED ExitCode=0:0'; echo '   StdOut={log}'")
+    result = run("follow", "--to", "slurm", "7")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert states(result) == [f"{log} is not a regular file, so that the log is not shown", "job 7 is completed"]
+
+
+def test_name_of_a_job_does_not_change_its_state(cluster: Path) -> None:
+    state = "JobState=FAILED Reason=None"
+    write_program(cluster, "scontrol", f"echo 'JobId=7 JobName=a JobState=COMPLETED'; echo '   {state} ExitCode=3:0'")
+    result = run("follow", "--to", "slurm", "7")
+    assert (result.exit_code, states(result)) == (3, ["job 7 has failed, with exit code 3"])
+
+
+def test_follow_ends_although_the_log_of_an_ended_job_grows(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_MAX_LAST_LOG_SECONDS", 0.2)
+    monkeypatch.setattr(following, "_LAST_LOG_SECONDS", 0.1)
+
+    class Growing(SlurmJob):
+        def read_status(self) -> following.JobStatus:
+            return following.JobStatus("is completed", 0)
+
+        def copy_log(self) -> bool:
+            assert time.monotonic() < deadline
+            return True
+
+    deadline = time.monotonic() + 30
+    assert following.follow(Growing("7")) == 0
+
+
+def test_invalid_answers_of_clients_are_repeated(cluster: Path) -> None:
+    (cluster / "1.job.json").write_text("<html>proxy</html>")
+    (cluster / "2.job.json").write_text(
+        json.dumps({"status": {"conditions": [{"type": "Complete", "status": "True"}]}})
+    )
+    (cluster / "2.pods.json").write_text(json.dumps({"items": []}))
+    result = run("follow", "--to", "kubernetes", "train")
+    assert (result.exit_code, states(result)[-1]) == (0, "TrainJob train is completed")
+    assert "kubectl printed no JSON object: '<html>proxy" in result.stderr
+
+
+def test_client_that_cannot_be_started_is_reported(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cluster / "scontrol").mkdir()
+    monkeypatch.setenv("PATH", str(cluster))
+    result = run("follow", "--to", "slurm", "7")
+    assert result.exit_code == 2
+    assert "scontrol cannot be started" in result.stderr
+
+
+@pytest.mark.ci
+def test_kubectl_ends_with_a_killed_follow(cluster: Path) -> None:
+    pod_answer = pod(0, "Running", **container("running"))
+    (cluster / "job.json").write_text("{}")
+    (cluster / "pods.json").write_text(json.dumps({"items": [pod_answer]}))
+    pid_file = cluster / "pid"
+    write_program(
+        cluster, "kubectl",
+        f'case "$1 $2" in logs*) echo $$ > {pid_file}; exec sleep 100;; "get pods") cat {cluster}/pods.json;; '
+        f"*) cat {cluster}/job.json;; esac",
+    )  # fmt: skip
+    command = [sys.executable, "-m", "unitrain", "follow", "--to", "kubernetes", "train"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: pid_file.exists() and pid_file.read_text() != "")
+    finally:
+        process.kill()
+        process.wait()
+    pid = int(pid_file.read_text())
+    try:
+        wait_for(lambda: not is_running(pid))
+    finally:
+        if is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_follow_polls_slurm_rarely(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that waits for hours must not load the controller."""
     monkeypatch.undo()
@@ -257,6 +355,30 @@ def test_follow_polls_slurm_rarely(cluster: Path, monkeypatch: pytest.MonkeyPatc
         (
             "follow --to kubernetes --kind Job train",
             "--kind must be one of TrainJob, PyTorchJob, MPIJob, got 'Job'. Use: --kind TrainJob",
+        ),
+        (
+            "follow --to kubernetes -- --all",
+            "JOB must be a name of lowercase letters, digits, dashes and dots, got '--all'. List the names with: "
+            "kubectl get trainjobs",
+        ),
+        (
+            "follow --to kubernetes --kind PyTorchJob pod/train",
+            "JOB must be a name of lowercase letters, digits, dashes and dots, got 'pod/train'. List the names with: "
+            "kubectl get pytorchjobs",
+        ),
+        (
+            "follow --to kubernetes --namespace Team train",
+            "--namespace must be a name of lowercase letters, digits, dashes and dots, got 'Team'. "
+            "List the names with: kubectl get namespaces",
+        ),
+        (
+            "submit --to kubernetes --namespace Team train.py",
+            "--namespace must be a name of lowercase letters, digits, dashes and dots, got 'Team'. "
+            "List the names with: kubectl get namespaces",
+        ),
+        (
+            "follow --to slurm --cluster=--local 7",
+            "--cluster must be the name of a Slurm cluster, got '--local'. List them with: sacctmgr show cluster",
         ),
         (
             "submit --to slurm --follow --array=1-3 train.py",

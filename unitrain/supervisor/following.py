@@ -17,6 +17,8 @@ _LOG_SECONDS = 1.0
 _FIRST_STATE_SECONDS, _MAX_STATE_SECONDS = 2.0, 10.0
 # The log may reach this host later than the state, through a network file system.
 _LAST_LOG_SECONDS = 3.0
+# A program that the job has left behind may write to the log without an end.
+_MAX_LAST_LOG_SECONDS = 300.0
 _COMMAND_TIMEOUT_SECONDS = 30
 _UNREACHABLE_LIMIT_SECONDS = 3600.0
 
@@ -121,9 +123,12 @@ def _follow(job: FollowedJob) -> int:
 
 
 def _copy_rest_of_log(job: FollowedJob) -> None:
-    """Copy the log until it has not grown for some seconds."""
-    quiet_since = time.monotonic()
+    """Copy the log until it has not grown for some seconds, but for at most five minutes."""
+    start = quiet_since = time.monotonic()
     while time.monotonic() - quiet_since < _LAST_LOG_SECONDS:
+        if time.monotonic() - start > _MAX_LAST_LOG_SECONDS:
+            _print(f"{job.name} has ended, but its log still grows; the rest is not shown")
+            return
         if job.copy_log():
             quiet_since = time.monotonic()
         time.sleep(_LOG_SECONDS / 4)
@@ -135,7 +140,7 @@ def _print(text: str) -> None:
 
 
 def run_client(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command of the scheduler. Raises LaunchError if it is not installed, UnreachableError if it times out."""
+    """Run a command of the scheduler. Raises LaunchError if it cannot be started, UnreachableError if it times out."""
     try:
         return subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -143,5 +148,7 @@ def run_client(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         )  # fmt: skip
     except FileNotFoundError as error:
         raise LaunchError(f"{command[0]} is not on PATH. Run the command on a host that has it") from error
+    except OSError as error:
+        raise LaunchError(f"{command[0]} cannot be started: {error}. Check it with: type -a {command[0]}") from error
     except subprocess.TimeoutExpired as error:
         raise UnreachableError(f"{command[0]} did not respond within {_COMMAND_TIMEOUT_SECONDS} s") from error

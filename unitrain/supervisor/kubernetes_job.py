@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 import yaml
 
 from unitrain.launchers import LaunchError
-from unitrain.launchers.translation.kubernetes import KINDS
+from unitrain.launchers.translation.kubernetes import KINDS, is_object_name
+from unitrain.processes import parent_death_signal
 from unitrain.supervisor.following import FollowedJob, JobGoneError, JobStatus, UnreachableError, run_client
 
 _RESOURCES = {
@@ -36,6 +38,7 @@ _FIRST_POD_LABELS = (
 )
 _SUCCEEDED, _FAILED = ("Complete", "Succeeded"), ("Failed",)
 _CHUNK_BYTES = 1 << 16
+_SHOWN_CHARACTERS = 100
 
 
 class KubernetesJob(FollowedJob):
@@ -44,6 +47,12 @@ class KubernetesJob(FollowedJob):
     def __init__(self, name: str, kind: str = KINDS[0], namespace: str | None = None) -> None:
         if kind not in KINDS:
             raise LaunchError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}. Use: --kind {KINDS[0]}")
+        for value, meaning, plural in ((name, "JOB", f"{kind}s".lower()), (namespace, "--namespace", "namespaces")):
+            if value is not None and not is_object_name(value):
+                raise LaunchError(
+                    f"{meaning} must be a name of lowercase letters, digits, dashes and dots, got {value!r}. List the "
+                    f"names with: kubectl get {plural}"
+                )
         self.name = f"{kind} {name}"
         self._job, self._kind = name, kind
         self._namespace = ("--namespace", namespace) if namespace is not None else ()
@@ -102,7 +111,12 @@ class KubernetesJob(FollowedJob):
         """Return objects as kubectl prints them, or None if the object does not exist."""
         done = run_client(["kubectl", "get", *words, *self._namespace, "--output", "json"])
         if done.returncode == 0:
-            found: dict[str, Any] = json.loads(done.stdout)
+            try:
+                found = json.loads(done.stdout)
+            except ValueError:
+                found = None
+            if not isinstance(found, dict):
+                raise UnreachableError(f"kubectl printed no JSON object: {done.stdout[:_SHOWN_CHARACTERS]!r}")
             return found
         if "(NotFound)" in done.stderr:
             return None
@@ -132,6 +146,7 @@ class _PodLog:
             self._process = subprocess.Popen(
                 ["kubectl", "logs", "--follow", "--timestamps", *since, *self._namespace, pod["metadata"]["name"]],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                preexec_fn=parent_death_signal(signal.SIGTERM),
             )  # fmt: skip
             assert self._process.stdout is not None
             os.set_blocking(self._process.stdout.fileno(), False)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from pathlib import Path
+
+import click
 
 from unitrain.launchers import LaunchError
 from unitrain.supervisor.following import FollowedJob, JobGoneError, JobStatus, UnreachableError, run_client
@@ -18,6 +21,9 @@ _FINAL_STATES = {
 # Values end at a space, except those that extend to the end of the line, such as paths.
 _WORD = r"(?:^|\s){}=(\S*)"
 _LINE = r"^\s*{}=(.*)$"
+# scontrol prints the name of the job, which may contain any characters, first.
+_NAME = re.compile(r" JobName=.*$", re.MULTILINE)
+_CLUSTER = re.compile(r"\w[\w.-]*", re.ASCII)
 _CHUNK_BYTES = 1 << 16
 
 
@@ -33,6 +39,11 @@ class SlurmJob(FollowedJob):
         self._id = job_id
         self._clusters: tuple[str, ...] = ()
         if cluster is not None:
+            if not _CLUSTER.fullmatch(cluster):
+                raise LaunchError(
+                    f"--cluster must be the name of a Slurm cluster, got {cluster!r}. List them with: "
+                    "sacctmgr show cluster"
+                )
             self._clusters = ("-M", cluster)
             self.follow_command = f"unitrain follow --to slurm --cluster {cluster} {job_id}"
             self.cancel_command = f"scancel -M {cluster} {job_id}"
@@ -52,11 +63,13 @@ class SlurmJob(FollowedJob):
             if "Invalid job id" in done.stderr:
                 return self._read_accounting()
             raise UnreachableError(done.stderr.strip() or f"scontrol exited with {done.returncode}")
-        text = done.stdout
+        text = _NAME.sub("", done.stdout, count=1)
         state = _find(_WORD, "JobState", text)
         path = _find(_LINE, "StdOut", text)
         if path and (self._log is None or self._log.path != Path(path)):
             self._log = _GrowingFile(Path(path))
+        if not state:
+            raise UnreachableError(f"scontrol printed no state of {self.name}")
         if state in _FINAL_STATES:
             return _final_status(state, _find(_WORD, "ExitCode", text))
         restarts = int(_find(_WORD, "Restarts", text) or 0)
@@ -92,6 +105,7 @@ class _GrowingFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
+        self._is_reported = False
 
     def copy(self) -> bool:
         """Write new content to standard output, and return whether there was any."""
@@ -100,9 +114,17 @@ class _GrowingFile:
             found = self.path.stat()
         except OSError:  # it does not exist yet, or is being replaced
             return is_new
+        if not stat.S_ISREG(found.st_mode):
+            if not self._is_reported:
+                click.echo(f"unitrain: {self.path} is not a regular file, so that the log is not shown", err=True)
+            self._is_reported = True
+            return is_new
         if self._descriptor is not None:
-            known = os.fstat(self._descriptor)
-            if (known.st_dev, known.st_ino) != (found.st_dev, found.st_ino):
+            try:
+                known = os.fstat(self._descriptor)
+            except OSError:  # a network file system reports that the open file was replaced
+                known = None
+            if known is None or (known.st_dev, known.st_ino) != (found.st_dev, found.st_ino):
                 os.close(self._descriptor)
                 self._descriptor = None
             elif known.st_size < os.lseek(self._descriptor, 0, os.SEEK_CUR):
@@ -115,8 +137,22 @@ class _GrowingFile:
         return self._copy_open_file() or is_new
 
     def _copy_open_file(self) -> bool:
+        """Write the content that the file has now, so that a fast writer does not keep the caller here."""
         is_new = False
-        while self._descriptor is not None and (chunk := os.read(self._descriptor, _CHUNK_BYTES)):
+        if self._descriptor is None:
+            return is_new
+        try:
+            rest_bytes = os.fstat(self._descriptor).st_size - os.lseek(self._descriptor, 0, os.SEEK_CUR)
+        except OSError:
+            return is_new
+        while rest_bytes > 0:
+            try:
+                chunk = os.read(self._descriptor, min(_CHUNK_BYTES, rest_bytes))
+            except OSError:  # the next call tries again
+                break
+            if not chunk:
+                break
+            rest_bytes -= len(chunk)
             sys.stdout.flush()
             sys.stdout.buffer.write(chunk)
             sys.stdout.buffer.flush()
