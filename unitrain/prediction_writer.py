@@ -6,6 +6,7 @@ dataset order, so the files are the same for any number of ranks.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -28,13 +29,17 @@ from torch import Tensor
 from unitrain import validation
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.checkpoint.folder_lock import FILE as LOCK_FILE
+from unitrain.checkpoint.folder_lock import FolderLock
 from unitrain.data.order import StrideUnit
-from unitrain.errors import ConfigError, DataError
+from unitrain.errors import CheckpointError, ConfigError, DataError
 from unitrain.prediction import OutputSpec, check_same_specs, split_output
 
 MANIFEST = "predictions.json"
 _UNFINISHED = ".unfinished"
 _FORMAT = 1
+_LOCK_SECONDS = 1.0
+_TOKEN_SUFFIX = ".token"
 _FLAGS = os.O_RDWR | os.O_CREAT
 # Rows of other files are copied in chunks of about this size.
 _COPIED_BYTES = 1 << 24
@@ -54,8 +59,8 @@ class PredictionWriter:
     these outputs are written as float32, which represents them exactly.
 
     Ranks write their rows as they compute them. All hosts must see the folder. `folder` appears when all files are
-    complete; until then, the files are in `folder` with the suffix `.unfinished`. An existing folder is an error,
-    unless `overwrite` is True.
+    complete; until then, the files are in `folder` with the suffix `.unfinished`, which one job at a time can use. An
+    existing folder is an error, unless `overwrite` is True and the folder contains predictions or is empty.
     """
 
     folder: str | Path
@@ -65,6 +70,10 @@ class PredictionWriter:
         fix = 'Use PredictionWriter("runs/first/predictions")'
         validation.check_path("PredictionWriter(folder)", self.folder, fix)
         validation.check_boolean("PredictionWriter.overwrite", self.overwrite)
+        if Path(self.folder).name in ("", ".."):
+            raise ConfigError(
+                f"PredictionWriter(folder) must be a path that ends in a name, got '{self.folder}'. {fix}."
+            )
 
     @contextmanager
     def open(
@@ -73,21 +82,45 @@ class PredictionWriter:
         """Context manager that yields the files of a prediction. All ranks call it.
 
         `first_row` and `stride_unit` are those of the EvaluationShard. If the context ends with an exception, the
-        unfinished files are removed. Raises on every rank: ConfigError if the folder exists or is not visible to a
-        rank, and DataError if it cannot be created.
+        unfinished files are removed. Raises on every rank: ConfigError if the folder exists or is not visible to a rank,
+        DataError if it cannot be created, CheckpointError if another job writes to it.
         """
         folder = Path(self.folder)
         unfinished = folder.with_name(folder.name + _UNFINISHED)
-        token = communicator.broadcast_object(os.urandom(8).hex())
+        token = communicator.broadcast_object(os.urandom(8).hex()) + _TOKEN_SUFFIX
+        lock = FolderLock(unfinished)
+
+        def check_folder() -> None:
+            if folder.exists() or folder.is_symlink():
+                if not self.overwrite:
+                    raise ConfigError(
+                        f"The folder of PredictionWriter, '{folder}', already exists. Choose another folder, or "
+                        f"replace it with PredictionWriter({str(folder)!r}, overwrite=True)."
+                    )
+                if not _is_replaceable(folder):
+                    raise ConfigError(
+                        f"PredictionWriter('{folder}', overwrite=True) replaces only a folder of predictions, but "
+                        f"'{folder}' contains no {MANIFEST}. Choose another folder."
+                    )
 
         def create() -> None:
-            if (folder.exists() or folder.is_symlink()) and not self.overwrite:
+            check_folder()
+            if unfinished.is_symlink():
+                raise FileExistsError(errno.EEXIST, "It is a symbolic link", str(unfinished))
+            unfinished.mkdir(parents=True, exist_ok=True)
+            while not lock.acquire(_LOCK_SECONDS):
+                pass  # it raises CheckpointError when its limit is reached
+            check_folder()  # another job may have completed it
+            left = [path for path in unfinished.iterdir() if path.name != LOCK_FILE]  # by a killed job
+            own = [path for path in left if path.suffix in (".npy", _TOKEN_SUFFIX) or path.name == MANIFEST]
+            foreign = next((path for path in left if path not in own), None)
+            if foreign is not None:
                 raise ConfigError(
-                    f"The folder of PredictionWriter, '{folder}', already exists. Choose another folder, or replace it "
-                    f"with PredictionWriter({str(folder)!r}, overwrite=True)."
+                    f"PredictionWriter('{folder}') first writes to '{unfinished}', which contains another file, "
+                    f"'{foreign.name}'. Move this file, or choose another folder."
                 )
-            shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed job
-            unfinished.mkdir(parents=True)
+            for path in left:
+                path.unlink()
             (unfinished / token).touch()
 
         def check_visible() -> None:
@@ -97,17 +130,24 @@ class PredictionWriter:
                     "another file system. Use a folder that all hosts share."
                 )
 
-        _on_rank_zero(communicator, folder, create)
         files = PredictionFiles(folder, unfinished, communicator, first_row, stride_unit)
+        is_created = False
         try:
+            _on_rank_zero(communicator, folder, create)
+            is_created = True
             _on_each_rank(communicator, folder, check_visible)
             _on_rank_zero(communicator, folder, (unfinished / token).unlink)
             yield files
         except BaseException:
             files.close()
-            if communicator.rank == 0:
+            if communicator.rank == 0 and is_created:
                 shutil.rmtree(unfinished, ignore_errors=True)
+            lock.release()
+            if communicator.rank == 0 and not is_created:
+                with suppress(OSError):  # it contains files of another job or program
+                    unfinished.rmdir()
             raise
+        lock.release()
 
 
 class PredictionFiles:
@@ -234,17 +274,25 @@ class PredictionFiles:
         manifest = {"format": _FORMAT, "samples": total, "outputs": outputs}
         (self._unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         folder = self._folder
+        if (folder.exists() or folder.is_symlink()) and not _is_replaceable(folder):
+            raise FileExistsError(errno.EEXIST, "Another program has written to it", str(folder))
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
         elif folder.exists() or folder.is_symlink():
             folder.unlink()
         self._unfinished.rename(folder)
+        (folder / LOCK_FILE).unlink(missing_ok=True)  # no other job can lock it before it is renamed
 
     def _write(self, action: Callable[[], None]) -> None:
         try:
             action()
         except OSError as error:
             raise _write_error(self._folder, error) from error
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Return whether an existing path is a folder that contains predictions or is empty."""
+    return folder.is_dir() and ((folder / MANIFEST).is_file() or not any(folder.iterdir()))
 
 
 def _target_rows(turns: Sequence[Sequence[int]], unit: StrideUnit | None, rank: int) -> NDArray[np.int64]:
@@ -332,6 +380,8 @@ def _on_each_rank(communicator: Communicator, folder: Path, action: Callable[[],
     def call() -> None:
         try:
             action()
+        except CheckpointError:  # an OSError, of the lock
+            raise
         except OSError as error:
             raise _write_error(folder, error) from error
 

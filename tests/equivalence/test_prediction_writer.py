@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from unitrain import PredictionWriter, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
+from unitrain.checkpoint import folder_lock
 from unitrain.data.order import strided_order
-from unitrain.errors import ConfigError, DataError, ModelError
+from unitrain.errors import CheckpointError, ConfigError, DataError, ModelError
 from unitrain.prediction_writer import _target_rows
 from unitrain.testing import RankGroup
 
@@ -173,6 +176,60 @@ def test_existing_folder_is_replaced_only_with_overwrite(tmp_path: Path) -> None
     trainer.predict(data(), writer=PredictionWriter(folder, overwrite=True))
     assert len(np.load(folder / "output.index.npy")) == SAMPLES
     assert [path.name for path in tmp_path.iterdir()] == ["predictions"]
+
+
+@pytest.mark.parametrize("kind", ["file", "run", "link to a run", "dangling link"])
+def test_overwrite_replaces_only_predictions(kind: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "step-000000010").mkdir(parents=True)
+    (run / "step-000000010" / "model.safetensors").write_bytes(b"weights")
+    path = tmp_path / "path" if kind != "run" else run
+    if kind == "file":
+        path.write_text("notes")
+    elif kind != "run":
+        path.symlink_to(run if kind == "link to a run" else tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"replaces only a folder of predictions, but .* no predictions.json"):
+        make(LOCAL).predict(data(), writer=PredictionWriter(path, overwrite=True))
+    assert (run / "step-000000010" / "model.safetensors").read_bytes() == b"weights"
+    assert kind != "file" or path.read_text() == "notes"
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_files_of_another_program_in_the_unfinished_folder_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "predictions.unfinished").mkdir()
+    (tmp_path / "predictions.unfinished" / "notes.txt").write_text("notes")
+    with pytest.raises(ConfigError, match=r"contains another file, 'notes.txt'. Move this file"):
+        make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))
+    assert [path.name for path in (tmp_path / "predictions.unfinished").iterdir()] == ["notes.txt"]
+
+
+def test_second_job_cannot_write_to_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.1)
+    program = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
+    )
+    unfinished = tmp_path / "predictions.unfinished"
+    unfinished.mkdir()
+    (unfinished / "output.npy").write_bytes(b"rows of the first job")
+    command = [sys.executable, "-ISc", program, str(unfinished / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout is not None
+            first.stdout.readline()
+            with pytest.raises(CheckpointError, match=r"predictions.unfinished' is in use by another job"):
+                make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))
+            assert (unfinished / "output.npy").read_bytes() == b"rows of the first job"
+        finally:
+            first.kill()
+    make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))  # after the first job was killed
+    assert [path.name for path in tmp_path.iterdir()] == ["predictions"]
+    assert ".lock" not in digests(tmp_path / "predictions")
+
+
+@pytest.mark.parametrize("folder", [".", "/", "..", "runs/.."])
+def test_folder_without_a_name_is_rejected(folder: str) -> None:
+    with pytest.raises(ConfigError, match="must be a path that ends in a name, got"):
+        PredictionWriter(folder)
 
 
 def test_exception_within_a_prediction_leaves_no_files(tmp_path: Path) -> None:
