@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
+import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from unitrain.config import TrainConfig
 from unitrain.data.order import MicroBatch
 from unitrain.errors import ConfigError
 from unitrain.optim.loss_weighting import Loss
+from unitrain.progress import metrics_server
 from unitrain.progress.flops import FlopsMeasurement, peak_flops
 from unitrain.progress.goodput import AttemptRecord, GoodputSummary
 from unitrain.progress.prometheus import MetricsEndpoint, RunValues, exported_names
@@ -213,6 +217,41 @@ def test_launch_rejects_a_port_in_use(tmp_path: Path) -> None:
 def test_invalid_settings_are_rejected(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainConfig(max_epochs=1, **given)
+
+
+def test_clients_cannot_use_up_the_connections_of_rank_0(
+    values: RunValues, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 1.0)
+    port, before = free_port(), threading.active_count()
+    endpoint = MetricsEndpoint("127.0.0.1", port, keep_trying=False)
+    endpoint.serve(values)
+    connections: list[socket.socket] = []
+    try:
+        for _ in range(100):  # requests that never end
+            connections.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+            with contextlib.suppress(OSError):
+                connections[-1].sendall(b"GET /metr")
+            assert threading.active_count() - before <= metrics_server._MAX_CONNECTIONS + 2
+        deadline = time.monotonic() + 30
+        while True:  # after the timeout, the endpoint responds again
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+                    assert b"unitrain_step" in response.read()
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+    finally:
+        for connection in connections:
+            connection.close()
+        endpoint.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_address_of_another_host_is_reported_with_a_fix() -> None:
+    with pytest.raises(ConfigError, match=r'Use an address of the host of rank 0: .*metrics_address="127.0.0.1"'):
+        MetricsEndpoint("192.0.2.1", free_port(), keep_trying=False)
 
 
 def test_each_query_of_the_dashboard_uses_an_exported_metric() -> None:

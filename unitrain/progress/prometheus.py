@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -150,10 +151,15 @@ class MetricsEndpoint:
             self._start()
         except OSError as error:
             if not keep_trying:
-                raise ConfigError(
-                    f"The metrics endpoint cannot listen on {address}:{port}: {error.strerror or error}. Use another "
-                    f"port: unitrain launch --metrics-port {port + 1 if port < 65535 else 9400}, or "
+                fix = (
+                    f"Use another port: unitrain launch --metrics-port {port + 1 if port < 65535 else 9400}, or "
                     "TrainConfig(metrics_port=...)."
+                    if error.errno in (errno.EADDRINUSE, errno.EACCES)
+                    else "Use an address of the host of rank 0: unitrain launch --metrics-address 127.0.0.1, or "
+                    'TrainConfig(metrics_address="127.0.0.1").'
+                )
+                raise ConfigError(
+                    f"The metrics endpoint cannot listen on {address}:{port}: {error.strerror or error}. {fix}"
                 ) from error
             _log.warning("The metrics endpoint cannot listen on %s:%d yet: %s", address, port, error.strerror or error)
             threading.Thread(target=self._keep_trying, name="unitrain metrics", daemon=True).start()
@@ -173,9 +179,13 @@ class MetricsEndpoint:
             self._close_socket()
 
     def _start(self) -> None:
-        from prometheus_client import start_http_server
+        from prometheus_client import make_wsgi_app
 
-        self._server, _ = start_http_server(self._port, self._address, self._registry)
+        from unitrain.progress.metrics_server import MetricsServer
+
+        server = MetricsServer(self._address, self._port, make_wsgi_app(self._registry))
+        server.start()
+        self._server = server
 
     def _keep_trying(self) -> None:
         while not self._is_closed.wait(_RETRY_SECONDS):
