@@ -41,7 +41,14 @@ PREEMPTED_EXIT_CODE = 75
 
 
 class UnitrainError(Exception):
-    """Base of all errors that unitrain raises intentionally."""
+    """Base of all errors that unitrain raises intentionally.
+
+    Attributes:
+        failed_rank: The rank with the cause of the error, if this rank raises the error because of that rank. Otherwise
+            None.
+    """
+
+    failed_rank: int | None = None
 
 
 class ConfigError(UnitrainError, ValueError):

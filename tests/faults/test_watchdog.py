@@ -128,6 +128,30 @@ def test_a_fault_ends_all_ranks_and_is_reported_once(backend: str, fault: str, t
     assert together.count("Traceback (most recent call last)") <= 2, together  # with what caused it
 
 
+FAILED_WRITER = """\
+import unitrain
+from unitrain.backends.synchronized_errors import call_on_all_ranks
+
+with unitrain.init(device="cpu", timeout_seconds=60) as backend:
+    def write():
+        if backend.rank == 2:
+            raise unitrain.CheckpointError("the disk is full")
+    call_on_all_ranks(backend, write)
+"""
+
+
+def test_error_that_all_ranks_raise_is_reported_for_the_rank_with_its_cause(tmp_path: Path) -> None:
+    """The launcher avoids the host of the rank that failed first."""
+    script = tmp_path / "train.py"
+    script.write_text(FAILED_WRITER)
+    with running_ranks(script, "ddp", 3) as processes:
+        together = "\n".join(process.communicate(timeout=100)[0] for process in processes)
+    assert re.findall(r"rank \d failed first: .*", together.partition("(of 3 ranks)")[0]) == [
+        "rank 2 failed first: CheckpointError: the disk is full "
+    ], together
+    assert not re.search(r"rank [01] failed first", together), together
+
+
 KILLED = """\
 import os, time, unitrain
 

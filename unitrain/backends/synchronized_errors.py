@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from unitrain.backends.base import Communicator
+from unitrain.backends.base import Backend, Communicator
 from unitrain.errors import UnitrainError
 
 ResultT = TypeVar("ResultT")
@@ -31,6 +31,8 @@ def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) 
                 raise error  # pickling drops the cause and the traceback
             if None in errors:
                 found.add_note(f"Rank {rank} raised this error, and all ranks raise it.")
+                if isinstance(communicator, Backend):  # ranks of another communicator may have other numbers
+                    found.failed_rank = rank
             raise found
 
 

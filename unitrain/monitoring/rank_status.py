@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from unitrain.errors import UnitrainError
 from unitrain.monitoring.flight_recorder import FlightRecord, FlightRecorder, describe_differences
 from unitrain.monitoring.stack_inspection import (
     awaited_worker,
@@ -38,6 +39,12 @@ class Failure(NamedTuple):
 
     rank: int
     error: str
+
+    @classmethod
+    def from_error(cls, error: BaseException, rank: int, text: str) -> Failure:
+        """Return the failure for an error that `rank` raises, of the rank with its cause if this is another one."""
+        cause = error.failed_rank if isinstance(error, UnitrainError) else None
+        return cls(rank if cause is None else cause, text)
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed first: {self.error}"

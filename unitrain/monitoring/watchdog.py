@@ -148,7 +148,7 @@ class Watchdog:
         if self._error is not None or self._stop_event.is_set() or os.getpid() != self._pid:
             return  # a process that was forked from this one, such as a DataLoader worker, is not a rank
         self._error = error
-        failure = Failure(self._rank, _first_line(error))
+        failure = Failure.from_error(error, self._rank, _first_line(error))
         if _is_peer_lost(error):
             self._failure_is_known.wait(_FAILURE_REPORT_SECONDS)  # a peer has failed first
         if _is_consequence(error):
