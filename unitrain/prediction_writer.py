@@ -82,8 +82,8 @@ class PredictionWriter:
         """Context manager that yields the files of a prediction. All ranks call it.
 
         `first_row` and `stride_unit` are those of the EvaluationShard. If the context ends with an exception, the
-        unfinished files are removed. Raises on every rank: ConfigError if the folder exists or is not visible to a rank,
-        DataError if it cannot be created, CheckpointError if another job writes to it.
+        unfinished files are removed. Raises on every rank: ConfigError if the folder exists or is not visible to a
+        rank, DataError if it cannot be created, and CheckpointError if another job writes to it.
         """
         folder = Path(self.folder)
         unfinished = folder.with_name(folder.name + _UNFINISHED)
