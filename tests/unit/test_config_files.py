@@ -21,6 +21,9 @@ from unitrain.config_files.instantiation import build_arguments
 from unitrain.config_files.parser import parse
 from unitrain.errors import ConfigError
 
+# Each list repeats the preceding one ten times.
+ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
+
 PARTS = '''
 import torch
 from torch import nn
@@ -177,6 +180,9 @@ def test_scheduler_classes_and_functions(folder: Path) -> None:
         ("batch_size: 0", r"bad.yaml, line 2: batch_size: TrainConfig\.batch_size must be at least 1, got 0\. Use 32"),
         ("batch_sise: 4", r"bad.yaml, line 2: unknown key 'batch_sise'\. Did you mean 'batch_size'\?"),
         ("seed: 1\nseed: 2", r"bad.yaml, line 3: seed: the key is already set in line 2\. Remove one of them\."),
+        ("callbacks: &all [*all]", r"bad.yaml: the values are nested too deeply, or an alias contains itself"),
+        ("callbacks: " + "[" * 5000, r"bad.yaml: the values are nested too deeply"),
+        (ALIASES, r"bad.yaml: the file contains more than 100000 values, including repeated aliases"),
         ("seed: [1", r"bad.yaml, line \d: .*Correct the YAML syntax"),
         (
             "model:\n  init_args:\n    hidden: x",

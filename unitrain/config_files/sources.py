@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from unitrain.errors import ConfigError, did_you_mean
 from unitrain.factories import CONFIG_SUFFIXES
 
 Key = tuple[str | int, ...]
+# Aliases in aliases can multiply the values of a small file.
+_MAX_ENTRIES = 100_000
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class ConfigFile:
             ) from None
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"Cannot read configuration file '{path}': {error}. Use a YAML file.") from None
+        except RecursionError:
+            raise _nesting_error(path) from None
         if node is None:
             return cls(path, {}, ())
         if not isinstance(content, dict):
@@ -63,7 +68,16 @@ class ConfigFile:
                 f"{path}, line {node.start_mark.line + 1}: the file contains a {type(content).__name__}. Use a mapping "
                 "of keys and values, as in batch_size: 32"
             )
-        return cls(path, content, tuple(_entries(path, node, ())))
+        try:
+            entries = tuple(itertools.islice(_entries(path, node, ()), _MAX_ENTRIES + 1))
+        except RecursionError:
+            raise _nesting_error(path) from None
+        if len(entries) > _MAX_ENTRIES:
+            raise ConfigError(
+                f"{path}: the file contains more than {_MAX_ENTRIES} values, including repeated aliases. Use fewer "
+                "aliases, or read large data from another file."
+            )
+        return cls(path, content, entries)
 
     def place(self, entry: Entry) -> str:
         """Return "file, line N"."""
@@ -80,6 +94,12 @@ class ConfigFile:
                 same_value = [entry for entry in found if value is not None and entry.value == value]
                 return (same_value or found)[0]
         return None
+
+
+def _nesting_error(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path}: the values are nested too deeply, or an alias contains itself. Remove the alias, as in callbacks: []"
+    )
 
 
 def _contains(key: Key, names: Sequence[str]) -> bool:
