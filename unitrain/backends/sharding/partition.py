@@ -32,11 +32,11 @@ def divide_elements(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
     """Return shards such that each rank owns a contiguous range with about the same number of elements.
 
     `sizes` are the element counts of the parameters. Tensors with fewer than MIN_DIVIDED_ELEMENTS elements have a
-    single owner.
+    single owner. A rank owns at most one shard of a tensor.
     """
     total = sum(sizes)
     limits = [total * rank // ranks for rank in range(1, ranks)]
-    shards, first = [], 0
+    shards, first = list[ParameterShard](), 0
     for index, size in enumerate(sizes):
         cuts = [0]
         if size >= MIN_DIVIDED_ELEMENTS:
@@ -44,7 +44,11 @@ def divide_elements(sizes: Sequence[int], ranks: int) -> list[ParameterShard]:
             cuts += sorted({cut - cut % _ALIGNMENT for cut in inside} - {0})
         for start, stop in zip(cuts, [*cuts[1:], size], strict=True):
             middle = first + (start + stop) / 2
-            shards.append(ParameterShard(index, start, stop, owner=sum(limit <= middle for limit in limits)))
+            owner = sum(limit <= middle for limit in limits)
+            if start and shards[-1].owner == owner:  # the alignment has moved a cut away from the end of the tensor
+                shards[-1] = replace(shards[-1], stop=stop)
+            else:
+                shards.append(ParameterShard(index, start, stop, owner))
         first += size
     return shards
 
