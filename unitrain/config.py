@@ -356,13 +356,20 @@ class TrainConfig:
                 )
 
     def _check_logical_ranks(self) -> None:
-        for name in ("shard", "compression", "sync_batch_norm") if self.logical_ranks is not None else ():
+        if self.logical_ranks is None:
+            return
+        for name in ("shard", "compression"):
             value = getattr(self, name)
-            if value not in (False, "none"):
+            if value != "none":
                 raise ConfigError(
                     f"TrainConfig.{name}={value!r} is not supported with logical_ranks. Leave {name} out, or leave "
                     "logical_ranks out."
                 )
+        if self.sync_batch_norm and self.compile:
+            raise ConfigError(
+                f"TrainConfig.compile={self.compile!r} is not supported with logical_ranks and sync_batch_norm. Leave "
+                "compile out, or leave sync_batch_norm out."
+            )
 
     def _check_local_sgd(self) -> None:
         if self.local_sgd is None:

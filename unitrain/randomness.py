@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,6 +92,33 @@ def preserve_generators(device: torch.device) -> Iterator[None]:
         restore_generators(state, device)
 
 
+class GeneratorStates(NamedTuple):
+    """States of the process-wide generators of torch (CPU and, on a GPU, its device), numpy and Python."""
+
+    torch: torch.Tensor
+    cuda: torch.Tensor | None
+    numpy: Any
+    python: Any
+
+
+def generator_states(device: torch.device) -> GeneratorStates:
+    """Return the RNG state of this process. Unlike `capture_generators`, it does not convert the states."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return GeneratorStates(torch.get_rng_state(), cuda, np.random.get_state(legacy=False), random.getstate())
+
+
+def set_generator_states(states: GeneratorStates, device: torch.device) -> None:
+    """Restore the RNG state that `generator_states` returned."""
+    torch.set_rng_state(states.torch)
+    if states.cuda is not None:
+        torch.cuda.set_rng_state(states.cuda, device)
+    np.random.set_state(states.numpy)
+    random.setstate(states.python)
+
+
+_CPU = torch.device("cpu")
+
+
 class IsolatedGenerators:
     """Separate RNG state of torch (CPU), numpy and Python, seeded with `seed`.
 
@@ -99,32 +126,19 @@ class IsolatedGenerators:
     """
 
     def __init__(self, seed: int) -> None:
-        outer_states = _global_states()
+        outer_states = generator_states(_CPU)
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        self._states = _global_states()
-        _set_global_states(outer_states)
+        self._states = generator_states(_CPU)
+        set_generator_states(outer_states, _CPU)
 
     def __enter__(self) -> None:
-        self._outer_states = _global_states()
-        _set_global_states(self._states)
+        self._outer_states = generator_states(_CPU)
+        set_generator_states(self._states, _CPU)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._states = _global_states()
-        _set_global_states(self._outer_states)
-
-
-_States = tuple[torch.Tensor, Any, Any]
-
-
-def _global_states() -> _States:
-    return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
-
-
-def _set_global_states(states: _States) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+        self._states = generator_states(_CPU)
+        set_generator_states(self._outer_states, _CPU)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unitrain import trainer_arguments, trainer_model
 from unitrain.backends.base import Backend
 from unitrain.backends.checks import check_same_settings
+from unitrain.backends.gradients.interleaved_ranks_model import InterleavedRanksModel
 from unitrain.backends.logical_ranks import check_logical_ranks, set_current_logical_rank
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, Callbacks
@@ -209,8 +210,9 @@ class Trainer(LoggingMethods):
             self.backend, "fit", train_data=train_data, **trainer_arguments.validation_data_by_argument(val_data)
         )
         settings = ShardSettings.from_config(
-            config, elastic=self._run.is_elastic, elastic_batch_size=self._run.stored_batch_size
-        )
+            config, elastic=self._run.is_elastic, elastic_batch_size=self._run.stored_batch_size,
+            interleaves_logical_ranks=isinstance(self.model, InterleavedRanksModel),
+        )  # fmt: skip
         shard = open_training_data(train_data, self.backend, settings)
         self._train_batch_size = shard.batch_size
         named = call_on_all_ranks(self.backend, lambda: trainer_arguments.validation_data_by_prefix(val_data))
@@ -322,9 +324,10 @@ class Trainer(LoggingMethods):
         self._timer.start()
         self._run_metrics.begin("training")
         self._sync_point.start_timing(progress.step)
+        run_micro_batch = trainer_model.MicroBatchRunner(self.model, self._forward_backward, self._run_metrics.flops)
         # Do not assign the iterator to a variable, so that its workers terminate immediately after an exception.
         for batch, micro_batch in self._timer.iterate(self._prefetched_batches(shard)):
-            self._run_metrics.flops.counted(self._forward_backward)(batch, micro_batch)
+            run_micro_batch(batch, micro_batch)
             if not micro_batch.ends_step:
                 continue
             if self._local is not None:
@@ -406,7 +409,7 @@ class Trainer(LoggingMethods):
             model = self.backend.unwrap(self.model)
             self._run.save(model, self.optimizer, self._scheduler, results, row, in_memory=in_memory)
 
-    def _forward_backward(self, batch: Any, micro_batch: MicroBatch) -> Loss:
+    def _forward_backward(self, batch: Any, micro_batch: MicroBatch, *, is_measured: bool = True) -> Loss:
         """Run the forward and backward pass of a micro-batch, and accumulate its weighted gradients. Return its
         loss."""
         self._forward.check_same_keys(self.backend, batch)
@@ -423,9 +426,9 @@ class Trainer(LoggingMethods):
             weighted = self._loss_weighting.weight_loss(loss, micro_batch)
             if self.config.find_unused_parameters and is_dummy:
                 weighted = block_gradients(weighted)  # otherwise a dummy batch would create zero gradients
-            scaled = self._timer.measure_backward(self._precision.scale(weighted))
+            scaled = self._precision.scale(weighted)
             backward(
-                scaled,
+                self._timer.measure_backward(scaled) if is_measured else scaled,
                 *(self._loss_weighting.overlapped_work() + self._prefetch.overlapped_work() if ends_step else ()),
             )
         if ends_step and self.config.logical_ranks is not None:

@@ -1,17 +1,20 @@
-"""Preparation of the Trainer's model: conversion, averaged weights and distribution to ranks."""
+"""Preparation of the Trainer's model: conversion, averaged weights, distribution to ranks, and turns of logical ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsShardedParameters, require_capability
+from unitrain.backends.gradients.interleaved_ranks_model import InterleavedRanksModel
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import TrainConfig
+from unitrain.data.order import MicroBatch
 from unitrain.data.prefetch import Prefetcher
 from unitrain.errors import ModelError
 from unitrain.modules.acceleration import compile_forward, use_channels_last
@@ -20,7 +23,9 @@ from unitrain.modules.sync_batch_norm import sync_batch_norm
 from unitrain.monitoring.rank_status import format_ranks
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.forward import Forward
+from unitrain.optim.loss_weighting import Loss
 from unitrain.optim.precision import Precision, allow_tf32
+from unitrain.progress.flops import FlopsMeasurement
 from unitrain.progress.stopping import StopCoordinator
 
 
@@ -68,6 +73,34 @@ def distribute_model(model: nn.Module, config: TrainConfig, backend: Backend) ->
         compression=config.compression,
         **logical_ranks,
     )
+
+
+class MicroBatchRunner:
+    """Calls `forward_backward(batch, micro_batch)`, and counts its FLOPs with `flops` if that is due.
+
+    If the logical ranks of this process run in turns, it collects one micro-batch of each of them, and then calls
+    `forward_backward` for all of them together. Only the call for the last one has is_measured=True.
+    """
+
+    def __init__(self, model: nn.Module, forward_backward: Callable[..., Loss], flops: FlopsMeasurement) -> None:
+        self._forward_backward, self._flops = forward_backward, flops
+        self._model = model if isinstance(model, InterleavedRanksModel) else None
+        self._collected: list[Callable[[], Loss]] = []
+
+    def __call__(self, batch: Any, micro_batch: MicroBatch) -> None:
+        if self._model is None:
+            self._flops.counted(self._forward_backward)(batch, micro_batch)
+        elif micro_batch.logical_rank != self._model.last_local_rank:
+            self._collected.append(partial(self._forward_backward, batch, micro_batch, is_measured=False))
+        else:
+            self._flops.counted(partial(self._run_in_turns, self._model))(batch, micro_batch)
+
+    def _run_in_turns(self, model: InterleavedRanksModel, batch: Any, micro_batch: MicroBatch) -> Loss:
+        """Run the collected micro-batches and that of the last logical rank, and return the loss of the latter."""
+        functions = [*self._collected, partial(self._forward_backward, batch, micro_batch)]
+        self._collected.clear()
+        losses = model.run_in_turns(functions, begins_step=micro_batch.number == 0, ends_step=micro_batch.ends_step)
+        return losses[-1]
 
 
 def start_average(average: WeightAverage, distributed: nn.Module, config: TrainConfig, backend: Backend) -> None:

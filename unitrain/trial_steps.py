@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from unitrain import trainer_arguments
 from unitrain.backends.compression_setting import PowerSGD, read_compression
+from unitrain.backends.gradients.interleaved_ranks_model import InterleavedRanksModel
 from unitrain.backends.logical_ranks import set_current_logical_rank
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.data.loading import Data
@@ -55,6 +56,12 @@ def check_trial(trainer: Any, function_name: str) -> None:
                     f"{function_name} does not support TrainConfig.{name}={getattr(trainer.config, name)!r}, whose "
                     f"state it could not restore. Call it with a Trainer without {name}."
                 )
+
+        if isinstance(trainer.model, InterleavedRanksModel):
+            raise ConfigError(
+                f"{function_name} does not support sync_batch_norm with logical_ranks. Call it with a Trainer without "
+                "logical_ranks."
+            )
 
     call_on_all_ranks(trainer.backend, check)
 

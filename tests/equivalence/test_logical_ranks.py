@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from groups import ci, nightly
-from logical_ranks_training import BATCH, LOGICAL_RANKS, STEPS, VARIANTS, Digests, Network, Noisy, build, digest, train
+from logical_ranks_training import BATCH, LOGICAL_RANKS, STEPS, VARIANTS, Digests, Noisy, build, digest, train
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -102,18 +102,21 @@ def test_variants_are_different_runs(alone) -> None:
     assert len(set(parameters.values())) == len(parameters)
 
 
+@pytest.mark.parametrize("variant", ["accumulate", "synchronized all"])
 @pytest.mark.parametrize("checkpoint_format", ["sharded", *ci("full")])
-def test_resume_on_other_processes_within_an_epoch(alone, route_groups, tmp_path: Path, checkpoint_format: str) -> None:
+def test_resume_on_other_processes_within_an_epoch(
+    alone, route_groups, tmp_path: Path, checkpoint_format: str, variant: str
+) -> None:
     route = [("ddp", 3, 2), ("local", 1, 5), ("horovod", 2, STEPS)]
     settings = {"output_dir": str(tmp_path), "resume": True, "checkpoint_format": checkpoint_format}
     for backend, size, steps in route:
-        found = route_groups[backend, size].run(_resume, {**settings, "max_steps": steps})
+        found = route_groups[backend, size].run(_resume, variant, {**settings, "max_steps": steps})
     for run in found:
-        assert run == alone["accumulate"]
+        assert run == alone[variant]
 
 
-def _resume(backend: Backend, settings: dict[str, Any]) -> Digests:
-    return train(backend, "accumulate", **settings)
+def _resume(backend: Backend, variant: str, settings: dict[str, Any]) -> Digests:
+    return train(backend, variant, **settings)
 
 
 def resume_with_another_number_of_threads(backend: Backend, folder: str) -> list[str]:
@@ -168,12 +171,10 @@ def check_errors(backend: Backend, folder: str) -> None:
         backend.distributed_optimizer(optimizer, wrapped, shard="state")
     with pytest.raises(ModelError, match="the batch belongs to no logical rank"):
         wrapped(torch.zeros(2, 1, 6, 6))
-    with pytest.raises(ModelError, match="which is not supported with logical_ranks"):
-        backend.distributed_model(unitrain.sync_batch_norm(Network(), backend), logical_ranks=LOGICAL_RANKS)
     with pytest.raises(ConfigError, match="Pipelines do not support logical ranks"):
         unitrain.ShardedLoader(data, Replicas(backend, 1), batch_size=2, logical_ranks=LOGICAL_RANKS)
-    with pytest.raises(ConfigError, match="sync_batch_norm=True is not supported with logical_ranks"):
-        TrainConfig(max_steps=1, logical_ranks=LOGICAL_RANKS, sync_batch_norm=True)
+    with pytest.raises(ConfigError, match="compile=True is not supported with logical_ranks and sync_batch_norm"):
+        TrainConfig(max_steps=1, logical_ranks=LOGICAL_RANKS, sync_batch_norm=True, compile=True)
     with pytest.raises(DataError, match="a collate_fn must keep all samples"):
         fit(DataLoader(data, BATCH, collate_fn=lambda items: default_collate(items[:1])))
     with pytest.raises(DataError, match="An iterable dataset is not supported with logical_ranks"):

@@ -119,7 +119,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sampler": {"batch_size": None},
     "equal": {"batch_size": None},
     "all": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "precision": "bf16"},
-}
+    "synchronized": {"sync_batch_norm": True},  # some logical ranks have no samples in the last step of an epoch
+    "synchronized all": {
+        "sync_batch_norm": True, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "precision": "bf16",
+    },
+}  # fmt: skip
 
 
 def build(variant: str) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
@@ -141,7 +145,7 @@ def train(backend: Backend, variant: str, callbacks: Sequence[unitrain.Callback]
     model, optimizer, loss_fn, data = build(variant)
     settings = {"max_steps": STEPS, "batch_size": BATCH, **VARIANTS[variant], **settings}
     config = TrainConfig(
-        logical_ranks=LOGICAL_RANKS, ema_decay=0.9, log_every_n_steps=2, seed=3, progress="off", **settings
+        **{"logical_ranks": LOGICAL_RANKS, **settings}, ema_decay=0.9, log_every_n_steps=2, seed=3, progress="off"
     )
     draw = Draw()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)

@@ -14,6 +14,7 @@ broadcasts           concurrent broadcasts in place, for sharded optimizers
 consistency          consistency check before every collective: all ranks must pass the same arguments
 row_exchange         exchange of short messages over direct TCP connections, for consistency checks and small tensors
 logical_ranks        assignment of logical ranks to processes, and the current logical rank
+turns                functions that run in turns in threads, and exchange values
 blocks               the modules of a model with given classes
 checks               validation of arguments, the same on every backend
 synchronized_errors  raise an error of one rank on all ranks

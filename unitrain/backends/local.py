@@ -22,6 +22,7 @@ from unitrain.backends.capabilities import (
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.compression import CompressionStates, compress_each_backward
 from unitrain.backends.gradients.ddp_wrapper import read_bucket_megabytes
+from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
 from unitrain.backends.gradients.local_gradients import LocalGradients, check_before_step
 from unitrain.backends.gradients.logical_ranks_model import (
     LogicalRanksModel,
@@ -141,7 +142,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         if logical_ranks is not None:
             check_logical_ranks_arguments(model, logical_ranks, self, shard=shard, compression=compression)
             checks.check_no_embedding_renorm(model)
-            distributed = LogicalRanksModel(
+            distributed = create_logical_ranks_model(
                 model,
                 self,
                 logical_ranks,

@@ -1,13 +1,18 @@
 """Assignment of logical ranks to processes, and the logical rank whose micro-batch this process computes.
 
 A run with `logical_ranks=V` is divided into V logical ranks, which 1 to V processes compute. Each process computes the
-micro-batches of a contiguous range of logical ranks, one logical rank after the other.
+micro-batches of a contiguous range of logical ranks, one logical rank after the other or, with synchronized BatchNorm,
+in turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from unitrain import validation
 from unitrain.backends.base import Communicator
@@ -31,14 +36,16 @@ def check_logical_ranks(argument: str, logical_ranks: Any, communicator: Communi
 
 @dataclass(frozen=True)
 class LogicalRank:
-    """Logical rank `index` of `count`."""
+    """Logical rank `index` of `count`, and whether its current batch is a dummy batch."""
 
     index: int
     count: int
+    is_dummy: bool = False
 
 
 class _Current:
     logical_rank: LogicalRank | None = None
+    sum_over_logical_ranks: Callable[[Tensor], Tensor] | None = None
 
 
 def set_current_logical_rank(logical_rank: LogicalRank | None) -> None:
@@ -52,6 +59,37 @@ def set_current_logical_rank(logical_rank: LogicalRank | None) -> None:
 def current_logical_rank() -> LogicalRank | None:
     """Return the logical rank of the last batch in this process, or None."""
     return _Current.logical_rank
+
+
+@contextmanager
+def summing_over_logical_ranks(compute_sum: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Context manager in which `sum_over_logical_ranks` calls `compute_sum`."""
+    _Current.sum_over_logical_ranks = compute_sum
+    try:
+        yield
+    finally:
+        _Current.sum_over_logical_ranks = None
+
+
+def sum_over_logical_ranks(tensor: Tensor) -> Tensor:
+    """Return the sum of `tensor` over all logical ranks, which must all call it.
+
+    Raises ModelError if the logical ranks of this process do not run in turns.
+    """
+    if _Current.sum_over_logical_ranks is None:
+        raise ModelError(
+            "A layer that sync_batch_norm has synchronized was called with logical_ranks outside of the Trainer. "
+            f"{SYNCHRONIZED_BY_TRAINER}"
+        )
+    return _Current.sum_over_logical_ranks(tensor)
+
+
+SYNCHRONIZED_BY_TRAINER = (
+    "Only the Trainer supports sync_batch_norm with logical_ranks, because in your own loop, a process runs its "
+    "logical ranks one after the other. Use unitrain.Trainer(..., config=TrainConfig(logical_ranks=..., "
+    "sync_batch_norm=True)), or leave sync_batch_norm out: BatchNorm then normalizes over the samples of one logical "
+    "rank."
+)
 
 
 def check_no_logical_rank() -> None:

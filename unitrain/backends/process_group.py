@@ -35,12 +35,9 @@ from unitrain.backends.fork_safety import make_forks_safe
 from unitrain.backends.gradients.compression import HALF_DTYPES, CompressionStates
 from unitrain.backends.gradients.ddp_wrapper import BUCKET_VIEW, BUCKETS, DistributedModel, read_bucket_megabytes
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
+from unitrain.backends.gradients.interleaved_ranks_model import create_logical_ranks_model
 from unitrain.backends.gradients.local_gradients import check_before_step
-from unitrain.backends.gradients.logical_ranks_model import (
-    LogicalRanksModel,
-    check_logical_ranks_arguments,
-    check_logical_ranks_optimizer,
-)
+from unitrain.backends.gradients.logical_ranks_model import check_logical_ranks_arguments, check_logical_ranks_optimizer
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.backends.gradients.wrapped_model import WrappedModel
 from unitrain.backends.objects import broadcast_tensors, broadcast_with_tensors
@@ -178,7 +175,7 @@ class ProcessGroupBackend(
             reducer_group = ReducerGroup(
                 default_process_group(), self._monitor, check_bucket, waits_on_stream=self._waits_on_stream
             )
-            with_logical_ranks = LogicalRanksModel(
+            with_logical_ranks = create_logical_ranks_model(
                 model,
                 self,
                 logical_ranks,

@@ -120,7 +120,8 @@ def begin_micro_batch(seed: int, epoch: int, micro_batch: MicroBatch, logical_ra
     seed of the run. Without logical ranks, do nothing.
     """
     if logical_ranks is not None and micro_batch.logical_rank is not None:
-        set_current_logical_rank(LogicalRank(micro_batch.logical_rank, logical_ranks))
+        is_dummy = not micro_batch.samples
+        set_current_logical_rank(LogicalRank(micro_batch.logical_rank, logical_ranks, is_dummy))
         seed_micro_batch(seed, epoch, micro_batch.step_end, micro_batch.logical_rank, micro_batch.number)
 
 
@@ -137,6 +138,19 @@ def merge_logical_ranks(
                     break
             else:
                 return  # the epoch has ended
+
+
+def interleave_logical_ranks(
+    logical_ranks: Sequence[int], micro_batches: Sequence[Iterator[MicroBatch]]
+) -> Iterator[MicroBatch]:
+    """Yield the `micro_batches` of several logical ranks: the first one of each, then the second one of each, and so
+    on."""
+    number = 0
+    for together in zip(*micro_batches, strict=True):
+        for logical_rank, micro_batch in zip(logical_ranks, together, strict=True):
+            ends_step = micro_batch.ends_step and logical_rank == logical_ranks[-1]
+            yield micro_batch._replace(ends_step=ends_step, logical_rank=logical_rank, number=number)
+        number = 0 if ends_step else number + 1
 
 
 def _batch_length(bounds: Sequence[int], batch: int) -> int:

@@ -27,6 +27,7 @@ from unitrain.data.order import (
     MicroBatch,
     StrideUnit,
     epoch_order,
+    interleave_logical_ranks,
     merge_logical_ranks,
     micro_batches_of_sampler,
     micro_batches_of_samples,
@@ -62,6 +63,7 @@ class TrainingShard(TrainingData):
         self._logical_ranks = _local_logical_ranks(settings.logical_ranks, communicator)
         # Number of ranks or, with logical ranks, of logical ranks, among which the data is divided.
         self._num_shards = settings.logical_ranks or communicator.size
+        self._interleaves_logical_ranks = settings.interleaves_logical_ranks
         self._batch_sizes = settings.resolve_batch_sizes(data, communicator)
         self._source = source = _open_source(
             data,
@@ -244,7 +246,8 @@ class TrainingShard(TrainingData):
         if self._logical_ranks is None:
             return order, self._plan_rank(self._communicator.rank, bounds, start)
         plans = [self._plan_rank(rank, bounds, start) for rank in self._logical_ranks]
-        return order, merge_logical_ranks(self._logical_ranks, plans)
+        merge = interleave_logical_ranks if self._interleaves_logical_ranks else merge_logical_ranks
+        return order, merge(self._logical_ranks, plans)
 
     def _plan_rank(self, rank: int, bounds: list[int] | None, start: int) -> Iterator[MicroBatch]:
         """Return the micro-batches of a rank or logical rank from position `start` to the end of the epoch."""

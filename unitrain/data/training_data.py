@@ -27,6 +27,8 @@ class ShardSettings:
         elastic_batch_size: In later attempts of an elastic job, the batch sizes of the first attempt.
         allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to iterable datasets.
         logical_ranks: Number of logical ranks, or None. Each process gets the shards of its logical ranks.
+        interleaves_logical_ranks: In each step, yield the first micro-batch of each logical rank of the process, then
+            the second one of each, and so on, instead of all micro-batches of one logical rank after the other.
         class_name: Name of the public class, TrainConfig or ShardedLoader, for error messages.
     """
 
@@ -43,13 +45,19 @@ class ShardSettings:
     elastic_batch_size: ElasticBatchSize | None = None
     allow_empty_ranks: bool = False
     logical_ranks: int | None = None
+    interleaves_logical_ranks: bool = False
     class_name: str = "TrainConfig"
 
     @classmethod
     def from_config(
-        cls, config: TrainConfig, *, elastic: bool, elastic_batch_size: ElasticBatchSize | None
+        cls,
+        config: TrainConfig,
+        *,
+        elastic: bool,
+        elastic_batch_size: ElasticBatchSize | None,
+        interleaves_logical_ranks: bool = False,
     ) -> ShardSettings:
-        """Return the settings of `config`."""
+        """Return the settings of `config`, and the given ones."""
         return cls(
             batch_size=config.batch_size,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -60,6 +68,7 @@ class ShardSettings:
             stream=config.stream,
             uneven=config.uneven,
             logical_ranks=config.logical_ranks,
+            interleaves_logical_ranks=interleaves_logical_ranks,
             elastic=elastic,
             elastic_batch_size=elastic_batch_size,
         )

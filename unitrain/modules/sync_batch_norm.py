@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from unitrain.backends.base import Communicator
+from unitrain.backends.logical_ranks import current_logical_rank, sum_over_logical_ranks
 from unitrain.errors import CollectiveMismatchError, ModelError
 from unitrain.modules.buffers import check_model_and_communicator
 from unitrain.modules.run_time_classes import ReplacedForward, create_replacing_class
@@ -114,18 +115,27 @@ class SharedStatistics:
 
     @property
     def includes_local_samples(self) -> bool:
-        """Whether this rank's samples are included."""
-        return not (self.is_excluded or _CurrentBatch.is_dummy)
+        """Whether the samples of this rank, or of the current logical rank, are included."""
+        current = current_logical_rank()
+        return not (self.is_excluded or _CurrentBatch.is_dummy or (current is not None and current.is_dummy))
 
     @property
     def is_local(self) -> bool:
         """Whether statistics are local, because there is a single rank or no communicator."""
-        return self.communicator is None or self.communicator.size == 1
+        return self.communicator is None or self._num_ranks() == 1
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over ranks. All ranks call it."""
+        """Return the sum of `tensor` over ranks or, with logical ranks, over logical ranks. All of them call it."""
         assert self.communicator is not None
+        if current_logical_rank() is not None:
+            return sum_over_logical_ranks(tensor)
         return self.communicator.allreduce(tensor, "sum")
+
+    def _num_ranks(self) -> int:
+        """Return the number of ranks or, with logical ranks, of logical ranks."""
+        assert self.communicator is not None
+        current = current_logical_rank()
+        return self.communicator.size if current is None else current.count
 
     def reduce(
         self, sums: list[Tensor], count: int, number: int, *, check: bool
@@ -177,9 +187,8 @@ class SharedStatistics:
         return cached
 
     def _check(self, number: int, values: float, numbers: float, number_squares: float) -> None:
-        assert self.communicator is not None
         name = self.names[number]
-        if number_squares * self.communicator.size != numbers**2:
+        if number_squares * self._num_ranks() != numbers**2:
             raise CollectiveMismatchError(
                 f"This rank calls BatchNorm {name!r} while another rank calls a different one, so their statistics "
                 "would be mixed. Let every rank call the same layers in the same order, or leave sync_batch_norm out."

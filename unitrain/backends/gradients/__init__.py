@@ -8,6 +8,7 @@ unused_parameters check of the first backward pass for parameters without a grad
 local_gradients   tracking of unreduced gradients, checked before each optimizer step
 exact_reduction   exact sums of gradients in integers
 logical_ranks_model  separate gradients per logical rank, reduced exactly
+interleaved_ranks_model  logical ranks that run in turns, for synchronized BatchNorm
 forward_buffers   broadcast of buffers that a training forward pass reads
 compression       half-precision and PowerSGD compression of buckets
 power_sgd         PowerSGD and its state

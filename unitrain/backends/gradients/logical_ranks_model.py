@@ -25,7 +25,13 @@ from unitrain.backends.objects import broadcast_in_parts
 from unitrain.backends.tensors import copy_into
 from unitrain.errors import ConfigError, ModelError
 from unitrain.monitoring.loop_counters import CountedForward
-from unitrain.torch_compat import current_backward, disable_compile, is_reached_by_backward, unwrap_compiled
+from unitrain.torch_compat import (
+    current_backward,
+    disable_compile,
+    is_compiled,
+    is_reached_by_backward,
+    unwrap_compiled,
+)
 
 _OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
@@ -245,7 +251,7 @@ def check_logical_ranks_arguments(
     model: nn.Module, logical_ranks: Any, communicator: Communicator, *, shard: Shard, compression: Compression
 ) -> None:
     """Raise ConfigError for settings that `distributed_model` does not support with `logical_ranks`, and ModelError for
-    layers that normalize over ranks."""
+    layers that it does not support."""
     check_logical_ranks("distributed_model(logical_ranks=...)", logical_ranks, communicator)
     for name, value in (("shard", shard), ("compression", compression)):
         if value != "none":
@@ -254,12 +260,21 @@ def check_logical_ranks_arguments(
                 "logical_ranks out."
             )
     for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) or hasattr(module, "shared_statistics"):
+        if isinstance(module, nn.SyncBatchNorm):
             raise ModelError(
-                f"{name or 'The model'} normalizes over the samples of all ranks, which is not supported with "
-                "logical_ranks, because a process runs its logical ranks one after the other. Leave sync_batch_norm "
-                "out: BatchNorm then normalizes over the samples of one logical rank."
+                f"{name or 'The model'} is a torch.nn.SyncBatchNorm, which is not supported with logical_ranks. Use "
+                "unitrain.sync_batch_norm(model, backend), which also converts SyncBatchNorm."
             )
+    if has_synchronized_layers(model) and any(map(is_compiled, model.modules())):
+        raise ModelError(
+            "A compiled model with sync_batch_norm is not supported with logical_ranks, because the logical ranks of a "
+            "process run in turns. Leave compile out, or leave sync_batch_norm out."
+        )
+
+
+def has_synchronized_layers(model: nn.Module) -> bool:
+    """Return whether `sync_batch_norm` has synchronized layers of `model`."""
+    return any(hasattr(module, "shared_statistics") for module in model.modules())
 
 
 def check_logical_ranks_optimizer(model: Any, shard: Shard) -> None:

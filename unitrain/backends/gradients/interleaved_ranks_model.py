@@ -1,0 +1,191 @@
+"""The module that `distributed_model(model, logical_ranks=V)` returns for a model with synchronized BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from unitrain.backends.base import Communicator
+from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward
+from unitrain.backends.gradients.logical_ranks_model import LogicalRanksModel, has_synchronized_layers
+from unitrain.backends.logical_ranks import (
+    SYNCHRONIZED_BY_TRAINER,
+    LogicalRank,
+    current_logical_rank,
+    set_current_logical_rank,
+    summing_over_logical_ranks,
+)
+from unitrain.backends.turns import Turns, layer_mismatch
+from unitrain.errors import ModelError
+from unitrain.monitoring.loop_counters import CountedForward
+from unitrain.randomness import GeneratorStates, generator_states, set_generator_states
+from unitrain.torch_compat import buffers_by_name, current_backward, disable_compile
+
+ResultT = TypeVar("ResultT")
+
+
+class InterleavedRanksModel(LogicalRanksModel):
+    """A LogicalRanksModel whose logical ranks run in turns, because its synchronized layers add up sums over all
+    logical ranks in the middle of the forward and backward passes.
+
+    The micro-batches of all logical ranks of the process run together, see `run_in_turns`. When a logical rank reaches
+    a synchronized layer, it waits for the others. `.grad`, the buffers and the random number generators are those of
+    the logical rank whose turn it is, so every logical rank computes as if it were alone in the process.
+
+    At the end of a step, each process has the buffers of its first logical rank.
+    """
+
+    def __init__(self, model: nn.Module, communicator: Communicator, logical_ranks: int, **settings: Any) -> None:
+        super().__init__(model, communicator, logical_ranks, **settings)
+        self._communicator = communicator
+        self._turns: Turns[Any] = Turns(self._sum_of_rows, self._switch, communicator.device)
+        self._is_running = self._reduces = False
+
+    @property
+    def last_local_rank(self) -> int:
+        """The last logical rank of this process."""
+        return self._local_ranks[-1]
+
+    def _discard_step(self) -> None:
+        super()._discard_step()
+        # The buffers by module, of the logical ranks whose turn it is not, and the states that the turns restore.
+        self._buffers_of: dict[int, list[dict[str, Tensor | None]]] = {}
+        self._states: dict[int, tuple[LogicalRank | None, GeneratorStates]] = {}
+        self._modules_with_buffers: list[nn.Module] = []
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager without effect: `run_in_turns` determines which backward pass reduces the gradients."""
+        yield
+
+    def run_in_turns(
+        self, functions: Sequence[Callable[[], ResultT]], *, begins_step: bool, ends_step: bool
+    ) -> list[ResultT]:
+        """Return the results of `functions`, which run one micro-batch each: one function per logical rank of this
+        process, in their order.
+
+        All processes call it, once per accumulated micro-batch. With `ends_step`, the backward pass of the last
+        function leaves the mean of the gradients over all logical ranks in every `.grad`. If a function raises an
+        exception, the step is discarded, and the exception is raised. Raises CollectiveMismatchError if the logical
+        ranks call different synchronized layers.
+        """
+        if begins_step:
+            self._begin_step()
+        self._is_running, self._reduces = True, ends_step
+        self._states.clear()
+        try:
+            with summing_over_logical_ranks(self._turns.exchange):
+                return self._turns.run(functions)
+        except BaseException:
+            self._discard_interrupted_step()
+            raise
+        finally:
+            self._is_running = self._reduces = False
+            set_current_logical_rank(None)
+
+    def _begin_step(self) -> None:
+        if self._active is not None:  # an exception between two micro-batches interrupted the last step
+            self._discard_interrupted_step()
+        if self._forward_buffers is not None:
+            self._forward_buffers.broadcast()
+        self._earlier, self._has_backward = self._take_gradients(), True
+        self._modules_with_buffers = [module for module in self.module.modules() if buffers_by_name(module)]
+        first, *others = self._local_ranks
+        self._buffers_of = {first: self._current_buffers(), **{rank: self._cloned_buffers() for rank in others}}
+
+    def _discard_interrupted_step(self) -> None:
+        self._install_buffers(self._local_ranks[0])
+        self._discard_step()
+
+    # --- turns ---
+
+    def _switch(self, index: int) -> None:
+        """Install the gradients, buffers and process-wide states of the logical rank with `index` in this process."""
+        rank, device = self._local_ranks[index], self._communicator.device
+        if rank != self._active:
+            if self._active is not None:
+                self._gradients[self._active] = self._take_gradients()
+                self._buffers_of[self._active] = self._current_buffers()
+                self._states[self._active] = current_logical_rank(), generator_states(device)
+            for parameter, gradient in zip(self._all_parameters, self._gradients.pop(rank, []), strict=False):
+                parameter.grad = gradient
+            self._install_buffers(rank)
+            self._active = rank
+        if rank in self._states:  # otherwise the function has not started, and sets these states
+            logical_rank, generators = self._states.pop(rank)
+            set_current_logical_rank(logical_rank)
+            set_generator_states(generators, device)
+
+    def _current_buffers(self) -> list[dict[str, Tensor | None]]:
+        return [dict(buffers_by_name(module)) for module in self._modules_with_buffers]
+
+    def _cloned_buffers(self) -> list[dict[str, Tensor | None]]:
+        clones: dict[int, Tensor] = {}  # modules may share buffers
+
+        def clone(buffer: Tensor | None) -> Tensor | None:
+            return None if buffer is None else clones.setdefault(id(buffer), buffer.detach().clone())
+
+        return [{name: clone(buffer) for name, buffer in buffers.items()} for buffers in self._current_buffers()]
+
+    def _install_buffers(self, rank: int) -> None:
+        """Install the buffers of an inactive logical rank. Of the active one, they are installed."""
+        for module, buffers in zip(self._modules_with_buffers, self._buffers_of.pop(rank, []), strict=False):
+            buffers_by_name(module).update(buffers)
+
+    @torch.no_grad()
+    def _sum_of_rows(self, rows: list[Tensor]) -> Tensor:
+        """Return the sum over all logical ranks, given the `rows` of those of this process. All processes call it.
+
+        The rows are added in the order of the logical ranks, so the result does not depend on the processes.
+        """
+        shape = rows[0].shape
+        if any(row.shape != shape for row in rows):
+            raise layer_mismatch()
+        table = rows[0].new_zeros(self._logical_ranks, *shape)
+        table[self._local_ranks.start : self._local_ranks.stop] += torch.stack(rows)  # adding 0 turns -0 into 0
+        if self._communicator.size > 1:  # exact, because all other processes add 0
+            table = self._communicator.allreduce(table, "sum")
+        return table.sum(0)
+
+    # --- passes ---
+
+    @disable_compile
+    def _before_forward(self) -> None:
+        if not self._is_running:
+            raise ModelError(f"The model has layers that sync_batch_norm has synchronized. {SYNCHRONIZED_BY_TRAINER}")
+
+    @disable_compile
+    def _prepare_backward(self, forward: CountedForward | None, gradient: Tensor) -> None:
+        if forward is not None:
+            forward.mark_used()
+        backward = current_backward()
+        if not self._reduces or self._active != self.last_local_rank:
+            return
+        if backward == self._last_backward or self._has_left or not self._is_any_parameter_reached():
+            return
+        self._last_backward = backward
+        if self._reducer_group is not None:
+            self._reducer_group.expect_backward()
+        end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._reduce)
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Reduce the gradients at the end of the last backward pass of the step, after those of the other logical
+        ranks."""
+        self._turns.check_others_have_ended()
+        others = [self._gradients[rank] for rank in self._local_ranks[:-1]]
+        self._reduction.begin(others, is_complete=True)
+        self._install_buffers(self._local_ranks[0])
+        super()._reduce()
+
+
+def create_logical_ranks_model(
+    model: nn.Module, communicator: Communicator, logical_ranks: int, **settings: Any
+) -> LogicalRanksModel:
+    """Return the module for `distributed_model(model, logical_ranks=...)`. All ranks call it."""
+    kind = InterleavedRanksModel if has_synchronized_layers(model) else LogicalRanksModel
+    return kind(model, communicator, logical_ranks, **settings)

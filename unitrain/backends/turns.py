@@ -1,0 +1,219 @@
+"""Functions that run in turns, one at a time, and exchange values at common points."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from unitrain.errors import CollectiveMismatchError
+
+ResultT = TypeVar("ResultT")
+
+
+class Turns(Generic[ResultT]):
+    """Runs several functions in turns: exactly one runs at a time, until it calls `exchange` or returns.
+
+    The last function runs in the calling thread. Each of the others runs in its own thread, which has the same
+    thread-local settings of torch and ends before `run` returns. A single function needs no threads.
+
+    `combine` is called in the calling thread, when every function has called `exchange`, with the passed values in the
+    order of the functions. `switch` is called in the calling thread with the index of a function before it starts or
+    continues.
+    """
+
+    def __init__(
+        self, combine: Callable[[list[Any]], Any], switch: Callable[[int], None], device: torch.device
+    ) -> None:
+        self._combine, self._switch, self._device = combine, switch, device
+        self._condition = threading.Condition()
+        self._threads: list[_Thread] = []
+        self._last = 0  # the index of the function in the calling thread
+        self._running = 0  # the index of the function whose turn it is
+        self._values: list[Any] = []
+        self._answer: Any = None
+        self._is_cancelled = False
+
+    def run(self, functions: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
+        """Return the results of `functions`.
+
+        If a function raises an exception, the others are cancelled, and the exception is raised. If the functions do
+        not call `exchange` equally often, CollectiveMismatchError is raised.
+        """
+        settings = _ThreadSettings.of_this_thread(self._device)
+        self._threads = [_Thread(self, index, one, settings) for index, one in enumerate(functions[:-1])]
+        self._last = self._running = len(self._threads)
+        self._values, self._is_cancelled = [None] * len(functions), False
+        try:
+            for thread in self._threads:
+                thread.start()
+            with settings.applied(is_new_thread=False):
+                self._run_threads()
+                result = functions[-1]()
+            self.check_others_have_ended()
+            return [*(thread.result for thread in self._threads), result]
+        except BaseException as error:
+            failure = next((thread.error for thread in self._threads if thread.error is not None), error)
+        finally:
+            self._end_threads()
+        try:
+            raise failure  # outside of the handler, so that the exception keeps its own context
+        finally:
+            del failure
+
+    def exchange(self, value: Any) -> Any:
+        """Pass `value`, wait until the other functions have passed theirs, and return the result of `combine`."""
+        index = self._running  # only the function whose turn it is can call this method
+        self._raise_if_cancelled()
+        self._values[index] = value
+        if index == self._last:
+            if any(thread.has_ended for thread in self._threads):
+                raise layer_mismatch()
+            self._answer = self._combine(self._values)
+            self._run_threads()
+        else:
+            self._pass_turn(self._last)
+            self.await_turn(index)
+            self._raise_if_cancelled()
+        return self._answer
+
+    def check_others_have_ended(self) -> None:
+        """Raise CollectiveMismatchError unless all functions but the last one have ended. The last one calls it."""
+        if not all(thread.has_ended for thread in self._threads):
+            raise layer_mismatch()
+
+    def await_turn(self, index: int) -> None:
+        """Wait until it is the turn of function `index`."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._running == index)
+
+    def end_thread(self, thread: _Thread) -> None:
+        """Record that the function of `thread` has ended, and continue the calling thread."""
+        thread.has_ended = True
+        self._pass_turn(self._last)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether a function has raised an exception, so that the others must end."""
+        return self._is_cancelled
+
+    def _run_threads(self) -> None:
+        """Let each thread run until it exchanges a value or ends. Raises _CancelledError if its function fails."""
+        for index, thread in enumerate(self._threads):
+            self._switch(index)
+            self._pass_turn(index)
+            self.await_turn(self._last)
+            if thread.error is not None:
+                raise _CancelledError
+        self._switch(self._last)
+
+    def _end_threads(self) -> None:
+        """Cancel the functions of all threads that have not ended, and wait for the threads."""
+        self._is_cancelled = True
+        for index, thread in enumerate(self._threads):
+            if thread.ident is None:  # it could not be started
+                continue
+            self.await_turn(self._last)  # after a KeyboardInterrupt, a thread may still run
+            if not thread.has_ended:
+                self._pass_turn(index)
+                self.await_turn(self._last)
+            thread.join()
+        self._threads, self._values, self._answer = [], [], None
+
+    def _pass_turn(self, index: int) -> None:
+        with self._condition:
+            self._running = index
+            self._condition.notify_all()
+
+    def _raise_if_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise _CancelledError
+
+
+class _Thread(threading.Thread, Generic[ResultT]):
+    """Runs one function of `turns`."""
+
+    def __init__(
+        self, turns: Turns[ResultT], index: int, function: Callable[[], ResultT], settings: _ThreadSettings
+    ) -> None:
+        super().__init__(name=f"unitrain-turn-{index}", daemon=True)
+        self._turns, self._index, self._function, self._settings = turns, index, function, settings
+        self._context = copy_context()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.has_ended = False
+
+    def run(self) -> None:
+        self._turns.await_turn(self._index)
+        try:
+            if not self._turns.is_cancelled:
+                with self._settings.applied(is_new_thread=True):
+                    self.result = self._context.run(self._function)
+        except _CancelledError:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._turns.end_thread(self)
+
+
+@dataclass(frozen=True)
+class _ThreadSettings:
+    """Thread-local settings of torch that affect results, and those that `Turns` needs in all threads."""
+
+    device: torch.device
+    default_device: torch.device
+    autocast: dict[str, tuple[bool, torch.dtype]]  # by device type
+    num_threads: int
+    stream: Any
+
+    @classmethod
+    def of_this_thread(cls, device: torch.device) -> _ThreadSettings:
+        """Return the settings of the calling thread. `device` is the device of the functions."""
+        return cls(
+            device=device,
+            default_device=torch.get_default_device(),
+            autocast={
+                kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in sorted({"cpu", device.type})
+            },
+            num_threads=torch.get_num_threads(),
+            stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
+        )
+
+    @contextmanager
+    def applied(self, *, is_new_thread: bool) -> Iterator[None]:
+        """Context manager that applies the settings to the current thread."""
+        # In a new thread, OpenMP would use its default number of threads.
+        torch.set_num_threads(self.num_threads)
+        with ExitStack() as stack:
+            if is_new_thread and self.default_device.type != "cpu":
+                stack.enter_context(self.default_device)
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.stream(self.stream))
+            # The cache of converted weights is common to all threads, so the functions would use, and clear, the
+            # entries of each other.
+            for kind, (enabled, dtype) in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
+            # A backward pass runs in the thread that calls it, even on a GPU. Otherwise all backward passes would share
+            # one thread per GPU, which the first `exchange` would block.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+
+
+class _CancelledError(BaseException):
+    """Raised in a function because another one has raised an exception. Not an Exception, so that functions do not
+    handle it."""
+
+
+def layer_mismatch() -> CollectiveMismatchError:
+    """Return the error for functions that call `exchange` in different layers."""
+    return CollectiveMismatchError(
+        "The logical ranks of this process call different synchronized BatchNorm layers, or call them in different "
+        "orders. Let every logical rank call the same layers in the same order, or leave sync_batch_norm out."
+    )

@@ -1,0 +1,254 @@
+"""Contract of `distributed_model(logical_ranks=V)` with synchronized BatchNorm, whose logical ranks run in turns."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from unitrain.backends.base import Backend
+from unitrain.backends.gradients.interleaved_ranks_model import InterleavedRanksModel
+from unitrain.backends.local import LocalBackend
+from unitrain.backends.logical_ranks import LogicalRank, local_logical_ranks, set_current_logical_rank
+from unitrain.errors import CollectiveMismatchError, ModelError
+from unitrain.modules.sync_batch_norm import sync_batch_norm
+from unitrain.randomness import seed_generators
+from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
+from unitrain.testing.models import FEATURES, batch, build, compute_loss
+
+_LOGICAL_RANKS, _EMPTY = 5, 3  # the second micro-batch of logical rank 3 has no samples
+
+
+class _Branch(nn.Module):
+    """Four convolution-like branches on one input, whose gradients are added up, a buffer that each forward pass
+    replaces, random numbers of all generators, and a recomputed layer with BatchNorm."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(4))
+        self.recomputed = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=None), nn.Dropout(0.3))
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = [float(torch.rand(())), float(np.random.rand()), random.random()]
+        hidden = x.tanh()
+        outputs = [
+            branch(hidden) * (1 + 0.1 * factor) for branch, factor in zip(self.branches, [*noise, 1.0], strict=True)
+        ]
+        noise = [float(torch.rand(())), float(np.random.rand()), random.random()]
+        centered = torch.stack(outputs).sum(0) + hidden - self.center + sum(noise)
+        self.center = 0.5 * self.center + centered.detach().mean(0)
+        output: Tensor = checkpoint(self.recomputed, centered, use_reentrant=False)
+        return output
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(build().float(), nn.BatchNorm1d(3), _Branch())
+
+
+def _distribute(model: nn.Module, backend: Backend) -> InterleavedRanksModel:
+    distributed = backend.distributed_model(sync_batch_norm(model, backend), logical_ranks=_LOGICAL_RANKS)
+    assert isinstance(distributed, InterleavedRanksModel)
+    return distributed
+
+
+def _run_micro_batch(model: nn.Module, logical_rank: int, number: int, action: Callable[[nn.Module], Any]) -> None:
+    is_dummy = logical_rank == _EMPTY and number == 1
+    set_current_logical_rank(LogicalRank(logical_rank, _LOGICAL_RANKS, is_dummy))
+    seed_generators(10 * number + logical_rank)
+    action(model)
+
+
+def _backward(logical_rank: int, number: int, model: nn.Module) -> None:
+    loss = compute_loss(model(batch(logical_rank, number).to(next(model.parameters()).dtype)).double())
+    (loss * (0.0 if logical_rank == _EMPTY and number == 1 else 1.0)).backward()
+
+
+def _run_step(backend: Backend, model: InterleavedRanksModel, numbers: Sequence[int] = (0, 1)) -> None:
+    """Run the micro-batches `numbers` of the logical ranks of this process, and reduce their gradients."""
+    for number in numbers:
+        _run_in_turns(
+            backend, model, {}, number=number, begins_step=number == numbers[0], ends_step=number == numbers[-1]
+        )
+
+
+def _run_in_turns(
+    backend: Backend,
+    model: InterleavedRanksModel,
+    actions: dict[int, Callable[[nn.Module], Any]],
+    *,
+    number: int = 0,
+    begins_step: bool = True,
+    ends_step: bool = True,
+) -> None:
+    """Run a micro-batch of each logical rank of this process. `actions` replace the passes of some logical ranks."""
+    ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
+    functions = [
+        partial(_run_micro_batch, model, rank, number, actions.get(rank, partial(_backward, rank, number)))
+        for rank in ranks
+    ]
+    model.run_in_turns(functions, begins_step=begins_step, ends_step=ends_step)
+
+
+def _assert_equal(model: nn.Module, expected: nn.Module) -> None:
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        assert torch.equal(parameter.grad, other.grad), f"the gradients of {name} differ"
+    for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(buffer, other), f"the buffers {name} differ"
+
+
+@contract
+def synchronized_logical_ranks_have_the_same_bits_on_any_number_of_processes(backend: Backend) -> None:
+    model, expected, alone = _network(), _network(), LocalBackend(backend.device)
+    wrapped, wrapped_alone = _distribute(model, backend), _distribute(expected, alone)
+    for _ in range(3):
+        model.zero_grad()
+        expected.zero_grad()
+        _run_step(backend, wrapped)
+        _run_step(alone, wrapped_alone)
+        if backend.rank == 0:
+            _assert_equal(model, expected)
+        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert other.grad is not None
+            assert torch.equal(parameter.grad, other.grad)
+    statistics = [buffer.tolist() for name, buffer in model.named_buffers() if "running" in name]
+    assert_same_on_every_rank(backend, statistics)
+    alone.shutdown()
+
+
+@contract
+def synchronized_logical_ranks_normalize_over_all_samples(backend: Backend) -> None:
+    """Compares with plain BatchNorm on one batch with the samples of all logical ranks."""
+
+    def build_layers() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(
+            nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3), nn.BatchNorm1d(3)
+        ).double()
+
+    model, plain = build_layers(), build_layers()
+    wrapped = _distribute(model, backend)
+    for _ in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        _run_step(backend, wrapped)
+        for number in range(2):
+            ranks = [rank for rank in range(_LOGICAL_RANKS) if (rank, number) != (_EMPTY, 1)]
+            outputs = plain(torch.cat([batch(rank, number) for rank in ranks])).chunk(len(ranks))
+            (torch.stack([compute_loss(output) for output in outputs]).sum() / _LOGICAL_RANKS).backward()
+        for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-12, msg=name)
+        for (name, buffer), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(buffer, other, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@contract
+def logical_ranks_that_call_different_layers_raise_an_error(backend: Backend) -> None:
+    layers = nn.ModuleDict({name: nn.BatchNorm1d(3) for name in ("first", "second")})
+    layers["wide"] = nn.BatchNorm1d(FEATURES)
+    wrapped = _distribute(_Called(layers), backend)
+    ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
+
+    def call(*names: str) -> Callable[[nn.Module], Any]:
+        def action(model: nn.Module) -> None:
+            model(names).backward()
+
+        return action
+
+    def fail(actions: dict[int, Callable[[nn.Module], Any]], text: str) -> None:
+        threads = threading.active_count()
+        raises(CollectiveMismatchError, text, lambda: _run_in_turns(backend, wrapped, actions))
+        assert threading.active_count() == threads
+
+    every = {rank: call("first", "second") for rank in range(_LOGICAL_RANKS)}
+    fail(every | {0: call("second", "first")}, "calls BatchNorm")
+    if backend.size < 3:  # otherwise some processes have a single logical rank, which cannot differ from others
+        for rank in (ranks[0], ranks[-1]):
+            fail(every | {rank: call("wide")}, "call different synchronized BatchNorm layers")
+    if backend.size == 1:  # otherwise the other processes would wait
+        for rank in (ranks[0], ranks[-1]):
+            fail(every | {rank: call("first")}, "call different synchronized BatchNorm layers")
+            fail(every | {rank: call("first", "second", "second")}, "call different synchronized BatchNorm layers")
+    _run_in_turns(backend, wrapped, every)  # a failed step leaves nothing behind
+    assert layers["first"].weight.grad is not None
+
+
+class _Called(nn.Module):
+    """Calls the layers with the passed names."""
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+        self.inputs = nn.ParameterDict({name: torch.randn(4, layers[name].num_features) for name in layers})
+
+    def forward(self, names: Sequence[str]) -> Tensor:
+        total = sum((parameter.sum() for parameter in self.parameters()), torch.zeros(()))
+        for name in names:
+            total = total + self.layers[name](self.inputs[name]).square().sum()
+        return total
+
+
+@contract
+def an_exception_of_a_logical_rank_ends_the_others(backend: Backend) -> None:
+    wrapped = _distribute(_network(), backend)
+    ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
+
+    def fail_in_forward(model: nn.Module) -> None:
+        raise KeyError("in the forward pass")
+
+    def fail_in_backward(rank: int, model: nn.Module) -> None:
+        def hook(gradient: Tensor) -> None:
+            raise KeyError("in the backward pass")
+
+        output = model(batch(rank).float())
+        output.register_hook(hook)
+        output.sum().backward()
+
+    for rank in (ranks[0], ranks[-1]):
+        for action, text in (
+            (fail_in_forward, "in the forward pass"),
+            (partial(fail_in_backward, rank), "in the backward pass"),
+        ):
+            threads = threading.active_count()
+            raises(KeyError, text, lambda rank=rank, action=action: _run_in_turns(backend, wrapped, {rank: action}))
+            assert threading.active_count() == threads
+    wrapped.zero_grad()
+    _run_step(backend, wrapped)
+    assert all(parameter.grad is not None for parameter in wrapped.parameters())
+
+
+@contract
+def synchronized_logical_ranks_reject_unsupported_uses(backend: Backend) -> None:
+    model = _network()
+    wrapped = _distribute(model, backend)
+    set_current_logical_rank(LogicalRank(0, _LOGICAL_RANKS))
+    try:
+        for called in (wrapped, model):
+            text = "Only the Trainer supports sync_batch_norm with logical_ranks"
+            raises(ModelError, text, lambda called=called: called(batch(0).float()))
+    finally:
+        set_current_logical_rank(None)
+    raises(
+        ModelError,
+        "torch.nn.SyncBatchNorm, which is not supported with logical_ranks",
+        lambda: backend.distributed_model(nn.Sequential(nn.SyncBatchNorm(3)), logical_ranks=_LOGICAL_RANKS),
+    )
+    compiled = sync_batch_norm(_network(), backend)
+    compiled.compile()
+    raises(
+        ModelError,
+        "A compiled model with sync_batch_norm is not supported with logical_ranks",
+        lambda: backend.distributed_model(compiled, logical_ranks=_LOGICAL_RANKS),
+    )
