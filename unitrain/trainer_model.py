@@ -97,10 +97,9 @@ class MicroBatchRunner:
 
     def _run_in_turns(self, model: InterleavedRanksModel, batch: Any, micro_batch: MicroBatch) -> Loss:
         """Run the collected micro-batches and that of the last logical rank, and return the loss of the latter."""
-        functions = [*self._collected, partial(self._forward_backward, batch, micro_batch)]
-        self._collected.clear()
-        losses = model.run_in_turns(functions, begins_step=micro_batch.number == 0, ends_step=micro_batch.ends_step)
-        return losses[-1]
+        functions, self._collected = self._collected, []
+        functions.append(partial(self._forward_backward, batch, micro_batch))
+        return model.run_in_turns(functions, begins_step=micro_batch.number == 0, ends_step=micro_batch.ends_step)[-1]
 
 
 def start_average(average: WeightAverage, distributed: nn.Module, config: TrainConfig, backend: Backend) -> None:

@@ -24,8 +24,7 @@ from unitrain.testing import RankGroup
 from unitrain.testing.cases import raises
 
 GROUPS = [
-    ("ddp", 3),
-    *ci(("horovod", 2), ("ddp", 4)),
+    *ci(("ddp", 3), ("horovod", 2), ("ddp", 4)),
     *nightly(("ddp", 1), ("ddp", 2), ("horovod", 1), ("horovod", 3), ("horovod", 4)),
 ]
 

@@ -32,7 +32,7 @@ class Turns(Generic[ResultT]):
     ) -> None:
         self._combine, self._switch, self._device = combine, switch, device
         self._condition = threading.Condition()
-        self._threads: list[_Thread] = []
+        self._threads: list[_Thread[ResultT]] = []
         self._last = 0  # the index of the function in the calling thread
         self._running = 0  # the index of the function whose turn it is
         self._values: list[Any] = []
@@ -92,7 +92,7 @@ class Turns(Generic[ResultT]):
         with self._condition:
             self._condition.wait_for(lambda: self._running == index)
 
-    def end_thread(self, thread: _Thread) -> None:
+    def end_thread(self, thread: _Thread[ResultT]) -> None:
         """Record that the function of `thread` has ended, and continue the calling thread."""
         thread.has_ended = True
         self._pass_turn(self._last)
