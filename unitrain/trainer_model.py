@@ -1,4 +1,4 @@
-"""Preparation of the Trainer's model: conversion, averaged weights, distribution to ranks, and turns of logical ranks."""
+"""Preparation of the Trainer's model: conversion, averaged weights, distribution to ranks; turns of logical ranks."""
 
 from __future__ import annotations
 
