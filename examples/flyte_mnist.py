@@ -1,4 +1,5 @@
 """MNIST as a Flyte workflow: hyperparameters in, accuracies and the model out.
+It requires flytekit: pip install '.[flyte]'
 
 python examples/flyte_mnist.py                                   # on this machine, with scikit-learn's digits
 pyflyte run examples/flyte_mnist.py train_mnist --ranks 4 --data data

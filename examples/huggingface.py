@@ -1,4 +1,5 @@
 """Fine-tune a language model of transformers on a datasets.Dataset, on any backend. Nothing is downloaded.
+It requires transformers and datasets: pip install '.[huggingface]'
 
 python examples/huggingface.py
 torchrun --nproc-per-node 2 examples/huggingface.py --output runs/model

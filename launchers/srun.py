@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -46,10 +47,10 @@ def build(spec: LaunchSpec) -> Command:
         )
     job = slurm.allocation()
     if job is None:
+        missing = "" if shutil.which("srun") else "srun is not installed on this host: use a host of the cluster. "
         raise LaunchError(
-            "srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. "
-            f"Put the command into an sbatch script, or request an allocation for it: salloc --ntasks "
-            f"{spec.num_processes} {launch} ..."
+            f"srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. {missing}Put the command into an "
+            f"sbatch script, or request an allocation for it: salloc --ntasks {spec.num_processes} {launch} ..."
         )
     job.check_slots(spec.num_processes)
     fix = "It is part of Slurm: run the command on a host that has Slurm's programs"

@@ -207,9 +207,9 @@ def test_doctor_reports_this_host() -> None:
         **rank["facts"], "gpus": tuple(rank["facts"]["gpus"]), "evidence": (),
         "name_addresses": tuple(rank["facts"]["name_addresses"]), "cores": tuple(rank["facts"]["cores"]),
     }  # fmt: skip
-    shown = CliRunner().invoke(unitrain, ["doctor"])
+    shown = CliRunner().invoke(unitrain, ["doctor"], env={"COLUMNS": "80"})
     assert shown.exit_code == result.exit_code
-    assert rank["facts"]["torch"][:6] in shown.output
+    assert rank["facts"]["torch"] in shown.output
 
 
 def test_a_large_limit_of_locked_memory_is_sufficient() -> None:

@@ -244,6 +244,25 @@ def test_without_jsonargparse_the_extra_is_named(folder: Path, monkeypatch: pyte
     assert CliRunner().invoke(command_line, ["train", "--help"]).output.startswith("Usage: ")
 
 
+@pytest.mark.parametrize("command", ["launch -np 2", "verify", "tune", "memory", "bench train"])
+def test_without_jsonargparse_no_rank_is_started(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    done = CliRunner().invoke(command_line, [*command.split(), "config/run.yaml"])
+    assert done.exit_code == 2
+    assert "Error: Configuration files need the package jsonargparse, which is not installed." in done.stderr
+    assert 'with: pip install ".[config]"' in done.stderr
+
+
+def test_without_jsonargparse_a_command_for_another_host_is_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    for line in ("launch --dry-run -np 2", "submit --to slurm --nodes 2 --dry-run"):
+        done = CliRunner().invoke(command_line, [*line.split(), "config/run.yaml"])
+        assert done.exit_code == 0, done.output
+        assert "unitrain train config/run.yaml" in done.stdout
+
+
 def test_help_and_starting_file(folder: Path) -> None:
     shown = " ".join(train("--help").split())
     assert "--max_grad_norm" in shown

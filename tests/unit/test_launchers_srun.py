@@ -161,8 +161,9 @@ def test_invalid_requests_for_srun_are_rejected(folder: Path, monkeypatch: pytes
     assert error_message(folder).startswith("Launcher 'srun' is not installed. It is part of Slurm")
     monkeypatch.delenv("SLURM_JOB_ID")
     assert error_message(folder, num_processes=4) == (
-        "srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. Put the command into an sbatch script, "
-        "or request an allocation for it: salloc --ntasks 4 unitrain launch --launcher srun -np 4 ..."
+        "srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. srun is not installed on this host: "
+        "use a host of the cluster. Put the command into an sbatch script, or request an allocation for it: "
+        "salloc --ntasks 4 unitrain launch --launcher srun -np 4 ..."
     )
 
 

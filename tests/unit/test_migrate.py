@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -486,3 +487,15 @@ def test_command_names_the_lines_that_it_does_not_convert(tmp_path: Path) -> Non
     assert path.read_text() == in_horovod("hvd.join()")
     path.write_text("print(1)\n")
     assert CliRunner().invoke(command, ["migrate", str(path)]).exit_code == 2
+
+
+def test_without_libcst_the_extra_is_named(tmp_path: Path) -> None:
+    """The hint names the source folder, because the PyPI package named unitrain is a different project."""
+    path = tmp_path / "train.py"
+    path.write_text(HOROVOD)
+    program = "import sys; sys.modules['libcst'] = None; from unitrain.cli import unitrain; unitrain()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "migrate", str(path)], text=True, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert 'Install it, in the source folder of unitrain, with: pip install ".[migrate]"' in done.stderr

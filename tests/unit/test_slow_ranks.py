@@ -171,6 +171,14 @@ def test_old_rows_without_a_cause_are_read() -> None:
     assert straggler.to_row() == {"rank": 1, "phase": "data", "seconds": 0.041, "others": 0.006}
 
 
+def test_without_other_ranks_their_times_are_not_shown() -> None:
+    own = SLOW["forward"]
+    (slow,) = observe(StragglerDetector(), [own], [NORMAL])
+    assert str(slow) == "rank 0 is slow: compute 32 ms a step, earlier 12 ms (forward pass)"
+    assert "others" not in slow.to_row()
+    assert Straggler.from_row(slow.to_row()).others is None
+
+
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 
 

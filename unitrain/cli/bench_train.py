@@ -24,7 +24,7 @@ from unitrain.cli.bench_options import (
     user_errors,
 )
 from unitrain.errors import ConfigError, did_you_mean
-from unitrain.supervisor.checks import is_config_file
+from unitrain.supervisor.checks import check_config_packages, is_config_file
 
 if TYPE_CHECKING:
     from unitrain.bench.rank_sets import RankSetSpec
@@ -130,6 +130,7 @@ def _check_target(target: str, function: str) -> None:
     if is_config_file(target):
         if not Path(target).is_file():
             raise ConfigError(f"There is no file {target!r}. Pass a configuration file: config.yaml")
+        check_config_packages()
         return
     module, _, name = function.rpartition(":")
     if not module or not name:

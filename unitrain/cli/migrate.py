@@ -30,7 +30,10 @@ def migrate(script: Path, write: bool) -> None:
     try:
         from unitrain import migrate as migration
     except ModuleNotFoundError as error:
-        raise click.UsageError(f"{error}. Install it with: pip install 'unitrain[migrate]'") from error
+        raise click.ClickException(
+            f"unitrain migrate needs a package that is missing: {error}. Install it, in the source folder of "
+            'unitrain, with: pip install ".[migrate]"'
+        ) from error
 
     try:
         source = script.read_bytes().decode()

@@ -37,7 +37,7 @@ def show(report: Mapping[str, Any]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("host", "ranks", "cores", "memory", "GPUs", "torch", "Horovod", "address"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "torch")
     hosts: dict[str, list[int]] = {}
     for number, facts in enumerate(ranks):
         hosts.setdefault(facts["host"], []).append(number)

@@ -43,8 +43,8 @@ EVIDENCE = RankFigures._fields[len(TRAINING) :]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. `phase` takes `seconds` per step on this rank; the median over the other ranks is `others` seconds,
-    and `earlier` seconds the median over earlier steps of this rank (None if it is unknown).
+    """A slow rank. `phase` takes `seconds` per step on this rank; the median over the other ranks is `others` seconds
+    (None if there are none), and `earlier` seconds the median over earlier steps of this rank (None if it is unknown).
 
     `cause` is a key of `slow_causes.CAUSES`, or None without evidence. `figures` are all figures of the rank.
     `host` and `evidence`, a sentence with figures, are set when the rank is reported.
@@ -53,7 +53,7 @@ class Straggler:
     rank: int
     phase: str
     seconds: float
-    others: float
+    others: float | None = None
     earlier: float | None = None
     cause: str | None = None
     host: str | None = None
@@ -88,11 +88,12 @@ class Straggler:
         return f"Cause: {slow_causes.CAUSES[self.cause].text}{where}{evidence}. {self.suggestion}"
 
     def __str__(self) -> str:
+        others = "" if self.others is None else f", others {slow_causes.milliseconds(self.others)} ms"
         earlier = "" if self.earlier is None else f", earlier {slow_causes.milliseconds(self.earlier)} ms"
         cause = f" ({slow_causes.CAUSES[self.cause].text})" if self.cause in slow_causes.CAUSES else ""
         return (
-            f"rank {self.rank} is slow: {self.phase} {slow_causes.milliseconds(self.seconds)} ms a step, "
-            f"others {slow_causes.milliseconds(self.others)} ms{earlier}{cause}"
+            f"rank {self.rank} is slow: {self.phase} {slow_causes.milliseconds(self.seconds)} ms a step"
+            f"{others}{earlier}{cause}"
         )
 
 
@@ -150,7 +151,7 @@ def _find_busy_ranks(
             rank,
             phase,
             getattr(own, phase),
-            getattr(others, phase),
+            getattr(others, phase) if len(figures) > 1 else None,
             earlier=None if before is None else getattr(before, phase),
             cause=slow_causes.find_cause(own, reference, phase) if has_evidence else None,
             figures=own._asdict() if has_evidence else None,

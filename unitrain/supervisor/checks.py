@@ -5,6 +5,7 @@ These commands also accept a configuration file instead of a script, and then ru
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +19,11 @@ _MAIN = Path(__file__).parent.parent / "__main__.py"
 _RANK_LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "mpirun_rsh", "mpiexec", "jsrun")
 
 
-def check_script(script: Path) -> None:
-    """Raise LaunchError unless `script` is a file."""
+def check_script(script: Path, *, runs_here: bool = True) -> None:
+    """Raise LaunchError unless `script` is a file, and, if it `runs_here`, the packages that read it are installed."""
     if script.is_file():
+        if runs_here and is_config_file(script):
+            check_config_packages()
         return
     if re.fullmatch(r"python[\d.]*", script.name):
         raise launchers.LaunchError(
@@ -35,6 +38,15 @@ def check_script(script: Path) -> None:
 def is_config_file(script: str | Path) -> bool:
     """Return whether `script` is the name of a configuration file, which `unitrain train` runs."""
     return Path(script).suffix in CONFIG_SUFFIXES
+
+
+def check_config_packages() -> None:
+    """Raise LaunchError if the package with which `unitrain train` reads configuration files is missing."""
+    if importlib.util.find_spec("jsonargparse") is None:
+        raise launchers.LaunchError(
+            "Configuration files need the package jsonargparse, which is not installed. Install it, in the source "
+            'folder of unitrain, with: pip install ".[config]"'
+        )
 
 
 def executed_script(script: str, args: Sequence[str]) -> tuple[str, tuple[str, ...]]:

@@ -183,7 +183,7 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
     if request.module:
         check_module(str(request.script))
     else:
-        check_script(request.script)
+        check_script(request.script, runs_here=not request.is_dry_run)
     runs_config = not request.module and is_config_file(request.script)
     program = "unitrain train" if runs_config else f"python{' -m' if request.module else ''}"
     check_not_launched(f"Run the script itself: {program} {request.script}")

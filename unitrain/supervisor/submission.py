@@ -197,7 +197,7 @@ def _split_arguments(script_and_args: Sequence[str], scheduler: str) -> tuple[li
         )
     if scheduler == "slurm":
         try:
-            check_script(Path(rest[0]))
+            check_script(Path(rest[0]), runs_here=False)
         except LaunchError as error:
             if not options:
                 raise
