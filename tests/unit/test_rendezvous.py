@@ -23,7 +23,13 @@ from unitrain.bootstrap import environment, messages, network
 from unitrain.bootstrap.authentication import unseal
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous, connect_ranks
-from unitrain.errors import CollectiveTimeoutError, ConfigError, EnvironmentVariableError, LauncherMismatchError
+from unitrain.errors import (
+    AuthenticationError,
+    CollectiveTimeoutError,
+    ConfigError,
+    EnvironmentVariableError,
+    LauncherMismatchError,
+)
 
 RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "TORCHELASTIC_RESTART_COUNT")
 
@@ -317,6 +323,42 @@ def test_a_timeout_names_every_missing_rank() -> None:
         texts = list(pool.map(error_of, (1, 2)))
     assert texts[0] == texts[1]
     assert texts[0].startswith("The rendezvous of 4 ranks timed out after 1 s, at 'key'. Missing: ranks 0, 3. ")
+
+
+def test_timeout_reports_messages_with_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    rendezvous = Rendezvous(RankInfo("env", 1, 2, 1), store, "127.0.0.1", timedelta(seconds=0.5))
+    monkeypatch.setenv("UNITRAIN_JOB_KEY", "aaaa")
+    rendezvous.post("positions", 1)
+    monkeypatch.setenv("UNITRAIN_JOB_KEY", "bbbb")
+    other = Rendezvous(RankInfo("env", 0, 2, 0), store, "127.0.0.1", timedelta(seconds=0.5))
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"1 message\(s\) that are not signed with the UNITRAIN_JOB_KEY of t"
+    ):
+        other.allgather("positions", 0)
+
+
+def test_ranks_that_start_different_backends_are_an_error() -> None:
+    store = HashStore()
+    ranks = [
+        Rendezvous(RankInfo("env", rank, 3, rank), store, "127.0.0.1", timedelta(seconds=20), backend)
+        for rank, backend in enumerate(("ddp", "ddp", "horovod"))
+    ]
+    for rank, rendezvous in enumerate(ranks[1:], start=1):
+        rendezvous.post("positions", ["host", None, rank, rendezvous.backend])
+    for rendezvous in ranks:
+        with pytest.raises(ConfigError) as caught:
+            _ = rendezvous.node_positions
+        assert str(caught.value) == (
+            "The ranks start different backends: 'ddp' on rank 0, 'horovod' on rank 2. Pass the same backend to "
+            "unitrain.init on every rank, or set UNITRAIN_BACKEND to the same value on every host."
+        )
+
+
+def test_bytes_that_are_not_text_are_ignored_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNITRAIN_JOB_KEY", raising=False)
+    with pytest.raises(AuthenticationError, match="it is not text"):
+        unseal(b"u\xff\xfe", "key")
 
 
 def test_a_rank_that_posts_twice_counts_once() -> None:

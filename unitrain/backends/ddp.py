@@ -37,7 +37,7 @@ class DDPBackend(ProcessGroupBackend):
         device = choose_device(options.device, rank_info.local_rank)
         transport = options.transport or ("nccl" if device.type == "cuda" else "gloo")
         _check_transport(transport, device)
-        rendezvous = connect_ranks(rank_info, options.timeout)
+        rendezvous = connect_ranks(rank_info, options.timeout, "ddp")
         check_gpus(rendezvous, device, options.device)
         if (own := rendezvous.own_address) and (interface := interface_with_address(own)):
             environment.export_defaults({"GLOO_SOCKET_IFNAME": interface})

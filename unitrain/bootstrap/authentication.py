@@ -66,7 +66,10 @@ def unseal(sealed: bytes, purpose: str) -> str:
     elif length and not hmac.compare_digest(sign(text, purpose).hex().encode(), signature):
         reason = "its signature is not valid"
     else:
-        return text.decode()
+        try:
+            return text.decode()
+        except UnicodeDecodeError:  # without a key, another program can write any bytes
+            reason = "it is not text"
     raise AuthenticationError(
         f"The value of {purpose!r} was not written by a process of this job: {reason}. Give all ranks the same "
         f"{environment.JOB_KEY_VARIABLE}, or find the other program that reaches the job's ports: docs/security.md"

@@ -60,14 +60,22 @@ class MessageStore:
 
     def lines(self, key: str) -> list[str]:
         """Return the lines that ranks have appended to `key`. Lines of other programs are ignored."""
+        return [line for line in self._unsealed_lines(key) if line is not None]
+
+    def rejected_lines(self, key: str) -> int:
+        """Return the number of lines at `key` that are not signed with the key of this process."""
+        return self._unsealed_lines(key).count(None)
+
+    def _unsealed_lines(self, key: str) -> list[str | None]:
+        """Return the lines at `key`, and None for each line without a valid signature."""
         if not self._store.check([key]):
             return []
-        lines = []
-        for line in self._store.get(key).split(b"\n"):
+        lines: list[str | None] = []
+        for line in filter(None, self._store.get(key).split(b"\n")):
             try:
-                lines += [self._unseal(key, line)] if line else []
+                lines.append(self._unseal(key, line))
             except AuthenticationError:
-                continue
+                lines.append(None)
         return lines
 
     def add(self, counter: str, number: int) -> int:

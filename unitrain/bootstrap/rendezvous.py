@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -50,12 +51,16 @@ class NodePosition:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A set of connected ranks. All ranks share `store`, and can reach rank 0's host at the address `host`."""
+    """A set of connected ranks. All ranks share `store`, and can reach rank 0's host at the address `host`.
+
+    `backend` is the name of the backend that this rank starts, if known.
+    """
 
     rank_info: RankInfo
     store: Store
     host: str
     timeout: timedelta
+    backend: str | None = None
 
     def allgather(self, key: str, value: Any) -> list[Any]:
         """Return every rank's JSON-serializable `value`, in rank order. All ranks call it, once for each `key`.
@@ -66,9 +71,14 @@ class Rendezvous:
         self.post(key, value)
         if missing := self.missing_ranks(key):
             names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
+            rejected = self.messages.rejected_lines(_posted_key(key))
+            signature = (
+                f"The store also contains {rejected} message(s) that are not signed with the UNITRAIN_JOB_KEY of this "
+                "rank: set the same key on every rank, or unset it on every rank. "
+            )
             raise CollectiveTimeoutError(
                 f"The rendezvous of {self.rank_info.size} ranks timed out after {self.timeout.total_seconds():g} s, at "
-                f"{key!r}. Missing: {names}. "
+                f"{key!r}. Missing: {names}. {signature if rejected else ''}"
                 "Check the first error that they logged, or raise the limit with unitrain.init(timeout_seconds=...)."
             )
         values: list[Any] = json.loads(self.messages.get(_complete_key(key)))
@@ -88,7 +98,7 @@ class Rendezvous:
         """
         if self.store.add(f"{key}/{self.rank_info.rank}", 1) > 1:
             return
-        self.messages.append(f"{key}/posted", json.dumps([self.rank_info.rank, value]))
+        self.messages.append(_posted_key(key), json.dumps([self.rank_info.rank, value]))
         # Any program can change the counter, so it may be too high.
         if self.store.add(f"{key}/count", 1) >= self.rank_info.size:
             values = self._posted_values(key)
@@ -107,7 +117,7 @@ class Rendezvous:
         return []
 
     def _posted_values(self, key: str) -> dict[int, Any]:
-        return dict(json.loads(line) for line in self.messages.lines(f"{key}/posted"))
+        return dict(json.loads(line) for line in self.messages.lines(_posted_key(key)))
 
     @cached_property
     def node_positions(self) -> list[NodePosition]:
@@ -119,13 +129,15 @@ class Rendezvous:
         host_name = socket.gethostname()
         if environment.get_variable(environment.HOROVOD_SET_BY_UNITRAIN) is None:
             host_name = environment.get_variable("HOROVOD_HOSTNAME") or host_name
-        values = self.allgather("positions", [host_name, self.rank_info.node_rank, self.rank_info.local_rank])
-        hosts = [(host, node_rank) for host, node_rank, _ in values]
+        own = [host_name, self.rank_info.node_rank, self.rank_info.local_rank, self.backend]
+        values = self.allgather("positions", own)
+        _check_same_backend([backend for *_, backend in values])
+        hosts = [(host, node_rank) for host, node_rank, *_ in values]
         local_sizes = Counter(hosts)
         node_ranks = {host: number for number, host in enumerate(local_sizes)}
         return [
             NodePosition(local_rank, local_sizes[host], node_ranks[host], len(node_ranks))
-            for host, (_, _, local_rank) in zip(hosts, values, strict=True)
+            for host, (_, _, local_rank, _) in zip(hosts, values, strict=True)
         ]
 
     @cached_property
@@ -147,11 +159,26 @@ def _complete_key(key: str) -> str:
     return f"{key}/complete"
 
 
-def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
+def _posted_key(key: str) -> str:
+    return f"{key}/posted"
+
+
+def _check_same_backend(names: Sequence[str | None]) -> None:
+    """Raise ConfigError unless all ranks start the same backend. The error is the same on every rank."""
+    other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"The ranks start different backends: {names[0]!r} on rank 0, {names[other]!r} on rank {other}. Pass the "
+            "same backend to unitrain.init on every rank, or set UNITRAIN_BACKEND to the same value on every host."
+        )
+
+
+def connect_ranks(rank_info: RankInfo, timeout: timedelta, backend: str | None = None) -> Rendezvous:
     """Connect the ranks of any launcher, and return when all are connected. All ranks call it the same number of times.
 
     Raises LauncherMismatchError if the launcher provides no rendezvous address, EnvironmentVariableError for an invalid
-    address, and CollectiveTimeoutError, which names the missing ranks.
+    address, CollectiveTimeoutError, which names the missing ranks, and, on every rank, ConfigError if the ranks pass
+    different names of a `backend`.
     """
     environment.check_not_in_step_shell(rank_info)
     raise_descriptor_limit(rank_info)
@@ -162,7 +189,7 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
     attempt = (environment.get_variable("TORCHELASTIC_RESTART_COUNT") if is_shared else None) or "0"
     name = f"unitrain/{attempt}/{next(_rendezvous_numbers)}"
     store, host = _open_shared_store(rank_info, timeout, name)
-    rendezvous = Rendezvous(rank_info, PrefixStore(name, store), host, timeout)
+    rendezvous = Rendezvous(rank_info, PrefixStore(name, store), host, timeout, backend)
     _ = rendezvous.node_positions  # waits for all ranks
     return rendezvous
 

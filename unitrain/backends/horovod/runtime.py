@@ -206,7 +206,7 @@ def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendez
     """Connect the ranks and start Horovod. Under mpirun without MASTER_ADDR, the ranks connect through Horovod."""
     if rank_info.launcher != "mpirun" or environment.get_variable("MASTER_ADDR"):
         # The ranks connect before Horovod starts, because Horovod aborts the process if ranks are missing.
-        rendezvous = connect_ranks(rank_info, timeout)
+        rendezvous = connect_ranks(rank_info, timeout, "horovod")
         start_horovod(rank_info, rendezvous)
         return rendezvous
     raise_descriptor_limit(rank_info)
