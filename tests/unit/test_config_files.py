@@ -183,6 +183,7 @@ def test_scheduler_classes_and_functions(folder: Path) -> None:
         ("callbacks: &all [*all]", r"bad.yaml: the values are nested too deeply, or an alias contains itself"),
         ("callbacks: " + "[" * 5000, r"bad.yaml: the values are nested too deeply"),
         (ALIASES, r"bad.yaml: the file contains more than 100000 values, including repeated aliases"),
+        ("", r"bad.yaml: the file contains no keys\. Create a complete file with: unitrain train --print_config"),
         ("seed: [1", r"bad.yaml, line \d: .*Correct the YAML syntax"),
         (
             "model:\n  init_args:\n    hidden: x",

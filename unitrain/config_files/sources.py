@@ -62,7 +62,10 @@ class ConfigFile:
         except RecursionError:
             raise _nesting_error(path) from None
         if node is None:
-            return cls(path, {}, ())
+            raise ConfigError(
+                f"{path}: the file contains no keys. Create a complete file with: unitrain train --print_config > "
+                "config.yaml"
+            )
         if not isinstance(content, dict):
             raise ConfigError(
                 f"{path}, line {node.start_mark.line + 1}: the file contains a {type(content).__name__}. Use a mapping "
