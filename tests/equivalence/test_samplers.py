@@ -429,7 +429,7 @@ ERRORS: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (
         too_few_batches,
         {"uneven": "drop", "gradient_accumulation_steps": 2},
-        "DataError: BatchSampler yields 1 batches, fewer than the",
+        "DataError: BatchSampler yields 1 batches, but a step takes ",
     ),
     (too_few_batches, {"batch_size": 2}, "ConfigError: A batch size of 2 was requested, but the DataLoader was built"),
     (too_few_batches, {"global_batch_size": 12}, "ConfigError: TrainConfig.global_batch_size 12 is not possible, beca"),

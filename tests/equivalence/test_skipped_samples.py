@@ -210,7 +210,7 @@ def test_predictions_with_skipped_samples_are_rejected(group: RankGroup, kind: s
     batch_size = GLOBAL_BATCH // group.size
     for text in group.run(predict, kind):
         assert text.startswith("DataError: predict returns one output per sample, but on rank 0 the DataLoader's")
-        assert f"from {batch_size} samples. Leave such samples out of the dataset" in text
+        assert f"from {batch_size} samples. Leave the dropped samples out of the dataset" in text
 
 
 def keep_nothing(items: list[Any]) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from groups import ci, nightly
@@ -399,6 +400,14 @@ def test_the_status_shows_the_position_of_the_main_thread() -> None:
     assert [status.waits_for_ranks for status in found] == [False, False, True]
     assert [RankStatus.from_json(status.to_json()) for status in found] == found
     assert re.fullmatch(r"test_watchdog.py:\d+: assert re.fullmatch.*call_site.*", call_site(sys._getframe()))
+
+
+@pytest.mark.parametrize("folder", ["/usr/lib/python3/dist-packages", "/opt/venv/lib/python3.11/site-packages"])
+def test_packages_of_another_environment_are_not_user_code(folder: str) -> None:
+    """As in a virtual environment that uses the packages of the system."""
+    library: dict[str, Any] = {"call_site": call_site, "sys": sys}
+    exec(compile("def call():\n    return call_site(sys._getframe())", f"{folder}/library/module.py", "exec"), library)
+    assert re.fullmatch(r"test_watchdog.py:\d+: assert re.fullmatch.*", library["call"]())
 
 
 def test_equal_statuses_are_grouped() -> None:

@@ -18,6 +18,8 @@ from unitrain.torch_compat import awaited_batches, next_batch_number, worker_of_
 
 _UNITRAIN_FOLDER = str(Path(__file__).parent.parent)
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# Folders of packages in any environment. A virtual environment can also use the packages of the system.
+_PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 _MAX_FRAMES = 14
 _AUTOGRAD_FUNCTION = "_engine_run_backward"
 
@@ -117,7 +119,8 @@ def is_unitrain_frame(frame: FrameType) -> bool:
 
 @cache  # every backward pass calls it, and a program has few source files
 def _is_user_file(file: str) -> bool:
-    return not file.startswith((_UNITRAIN_FOLDER, *_LIBRARY_FOLDERS, "<frozen"))
+    is_library = file.startswith((_UNITRAIN_FOLDER, *_LIBRARY_FOLDERS, "<frozen"))
+    return not is_library and not any(folder in file for folder in _PACKAGE_FOLDERS)
 
 
 def _qualified_name(frame: FrameType) -> str:
