@@ -380,7 +380,7 @@ def test_cores_per_rank_follow_the_cpu_affinity(
             trainer.fit(data)
     finally:
         backend.shutdown()
-    result = trial.Result.parse_output(capsys.readouterr().out)
+    result = trial.TrialResult.parse_output(capsys.readouterr().out)
     assert result is not None
     assert result.cores_per_rank == 3
 
