@@ -229,7 +229,7 @@ def test_missing_and_repeated_devices_are_rejected(tmp_path: Path, monkeypatch: 
 def test_run_inside_a_rank_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"^unitrain\.run starts ranks, but torchrun has already started this process"):
+    with pytest.raises(ConfigError, match=r"^unitrain\.run starts ranks, but torchrun has already started this"):
         unitrain.run(print, np=2)
 
 
