@@ -13,9 +13,9 @@ from torch import nn
 from unitrain.backends.base import Communicator
 from unitrain.backends.sharding.forward_passes import align_forward_passes
 from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.seeded_batches import seed_batches
-from unitrain.data.sharding import EvaluationShard
 from unitrain.errors import DataError
 from unitrain.metrics.means import create_means
 from unitrain.metrics.user_metrics import Metric, UserMetrics

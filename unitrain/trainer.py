@@ -20,10 +20,11 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.callbacks.callback import Callback, Callbacks
 from unitrain.checkpoint.checkpointer import Checkpointer, load_weights
 from unitrain.config import TrainConfig, check_same_config
+from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.loading import Data
 from unitrain.data.order import MicroBatch, begin_micro_batch
 from unitrain.data.prefetch import Prefetcher
-from unitrain.data.sharding import EvaluationShard, open_training_data
+from unitrain.data.sharding import open_training_data
 from unitrain.data.training_data import ShardSettings, TrainingData
 from unitrain.errors import ConfigError, Preempted
 from unitrain.evaluation import Evaluation, LossFunction

@@ -233,7 +233,7 @@ def test_log_that_is_not_a_regular_file_is_reported(kind: str, cluster: Path) ->
     write_program(cluster, "scontrol", f"echo 'JobId=7 JobState=COMPLETED ExitCode=0:0'; echo '   StdOut={log}'")
     result = run("follow", "--to", "slurm", "7")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert states(result) == [f"{log} is not a regular file, so that the log is not shown", "job 7 is completed"]
+    assert states(result) == [f"{log} is not a regular file, so its content is not shown", "job 7 is completed"]
 
 
 def test_name_of_a_job_does_not_change_its_state(cluster: Path) -> None:

@@ -29,7 +29,8 @@ from unitrain import Callback, TrainConfig, Trainer, UnitrainError
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.dummy_batches import NO_BATCH, plan_steps
-from unitrain.data.sharding import EvaluationShard, open_training_data
+from unitrain.data.evaluation_shard import EvaluationShard
+from unitrain.data.sharding import open_training_data
 from unitrain.data.training_data import ShardSettings
 from unitrain.progress import display
 from unitrain.testing import RankGroup

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from unitrain import TrainConfig, Trainer, prediction
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
-from unitrain.data.sharding import EvaluationShard
+from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.errors import DataError, ModelError, UnitrainError
 from unitrain.testing import RankGroup
 

@@ -23,8 +23,9 @@ from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data import prefetch
+from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.prefetch import Prefetcher, prefetch_one
-from unitrain.data.sharding import EvaluationShard, TrainingShard
+from unitrain.data.sharding import TrainingShard
 from unitrain.data.training_data import ShardSettings
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.optim.step import backward

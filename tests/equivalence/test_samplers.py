@@ -34,8 +34,9 @@ from unitrain import TrainConfig, Trainer, UnitrainError
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data import samplers
+from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.order import micro_batches_of_sampler
-from unitrain.data.sharding import EvaluationShard, TrainingShard
+from unitrain.data.sharding import TrainingShard
 from unitrain.data.training_data import ShardSettings
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed

@@ -21,8 +21,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.order import MicroBatch, epoch_order, micro_batches_of_samples
-from unitrain.data.sharding import EvaluationShard, TrainingShard
+from unitrain.data.sharding import TrainingShard
 from unitrain.data.training_data import ShardSettings
 from unitrain.errors import ConfigError, DataError
 

@@ -332,9 +332,7 @@ def test_timeout_reports_messages_with_other_keys(monkeypatch: pytest.MonkeyPatc
     rendezvous.post("positions", 1)
     monkeypatch.setenv("UNITRAIN_JOB_KEY", "bbbb")
     other = Rendezvous(RankInfo("env", 0, 2, 0), store, "127.0.0.1", timedelta(seconds=0.5))
-    with pytest.raises(
-        CollectiveTimeoutError, match=r"1 message\(s\) that are not signed with the UNITRAIN_JOB_KEY of t"
-    ):
+    with pytest.raises(CollectiveTimeoutError, match=r"messages that are not signed with the UNITRAIN_JOB_KEY of t"):
         other.allgather("positions", 0)
 
 

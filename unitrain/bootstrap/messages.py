@@ -62,9 +62,9 @@ class MessageStore:
         """Return the lines that ranks have appended to `key`. Lines of other programs are ignored."""
         return [line for line in self._unsealed_lines(key) if line is not None]
 
-    def rejected_lines(self, key: str) -> int:
-        """Return the number of lines at `key` that are not signed with the key of this process."""
-        return self._unsealed_lines(key).count(None)
+    def has_rejected_lines(self, key: str) -> bool:
+        """Return whether a line at `key` is not signed with the job's key that this process has."""
+        return None in self._unsealed_lines(key)
 
     def _unsealed_lines(self, key: str) -> list[str | None]:
         """Return the lines at `key`, and None for each line without a valid signature."""

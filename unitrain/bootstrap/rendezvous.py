@@ -71,14 +71,15 @@ class Rendezvous:
         self.post(key, value)
         if missing := self.missing_ranks(key):
             names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
-            rejected = self.messages.rejected_lines(_posted_key(key))
-            signature = (
-                f"The store also contains {rejected} message(s) that are not signed with the UNITRAIN_JOB_KEY of this "
-                "rank: set the same key on every rank, or unset it on every rank. "
-            )
+            signature = ""
+            if self.messages.has_rejected_lines(_posted_key(key)):
+                signature = (
+                    "The store also contains messages that are not signed with the UNITRAIN_JOB_KEY of this rank: set "
+                    "the same key on every rank, or unset it on every rank. "
+                )
             raise CollectiveTimeoutError(
                 f"The rendezvous of {self.rank_info.size} ranks timed out after {self.timeout.total_seconds():g} s, at "
-                f"{key!r}. Missing: {names}. {signature if rejected else ''}"
+                f"{key!r}. Missing: {names}. {signature}"
                 "Check the first error that they logged, or raise the limit with unitrain.init(timeout_seconds=...)."
             )
         values: list[Any] = json.loads(self.messages.get(_complete_key(key)))

@@ -1,7 +1,8 @@
 """Sharding and loading of data.
 
 sharded_loader     public loader for training and evaluation loops without the Trainer
-sharding           this rank's shard of map-style (indexed) data, for training and evaluation
+sharding           this rank's shard of map-style (indexed) data for training
+evaluation_shard   this rank's shard of evaluation data
 iterable_training  this rank's shard of an iterable dataset for training
 training_data      settings of training data, and the interface that the training loop uses
 order              order of the samples in an epoch, and its division into micro-batches

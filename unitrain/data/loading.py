@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from unitrain import validation
 from unitrain.backends.base import Communicator
-from unitrain.backends.synchronized_errors import gather_if_different
+from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.data.batch import CountedBatch, CountingCollate
 from unitrain.data.samplers import custom_sampler, is_random_sampler
 from unitrain.data.seeded_batches import SeededDataset, SeededIndices, isolate_generators
@@ -400,3 +400,18 @@ def _is_batch(item: Any) -> bool:
     """Return whether `item` consists of several tensors with the same first dimension, larger than 1."""
     tensors = isinstance(item, list | tuple) and len(item) > 1 and all(isinstance(part, Tensor) for part in item)
     return bool(tensors and len({part.shape[:1] for part in item}) == 1 and item[0].dim() and item[0].shape[0] > 1)
+
+
+def open_source(data: Data, communicator: Communicator, **settings: Any) -> IndexedSource:
+    """Return an IndexedSource of `data` with these settings. All ranks call it, and raise the error of any rank."""
+    pin_memory = communicator.device.type == "cuda"
+    return call_on_all_ranks(communicator, lambda: IndexedSource(data, pin_memory=pin_memory, **settings))
+
+
+def check_is_indexed(data: Data) -> None:
+    """Raise DataError for an iterable dataset, which logical ranks do not support."""
+    if is_stream(data):
+        raise DataError(
+            "An iterable dataset is not supported with logical_ranks. Use a dataset with __getitem__ and __len__, or "
+            "leave logical_ranks out."
+        )

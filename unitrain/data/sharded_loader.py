@@ -15,11 +15,12 @@ from unitrain.backends.logical_ranks import set_current_logical_rank
 from unitrain.backends.pipeline.replicas import Replicas
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.config import StreamKind, Uneven
+from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.loading import Data, check_is_dataset
 from unitrain.data.order import begin_micro_batch
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.seeded_batches import seed_batches
-from unitrain.data.sharding import EvaluationShard, open_training_data
+from unitrain.data.sharding import open_training_data
 from unitrain.data.stream_state import StreamState
 from unitrain.data.training_data import ShardSettings, TrainingData, describe_order_fix
 from unitrain.errors import CheckpointError, ConfigError

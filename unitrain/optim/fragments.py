@@ -33,9 +33,8 @@ class Fragment:
             self.steps_until_merge -= 1
             if self.steps_until_merge == 0:
                 self._merge()
-            elif (
-                self.steps_until_merge == overlap_steps // 2
-            ):  # halfway: the two collectives of a transfer have the same size
+            # Halfway, because the two collectives of a transfer have the same size.
+            elif self.steps_until_merge == overlap_steps // 2:
                 for bucket in self.buckets:
                     if bucket.pending is not None:
                         bucket.pending.advance()

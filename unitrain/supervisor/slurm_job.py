@@ -116,7 +116,7 @@ class _GrowingFile:
             return is_new
         if not stat.S_ISREG(found.st_mode):
             if not self._is_reported:
-                click.echo(f"unitrain: {self.path} is not a regular file, so that the log is not shown", err=True)
+                click.echo(f"unitrain: {self.path} is not a regular file, so its content is not shown", err=True)
             self._is_reported = True
             return is_new
         if self._descriptor is not None:

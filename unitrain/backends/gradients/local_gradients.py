@@ -46,7 +46,7 @@ class LocalGradients:
         # in memory.
         self._local_ids: set[int] = set()
         self._ids_outside_reducer = frozenset[int]()
-        # If two models share a parameter, a reduction by either makes its gradient global for both.
+        # If two models share a parameter, its gradient counts as reduced in both as soon as one of them has reduced it.
         self._trackers_with_shared_parameters: WeakSet[LocalGradients] = WeakSet(
             other for other in LocalGradients._instances if not self._names.keys().isdisjoint(other._names)
         )

@@ -1,0 +1,221 @@
+"""This rank's shard of evaluation data."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from unitrain.backends.base import Communicator
+from unitrain.backends.logical_ranks import check_logical_ranks, local_logical_ranks
+from unitrain.config import StreamKind, TrainConfig
+from unitrain.data.batch import CountedBatch
+from unitrain.data.batch_size import evaluation_batch_sizes
+from unitrain.data.iterable import StreamSource, open_stream
+from unitrain.data.loading import Data, IndexedSource, check_is_indexed, check_same_data, is_stream, open_source
+from unitrain.data.order import StrideUnit
+from unitrain.data.samplers import DrawnOrder, draw_order
+from unitrain.errors import DataError
+from unitrain.randomness import SeedPurpose, derive_seed
+
+
+class EvaluationShard:
+    """This rank's shard of evaluation data: a contiguous part of the data, which may be empty.
+
+    Every sample is evaluated; `drop_last` of a DataLoader is ignored. Indices are drawn from a sampler once, so every
+    evaluation uses the same samples. An iterable dataset is restarted for every evaluation, with the same random seed.
+    With stream="shared", its items are assigned to ranks round-robin; with "own", the items differ between ranks.
+
+    With `logical_ranks`, each logical rank has a contiguous part, and each process evaluates the parts of its logical
+    ranks.
+
+    With `limit_batches`, only the first `limit_batches` * `limit_batch_size` (default: `batch_size`) samples are
+    evaluated: the same samples for any number of ranks. With `stream` "own", `limit_batches` is the number of batches
+    per rank.
+
+    `part_starts` are the positions in the data at which the parts of this process's logical ranks begin.
+
+    All ranks create it; iterating does not communicate. Raises DataError, on all ranks, for data that is empty, differs
+    between ranks or cannot be sharded.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        communicator: Communicator,
+        *,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        stream: StreamKind = "shared",
+        limit_batches: int | None = None,
+        limit_batch_size: int | None = None,
+        logical_ranks: int | None = None,
+        class_name: str = "TrainConfig",
+    ) -> None:
+        subject = "The evaluation data"
+        setting = "eval_batch_size" if class_name == "TrainConfig" else "batch_size"
+        self._rank, self._has_logical_ranks = communicator.rank, logical_ranks is not None
+        check_logical_ranks(f"{class_name}(logical_ranks=...)", logical_ranks, communicator)
+        self._source: IndexedSource | StreamSource
+        self.part_starts: frozenset[int] = frozenset()
+        if is_stream(data):
+            if logical_ranks is not None:
+                check_is_indexed(data)
+            self._source = open_stream(
+                data,
+                communicator,
+                batch_size=batch_size,
+                num_workers=num_workers,
+                stream_kind=stream,
+                seed=0,
+                setting=setting,
+                class_name=class_name,
+                subject=subject,
+                every_item=True,
+                limit_batches=limit_batches,
+                limit_batch_size=limit_batch_size,
+            )
+            return
+        self._source = source = open_source(
+            data,
+            communicator,
+            batch_size=batch_size,
+            shuffle=False,
+            drop_last=False,
+            num_workers=num_workers,
+            setting=setting,
+            class_name=class_name,
+            seeds_batches=logical_ranks is not None,
+        )
+        sampler = None if source.sampler is None else type(source.sampler).__name__
+        check_same_data(subject, communicator, source.length, {"sampler": sampler})
+        self._order, bounds = DrawnOrder(torch.arange(source.length), None)
+        if source.sampler is not None:
+            self._order, bounds = draw_order(
+                source.sampler, communicator, yields_batches=source.batch_size is None, seed=0, epoch=0
+            )
+        shards, num_shards = [communicator.rank], communicator.size
+        if logical_ranks is not None:
+            shards = list(local_logical_ranks(logical_ranks, communicator.rank, communicator.size))
+            num_shards = logical_ranks
+
+        def divide(count: int) -> list[range]:
+            """Return the parts of `count` samples or batches that belong to the shards of this process."""
+            return [range(shard * count // num_shards, (shard + 1) * count // num_shards) for shard in shards]
+
+        if bounds is not None:
+            batches = [slice(*ends) for ends in pairwise(bounds)][:limit_batches]
+            parts = divide(len(batches))
+            self._slices = [batches[number] for part in parts for number in part]
+            starts = [batches[part.start].start for part in parts if part.start < len(batches)]
+        else:
+            length, step = len(self._order), source.batch_size or 1
+            if limit_batches is not None:
+                length = min(length, limit_batches * (limit_batch_size or step))
+            parts = divide(length)
+            self._slices = [slice(start, min(start + step, part.stop)) for part in parts for start in part[::step]]
+            starts = [part.start for part in parts]
+        if logical_ranks is not None:
+            self.part_starts = frozenset(starts)
+
+    @classmethod
+    def from_config(
+        cls,
+        data: Data,
+        communicator: Communicator,
+        config: TrainConfig,
+        train_batch_size: int | None,
+        limit_batches: int | None = None,
+    ) -> EvaluationShard:
+        """Return this rank's shard with the settings of `config`. All ranks call it.
+
+        `train_batch_size` is the batch size of training, if it is known. A DataLoader keeps its own batch size.
+        """
+        batch_size = limit_batch_size = None
+        if not isinstance(data, DataLoader):
+            batch_size, limit_batch_size = evaluation_batch_sizes(
+                config.eval_batch_size or config.batch_size,
+                config.global_batch_size,
+                config.gradient_accumulation_steps,
+                train_batch_size,
+                config.logical_ranks or communicator.size,
+            )
+        return cls(
+            data,
+            communicator,
+            batch_size=batch_size,
+            num_workers=config.num_workers,
+            stream=config.stream,
+            limit_batches=limit_batches,
+            limit_batch_size=limit_batch_size,
+            logical_ranks=config.logical_ranks,
+        )
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per batch; None if the data or a batch_sampler determines it."""
+        return self._source.batch_size
+
+    @property
+    def first_seeded_sample(self) -> int | None:
+        """With logical ranks, `first_sample`: the caller seeds the random number generators for each batch with its
+        position in the data. None without logical ranks.
+        """
+        return self.first_sample if self._has_logical_ranks else None
+
+    @property
+    def first_sample(self) -> int | None:
+        """The position of this rank's first sample in the data; None for an iterable dataset."""
+        if isinstance(self._source, StreamSource):
+            return None
+        return self._slices[0].start if self._slices else 0
+
+    def count_batches(self) -> int | None:
+        """Return the number of this rank's batches; None for an iterable dataset."""
+        return None if isinstance(self._source, StreamSource) else len(self._slices)
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether batches may be prefetched without side effects."""
+        return self._source.can_prefetch
+
+    @property
+    def stride_unit(self) -> StrideUnit | None:
+        """Whether samples or batches are assigned to ranks round-robin, as from a shared stream; None if neither
+        are."""
+        if not isinstance(self._source, StreamSource) or self._source.stream_kind == "own":
+            return None
+        return "batches" if self._source.batch_size is None else "samples"
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        """Yield (batch, number of samples), and skip batches without samples."""
+        with closing(self._counted_batches()) as batches:
+            yield from ((counted.batch, counted.sample_count) for counted in batches if counted.sample_count)
+
+    def batches_without_drops(self) -> Iterator[tuple[Any, int]]:
+        """Yield (batch, number of samples), also for batches without samples. Raises DataError, on this rank only, if
+        the collate_fn dropped a sample."""
+        with closing(self._counted_batches()) as batches:
+            for items, samples, batch, _ in batches:
+                if samples != items:
+                    raise DataError(
+                        f"predict returns one output per sample, but on rank {self._rank} the DataLoader's collate_fn "
+                        f"made a batch of {samples} from {items} samples. Leave the dropped samples out of the "
+                        "dataset, for example with torch.utils.data.Subset(dataset, indices), or let collate_fn keep "
+                        "all of them."
+                    )
+                yield batch, samples
+
+    def _counted_batches(self) -> Generator[CountedBatch]:
+        if isinstance(self._source, StreamSource):
+            with closing(self._source.batches(epoch=0)) as batches:
+                yield from batches
+        else:
+            seeds = None
+            if self._has_logical_ranks:
+                seeds = (derive_seed(0, SeedPurpose.EVALUATION, part.start) for part in self._slices)
+            yield from self._source.counted_batches(self._order, iter(self._slices), worker_seed=0, seeds=seeds)
