@@ -110,25 +110,32 @@ def test_a_retained_graph_keeps_its_saved_tensors() -> None:
         assert saved.total_bytes == 0
 
 
-def test_a_tensor_at_the_address_of_a_freed_storage_counts() -> None:
+def test_storages_at_the_same_address_count_separately() -> None:
     """FSDP frees gathered parameters that autograd has saved, and other tensors may then have their addresses."""
     factor = torch.ones((), requires_grad=True)
-    size = 64 * MB  # the C library maps large blocks separately, so the address of a freed block is used again
+    memory = bytearray(MB)
     with tracked(nn.Identity()) as (saved, _):
-        gathered = torch.empty(size, dtype=torch.int8)
-        products = [factor * gathered[:4]]
-        address = gathered.data_ptr()
-        gathered.untyped_storage().resize_(0)
-        others = [torch.empty(size, dtype=torch.int8)]
-        while others[-1].data_ptr() != address and len(others) < 100:
-            others.append(torch.empty(size, dtype=torch.int8))
-        assert others[-1].data_ptr() == address
-        products.append(factor * others[-1][:4])
+        storages = [torch.frombuffer(memory, dtype=torch.int8) for _ in range(2)]
+        assert storages[0].data_ptr() == storages[1].data_ptr()
+        products = [factor * values[:4] for values in storages]
         assert len(saved.update_sizes()) == 2
-        assert saved.total_bytes == size
+        assert saved.total_bytes == 2 * MB
         products.clear()
         assert not saved.update_sizes()
         assert saved.total_bytes == 0
+
+
+def test_a_freed_storage_has_no_bytes() -> None:
+    factor = torch.ones((), requires_grad=True)
+    with tracked(nn.Identity()) as (saved, _):
+        gathered = torch.empty(MB, dtype=torch.int8)
+        product = factor * gathered[:4]
+        assert saved.total_bytes == MB
+        gathered.untyped_storage().resize_(0)
+        assert [storage.size_bytes for storage in saved.update_sizes()] == [0]
+        assert saved.total_bytes == 0
+        del product
+        assert not saved.update_sizes()
 
 
 def test_gradients_are_the_same_while_saved_tensors_are_tracked() -> None:
