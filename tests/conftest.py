@@ -11,6 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+import slow_tests
 from hosts import Host, hosts
 
 TESTS = Path(__file__).parent
@@ -60,8 +61,13 @@ COMPILING_CASES = ("-compiled_models_are_reduced", "-compiled_models_are_reduced
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the name of its folder (`unitrain.testing` has the contract suite), and sort the files."""
+    """Mark each test with the name of its folder (`unitrain.testing` has the contract suite) and slow tests with their
+    tier, and sort the files."""
+    slow = slow_tests.read()
     for item in items:
+        for tier, tests in slow.items():
+            if item.nodeid.removeprefix("tests/").startswith(tests):
+                item.add_marker(tier)
         item.add_marker(item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else "contract")
         if item.path.name == "test_contract.py" and isinstance(item, pytest.Function):
             case, ranks = item.callspec.params["case"], item.callspec.params["ranks"]

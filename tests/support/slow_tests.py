@@ -1,0 +1,44 @@
+"""The tests that `tests/slow_tests.txt` moves from `make test` to CI or to `make test-all`.
+
+    python -m pytest --junit-xml results.xml ...
+    python -m tests.support.slow_tests results.xml
+
+lists the tests in the results that take long and are not in the file, and the lines that match no test in the results.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+TESTS = Path(__file__).parents[1]
+TIERS = ("ci", "nightly")
+SLOW_SECONDS = 5.0
+
+
+def read() -> dict[str, tuple[str, ...]]:
+    """Return the starts of the IDs of the tests of each tier, relative to `tests/`."""
+    lines = (TESTS / "slow_tests.txt").read_text().splitlines()
+    entries = [line.split(maxsplit=1) for line in lines if not line.startswith("#")]
+    return {tier: tuple(test for marker, test in entries if marker == tier) for tier in TIERS}
+
+
+def main() -> None:
+    """Compare the file with the durations in the JUnit files that pytest wrote."""
+    listed = [test for tests in read().values() for test in tests]
+    seconds: dict[str, float] = {}
+    for path in sys.argv[1:]:
+        for case in ElementTree.parse(path).iter("testcase"):
+            name = case.get("classname", "").removeprefix("tests.").replace(".", "/")
+            seconds[f"{name}.py::{case.get('name')}"] = float(case.get("time", 0))
+    for test in sorted(seconds, key=lambda test: -seconds[test]):
+        if seconds[test] >= SLOW_SECONDS and not test.startswith(tuple(listed)):
+            print(f"not listed: {seconds[test]:.0f} s {test}")
+    for start in listed:
+        if not any(test.startswith(start) for test in seconds):
+            print(f"matches no test: {start}")
+
+
+if __name__ == "__main__":
+    main()
