@@ -169,10 +169,11 @@ def check_writer(backend: Backend, writer: Any) -> None:
     check_same_settings(backend, "Trainer.predict", writer=None if writer is None else str(writer))
 
 
-def validation_data_by_prefix(data: Data | Mapping[str, Data] | None) -> dict[str, Data]:
+def validation_data_by_prefix(data: Data | Mapping[str, Data] | None, results: Sequence[str]) -> dict[str, Data]:
     """Return the validation datasets by result prefix: "val_", or "val_NAME_" for a mapping.
 
-    Raises ConfigError for an empty mapping or names that are not strings.
+    `results` are the names of the results of an evaluation. Raises ConfigError for an empty mapping, for names that are
+    not strings, and for two results that would have the same name with their prefixes.
     """
     if data is None:
         return {}
@@ -183,6 +184,18 @@ def validation_data_by_prefix(data: Data | Mapping[str, Data] | None) -> dict[st
             f"val_data takes a dataset, or a mapping from names to datasets, got the names {list(data)}. "
             'Use trainer.fit(train_data, {"clean": clean_data, "noisy": noisy_data}).'
         )
+    found: dict[str, tuple[str, str]] = {}
+    for name in data:
+        for result in results:
+            key = f"val_{name}_{result}"
+            if key in found:
+                other, other_result = found[key]
+                raise ConfigError(
+                    f"Two results of Trainer.fit would be named {key!r}: {other_result!r} of val_data[{other!r}], and "
+                    f"{result!r} of val_data[{name!r}]. Rename one of the datasets, or a metric in "
+                    "Trainer(metrics={...})."
+                )
+            found[key] = name, result
     return {f"val_{name}_": dataset for name, dataset in data.items()}
 
 

@@ -208,6 +208,11 @@ def test_several_validation_sets_have_separate_results() -> None:
     for names in ({}, {1: clean}):
         with pytest.raises(ConfigError, match="val_data takes a dataset, or a mapping from names"):
             trainer(max_epochs=1).fit(data(), names)  # type: ignore[arg-type]
+    colliding = trainer(max_epochs=1, metrics={"b_loss": lambda output, target: (output - target).abs().mean(1)})
+    message = r"named 'val_a_b_loss': 'b_loss' of val_data\['a'\], and 'loss' of val_data\['a_b'\]\. Rename"
+    with pytest.raises(ConfigError, match=message):
+        colliding.fit(data(), {"a": clean, "a_b": noisy})
+    assert colliding.progress.step == 0
     model, optimizer = make()
     plateau = unitrain.Trainer(
         model,
