@@ -216,7 +216,9 @@ class Trainer(LoggingMethods):
         )  # fmt: skip
         shard = open_training_data(train_data, self.backend, settings)
         self._train_batch_size = shard.batch_size
-        named = call_on_all_ranks(self.backend, lambda: trainer_arguments.validation_data_by_prefix(val_data))
+        named = call_on_all_ranks(
+            self.backend, lambda: trainer_arguments.validation_data_by_prefix(val_data, self._evaluation.names)
+        )
         check_same_settings(self.backend, "Trainer.fit", val_data=list(named))
         self.result_names = ("train_loss", *(prefix + name for prefix in named for name in self._evaluation.names))
         self._epoch_scheduler.check(self.result_names)
@@ -256,6 +258,7 @@ class Trainer(LoggingMethods):
             finally:
                 set_current_logical_rank(None)
                 self._callbacks.call("on_fit_end", self)
+            self.backend.barrier()  # so that no rank returns if a hook has failed on another rank
             if stopping.preempted:
                 raise Preempted(stopping.reason)
         return self._validate(validation) if results is None else results

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from groups import SEVERAL_RANKS
+from groups import SEVERAL_RANKS, ci
+from launches import running_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -492,3 +493,38 @@ def test_every_rank_writes_a_trace(ranks: tuple[list[Any], Path]) -> None:
     ]
     for trace in traces:
         assert events(trace).count("Optimizer.step#SGD.step") == 2
+
+
+FAILS_AT_END = """\
+import sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import unitrain
+
+class Fails(unitrain.Callback):
+    def on_fit_end(self, trainer):
+        if trainer.backend.rank == 1:
+            raise ValueError("the upload failed")
+
+with unitrain.init(device="cpu", timeout_seconds=30) as backend:
+    model = nn.Linear(2, 1)
+    config = unitrain.TrainConfig(max_epochs=1, batch_size=4, progress="off")
+    trainer = unitrain.Trainer(
+        model, torch.optim.SGD(model.parameters()), nn.MSELoss(), backend=backend, config=config, callbacks=[Fails()]
+    )
+    trainer.fit(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)))
+    print("fit has returned")
+"""
+
+
+@pytest.mark.parametrize("backend", ["ddp", *ci("horovod")])
+def test_an_error_in_on_fit_end_of_one_rank_is_raised_on_every_rank(backend: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_AT_END)
+    with running_ranks(script, backend, 2) as processes:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert all(process.returncode for process in processes), outputs
+    assert "fit has returned" not in "".join(outputs), outputs
+    assert "Fails.on_fit_end failed on rank 1" in outputs[1]
+    assert "rank 1 failed first: CallbackError: Fails.on_fit_end failed on rank 1" in outputs[0]

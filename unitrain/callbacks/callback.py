@@ -91,7 +91,10 @@ class Callback:
         """
 
     def on_fit_end(self, trainer: Any) -> None:
-        """Called at the end of `fit`, after its last checkpoint, even after an exception."""
+        """Called at the end of `fit`, after its last checkpoint, even after an exception.
+
+        `fit` returns when the hooks of all ranks have returned.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save: tensors, numbers, strings, and containers of these. Rank 0's state is saved."""
