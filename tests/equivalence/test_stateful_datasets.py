@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from unitrain import CheckpointError, DataError, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.sharding import open_training_data
-from unitrain.data.stream_state import is_stateful
+from unitrain.data.stream_state import is_stateful, load_snapshot, take_snapshot
 from unitrain.data.training_data import ShardSettings
 from unitrain.testing import RankGroup
 
@@ -364,3 +366,77 @@ def test_a_stateful_data_loader_has_the_order_of_a_data_loader() -> None:
         for kind in (DataLoader, StatefulDataLoader)
     ]  # fmt: skip
     assert orders[0] == orders[1]
+
+
+class Position:
+    """State that several objects share."""
+
+    def __init__(self) -> None:
+        self.next, self.history = 0, [0]
+
+    def read(self) -> int:
+        self.history.append(self.next)
+        return self.next
+
+
+class Wrapped(IterableDataset[int]):
+    """Numbers whose position is in objects that belong to the dataset. Attributes: a large array, a file, a lock."""
+
+    def __init__(self, length: int, file: Any) -> None:
+        self.large, self.small = torch.zeros(2**19), torch.zeros(1, dtype=torch.int64)
+        self.length, self.file, self.lock, self.random = length, file, threading.Lock(), random.Random(0)
+        position = Position()
+        self.positions, self.by_name = [position], {"only": (position,)}
+        self.read = position.read
+
+    def __iter__(self) -> Iterator[int]:
+        (position,) = self.positions
+        assert self.by_name["only"] == (position,)
+        while position.next < self.length:
+            position.next += 1
+            self.small += 1
+            yield 10 * self.read() + self.random.randrange(10)
+        position.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        version, numbers, _ = self.random.getstate()
+        return {"next": self.positions[0].next, "random": [version, list(numbers)], "small": self.small.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.positions[0].next = state["next"]
+        self.random.setstate((state["random"][0], tuple(state["random"][1]), None))
+        self.small.copy_(state["small"])
+
+
+class Outer(IterableDataset[int]):
+    def __init__(self, inner: Wrapped) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+def test_a_snapshot_can_be_loaded_several_times_and_changes_no_part_of_the_dataset(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        dataset, other = Outer(Wrapped(6, file)), Outer(Wrapped(6, file))
+        expected = list(dataset)
+        stream = iter(other)
+        first = [next(stream) for _ in range(2)]
+        snapshot = take_snapshot(other)
+        fresh = Outer(Wrapped(6, file))
+        for _ in range(2):
+            resumed = load_snapshot(fresh, snapshot)
+            assert isinstance(resumed, Outer)
+            assert resumed.inner.large is fresh.inner.large
+            assert resumed.inner.file is file
+            assert first + list(resumed) == expected
+            assert resumed.inner.positions[0].history == [0, 3, 4, 5, 6]
+            assert resumed.inner.small.item() == 6
+        assert (fresh.inner.small.item(), fresh.inner.positions[0].history) == (0, [0])
+        assert list(fresh) == expected  # the next epoch starts at the beginning

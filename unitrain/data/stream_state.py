@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +26,11 @@ from unitrain.torch_compat import has_shuffle_buffer
 # Replaces the snapshot after the last item. Many datasets return the state of the beginning after the end.
 END_OF_STREAM = b""
 _TYPES = (type(None), bool, int, float, str, bytes, torch.Tensor)
+_IMMUTABLE_TYPES = {
+    type(None), bool, int, float, complex, str, bytes, type, FunctionType, BuiltinFunctionType, ModuleType,
+}  # fmt: skip
+# Larger arrays are data. States are small, because they are pickled after each batch.
+_MAX_STATE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -106,12 +113,13 @@ def take_snapshot(items: Any) -> bytes:
 def load_snapshot(items: Iterable[Any], snapshot: bytes) -> Iterable[Any]:
     """Return `items` with the state `snapshot`.
 
-    The result is a shallow copy, so that later epochs do not start from the state. A loader is not copied: it starts
-    from the state once. After the end of the stream, the result is empty.
+    The result is a copy, so that later epochs do not start from the state. It shares large arrays with `items`, and
+    objects that cannot be copied, such as files. A loader is not copied: it starts from the state once. After the end
+    of the stream, the result is empty.
     """
     if snapshot == END_OF_STREAM:
         return ()
-    resumed = items if isinstance(items, DataLoader) else copy.copy(items)
+    resumed = items if isinstance(items, DataLoader) else _copy_parts(items, {})
     stateful: Any = resumed
     stateful.load_state_dict(pickle.loads(snapshot))
     return resumed
@@ -126,6 +134,58 @@ def _accepts(items: Any, name: str, arguments: int) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _copy_parts(value: Any, copied: dict[int, Any]) -> Any:
+    """Return a copy of `value` and its parts, except parts that are large arrays or cannot be copied.
+
+    `copied` maps the IDs of the objects that are already copied to their copies. A deep copy would duplicate a dataset
+    in memory, and would fail for a part such as an open file.
+    """
+    kind: Any = type(value)
+    size = getattr(value, "nbytes", 0)
+    if kind in _IMMUTABLE_TYPES or (isinstance(size, int) and size > _MAX_STATE_BYTES):
+        return value
+    if id(value) in copied:
+        return copied[id(value)]
+    result: Any
+    if kind is tuple:
+        parts = [_copy_parts(part, copied) for part in value]
+        result = value if all(map(operator.is_, parts, value)) else tuple(parts)
+    elif kind is list:
+        result = copied[id(value)] = []
+        result.extend(_copy_parts(part, copied) for part in value)
+    elif kind is dict:
+        result = copied[id(value)] = {}
+        result.update((key, _copy_parts(part, copied)) for key, part in value.items())
+    elif kind is MethodType:
+        result = MethodType(value.__func__, _copy_parts(value.__self__, copied))
+    elif _has_plain_attributes(kind):
+        result = copied[id(value)] = kind.__new__(kind)
+        vars(result).update((name, _copy_parts(part, copied)) for name, part in vars(value).items())
+    else:
+        memo = dict(copied)
+        try:
+            result = copy.deepcopy(value, memo)
+        except Exception:  # a method of the object may raise any exception
+            result = copy.copy(value) if has_state_methods(value) else value
+        else:
+            copied.update(memo)
+    copied[id(value)] = result
+    return result
+
+
+def _has_plain_attributes(kind: Any) -> bool:
+    """Return whether objects of class `kind` consist of the attributes in their `__dict__`."""
+    return (
+        kind.__dictoffset__ != 0
+        and kind.__new__ is object.__new__
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+        and not any(hasattr(kind, name) for name in ("__copy__", "__deepcopy__", "__setstate__"))
+        and all(
+            getattr(kind, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__", "__getstate__")
+        )
+    )
 
 
 def _find_invalid_part(state: Any, path: str = "a state") -> str | None:
