@@ -250,6 +250,73 @@ def test_signal_to_every_process_counts_once(kind: str, number: signal.Signals, 
     assert list(tmp_path.glob("*/manifest.json"))
 
 
+SPAWNED = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import unitrain
+
+
+class Ready(unitrain.Callback):
+    def on_step_end(self, trainer):
+        Path(sys.argv[1], "ready").touch()
+
+
+def main():
+    data = TensorDataset(torch.ones(1 << 12, 3), torch.ones(1 << 12, 1))
+    loader = DataLoader(data, 2, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
+    with unitrain.init(device="cpu") as backend:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = unitrain.TrainConfig(
+            max_steps=10**9, output_dir=sys.argv[1], preemption_signals=("SIGHUP",), progress="off"
+        )
+        loss = nn.functional.mse_loss
+        unitrain.Trainer(model, optimizer, loss, backend=backend, config=config, callbacks=[Ready()]).fit(loader)
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.ci
+def test_spawned_workers_survive_the_configured_signal(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    with running_launcher([sys.executable, str(script), str(tmp_path)], {"OMP_NUM_THREADS": "1"}, fresh=True) as launch:
+        wait_for(tmp_path / "ready")
+        os.killpg(launch.process.pid, signal.SIGHUP)
+        output = launch.output()
+    assert launch.process.returncode == 75, output
+    assert "is killed by signal" not in output, output
+    assert list(tmp_path.glob("*/manifest.json"))
+
+
+SPAWNED_WORKER = """
+import pickle, signal
+from unitrain import processes
+from unitrain.data.workers import WorkerInit
+from unitrain.progress.preemption import PreemptionHandler
+PreemptionHandler(["SIGHUP"])
+content = pickle.dumps(WorkerInit())
+processes.preemption_signals.clear()  # as in the spawned process
+pickle.loads(content)(0)
+print(*(signal.getsignal(number).name for number in (signal.SIGHUP, signal.SIGUSR1)))
+"""
+
+
+def test_a_spawned_worker_ignores_the_signals_that_its_rank_handles() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SPAWNED_WORKER], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "SIG_IGN SIG_IGN\n"
+
+
 LIVING_WORKERS = """
 import sys
 import threading

@@ -12,15 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unitrain.monitoring.stack_inspection import call_site
-from unitrain.processes import terminate_with_parent
+from unitrain.processes import preemption_signals, terminate_with_parent
 
-# Signals that schedulers send to every process of a job before preemption.
-_PREEMPTION_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _EXIT_SECONDS, _EXIT_INTERVAL_SECONDS = 5.0, 0.1
 _REPORT_SECONDS = 1.0
 _REPORT_BYTES = 512
@@ -43,15 +42,20 @@ class WorkerInit:
     user_init: Callable[[int], None] | None = None
     workers: int = 0
     _reports: Tensor = field(init=False, repr=False, compare=False)
+    _signals: frozenset[signal.Signals] = field(init=False, repr=False, compare=False, default=frozenset())
 
     def __post_init__(self) -> None:
         reports = torch.zeros(self.workers, _REPORT_BYTES, dtype=torch.uint8)
         object.__setattr__(self, "_reports", reports.share_memory_() if self.workers else reports)
         _terminate_workers_at_exit()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a spawned worker, which does not inherit the signals that this process handles."""
+        return {**vars(self), "_signals": frozenset(preemption_signals)}
+
     def __call__(self, worker: int) -> None:
         terminate_with_parent()
-        for notice in _PREEMPTION_SIGNALS:
+        for notice in self._signals | preemption_signals:
             if signal.getsignal(notice) == signal.SIG_DFL:
                 signal.signal(notice, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _ignore_first_signal)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Self
 
+from unitrain.processes import preemption_signals
+
 _SAME_NOTICE_SECONDS = 3.0
 
 
@@ -21,11 +23,13 @@ class PreemptionHandler:
     Signals within three seconds of the first are ignored as duplicates: the scheduler signals every process of a job,
     and the launcher also forwards the signal to its ranks. Python signal handlers do not run while the main thread is
     blocked in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals for which the user has installed a
-    handler are not handled. Outside the main thread, where Python does not allow handlers, this does nothing.
+    handler are not handled. DataLoader workers that start later ignore all `signals`. Outside the main thread, where
+    Python does not allow handlers, this does nothing.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:
         self._signals = [signal.Signals[name] for name in signals]
+        preemption_signals.update(self._signals)
         self.received: str | None = None
         self._handled: set[signal.Signals] = set()
 
