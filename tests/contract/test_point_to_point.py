@@ -276,3 +276,40 @@ def test_sparse_tensors_are_refused() -> None:
     with RankGroup("horovod", 2) as group:
         for text in group.run(sparse_message):
             assert "takes dense tensors" in text
+
+
+def group_with_one_unconnected_rank(backend: Backend) -> tuple[float, list[str]]:
+    """Send messages in a group after the last rank, but no other rank, has failed to connect."""
+    from unitrain.backends.horovod import point_to_point
+
+    create, warnings = point_to_point.create_gloo_group, list[str]()
+
+    def connect_and_fail(*arguments: Any, connects: bool = True, **location: Any) -> Any:
+        transport = create(*arguments, connects=connects, **location)
+        if connects and backend.rank == backend.size - 1:
+            raise RuntimeError("Connection refused\nat a line of Gloo")
+        return transport
+
+    def record(message: str, *arguments: Any) -> None:
+        warnings.append(message % arguments)
+
+    point_to_point.create_gloo_group, point_to_point._LOGGER.warning = connect_and_fail, record  # type: ignore[assignment,method-assign]
+    try:
+        group = dist.new_group(list(range(backend.size)), timeout=timedelta(seconds=20))
+    finally:
+        point_to_point.create_gloo_group = create
+        del point_to_point._LOGGER.warning
+    received = torch.zeros(1)
+    work = dist.isend(torch.tensor([float(backend.rank)]), (backend.rank + 1) % backend.size, group=group)
+    dist.recv(received, (backend.rank - 1) % backend.size, group=group)
+    work.wait()
+    dist.destroy_process_group(group)
+    return received.item(), warnings
+
+
+def test_all_ranks_use_the_same_transport_if_one_rank_cannot_connect() -> None:
+    with RankGroup("horovod", 3) as group:
+        results = group.run(group_with_one_unconnected_rank)
+    assert [received for received, _ in results] == [2.0, 0.0, 1.0]
+    assert [len(warnings) for _, warnings in results] == [1, 0, 0]
+    assert "cannot connect to send messages: rank 2: Connection refused. Collectives are not" in results[0][1][0]

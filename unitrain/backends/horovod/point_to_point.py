@@ -29,8 +29,10 @@ _CONNECTION_TIMEOUT = timedelta(seconds=30)
 class PointToPoint:
     """Sends and receives messages of one rank of a group. `global_ranks` are used in error messages.
 
-    The constructor connects all ranks of the group, which pass the same `store`. If the ranks cannot connect, for
-    example because of a firewall, it logs a warning instead of raising an error, because collectives still work.
+    The constructor connects all ranks of the group, which pass the same `store`. If any ranks cannot connect, for
+    example because of a firewall, rank 0 of the group logs a warning instead of raising an error, because collectives
+    still work. Two ranks then connect when they exchange their first message. Raises GroupTimeoutError if some ranks do
+    not call the constructor.
     """
 
     def __init__(self, store: dist.Store, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> None:
@@ -44,14 +46,21 @@ class PointToPoint:
         interface = environment.get_variable("GLOO_SOCKET_IFNAME") or environment.get_variable("HOROVOD_GLOO_IFACE")
         location: dict[str, Any] = {"interface": (interface or "").partition(",")[0], "address": own_address()}
         size, limit = len(global_ranks), min(timeout, _CONNECTION_TIMEOUT)
+        problem = ""
         try:
             self.transport = create_gloo_group(dist.PrefixStore("all", store), rank, size, limit, **location)
         except RuntimeError as error:
-            _LOGGER.warning(
-                "The ranks of a Horovod group cannot connect to send messages: %s. Collectives are not affected. Allow "
-                "TCP connections between the hosts, or set HOROVOD_GLOO_IFACE to an interface that connects them.",
-                str(error).partition("\n")[0],
-            )
+            problem = f"rank {global_ranks[rank]}: {_first_line(error)}"
+        # A rank may be connected although others are not. Messages require the same transport on both ranks.
+        problem = _find_problem(dist.PrefixStore("connected", store), problem, size, timeout + limit)
+        if problem:
+            if rank == 0:
+                _LOGGER.warning(
+                    "The ranks of a Horovod group cannot connect to send messages: %s. Collectives are not affected. "
+                    "Allow TCP connections between the hosts, or set HOROVOD_GLOO_IFACE to an interface that connects "
+                    "them.",
+                    problem,
+                )
             self.transport = create_gloo_group(
                 dist.PrefixStore("each", store), rank, size, timeout, **location, connects=False
             )
@@ -129,7 +138,7 @@ class MessageWork(Work):
     _source_rank = source_rank
 
     def _explain(self, error: RuntimeError, limit: timedelta) -> Exception:
-        reason = str(error).partition("\n")[0]
+        reason = _first_line(error)
         if "Timed out" in reason or "timed out" in reason or "timeout" in reason:
             return GroupTimeoutError(
                 f"{self._description} timed out after {limit.total_seconds():g} s, because the matching operation was "
@@ -139,5 +148,26 @@ class MessageWork(Work):
         return RuntimeError(f"{self._description} failed: {reason}. Check the first error of the other rank.")
 
 
+def _find_problem(store: dist.Store, problem: str, size: int, timeout: timedelta) -> str:
+    """Return the `problem` of one of the `size` ranks, or "" if all ranks pass "". All ranks call it, and return the
+    same result."""
+    if problem:
+        store.set("problem", problem)
+    if store.add("ranks", 1) == size:
+        store.set("complete", "true")
+    try:
+        store.wait(["complete"], timeout)
+    except RuntimeError as error:  # a FileStore does not raise DistStoreError
+        raise GroupTimeoutError(
+            f"Creating a Horovod group timed out after {timeout.total_seconds():g} s, because some ranks did not "
+            "create it. Check the first error of the other ranks."
+        ) from error
+    return store.get("problem").decode() if store.check(["problem"]) else ""
+
+
 def _describe(payload: Tensor, tag: int) -> str:
     return f"{len(payload):,} bytes with tag {tag}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
