@@ -379,14 +379,32 @@ def pieces_are_sent(backend: Backend) -> list[int]:
     return counts
 
 
-def uneven_exchange_beyond_the_limit(backend: Backend) -> None:
-    from unitrain.backends.horovod import operations
+def uneven_exchanges_beyond_the_limit(backend: Backend, ranks: list[int]) -> list[str]:
+    """Return the errors of exchanges in which `ranks` send too many bytes, and of sparse tensors of theirs."""
+    from unitrain.backends.horovod import operations, sparse
 
-    operations.ALLTOALL_BYTES = 100
-    splits = [20] * backend.size
-    own = torch.zeros(sum(splits))
-    with pytest.raises(UnsupportedError, match=r"Horovod supports at most 100\. Exchange fewer rows"):
-        dist.all_to_all_single(torch.zeros_like(own), own, splits, splits)
+    operations.ALLTOALL_BYTES, sparse.GATHER_BYTES = 100, 100 * backend.size
+    rank, size = backend.rank, backend.size
+    rows = [10 if sender in ranks else 2 for sender in range(size)]
+    texts = []
+    for turn in range(20):  # names are reused
+        is_large = turn % 4 == 3
+        sent, received = ([rows[rank]] * size, rows) if is_large else ([2] * size, [2] * size)
+        own, result = torch.full((sum(sent),), float(rank)), torch.full((sum(received),), -1.0)
+        indices = torch.arange(10 if is_large and rank in ranks else 2)[None]
+        total = torch.sparse_coo_tensor(indices, torch.ones(indices.shape[1]), (10,), is_coalesced=True)
+        if not is_large:
+            dist.all_to_all_single(result, own, received, sent)
+            assert result.tolist() == [float(sender) for sender in range(size) for _ in range(2)]
+            dist.all_reduce(total)
+            assert total.to_dense().tolist() == [float(size)] * 2 + [0.0] * 8
+            continue
+        exchange = functools.partial(dist.all_to_all_single, result, own, received, sent)
+        for collective in (exchange, functools.partial(dist.all_reduce, total)):
+            with pytest.raises(UnsupportedError) as caught:
+                collective()
+            texts.append(str(caught.value))
+    return texts
 
 
 @pytest.fixture(scope="module", params=[1, 3, *nightly(2)])
@@ -438,6 +456,12 @@ def test_large_tensors_are_sent_in_pieces(ranks: RankGroup) -> None:
         assert exchange == -(-1000 // (250 // size))
 
 
-def test_too_large_uneven_alltoall_raises() -> None:
-    with RankGroup("horovod", 2) as group:
-        group.run(uneven_exchange_beyond_the_limit)
+def test_an_exchange_that_is_too_large_on_some_ranks_raises_on_every_rank() -> None:
+    with RankGroup("horovod", 3) as group:
+        for refusing in ([0], [2], [0, 1, 2]):
+            first, *others = group.run(uneven_exchanges_beyond_the_limit, refusing)
+            assert others == [first] * 2
+            alltoall, allreduce = first[:2]
+            assert "alltoall with splits: Horovod supports at most 100. Exchange fewer rows" in alltoall
+            assert "sparse tensor have too many bytes on a rank: Horovod gathers at most 100 bytes of" in allreduce
+            assert first == [alltoall, allreduce] * 5

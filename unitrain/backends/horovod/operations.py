@@ -237,34 +237,50 @@ class OperationStarter(dist.ProcessGroup):
     ) -> list[HorovodWork]:
         """Start an alltoall of `payload`, uint8 [rows, bytes], that sends `splits[rank]` rows to each rank.
 
-        Raises UnsupportedError if this rank sends or receives more than Horovod supports.
+        It raises UnsupportedError on every rank if a rank sends or receives more than Horovod supports.
         """
-        num_bytes = max(payload.numel(), len(target.bytes))
-        if num_bytes > ALLTOALL_BYTES:
-            raise UnsupportedError(
-                f"Rank {self.rank()} exchanges {num_bytes:,} bytes in an alltoall with splits, but Horovod supports at "
-                f"most {ALLTOALL_BYTES:,}. Exchange fewer rows, or parts of each row, per call: tensor[:, :half]"
-            )
+        refusal = UnsupportedError(
+            f"A rank exchanges too many bytes in an alltoall with splits: Horovod supports at most {ALLTOALL_BYTES:,}. "
+            "Exchange fewer rows, or parts of each row, per call: tensor[:, :half]"
+        )
+        is_refused = max(payload.numel(), len(target.bytes)) > ALLTOALL_BYTES
 
         def finish(received: tuple[Tensor, Tensor]) -> None:
             target.bytes.copy_(received[0].view(-1))
             target.finish()
             on_complete()
 
-        return [self._issue_exchange(payload, splits, result, finish)] if payload.shape[1] else []
+        if not payload.shape[1]:
+            return []
+        counts = torch.tensor([0] * len(splits) if is_refused else splits, dtype=torch.int32)
+        start = functools.partial(hvd.alltoall_async, splits=counts)
+        return [self._issue_rows("alltoall", payload, start, result, finish, refusal, is_refused=is_refused)]
 
-    def _issue_exchange(
-        self, payload: Tensor, splits: list[int], result: Any, finish: Callable[[Any], None]
+    def _issue_rows(
+        self,
+        operation: str,
+        rows: Tensor,
+        start: Callable[..., int],
+        result: Any,
+        finish: Callable[[Any], object],
+        refusal: UnsupportedError,
+        *,
+        is_refused: bool,
     ) -> HorovodWork:
-        counts = torch.tensor(splits, dtype=torch.int32)
-        return self._issue(
-            "alltoall",
-            payload,
-            functools.partial(hvd.alltoall_async, payload, splits=counts),
-            result,
-            finish,
-            size=payload.shape[1],
-        )
+        """Start an operation on `rows`, uint8 [rows, bytes], whose number differs between ranks. If it `is_refused` on
+        any rank, it raises `refusal` on every rank.
+
+        The other ranks would wait for a rank that does not start the operation. Such a rank starts it with another
+        dtype, for which Horovod returns an error to all ranks before it transfers data.
+        """
+        if not is_refused:
+            return self._issue(operation, rows, functools.partial(start, rows), result, finish, rows.shape[1], refusal)
+        other = rows.new_empty((0, rows.shape[1]), dtype=torch.float64)
+
+        def refuse(_: Any) -> None:  # called if all ranks refuse
+            raise refusal
+
+        return self._issue(operation, rows, functools.partial(start, other), result, refuse, rows.shape[1], refusal)
 
     def _issue(
         self,
@@ -274,10 +290,12 @@ class OperationStarter(dist.ProcessGroup):
         result: Any,
         finish: Callable[[Any], Any] | None = None,
         size: int | None = None,
+        mismatch_error: UnsupportedError | None = None,
     ) -> HorovodWork:
         """Start an operation on `tensor` under the next name. `finish` copies Horovod's output to torch's result.
 
-        `size` is equal on every rank, and is the number of elements by default.
+        `size` is equal on every rank, and is the number of elements by default. `mismatch_error` is raised if ranks
+        start the operation with different dtypes.
         """
         device = tensor.device
         size = tensor.numel() if size is None else size
@@ -293,7 +311,7 @@ class OperationStarter(dist.ProcessGroup):
             handle = start(name=name, process_set=self._process_set)
         work = HorovodWork(
             operation, handle, result, device, finish, self._timeout, self._completions, started,
-            self._mismatches.find,
+            self._mismatches.find, mismatch_error,
         )  # fmt: skip
         self._latest[name] = work
         self._sequence_number += 1

@@ -155,15 +155,16 @@ class HorovodProcessGroup(OperationStarter):
             works = self._reduce("allreduce", total, total, op, tensors, copy_to_all)
             return join_works(works, tensors, first.device)
         sparse.check_sparse_allreduce(first, op)
-        rows = sparse.pack_rows(tensors, self.size())
+        rows, size = sparse.pack_rows(tensors), self.size()
 
         def finish(gathered: Tensor) -> None:
             total = sparse.unpack_rows(gathered, first)
             for tensor in tensors:  # detach() would not share the number of non-zero elements
                 tensor.copy_(total)
 
-        start = functools.partial(hvd.allgather_async, rows)
-        return self._issue("sparse_allreduce", rows, start, tensors, finish, size=rows.shape[1])
+        is_refused = sparse.is_too_large(rows, size)
+        start, refusal = hvd.allgather_async, sparse.size_error(size)
+        return self._issue_rows("sparse_allreduce", rows, start, tensors, finish, refusal, is_refused=is_refused)
 
     @signatures.accepts(signatures.allreduce_coalesced)
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist.Work:
@@ -317,6 +318,7 @@ class HorovodProcessGroup(OperationStarter):
         if input_splits or output_splits:
             sent = input_splits or [rows // size] * size
             return join_works(self._exchange(payload, sent, target, [output]), [output], local_tensor.device)
+        counts = torch.tensor([rows // size] * size, dtype=torch.int32)
         works = []
         for byte_range in piece_slices(row_bytes, rows):
             piece = payload[:, byte_range].contiguous()
@@ -326,7 +328,8 @@ class HorovodProcessGroup(OperationStarter):
                 if byte_range.stop == row_bytes:
                     target.finish()
 
-            works.append(self._issue_exchange(piece, [rows // size] * size, [output], finish))
+            start = functools.partial(hvd.alltoall_async, piece, splits=counts)
+            works.append(self._issue("alltoall", piece, start, [output], finish, piece.shape[1]))
         return join_works(works, [output], local_tensor.device)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:

@@ -27,20 +27,24 @@ def check_sparse_allreduce(tensor: Tensor, op: object) -> None:
         )
 
 
-def pack_rows(tensors: list[Tensor], size: int) -> Tensor:
-    """Return the sum of COO tensors as uint8 [non-zeros, bytes]: one row has the indices and the values of an element.
-
-    `size` is the number of ranks. Raises UnsupportedError if Horovod may not be able to gather the rows.
-    """
+def pack_rows(tensors: list[Tensor]) -> Tensor:
+    """Return the sum of COO tensors as uint8 [non-zeros, bytes]: a row has the indices and the values of an element."""
     total = functools.reduce(operator.add, tensors).coalesce()
     indices, values = total.indices(), total.values()
-    rows = torch.cat([_as_bytes(indices.t()), _as_bytes(values)], dim=1)
-    if rows.numel() * size > GATHER_BYTES:
-        raise UnsupportedError(
-            f"The non-zero elements of a sparse tensor have {rows.numel():,} bytes on this rank, but Horovod gathers "
-            f"at most {GATHER_BYTES // size:,} bytes of each of {size} ranks. Use tensor.to_dense() first."
-        )
-    return rows
+    return torch.cat([_as_bytes(indices.t()), _as_bytes(values)], dim=1)
+
+
+def is_too_large(rows: Tensor, size: int) -> bool:
+    """Return whether Horovod may not be able to gather the `rows` of this rank, one of `size` ranks."""
+    return rows.numel() * size > GATHER_BYTES
+
+
+def size_error(size: int) -> UnsupportedError:
+    """Return the error of all ranks if the rows of one of the `size` ranks are too large."""
+    return UnsupportedError(
+        "The non-zero elements of a sparse tensor have too many bytes on a rank: Horovod gathers at most "
+        f"{GATHER_BYTES // size:,} bytes of each of {size} ranks. Use tensor.to_dense() first."
+    )
 
 
 def unpack_rows(rows: Tensor, like: Tensor) -> Tensor:

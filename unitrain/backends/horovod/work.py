@@ -43,7 +43,10 @@ class GroupTimeoutError(CollectiveTimeoutError, dist.DistBackendError):
 
 
 class HorovodWork(Work):
-    """A Horovod operation. `wait` and the future return its result, or raise its error or GroupTimeoutError."""
+    """A Horovod operation. `wait` and the future return its result, or raise its error or GroupTimeoutError.
+
+    `mismatch_error` replaces Horovod's error if ranks start the operation with different dtypes.
+    """
 
     def __init__(
         self,
@@ -56,11 +59,13 @@ class HorovodWork(Work):
         completions: CompletionQueue | None,
         started: Operation | None = None,
         find_mismatch: Callable[[], Exception | None] | None = None,
+        mismatch_error: UnsupportedError | None = None,
     ) -> None:
         super().__init__()
         self._name = name
         self.started = started
         self._find_mismatch = find_mismatch
+        self._mismatch_error = mismatch_error
         self._handle = handle
         self._result = result
         self._finish = finish
@@ -120,7 +125,8 @@ class HorovodWork(Work):
                     self._finish(output)
                 self._mark_ready(output)
         except Exception as error:
-            self._complete(error)
+            is_mismatch = self._mismatch_error is not None and "Mismatched data types" in str(error)
+            self._complete(self._mismatch_error if is_mismatch else error)
         else:
             self._complete(None)
         return True
