@@ -55,8 +55,9 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
         notes.append(f"--rdzv-backend {backend} is left out: the translated job does not use an etcd server.")
     is_standalone = options.take_flag("--standalone")
     if endpoint and not is_standalone:
-        host, _, text = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
-        address, port = host, number("--rdzv-endpoint HOST:PORT", text, minimum=0) if text else None
+        has_port = ":" in endpoint and not endpoint.endswith("]")  # [::1] is an IPv6 address
+        host, _, text = endpoint.rpartition(":") if has_port else (endpoint, "", "")
+        address, port = host, number("--rdzv-endpoint HOST:PORT", text, minimum=0) if text else port
     if is_standalone or (nodes == 1 and address in ("localhost", "127.0.0.1")):
         address = None
     # The node rank of this command, and an option that torchrun always implies.

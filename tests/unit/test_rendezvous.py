@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from unitrain.bootstrap import environment, messages, network
+from unitrain.bootstrap import environment, messages, network, torchrun
 from unitrain.bootstrap.authentication import unseal
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous, connect_ranks
@@ -395,3 +395,36 @@ def test_the_descriptor_limit_is_raised_or_an_error() -> None:
     assert soft == 200
     assert rejected.startswith("Rank 0 of 1024 needs at least 71")
     assert "and the hard limit on this host is 4000. Raise it before the launcher starts: ulimit -Hn " in rejected
+
+
+@pytest.mark.parametrize(
+    ("options", "endpoint"),
+    [
+        ("--master-addr a", "a:29500"),
+        ("--master-addr a --master-port 1234", "a:1234"),
+        ("--rdzv-endpoint a", "a:29500"),
+        ("--rdzv-endpoint a --master-port 1234", "a:1234"),
+        ("--rdzv-endpoint a:1234", "a:1234"),
+        ("--rdzv-endpoint [::1]", "[::1]:29500"),
+        ("--nnodes 1 --rdzv-endpoint a", "a:0"),  # a free port, which only this host needs
+    ],
+)
+def test_static_rendezvous_of_torchrun_has_a_port(options: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's own static rendezvous raises an error for an endpoint without a port."""
+    used = []
+    monkeypatch.setattr(torchrun.run, "run", lambda options: used.append(options.rdzv_endpoint))
+    torchrun._run(torchrun.run.parse_args(["--nnodes", "2", *options.split(), "train.py"]))
+    assert used == [endpoint]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("a:0", r"--rdzv-endpoint a:0 selects a free port, which other hosts cannot know\. Use the same address and"),
+        ("a:x", r"port number of the rendezvous endpoint 'a:x' must be an integer .*--rdzv-endpoint node1:29500"),
+        ("a b", r"hostname of the rendezvous endpoint 'a b' must be .*--rdzv-endpoint node1:29500"),
+    ],
+)
+def test_invalid_endpoints_of_a_static_rendezvous_are_reported(endpoint: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        torchrun._run(torchrun.run.parse_args(["--nnodes", "2", "--rdzv-endpoint", endpoint, "train.py"]))

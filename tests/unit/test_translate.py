@@ -84,6 +84,10 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
             job(counts=(8, 8), address="a", port=29400),
         ),
         ("torchrun --nproc-per-node 2 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 t.py", job(counts=(2,))),
+        ("torchrun --nnodes 2 --rdzv-endpoint a t.py", job(counts=(1, 1), address="a")),
+        ("torchrun --nnodes 2 --rdzv-endpoint a --master-port 1234 t.py", job(counts=(1, 1), address="a", port=1234)),
+        ("torchrun --nnodes 2 --rdzv-endpoint [::1] t.py", job(counts=(1, 1), address="[::1]")),
+        ("torchrun --nnodes 2 --rdzv-endpoint [::1]:1234 t.py", job(counts=(1, 1), address="[::1]", port=1234)),
         ("torchrun --max-restarts=3 t.py", job(max_restarts=3)),
         (
             "/v/bin/python -P -m unitrain.bootstrap.torchrun --standalone --nproc-per-node 2 t.py",

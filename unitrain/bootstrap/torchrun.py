@@ -38,6 +38,7 @@ from unitrain.errors import PREEMPTED_EXIT_CODE
 
 _BACKEND = "unitrain"
 _TIMEOUT_SECONDS = 600
+_DEFAULT_PORT = 29500  # default of --master-port
 
 
 class BoundRendezvous(RendezvousHandler):
@@ -146,7 +147,7 @@ def _run(options: Namespace) -> None:
     if single and (options.standalone or (options.rdzv_backend == "static" and not options.rdzv_endpoint)):
         endpoint = f"{LOOPBACK}:0"
     elif options.rdzv_backend == "static":
-        endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
+        endpoint = _static_endpoint(options, default_port=0 if single else options.master_port or _DEFAULT_PORT)
     else:
         run.run(options)
         return
@@ -155,6 +156,25 @@ def _run(options: Namespace) -> None:
     options.rdzv_conf = ",".join(filter(None, settings))
     options.standalone, options.node_rank = False, 0  # torchrun would warn that it ignores a node rank
     run.run(options)
+
+
+def _static_endpoint(options: Namespace, default_port: int) -> str:
+    """Return HOST:PORT of --rdzv-endpoint, with `default_port` if it has no port, or else of --master-addr.
+
+    Exits with an error if the endpoint is invalid, or if the other hosts would not know the port. torch's own static
+    rendezvous raises an error for an endpoint without a port.
+    """
+    if not options.rdzv_endpoint:
+        return f"{options.master_addr}:{options.master_port or _DEFAULT_PORT}"
+    fix = f"Use the same address and port on every host: --rdzv-endpoint node1:{_DEFAULT_PORT}"
+    try:
+        host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port)
+    except ValueError as error:
+        sys.exit(f"unitrain: {error} {fix}")
+    if not port and default_port:
+        given = f"--rdzv-endpoint {options.rdzv_endpoint}"
+        sys.exit(f"unitrain: {given} selects a free port, which other hosts cannot know. {fix}")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 if __name__ == "__main__":
