@@ -90,6 +90,9 @@ def find_batch_size(
     After the first trial, one optimizer step with `initial` samples per rank creates the optimizer state. At the end,
     the model, its buffers, the optimizer and the random number generators are the same as before.
 
+    With a sharded optimizer (`shard="state"`), this step communicates. If it runs out of memory, that rank raises
+    ConfigError, and the other ranks raise the error of a failed rank.
+
     Raises ConfigError on every rank for invalid arguments, for a Trainer whose forward pass communicates
     (`sync_batch_norm`, and `shard` "gradients" and "parameters"), and if not even `initial` samples fit.
     """
@@ -177,24 +180,28 @@ class _Search:
 
     def create_optimizer_state(self, batch_size: int) -> None:
         """Take an optimizer step with the gradients of all ranks."""
-        error: BaseException | None = None
+        error: ConfigError | None = None
+        communicates = True
         try:
             with self._resized(batch_size) as (data, trainer):
                 trial, epoch = TrialSteps(trainer, data, _NAME), trainer.progress.epoch
                 for batch, micro_batch in trial.batches(epoch):
                     trial.forward_backward(batch, micro_batch, epoch)
                     if micro_batch.ends_step:
-                        # The last operation, because a rank that runs out of memory in it calls no other collective.
+                        communicates = trainer.config.shard == "state"
                         trial.update(0, micro_batch)
                         break
                 trial.shard.end_epoch()
         except Exception as caught:
             if not _is_out_of_memory(caught):
                 raise
+            is_sharded = self._trainer.config.shard == "state"
+            fix = "a smaller model" if is_sharded else 'TrainConfig(shard="state"), or a smaller model'
             error = ConfigError(
-                f"{_NAME}: the optimizer state does not fit in memory with {batch_size} samples per rank. Use "
-                'TrainConfig(shard="state"), or a smaller model.'
+                f"{_NAME}: the optimizer state does not fit in memory with {batch_size} samples per rank. Use {fix}."
             )
+            if communicates:  # The other ranks wait in a collective, so they raise the error of a failed rank.
+                raise error from caught
 
         def check() -> None:
             if error is not None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from groups import ci
+from launches import running_ranks
 from test_learning_rate_finder import assert_equal, state_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -163,3 +167,59 @@ def test_maximum_and_settings_are_respected() -> None:
 def test_invalid_arguments_are_rejected(given: dict[str, Any], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_batch_size(make(**settings), Samples(), **{"memory_limit_bytes": ENOUGH, **given})
+
+
+SHARDED = """\
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import unitrain
+
+def exceed_memory(*arguments):
+    print("fault", time.time(), flush=True)
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+with unitrain.init(device="cpu", timeout_seconds=60) as backend:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    config = unitrain.TrainConfig(max_epochs=1, batch_size=4, shard="state", progress="off")
+    trainer = unitrain.Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config)
+    if backend.rank == 1:
+        if sys.argv[1] == "update":
+            torch.optim.Adam.step = exceed_memory
+            trainer.optimizer.step = exceed_memory
+        else:
+            model[0].weight.register_hook(exceed_memory)
+    data = TensorDataset(torch.ones(64, 4), torch.ones(64, 2))
+    if sys.argv[1] == "backward":  # the trials before this step have fitted
+        import unitrain.batch_size_finder as finder
+        finder._Search.try_size = lambda self, size: True
+    unitrain.find_batch_size(trainer, data, memory_limit_bytes=1 << 40, max_batch_size=4)
+    print("found")
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "part"),
+    [
+        ("ddp", "update"),
+        *[pytest.param(*one, marks=pytest.mark.ci) for one in (("ddp", "backward"), ("horovod", "update"))],
+    ],
+)
+def test_a_rank_that_runs_out_of_memory_in_a_sharded_step_ends_all_ranks(
+    backend: str, part: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SHARDED)
+    with running_ranks(script, backend, 2, part) as processes:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        ended = time.time()
+    assert all(process.returncode for process in processes), outputs
+    message = (
+        "find_batch_size: the optimizer state does not fit in memory with 2 samples per rank. Use a smaller model."
+    )
+    assert f"ConfigError: {message}" in outputs[1]
+    assert f"rank 1 failed first: ConfigError: {message}" in outputs[0]
+    (began,) = re.findall(r"fault (\S+)", outputs[1])
+    assert ended - float(began) < 30
