@@ -27,6 +27,7 @@ from unitrain.launchers.agents import LAUNCH_ID_VARIABLE, add_cleanup
 from unitrain.launchers.arguments import parse_exports, parse_launcher_args
 from unitrain.launchers.devices import Devices, SelectedDevices, parse_devices, select_devices
 from unitrain.launchers.elastic import (
+    SSH_MISSING,
     ElasticRange,
     HostDiscoveryError,
     discover_hosts,
@@ -43,6 +44,7 @@ from unitrain.launchers.spec import Command, LaunchSpec, count_usable_cores, fin
 __all__ = [
     "DEFAULT_LAUNCHERS",
     "LAUNCH_ID_VARIABLE",
+    "SSH_MISSING",
     "Command",
     "Devices",
     "ElasticRange",

@@ -273,6 +273,15 @@ def test_dry_run_does_not_require_an_installed_launcher(script: str, tmp_path: P
         assert result.exit_code == 0, result.output
         assert script in result.stdout
         assert f"Warning: the command cannot run on this host. Launcher {name!r} is not installed." in result.stderr
+    for options in ([], ["--backend", "horovod"]):  # launchers that Python runs as a module
+        result = run("launch", "--dry-run", "-H", "a:4,b:4", *options, script, PATH=str(tmp_path))
+        assert result.exit_code == 0, result.output
+        assert (
+            "Warning: the command cannot run on this host. ssh, which is needed to reach other hosts, is"
+            in result.stderr
+        )
+        result = run("launch", "--dry-run", "-np", "2", *options, script, PATH=str(tmp_path))
+        assert "Warning" not in result.stderr
     assert rejected_without_dry_run("--launcher", "mpirun", script, PATH=str(tmp_path)).startswith(
         "Launcher 'mpirun' is not installed. It is part of Open MPI"
     )

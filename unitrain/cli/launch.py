@@ -133,7 +133,7 @@ def launch(untuned: bool, is_dry_run: bool, **arguments: object) -> None:
         raise click.UsageError(str(error)) from error
     if is_dry_run:
         click.echo(plan.command.shell())
-        if missing := plan.missing_launcher_error():
+        if missing := plan.missing_program_error():
             click.echo(f"Warning: the command cannot run on this host. {missing}", err=True)
         return
     try:
