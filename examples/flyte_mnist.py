@@ -6,18 +6,23 @@ pyflyte run examples/flyte_mnist.py train_mnist --ranks 4 --data data
 pyflyte run --remote --image IMAGE examples/flyte_mnist.py train_mnist --hyperparameters '{"epochs": 5}'
 """
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from flytekit import Resources, current_context, task, workflow
-from flytekit.types.directory import FlyteDirectory
-from flytekit.types.file import FlyteFile
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import unitrain
+
+try:
+    from flytekit import Resources, current_context, task, workflow
+    from flytekit.types.directory import FlyteDirectory
+    from flytekit.types.file import FlyteFile
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. Install it, in the source folder of unitrain, with: pip install '.[flyte]'")
 
 
 @dataclass

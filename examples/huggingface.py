@@ -9,20 +9,25 @@ horovodrun -np 2 python examples/huggingface.py --backend horovod
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import click
-import datasets
-import tokenizers
 import torch
-import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 import unitrain
+
+try:
+    import datasets
+    import tokenizers
+    import transformers
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. Install it, in the source folder of unitrain, with: pip install '.[huggingface]'")
 
 LENGTH = 48
 VOCABULARY_SIZE = 512

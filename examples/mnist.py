@@ -23,6 +23,7 @@ from torchvision.transforms import v2
 import unitrain
 
 MEAN, STANDARD_DEVIATION = 0.1307, 0.3081  # of the training images
+LAST_FILE = "t10k-labels-idx1-ubyte"  # that torchvision downloads
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,22 @@ def build(name: str) -> nn.Module:
 
 
 def load(folder: Path, backend: unitrain.Backend, download: bool) -> tuple[MNIST, MNIST]:
-    """Return the training and test data. With `download`, one rank per host downloads them first."""
+    """Return the training and test data. With `download`, one rank per host downloads them first.
+
+    Raises ClickException on every rank if a download fails, for example without a network.
+    """
+    problem = None
     if download and backend.local_rank == 0:
-        MNIST(folder, download=True)
-    backend.barrier()
+        try:
+            MNIST(folder, download=True)
+        except (OSError, RuntimeError) as error:
+            problem = " ".join(str(error).split())
+    failed = [found for found in backend.allgather_object(problem) if found is not None]
+    if failed:
+        raise click.ClickException(
+            f"MNIST cannot be downloaded to '{folder}': {failed[0]}. Download it on a machine with a network, and copy "
+            f"the folder MNIST to '{folder}'."
+        )
     plain = v2.Compose(
         [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([MEAN], [STANDARD_DEVIATION])]
     )
@@ -108,7 +121,7 @@ def main(
     resume: bool, wandb: bool, **chosen: Any,
 ) -> None:  # fmt: skip
     """Train on MNIST."""
-    if not download and not (data / "MNIST" / "raw").is_dir():
+    if not download and not (data / "MNIST" / "raw" / LAST_FILE).is_file():
         raise click.ClickException(f"MNIST was not found in '{data}'. Download it with: --data {data} --download")
     hyper = Hyperparameters(**chosen)
     with unitrain.init(backend_name, device=device) as backend:

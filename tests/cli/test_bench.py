@@ -193,3 +193,13 @@ def test_files_without_a_result_are_refused(tmp_path: Path) -> None:
     path.write_text('{"kind": "train", "rows": []}')
     with pytest.raises(ReportError, match="is a result of unitrain bench train, not of unitrain bench collectives"):
         results.read(path, "collectives")
+
+
+def test_a_missing_package_of_the_charts_is_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(command, ["bench", "collectives", "--output", "x.png"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "Error: --output needs the package matplotlib, which is not installed. Install it, in the source folder of "
+        'unitrain, with: pip install ".[report]"\n'
+    )

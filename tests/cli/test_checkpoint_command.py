@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from rich.filesize import decimal
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
@@ -66,6 +67,10 @@ def test_checkpoints_are_listed_with_their_results(run: Path) -> None:
         [f"step-{step:09d}", str(epoch), str(step)] for epoch, step in ((1, 4), (2, 8), (3, 12))
     ]
     assert [float(row[4]) for row in rows] == pytest.approx([one["val_loss"] for one in history], rel=1e-3)
+    sizes = [
+        sum(file.stat().st_size for file in (run / row[0]).iterdir() if file.name != "manifest.json") for row in rows
+    ]
+    assert [" ".join(row[5:]) for row in rows] == [decimal(size) for size in sizes]
     (*_, last) = [json.loads(line) for line in ckpt("ls", run, "--json").output.splitlines()]
     assert last["results"]["val_loss"] == history[-1]["val_loss"]
 
@@ -265,7 +270,7 @@ def test_model_and_average_are_consolidated_to_one_file(run: Path, sharded: Path
             file = tmp_path / f"{source.name}-{name}.safetensors"
             done = ckpt("consolidate", source, file, *options)
             assert done.exit_code == 0, done.output
-            assert done.output.startswith(f"{file}  0.0 MB, sha256 ")
+            assert done.output.startswith(f"{file}  {decimal(file.stat().st_size)}, sha256 ")
             with safe_open(file, "pt") as opened:
                 assert opened.metadata()["format"] == "pt"  # which `from_pretrained` of transformers requires
             found, loaded = load_file(file), network()

@@ -308,5 +308,5 @@ def test_a_missing_matplotlib_is_reported_with_the_fix(trained: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run(trained)
     assert result.exit_code == 1
-    assert "needs matplotlib, which is not installed" in result.output
-    assert "pip install jinja2 matplotlib" in result.output
+    assert "unitrain report needs a package that is missing: import of matplotlib halted" in result.output
+    assert 'with: pip install ".[report]"' in result.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FINAL = re.compile(r"final val_accuracy=(\d\.\d{4}) val_loss=(\d+\.\d{4})\n")
 
 
-def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, *arguments: str | Path, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, EXAMPLES / script, *arguments]
     return subprocess.run(
         command,
-        env=preloaded({**os.environ, "OMP_NUM_THREADS": "1"}),
+        env=preloaded({**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}),
         capture_output=True,
         text=True,
         timeout=280,
@@ -80,3 +83,31 @@ def test_mnist_without_data_prints_the_option_that_downloads_it(tmp_path: Path) 
     assert done.returncode == 1
     assert done.stderr.startswith("Error: MNIST was not found in '")
     assert done.stderr.endswith("Download it with: --data " + str(tmp_path / "nothing") + " --download\n")
+    (tmp_path / "half" / "MNIST" / "raw").mkdir(parents=True)  # of a download that failed
+    assert run("mnist.py", "--data", tmp_path / "half").stderr.startswith("Error: MNIST was not found in '")
+
+
+def test_mnist_without_a_network_prints_an_error(tmp_path: Path) -> None:
+    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    done = run("mnist.py", "--data", tmp_path, "--download", "--backend", "local", variables=proxy)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"Error: MNIST cannot be downloaded to '{tmp_path}': Error downloading train-images" in done.stderr
+    assert done.stderr.endswith(
+        f"Download it on a machine with a network, and copy the folder MNIST to '{tmp_path}'.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "package", "extra"),
+    [("flyte_mnist.py", "flytekit", "flyte"), ("huggingface.py", "datasets", "huggingface")],
+)
+def test_a_missing_package_is_reported_with_the_extra(
+    script: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(EXAMPLES / script))
+    text = str(caught.value)
+    assert package in text
+    assert text.endswith(f"Install it, in the source folder of unitrain, with: pip install '.[{extra}]'")

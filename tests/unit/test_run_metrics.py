@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -193,6 +194,20 @@ def test_launch_rejects_metrics_options(options: list[str], message: str, tmp_pa
     result = CliRunner().invoke(command_line, ["launch", *options, str(tmp_path / "train.py")])
     assert result.exit_code == 2
     assert message in re.sub(r"\s+", " ", result.output)
+
+
+def test_launch_without_the_package_of_the_endpoint_starts_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    (tmp_path / "train.py").write_text("print('started')")
+    for options in ([], ["-np", "2"]):
+        result = CliRunner().invoke(
+            command_line, ["launch", *options, "--metrics-port", "9400", str(tmp_path / "train.py")]
+        )
+        assert result.exit_code == 2
+        assert "--metrics-port 9400 needs the package prometheus_client, which is not installed." in result.stderr
+        assert 'with: pip install ".[prometheus]"' in result.stderr
 
 
 def test_launch_rejects_a_port_in_use(tmp_path: Path) -> None:

@@ -115,7 +115,8 @@ def _resnet_arguments(name: str, batch_size: int) -> dict[str, Any]:
         models = importlib.import_module("torchvision.models")
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            f"Model {name!r} needs torchvision, which is not installed. Install it with: pip install torchvision"
+            f"Model {name!r} needs a package that is missing: {error}. Install it, in the source folder of unitrain, "
+            'with: pip install ".[examples]"'
         ) from error
     model = getattr(models, name)()
     return _trainer_arguments(model, _create_sgd(model), Images(), batch_size=batch_size)

@@ -119,7 +119,8 @@ def check_can_draw(output: Path) -> None:
     for package in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
-                f"--output needs {package}, which is not installed. Install it with: pip install jinja2 matplotlib"
+                f"--output needs the package {package}, which is not installed. Install it, in the source folder of "
+                'unitrain, with: pip install ".[report]"'
             )
 
 

@@ -51,6 +51,7 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
         return
     from rich import box
     from rich.console import Console
+    from rich.filesize import decimal
     from rich.table import Table
 
     damaged = [name for name, manifest in manifests.items() if not _is_well_formed(manifest)]
@@ -58,15 +59,15 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     results = list(dict.fromkeys(name for manifest in manifests.values() for name in manifest.get("results", {})))
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("checkpoint")
-    for column in ("epoch", "step", *results, "MB"):
+    for column in ("epoch", "step", *results, "size"):
         table.add_column(column, justify="right")
     for name, manifest in manifests.items():
         numbers = [manifest.get("results", {}).get(result) for result in results]
-        size = sum(file["bytes"] for file in manifest.get("files", {}).values()) / 1e6
+        size = sum(file["bytes"] for file in manifest.get("files", {}).values())
         place = [str(manifest.get(key, "?")) for key in ("epoch", "step")]
         shown = ["" if number is None else f"{number:.4g}" for number in numbers]
         without_size = "damaged manifest" if name in damaged else "no manifest"
-        table.add_row(name, *place, *shown, f"{size:.1f}" if manifest else without_size)
+        table.add_row(name, *place, *shown, decimal(size) if manifest else without_size)
     Console(width=None if Console().is_terminal else 200).print(table)
 
 
@@ -131,13 +132,15 @@ def consolidate(checkpoint: Path, file: Path, average: bool) -> None:
     The checkpoint may be sharded. Tensors are read and written one at a time. FILE contains tied parameters only once.
     Load it with safetensors.torch.load_model(model, FILE).
     """
+    from rich.filesize import decimal
+
     from unitrain.checkpoint import files
     from unitrain.checkpoint.consolidation import consolidate_model
 
     path = files.find_newest_valid(checkpoint, required=True)
     assert path is not None
     written = consolidate_model(path, file, average=average)
-    click.echo(f"{file}  {written.bytes / 1e6:.1f} MB, sha256 {written.sha256}")
+    click.echo(f"{file}  {decimal(written.bytes)}, sha256 {written.sha256}")
 
 
 @ckpt.command()

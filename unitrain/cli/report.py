@@ -33,8 +33,8 @@ def report(folders: tuple[Path, ...], output: Path | None, png: bool, goodput: b
         from unitrain.report.page import write_report
     except ModuleNotFoundError as error:
         raise click.ClickException(
-            f"unitrain report needs {error.name}, which is not installed. Install it with: "
-            "pip install jinja2 matplotlib"
+            f"unitrain report needs a package that is missing: {error}. Install it, in the source folder of unitrain, "
+            'with: pip install ".[report]"'
         ) from error
 
     output = output or folders[0] / ("report.png" if png else "report.html")

@@ -49,6 +49,15 @@ def check_config_packages() -> None:
         )
 
 
+def check_metrics_package(port: int) -> None:
+    """Raise LaunchError if the package that serves the metrics endpoint on `port` is missing."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise launchers.LaunchError(
+            f"--metrics-port {port} needs the package prometheus_client, which is not installed. Install it, in the "
+            'source folder of unitrain, with: pip install ".[prometheus]"'
+        )
+
+
 def executed_script(script: str, args: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return the Python script and the arguments that run `script` with `args`.
 

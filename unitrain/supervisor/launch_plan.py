@@ -10,6 +10,7 @@ import errno
 import math
 import os
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from unitrain.launchers import Command, ElasticRange, Host, LaunchError, LaunchS
 from unitrain.supervisor import rank_logs
 from unitrain.supervisor.attempt import SupervisedJob
 from unitrain.supervisor.checks import (
+    check_metrics_package,
     check_module,
     check_not_launched,
     check_script,
@@ -90,15 +92,15 @@ class LaunchPlan:
     uses_other_hosts: bool
     log_dir: Path | None
 
-    def missing_launcher_error(self) -> str | None:
-        """Return an error message if this host lacks the launcher of a dry run, else None."""
+    def missing_program_error(self) -> str | None:
+        """Return an error message if this host lacks the launcher of a dry run, or ssh for other hosts, else None."""
         try:
             launchers.build(self.job.launcher, replace(self.job.spec, is_dry_run=False))
         except launchers.MissingLauncherError as error:
             return str(error)
         except LaunchError:
-            return None  # other conditions, such as a Slurm allocation, are checked when the command runs
-        return None
+            pass  # other conditions, such as a Slurm allocation, are checked when the command runs
+        return launchers.SSH_MISSING if self.uses_other_hosts and shutil.which("ssh") is None else None
 
 
 def plan_launch(request: LaunchRequest) -> LaunchPlan:
@@ -130,6 +132,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         job, command, membership = _plan_elastic_job(request, launcher, spec, launchers.parse_elastic(request.elastic))
     job = replace(job, uses_standby=request.standby)
     if request.metrics_port is not None and not request.is_dry_run and job.starts_on_this_host():
+        check_metrics_package(request.metrics_port)
         _check_metrics_port(request.metrics_port, request.metrics_address or LOOPBACK)
     return LaunchPlan(job, command, membership, uses_other_hosts, request.log_dir)
 
