@@ -18,7 +18,7 @@ from typing import Any
 from preload import preloaded
 
 from unitrain.bootstrap import environment
-from unitrain.bootstrap.network import free_port
+from unitrain.bootstrap.network import reserve_port
 
 SECONDS = 100
 
@@ -87,7 +87,7 @@ def running_launcher(
 @contextlib.contextmanager
 def running_ranks(script: Path, backend: str, size: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Start the ranks directly, without a launcher that would terminate the other ranks after a failure."""
-    port = str(free_port())
+    reservation = reserve_port()
     processes = []
     for rank in range(size):
         position = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
@@ -95,7 +95,7 @@ def running_ranks(script: Path, backend: str, size: int, *arguments: str) -> Ite
             **environment.without_launcher_variables(),
             **{name: str(value) for name, value in position.items()},
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_PORT": str(reservation.getsockname()[1]),
             "UNITRAIN_BACKEND": backend,
             "OMP_NUM_THREADS": "1",
         }
@@ -114,6 +114,7 @@ def running_ranks(script: Path, backend: str, size: int, *arguments: str) -> Ite
         for process in processes:
             process.kill()
             process.communicate()
+        reservation.close()
 
 
 def read_rank_reports(folder: Path) -> list[dict[str, Any]]:

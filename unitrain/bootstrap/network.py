@@ -111,3 +111,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def reserve_port() -> socket.socket:
+    """Return a socket that is bound to a free TCP port. While it is open, the port is not assigned to another program.
+
+    The socket does not listen, so `listen` succeeds at this port, and connections are refused until then.
+    """
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("", 0))
+    return reservation

@@ -131,7 +131,9 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int
     (length,) = struct.unpack("!I", header)
     content = b""
     while len(content) < length:
-        content += connection.recv(length - len(content))
+        if not (received := connection.recv(length - len(content))):
+            return None, []  # the sender has ended
+        content += received
     message: dict[str, Any] = json.loads(content)
     return message, descriptors
 

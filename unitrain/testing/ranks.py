@@ -1,4 +1,4 @@
-"""Ranks of a backend as processes on this host. They are reused between calls, because starting them is slow."""
+"""Groups of processes on this host that are the ranks of a backend. Ranks are reused, because their start is slow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,8 @@ from unitrain.bootstrap import environment
 from unitrain.testing.fork_server import Child, ForkServer
 
 _START_SECONDS = 120.0
-_STACK_SECONDS = 1.0
+_STACK_SECONDS = 10.0
+_STACK_POLL_SECONDS = 0.2
 _STOP_SECONDS = 20.0
 _AFTER_FAILURE_SECONDS = 15.0
 _shared_fork_server: ForkServer | None = None
@@ -47,14 +49,27 @@ class _Rank:
     stacks: Path
 
 
+@dataclass
+class _Failure:
+    """An exception of a rank. `time` is in seconds since the epoch."""
+
+    kind: str
+    message: str
+    traceback: str
+    time: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
 class RankGroup:
     """`size` ranks of `backend` on this host; a context manager.
 
-    If possible, ranks are forked from a process that has already imported torch. `spawn=True` starts new processes
-    instead; timing measurements require new processes. `command` is a launcher's command line without the program, such
-    as ["horovodrun", "-np", "2"]; without it, the ranks are started directly, with variables such as RANK and
-    WORLD_SIZE. `variables` are added to the environment of the ranks, which compute on `device`. Every wait has a
-    timeout. All processes are terminated at the end of the context.
+    `command` is a launcher's command line without the program, such as ["horovodrun", "-np", "2"]. Without it, the
+    ranks are started directly, with variables such as RANK and WORLD_SIZE. `variables` are added to the environment of
+    the ranks, which compute on `device`. On Linux, ranks on the CPU without `command` and `variables` are forked from a
+    process that has already imported torch. `spawn=True` starts new processes instead, which measurements of times
+    need. Every wait has a timeout. All processes are terminated at the end of the context.
     """
 
     def __init__(
@@ -78,6 +93,7 @@ class RankGroup:
         self._backend_timeout_seconds = backend_timeout_seconds
         self._processes: list[subprocess.Popen[bytes] | Child] = []
         self._ranks: dict[int, _Rank] = {}
+        self._reserved_port: socket.socket | None = None  # MASTER_PORT of the ranks
 
     def __enter__(self) -> Self:
         return self
@@ -91,15 +107,14 @@ class RankGroup:
         """Call `function(backend, *args)` on every rank and return the results in rank order.
 
         The function must be importable by name. Raises RankError if a rank fails or is still busy after
-        `timeout_seconds`, or 15 s after another rank has failed; the error contains the stacks of busy ranks. All
-        processes are then killed, and the next call starts new ones.
+        `timeout_seconds`, or 15 s after another rank has failed; the error contains the stacks of busy ranks. After an
+        error, all processes are killed, and the next call starts new ones.
         """
         message = pickle.dumps((function, args))
         try:
             if not self._ranks:
                 self._start()
-            for rank in self._ranks.values():
-                rank.connection.send(message)
+            self._send_to_all(message)
             return self._collect(timeout_seconds)
         except BaseException:
             self._end_processes()
@@ -107,12 +122,10 @@ class RankGroup:
 
     def stop(self) -> None:
         """Shut down the backend on every rank, and kill processes that do not exit in time."""
-        for rank in self._ranks.values():
-            with contextlib.suppress(OSError):
-                rank.connection.send(None)
+        self._send_to_all(None)
         deadline = time.monotonic() + _STOP_SECONDS
         for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired, OSError):
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._end_processes()
 
@@ -128,13 +141,17 @@ class RankGroup:
             while len(self._ranks) < self.size:
                 try:
                     connection = listener.accept()
-                except TimeoutError:
+                    number, pid, stacks = connection.recv()
+                except (EOFError, OSError):  # a timeout, or the connected process has ended
                     self._check_start(deadline)
                     continue
-                number, pid, stacks = connection.recv()
                 self._ranks[number] = _Rank(connection, pid, Path(stacks))
+        self._send_to_all([path for path in sys.path if path])
+
+    def _send_to_all(self, message: object) -> None:
         for rank in self._ranks.values():
-            rank.connection.send([path for path in sys.path if path])
+            with contextlib.suppress(OSError):  # the process has ended, which `_collect` reports
+                rank.connection.send(message)
 
     def _start_process(self, arguments: list[str], variables: dict[str, str]) -> subprocess.Popen[bytes] | Child:
         global _shared_fork_server
@@ -160,9 +177,10 @@ class RankGroup:
         base["UNITRAIN_TEST_KEY"] = key.hex()
         if self._command:
             return [base]
-        from unitrain.bootstrap.network import free_port
+        from unitrain.bootstrap.network import reserve_port
 
-        port = str(free_port())
+        self._reserved_port = reserve_port()
+        port = str(self._reserved_port.getsockname()[1])
         return [
             base
             | {
@@ -180,42 +198,52 @@ class RankGroup:
         deadline = time.monotonic() + timeout_seconds
         limit = f"after {timeout_seconds:g} s"
         waiting = {rank.connection: number for number, rank in self._ranks.items()}
-        answers: dict[int, tuple[Any, ...]] = {}
+        results: dict[int, Any] = {}
+        failures: dict[int, _Failure] = {}
         while waiting and (left := deadline - time.monotonic()) > 0:
             for ready in wait(list(waiting), timeout=left):
                 number = waiting.pop(ready)  # type: ignore[call-overload]
                 try:
-                    answers[number] = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
+                    succeeded, *content = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    answers[number] = (False, "ProcessDied", "the process has ended", "", time.time())
+                    succeeded, content = False, ["ProcessDied", "the process has ended", "", time.time()]
+                if succeeded:
+                    (results[number],) = content
+                else:
+                    failures[number] = _Failure(*content)
             failure_deadline = time.monotonic() + _AFTER_FAILURE_SECONDS
-            if failure_deadline < deadline and any(not answer[0] for answer in answers.values()):
+            if failures and failure_deadline < deadline:
                 # Other ranks may also fail: wait a few seconds, so that the error contains their messages.
                 deadline = failure_deadline
                 limit = f"{_AFTER_FAILURE_SECONDS:g} s after that failure"
-        failures = {number: answer for number, answer in answers.items() if not answer[0]}
         if waiting or failures:
             raise self._error(failures, sorted(waiting.values()), limit)
-        return [answers[number][1] for number in range(self.size)]
+        return [results[number] for number in range(self.size)]
 
-    def _error(self, failures: dict[int, tuple[Any, ...]], busy: list[int], limit: str) -> RankError:
+    def _error(self, failures: dict[int, _Failure], busy: list[int], limit: str) -> RankError:
         parts = []
         kind = "Timeout"
         if failures:
-            first = min(failures, key=lambda number: failures[number][4])
-            kind = failures[first][1]
-            parts.append(f"Rank {first} of {self.size} on {self.backend} failed first:\n{failures[first][3]}")
-            parts += [f"rank {n}: {f[1]}: {f[2]}" for n, f in sorted(failures.items()) if n != first]
+            first = min(failures, key=lambda number: failures[number].time)
+            kind = failures[first].kind
+            text = failures[first].traceback or str(failures[first])
+            parts.append(f"Rank {first} of {self.size} on {self.backend} failed first:\n{text}")
+            parts += [f"rank {number}: {failure}" for number, failure in sorted(failures.items()) if number != first]
         for number in busy:
             parts.append(f"Rank {number} was still busy {limit}:\n{self._stack(number)}")
-        return RankError("\n".join(parts), kind, {number: failure[2] for number, failure in failures.items()})
+        return RankError("\n".join(parts), kind, {number: failure.message for number, failure in failures.items()})
 
     def _stack(self, number: int) -> str:
+        """Return the stacks of a busy rank, which its handler of SIGUSR2 writes to a file."""
         rank = self._ranks[number]
+        deadline = time.monotonic() + _STACK_SECONDS
+        text, previous = "", ""
         with contextlib.suppress(OSError):
             os.kill(rank.pid, signal.SIGUSR2)
-            time.sleep(_STACK_SECONDS)
-            return rank.stacks.read_text()
+            while time.monotonic() < deadline and (not text or text != previous):  # until the file stops growing
+                time.sleep(_STACK_POLL_SECONDS)
+                text, previous = rank.stacks.read_text(), text
+            return text or f"(no stack: the process did not respond to a signal within {_STACK_SECONDS:g} s)"
         return "(no stack: the process has ended)"
 
     def _end_processes(self) -> None:
@@ -226,8 +254,14 @@ class RankGroup:
         for process in self._processes:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        self._ranks, self._processes = {}, []
+        for process in self._processes:
+            with contextlib.suppress(OSError):  # the fork server, which waits for the process, has ended
+                process.wait()
+        for rank in self._ranks.values():
+            rank.stacks.unlink(missing_ok=True)
+        if self._reserved_port is not None:
+            self._reserved_port.close()
+        self._ranks, self._processes, self._reserved_port = {}, [], None
 
 
 def run_ranks(

@@ -17,7 +17,7 @@ import time
 import traceback
 from contextlib import closing
 from multiprocessing.connection import Client, Connection
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from unitrain.bootstrap import environment
 
@@ -51,14 +51,16 @@ def _serve(parent: Connection, backend_name: str, device: str, timeout_seconds: 
             if backend is None:
                 backend = unitrain.init(backend_name, device=device, timeout_seconds=timeout_seconds)
             function, args = pickle.loads(message)
-            answer: tuple[Any, ...] = (True, function(backend, *args))
+            # parent.send would pass tensors in shared memory, which this process frees when it exits.
+            answer = pickle.dumps((True, function(backend, *args)))
+            failed = False
         except BaseException as error:
             # The time identifies the rank that failed first. The first report to arrive often comes from a rank that
             # has lost a peer.
-            answer = (False, type(error).__name__, str(error), traceback.format_exc(), time.time())
-        # parent.send would pass tensors in shared memory, which this process frees when it exits.
-        parent.send_bytes(pickle.dumps(answer))
-        if not answer[0]:
+            failure = (False, type(error).__name__, str(error), traceback.format_exc(), time.time())
+            answer, failed = pickle.dumps(failure), True
+        parent.send_bytes(answer)
+        if failed:
             # Do not shut down after a failure, because a shutdown could wait for ranks that hang.
             parent.close()
             os._exit(1)
