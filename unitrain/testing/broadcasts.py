@@ -1,4 +1,4 @@
-"""Contract of concurrent in-place broadcasts, on backends over a process group."""
+"""Contract tests of concurrent in-place broadcasts, on backends over a process group."""
 
 from __future__ import annotations
 

@@ -14,17 +14,19 @@ from unitrain.backends.base import Backend
 from unitrain.testing.cases import contract
 from unitrain.testing.models import FEATURES, batch, compute_loss
 
-STEPS, FROZEN_FROM, RATE = 8, 5, 0.05
+STEPS, FROZEN_FROM, LEARNING_RATE = 8, 5, 0.05
 
 
 class Centers(nn.Module):
-    """Model that reads three buffers. Each training forward pass from number `first_write` on changes `center` as
-    `write` specifies ("in place", "data" or "assigned data"), reassigns `scale`, and adds to `counts`, which is not
-    read. `mask` is constant."""
+    """Model that reads three buffers.
 
-    def __init__(self, write: str = "in place", first_write: int = 0) -> None:
+    Each training forward pass from number `first_write` on changes `center` as `write_mode` specifies ("in place",
+    "data" or "assigned data"), reassigns `scale`, and adds to `counts`, which is not read. `mask` is constant.
+    """
+
+    def __init__(self, write_mode: str = "in place", first_write: int = 0) -> None:
         super().__init__()
-        self.write, self.passes_without_write = write, first_write
+        self.write_mode, self.passes_without_write = write_mode, first_write
         torch.manual_seed(2)
         self.first, self.last = nn.Linear(FEATURES, 8).double(), nn.Linear(8, 3).double()
         self.normalized = nn.BatchNorm1d(8).double()
@@ -44,9 +46,9 @@ class Centers(nn.Module):
         elif self.training:
             with torch.no_grad():
                 mean = 0.7 * self.center + 0.3 * x.mean(0)
-                if self.write == "in place":
+                if self.write_mode == "in place":
                     self.center.copy_(mean)
-                elif self.write == "data":
+                elif self.write_mode == "data":
                     self.center.data.copy_(mean)
                 else:
                     self.center.data = mean
@@ -62,43 +64,45 @@ def training_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in statistics}
 
 
-def simulate_ddp(size: int, accumulate: int, steps: int = STEPS, **arguments: Any) -> nn.Module:
+def simulate_ddp(size: int, accumulation_steps: int, steps: int = STEPS, **arguments: Any) -> nn.Module:
     """Simulate DDP with broadcast_buffers=True on `size` ranks in one process, and return rank 0's trained model."""
     models = [Centers(**arguments) for _ in range(size)]
     for step in range(steps):
         for model in models:
             model.normalized.train(step < FROZEN_FROM)
-            for name, buffer in training_buffers(copy.deepcopy(models[0])).items():
+        for name, buffer in training_buffers(models[0]).items():
+            for model in models[1:]:
                 model.get_buffer(name).copy_(buffer)
-        for micro_step in range(accumulate):
+        for micro_step in range(accumulation_steps):
             for rank, model in enumerate(models):
-                (compute_loss(model(batch(rank, step * accumulate + micro_step))) / accumulate).backward()
+                (
+                    compute_loss(model(batch(rank, step * accumulation_steps + micro_step))) / accumulation_steps
+                ).backward()
         for parameters in zip(*(model.parameters() for model in models), strict=True):
             mean = torch.stack([p.grad for p in parameters if p.grad is not None]).mean(0)
             for parameter in parameters:
-                parameter.data.sub_(RATE * mean)
+                parameter.data.sub_(LEARNING_RATE * mean)
                 parameter.grad = None
     return models[0]
 
 
 def train_on_backend(
-    backend: Backend, accumulate: int, shared_after: Iterable[int], steps: int = STEPS, **arguments: Any
+    backend: Backend, accumulation_steps: int, shared_after: Iterable[int], steps: int = STEPS, **arguments: Any
 ) -> nn.Module:
-    """Train on the backend, and broadcast all buffers after the steps `shared_after`, as for an evaluation or a
-    checkpoint.
-    """
+    """Train on the backend, and return the model. Call `broadcast_buffers` after the steps `shared_after`, as the
+    Trainer does for an evaluation or a checkpoint."""
     model = Centers(**arguments)
     wrapped = backend.distributed_model(model)
-    optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=RATE), wrapped)
+    optimizer = backend.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), wrapped)
     for step in range(steps):
         model.normalized.train(step < FROZEN_FROM)
-        for micro_step in range(accumulate):
-            x = batch(backend.rank, step * accumulate + micro_step)
-            if micro_step < accumulate - 1:
+        for micro_step in range(accumulation_steps):
+            x = batch(backend.rank, step * accumulation_steps + micro_step)
+            if micro_step < accumulation_steps - 1:
                 with backend.no_sync(wrapped):
-                    (compute_loss(wrapped(x)) / accumulate).backward()
+                    (compute_loss(wrapped(x)) / accumulation_steps).backward()
             else:
-                (compute_loss(wrapped(x)) / accumulate).backward()
+                (compute_loss(wrapped(x)) / accumulation_steps).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step in shared_after:
@@ -108,10 +112,10 @@ def train_on_backend(
 
 @contract
 def buffers_read_in_training_forward_equal_rank_0(backend: Backend) -> None:
-    for accumulate in (1, 2):
-        expected = simulate_ddp(backend.size, accumulate)
+    for accumulation_steps in (1, 2):
+        expected = simulate_ddp(backend.size, accumulation_steps)
         for shared_after in ([], [1, 4, 6], range(STEPS)):
-            model = train_on_backend(backend, accumulate, shared_after)
+            model = train_on_backend(backend, accumulation_steps, shared_after)
             for name, parameter in expected.named_parameters():
                 torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-9)
             broadcast_buffers(model, backend)
@@ -121,10 +125,10 @@ def buffers_read_in_training_forward_equal_rank_0(backend: Backend) -> None:
 
 @contract
 def buffers_written_late_or_without_autograd_equal_rank_0(backend: Backend) -> None:
-    for write, first_write, steps in (("data", 0, STEPS), ("assigned data", 2, STEPS), ("in place", 33, 36)):
-        expected = simulate_ddp(backend.size, 1, steps, write=write, first_write=first_write)
+    for write_mode, first_write, steps in (("data", 0, STEPS), ("assigned data", 2, STEPS), ("in place", 33, 36)):
+        expected = simulate_ddp(backend.size, 1, steps, write_mode=write_mode, first_write=first_write)
         for shared_after in (range(0), range(0, steps, 3)):
-            model = train_on_backend(backend, 1, shared_after, steps, write=write, first_write=first_write)
+            model = train_on_backend(backend, 1, shared_after, steps, write_mode=write_mode, first_write=first_write)
             for name, parameter in expected.named_parameters():
                 torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-9)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from unitrain.backends.base import Backend
+from unitrain.errors import UnsupportedError
 
 Case = Callable[[Backend], None]
 CASES: dict[str, Case] = {}
@@ -15,6 +17,24 @@ def contract(case: Case) -> Case:
     assert case.__name__ not in CASES, f"duplicate case {case.__name__}"
     CASES[case.__name__] = case
     return case
+
+
+def may_raise_unsupported_error(case: Case) -> Case:
+    """Accept UnsupportedError, with the same message on every rank, from a backend of another package.
+
+    The backends of unitrain must pass the case.
+    """
+
+    @functools.wraps(case)
+    def may_raise_unsupported(backend: Backend) -> None:
+        try:
+            case(backend)
+        except UnsupportedError as error:
+            if type(backend).__module__.startswith("unitrain."):
+                raise
+            assert_same_on_every_rank(backend, str(error))
+
+    return may_raise_unsupported
 
 
 def raises(kind: type[BaseException], text: str, action: Callable[[], object]) -> str:

@@ -1,9 +1,12 @@
-"""Contract of the collectives. Every rank can compute the inputs of all ranks, and therefore the expected result."""
+"""Contract tests of the collectives. Every rank computes the inputs of all ranks, and therefore the expected result."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ _SHAPES: tuple[tuple[int, ...], ...] = (
 
 
 def make_input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the input of `rank`. Values are small, so that products over 3 ranks are exact in every dtype."""
+    """Return the input of `rank`. The values are so small that products over 3 ranks are exact in every dtype."""
     generator = torch.Generator().manual_seed(17 * rank + len(shape))
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -158,7 +161,7 @@ def allgather_concatenates_in_rank_order(backend: Backend) -> None:
 def allgather_accepts_a_different_dim_0_per_rank(backend: Backend) -> None:
     for counts in ([0, 3, 1], [2, 0, 0], [1, 2, 3], [0, 0, 0]):
         for dtype in DTYPES:
-            parts = [make_input(rank, (counts[rank], 2), dtype) for rank in range(backend.size)]
+            parts = [make_input(rank, (counts[rank % 3], 2), dtype) for rank in range(backend.size)]
             gathered = backend.allgather(parts[backend.rank])
             assert torch.equal(gathered, torch.cat(parts)), (counts, dtype)
 
@@ -236,7 +239,7 @@ def collectives_accept_negative_views(backend: Backend) -> None:
     inputs = [torch.complex(torch.ones(1, 2), torch.full((1, 2), float(rank))) for rank in range(backend.size)]
     plain = [-number.imag[:, :1] for number in inputs]
     own = inputs[backend.rank].conj().imag[:, :1]
-    assert own.is_neg(), "it is a view whose numbers count with the other sign"
+    assert own.is_neg(), "not a view with the negative bit"
     assert_close(backend.allreduce(own), reduce_inputs(plain, "mean"))
     assert torch.equal(backend.allreduce(own, "min"), reduce_inputs(plain, "min"))
     assert torch.equal(backend.allgather(own), torch.cat(plain))
@@ -281,7 +284,9 @@ def tensor_that_requires_grad_raises_on_every_rank(backend: Backend) -> None:
 @contract
 def special_values_are_preserved(backend: Backend) -> None:
     own = torch.tensor([float("inf"), float("nan"), -0.0, 1e-40])
-    assert_close(backend.broadcast(own), own, equal_nan=True, rtol=0, atol=0)
+    for copied in (backend.broadcast(own), backend.allgather(own)[: len(own)]):
+        assert_close(copied, own, equal_nan=True, rtol=0, atol=0)
+        assert copied[2].signbit()
     result = backend.allreduce(own, "sum")
     assert torch.isinf(result[0])
     assert torch.isnan(result[1])
@@ -339,10 +344,25 @@ def unpicklable_object_raises_on_every_rank(backend: Backend) -> None:
         assert_same_on_every_rank(backend, text)
 
 
+@contextmanager
+def _refused_gathering(backend: Backend) -> Iterator[None]:
+    """Raise AssertionError if `allgather_object` is called inside this context."""
+
+    def refuse(obj: Any) -> list[Any]:
+        raise AssertionError("the objects were gathered")
+
+    backend.allgather_object = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del backend.allgather_object
+
+
 @contract
 def values_are_gathered_only_if_they_differ(backend: Backend) -> None:
     last = backend.size - 1
-    assert gather_if_different(backend, {"equal": [1, (2.5, None)]}) is None
+    with _refused_gathering(backend):
+        assert gather_if_different(backend, {"equal": [1, (2.5, None)]}) is None
     expected = None if last == 0 else [{"rank": rank == last} for rank in range(backend.size)]
     assert gather_if_different(backend, {"rank": backend.rank == last}) == expected
     if last > 0:
@@ -353,15 +373,8 @@ def values_are_gathered_only_if_they_differ(backend: Backend) -> None:
 
 @contract
 def equal_models_are_compared_without_gathering_them(backend: Backend) -> None:
-    def refuse(obj: Any) -> list[Any]:
-        raise AssertionError("the table of the model was gathered")
-
-    model = build().to(backend.device)
-    backend.allgather_object = refuse  # type: ignore[method-assign]
-    try:
-        backend.distributed_model(model)
-    finally:
-        del backend.allgather_object
+    with _refused_gathering(backend):
+        backend.distributed_model(build().to(backend.device))
 
 
 @contract
@@ -381,9 +394,15 @@ def many_collectives_in_a_row_keep_their_order(backend: Backend) -> None:
 
 
 @contract
-def barrier_returns_on_every_rank(backend: Backend) -> None:
-    for _ in range(3):
+def barrier_returns_after_every_rank_has_called_it(backend: Backend) -> None:
+    """All ranks are on one host, so their monotonic clocks are the same."""
+    for late_rank in range(backend.size):
+        time.sleep(0.1 * (backend.rank == late_rank))
+        called = time.monotonic()
         backend.barrier()
+        returned = time.monotonic()
+        times = backend.allgather_object((called, returned))
+        assert min(end for _, end in times) >= max(begin for begin, _ in times), times
 
 
 @contract
@@ -394,7 +413,7 @@ def ranks_and_local_ranks_are_numbered_without_gaps(backend: Backend) -> None:
     assert [position[0] for position in positions] == list(range(backend.size))
     assert {position[1] for position in positions} == {backend.size}
     places = [(position[2], position[3]) for position in positions]
-    assert len(set(places)) == backend.size, f"two ranks share a place: {places}"
+    assert len(set(places)) == backend.size, f"two ranks have the same node rank and local rank: {places}"
     for node in range(backend.num_nodes):
         local = sorted(place[1] for place in places if place[0] == node)
         assert local == list(range(len(local)))

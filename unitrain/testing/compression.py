@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 from unitrain.backends.base import Backend
 from unitrain.backends.compression_setting import Compression, PowerSGD
-from unitrain.errors import ConfigError, ModelError, UnsupportedError
-from unitrain.testing.cases import Case, assert_same_on_every_rank, contract, raises
+from unitrain.errors import ConfigError, ModelError
+from unitrain.testing.cases import assert_same_on_every_rank, contract, may_raise_unsupported_error, raises
 from unitrain.testing.models import (
     FEATURES,
     assert_gradients,
@@ -29,20 +28,9 @@ from unitrain.testing.parameters import TwoHeads
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def may_raise_unsupported_error(case: Case) -> Case:
-    """Accept UnsupportedError from a backend that does not support compression."""
-
-    @functools.wraps(case)
-    def may_raise_unsupported(backend: Backend) -> None:
-        try:
-            case(backend)
-        except UnsupportedError as error:
-            assert_same_on_every_rank(backend, str(error))
-
-    return may_raise_unsupported
-
-
-def steps(backend: Backend, model: nn.Module, wrapped: nn.Module, count: int) -> Iterator[dict[str, Tensor]]:
+def gradients_of_steps(
+    backend: Backend, model: nn.Module, wrapped: nn.Module, count: int
+) -> Iterator[dict[str, Tensor]]:
     """Yield the gradients of each step. Each step uses different data."""
     for step in range(count):
         model.zero_grad()
@@ -50,7 +38,7 @@ def steps(backend: Backend, model: nn.Module, wrapped: nn.Module, count: int) ->
         yield {name: gradient for name, gradient in gradients(model).items() if gradient is not None}
 
 
-def allclose_up_to_order(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def equal_up_to_rounding(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Return whether both contain the same tensors, up to rounding: a sum over three or more ranks depends on the
     order of summation."""
     return one.keys() == other.keys() and all(torch.allclose(one[n], other[n], rtol=0, atol=1e-12) for n in one)
@@ -78,7 +66,9 @@ def compression_that_differs_between_ranks_raises(backend: Backend) -> None:
 def compression_none_is_bit_identical(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped, plain_twin = backend.distributed_model(model, compression="none"), backend.distributed_model(twin)
-    for one, other in zip(steps(backend, model, wrapped, 3), steps(backend, twin, plain_twin, 3), strict=True):
+    for one, other in zip(
+        gradients_of_steps(backend, model, wrapped, 3), gradients_of_steps(backend, twin, plain_twin, 3), strict=True
+    ):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -102,8 +92,8 @@ def half_precision_rounds_each_gradient_and_the_sum(backend: Backend) -> None:
         for total, parameter in zip(totals, model.parameters(), strict=True):
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, parameter.grad.to(dtype).float()), f"not rounded to {compression}"
-            place = torch.finfo(dtype).eps  # relative error of one rounding
-            torch.testing.assert_close(parameter.grad, total.to(dtype).float(), rtol=place, atol=0)
+            tolerance = torch.finfo(dtype).eps  # one unit in the last place
+            torch.testing.assert_close(parameter.grad, total.to(dtype).float(), rtol=tolerance, atol=0)
         assert_same_on_every_rank(backend, [p.grad.tolist() for p in model.parameters() if p.grad is not None])
 
 
@@ -237,8 +227,8 @@ def complex_gradients_keep_real_and_imaginary_parts(backend: Backend) -> None:
             half = HALF.get(str(compression))
             if half is not None:
                 assert torch.equal(parts, parts.to(half).float()), f"not rounded to {compression}"
-            place = 1e-5 if half is None else 2 * torch.finfo(half).eps
-            torch.testing.assert_close(parts, wanted, rtol=place, atol=place)
+            tolerance = 1e-5 if half is None else 2 * torch.finfo(half).eps
+            torch.testing.assert_close(parts, wanted, rtol=tolerance, atol=tolerance)
             assert_same_on_every_rank(backend, parts.tolist())
 
 
@@ -258,9 +248,7 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
 
     low_rank = PowerSGD(rank=1, start_step=0, min_compression_rate=1)
     for compression in ("fp16", low_rank):
-        model, twin, expected_model = build().float(), build().float(), build().float()
-        for module in (model, twin, expected_model):
-            module.double()
+        model, twin, expected_model = build(), build(), build()
         wrapped = backend.distributed_model(model, compression=compression)
         window(wrapped, backend.rank, wrapped)
         # One backward pass over all micro-batches, which is compressed once.
@@ -277,8 +265,8 @@ def gradient_computed_inside_a_loss_is_not_compressed(backend: Backend) -> None:
             assert gradient is not None
             assert expected_gradient is not None
             # A sum in a different order may round differently.
-            place = 2 * torch.finfo(torch.float16).eps if compression == "fp16" else 1e-9
-            torch.testing.assert_close(gradient, expected_gradient, rtol=place, atol=1e-9)
+            tolerance = 2 * torch.finfo(torch.float16).eps if compression == "fp16" else 1e-9
+            torch.testing.assert_close(gradient, expected_gradient, rtol=tolerance, atol=1e-9)
         if compression == "fp16":
             exact = mean_gradients(backend, twin, lambda m, rank: window(m, rank, None))
             for name, gradient in gradients(model).items():

@@ -1,4 +1,4 @@
-"""Contract of `distributed_model` and `no_sync`: after `backward`, every gradient is the mean over ranks."""
+"""Contract tests of `distributed_model` and `no_sync`: after `backward`, every gradient is the mean over ranks."""
 
 from __future__ import annotations
 

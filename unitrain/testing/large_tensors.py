@@ -1,5 +1,5 @@
-"""Contract of reducescatter and allgather for tensors of any size: they are transferred over direct connections,
-divided into pieces, or gathered by broadcasts.
+"""Contract tests of reducescatter and allgather for each way to transfer tensors: over direct connections, in pieces,
+and by broadcasts.
 
 Cases that cover all dtypes and operations use small pieces, so that they do not communicate gigabytes.
 """
@@ -92,11 +92,11 @@ def allgather_of_large_tensors_concatenates_in_rank_order(backend: Backend) -> N
 
     ranks = range(backend.size)
     for dtype, counts in itertools.product(DTYPES, ([400, 400, 400], [0, 300, 100], [500, 0, 0], [0, 0, 200])):
-        check([make_input(rank, (counts[rank], 50), dtype) for rank in ranks], (dtype, counts))
+        check([make_input(rank, (counts[rank % 3], 50), dtype) for rank in ranks], (dtype, counts))
     with _use_small_pieces():
         for dtype, counts in itertools.product(DTYPES, ([40, 40, 40], [0, 30, 10], [1, 0, 0], [0, 0, 0])):
-            check([make_input(rank, (counts[rank], 5), dtype) for rank in ranks], (dtype, counts))
-            check([make_input(rank, (5, counts[rank]), dtype).t() for rank in ranks], ("transposed", dtype, counts))
+            check([make_input(rank, (counts[rank % 3], 5), dtype) for rank in ranks], (dtype, counts))
+            check([make_input(rank, (5, counts[rank % 3]), dtype).t() for rank in ranks], ("transposed", dtype, counts))
         negative = [torch.complex(torch.ones(9, 9), torch.full((9, 9), 1.0 + rank)).conj().imag for rank in ranks]
         assert negative[0].is_neg()
         check(negative, "negative views")

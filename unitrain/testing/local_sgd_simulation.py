@@ -1,4 +1,4 @@
-"""All ranks of `LocalSGD` in one process, in plain torch, and a comparison of both."""
+"""A simulation of all ranks of `LocalSGD` in one process, in plain torch, and a comparison with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unitrain.optim.local_sgd import LocalSGD
 from unitrain.testing.cases import assert_same_on_every_rank
 from unitrain.testing.models import batch, build, compute_loss
 
-Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -39,11 +39,11 @@ def train(backend: Backend, local: LocalSGD, model: nn.Module, optimizer: torch.
 
 
 def start(
-    backend: Backend, settings: LocalSGDConfig | int, kind: Build = sgd, seed: int = 0
+    backend: Backend, settings: LocalSGDConfig | int, make_optimizer: MakeOptimizer = sgd, seed: int = 0
 ) -> tuple[LocalSGD, nn.Module, torch.optim.Optimizer]:
-    """Return a model with its optimizer, and local training of them."""
+    """Return `LocalSGD` for a new model, the model, and its optimizer."""
     model = build(seed)
-    optimizer = kind(list(model.parameters()))
+    optimizer = make_optimizer(list(model.parameters()))
     return LocalSGD(model, optimizer, backend, settings), model, optimizer
 
 
@@ -78,10 +78,10 @@ class _Fragment:
 class Simulation:
     """All ranks in one process, in plain torch. `weights` are the parameters of each rank, [elements]."""
 
-    def __init__(self, size: int, settings: LocalSGDConfig, kind: Build) -> None:
+    def __init__(self, size: int, settings: LocalSGDConfig, make_optimizer: MakeOptimizer) -> None:
         self.settings = settings
         self.models = [build() for _ in range(size)]
-        self.optimizers = [kind(list(model.parameters())) for model in self.models]
+        self.optimizers = [make_optimizer(list(model.parameters())) for model in self.models]
         self.outer = vector(self.models[0])
         self.groups = divide(size, settings.synchronous_ranks)
         count = settings.fragments
@@ -121,7 +121,8 @@ class Simulation:
                         self._merge(fragment, 0)
 
     def _merge(self, fragment: _Fragment, mixing: float) -> None:
-        """Update the outer weights of a fragment as torch.optim.SGD(nesterov=True), and merge them."""
+        """Update the outer weights of a fragment like torch.optim.SGD(nesterov=True), and merge them into those of all
+        ranks."""
         mean, momentum, part = fragment.mean, self.settings.outer_momentum, slice(fragment.first, fragment.end)
         assert mean is not None
         fragment.mean = None
@@ -133,7 +134,7 @@ class Simulation:
             set_vector(model, weights)
 
     def _mean(self, fragment: _Fragment) -> Tensor:
-        """Return the mean of the outer gradients of all ranks; the ranks of a group have the same."""
+        """Return the mean of the outer gradients over all ranks. The ranks of a group have the same outer gradient."""
         part, size = slice(fragment.first, fragment.end), len(self.models)
         differences = [self.outer[part] - vector(self.models[group[0]])[part] for group in self.groups]
         if self.settings.compression == "none":
@@ -180,10 +181,12 @@ def to_int8(values: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def check(backend: Backend, settings: LocalSGDConfig, kind: Build, steps: int, tolerance: float = 1e-12) -> None:
+def compare_with_simulation(
+    backend: Backend, settings: LocalSGDConfig, make_optimizer: MakeOptimizer, steps: int, tolerance: float = 1e-12
+) -> None:
     """Compare `LocalSGD` with the simulation after each step, and in `averaged_weights`."""
-    local, model, optimizer = start(backend, settings, kind)
-    simulation = Simulation(backend.size, settings, kind)
+    local, model, optimizer = start(backend, settings, make_optimizer)
+    simulation = Simulation(backend.size, settings, make_optimizer)
     initial = vector(model)
     for step in range(steps):
         train(backend, local, model, optimizer, range(step, step + 1))

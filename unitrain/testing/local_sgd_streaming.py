@@ -1,4 +1,4 @@
-"""Contract of `LocalSGD` with fragments, overlapped transfers, and groups of ranks that train synchronously."""
+"""Contract tests of `LocalSGD` with fragments, overlapped transfers, and groups of ranks that train synchronously."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from unitrain.backends.capabilities import SupportsPointToPoint
 from unitrain.backends.local_sgd_config import LocalSGDConfig
 from unitrain.errors import ConfigError
 from unitrain.optim.local_sgd import LocalSGD
-from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
-from unitrain.testing.compression import may_raise_unsupported_error
-from unitrain.testing.local_sgd_simulation import adamw, check, sgd, start, train, vector
+from unitrain.testing.cases import assert_same_on_every_rank, contract, may_raise_unsupported_error, raises
+from unitrain.testing.local_sgd_simulation import adamw, compare_with_simulation, sgd, start, train, vector
 from unitrain.testing.models import batch, build, compute_loss
 
 STREAMING = LocalSGDConfig(steps=6, outer_lr=0.7, outer_momentum=0.9, fragments=3, overlap_steps=2)
@@ -24,15 +23,19 @@ STREAMING = LocalSGDConfig(steps=6, outer_lr=0.7, outer_momentum=0.9, fragments=
 
 @contract
 def fragments_are_synchronized_in_different_steps(backend: Backend) -> None:
-    check(backend, LocalSGDConfig(steps=4, fragments=2), sgd, steps=9)
-    check(backend, LocalSGDConfig(steps=5, fragments=3, outer_lr=0.7, outer_momentum=0.9), adamw, steps=11)
+    compare_with_simulation(backend, LocalSGDConfig(steps=4, fragments=2), sgd, steps=9)
+    compare_with_simulation(
+        backend, LocalSGDConfig(steps=5, fragments=3, outer_lr=0.7, outer_momentum=0.9), adamw, steps=11
+    )
 
 
 @contract
 def transfers_are_merged_after_the_overlapped_steps(backend: Backend) -> None:
-    check(backend, STREAMING, adamw, steps=14)
-    check(backend, LocalSGDConfig(steps=3, overlap_steps=1, mixing=0.0), sgd, steps=8)
-    check(backend, LocalSGDConfig(steps=4, fragments=2, overlap_steps=3, mixing=0.9, warmup_steps=2), sgd, steps=13)
+    compare_with_simulation(backend, STREAMING, adamw, steps=14)
+    compare_with_simulation(backend, LocalSGDConfig(steps=3, overlap_steps=1, mixing=0.0), sgd, steps=8)
+    compare_with_simulation(
+        backend, LocalSGDConfig(steps=4, fragments=2, overlap_steps=3, mixing=0.9, warmup_steps=2), sgd, steps=13
+    )
 
 
 @contract
@@ -41,7 +44,7 @@ def overlapped_transfers_are_compressed_with_error_feedback(backend: Backend) ->
         replace(STREAMING, compression="bf16", overlap_steps=1),
         replace(STREAMING, compression="int8", overlap_steps=5),
     ):
-        check(backend, settings, adamw, steps=14)
+        compare_with_simulation(backend, settings, adamw, steps=14)
 
 
 @contract
@@ -60,9 +63,9 @@ def no_overlap_with_one_fragment_equals_diloco(backend: Backend) -> None:
 @contract
 @may_raise_unsupported_error
 def groups_of_ranks_train_synchronously(backend: Backend) -> None:
-    check(backend, LocalSGDConfig(steps=2, synchronous_ranks=2, warmup_steps=1), sgd, steps=6)
+    compare_with_simulation(backend, LocalSGDConfig(steps=2, synchronous_ranks=2, warmup_steps=1), sgd, steps=6)
     settings = LocalSGDConfig(steps=2, synchronous_ranks="host", outer_lr=0.7, outer_momentum=0.9, compression="int8")
-    check(backend, settings, adamw, steps=5)
+    compare_with_simulation(backend, settings, adamw, steps=5)
 
 
 @contract
@@ -72,8 +75,8 @@ def groups_of_different_sizes_are_weighted_by_their_ranks(backend: Backend) -> N
     sizes = (2, *([1] * (backend.size - 2))) if backend.size > 1 else (1,)
     for compression in ("none", "int8"):
         settings = LocalSGDConfig(steps=2, synchronous_ranks=sizes, outer_lr=0.7, compression=compression)
-        check(backend, settings, adamw, steps=5)
-    check(backend, replace(STREAMING, synchronous_ranks=sizes, compression="bf16"), adamw, steps=13)
+        compare_with_simulation(backend, settings, adamw, steps=5)
+    compare_with_simulation(backend, replace(STREAMING, synchronous_ranks=sizes, compression="bf16"), adamw, steps=13)
 
 
 @contract

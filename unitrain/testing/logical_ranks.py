@@ -1,4 +1,4 @@
-"""Contract of `distributed_model(logical_ranks=V)`: bit-identical results for any number of processes."""
+"""Contract tests of `distributed_model(logical_ranks=V)`: bit-identical results for any number of processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Centered(nn.Module):
 
 
 class _Checkpointed(nn.Module):
-    """A layer that is applied twice. Its gradient is accumulated twice in a backward pass."""
+    """A layer that is applied twice, once with checkpointing, so that its gradient is accumulated twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,8 @@ def _run_step(backend: Backend, model: nn.Module, steps: range, factors: dict[in
 
 
 def _expected_gradients(model: nn.Module, steps: range, factors: dict[int, float]) -> list[Tensor | None]:
-    """Return the gradients that a single process computes with `model`, and update its buffers."""
+    """Return the gradients that a single process computes with `model`, and update its buffers. Assert that they are
+    means over logical ranks, up to rounding."""
     terms, start = [], _copy_buffers(model)
     buffers_of_rank_0 = start
     for rank in range(_LOGICAL_RANKS):
@@ -105,7 +106,14 @@ def _expected_gradients(model: nn.Module, steps: range, factors: dict[int, float
         start_allreduce=None,
         allows_unused=False,
     )
-    return reduction.mean(terms, is_complete=True)
+    tensors = [torch.stack([term for term in some if term is not None]) for some in zip(*terms, strict=True)]
+    result = reduction.mean(terms, is_complete=True)
+    for gradient, of_logical_ranks in zip(result, tensors, strict=True):
+        assert gradient is not None
+        tolerance = 1e-6 * of_logical_ranks.abs().max().item()
+        mean = of_logical_ranks.double().mean(0)
+        torch.testing.assert_close(gradient.double(), mean, rtol=0, atol=tolerance)
+    return result
 
 
 @contract

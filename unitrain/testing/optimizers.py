@@ -1,4 +1,4 @@
-"""Contract of `distributed_optimizer`: it returns the user's object, and its state loads on any other backend."""
+"""Contract tests of `distributed_optimizer`: it returns the user's object, and its state loads on any other backend."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def optimizer_state_is_kept_and_portable(backend: Backend) -> None:
     loaded = torch.load(file, weights_only=True)
     single_process_model = build(seed=9)
     single_process_model.load_state_dict(loaded["model"])
-    alone_optimizer = torch.optim.AdamW(single_process_model.parameters(), lr=0.5)
-    alone_optimizer.load_state_dict(loaded["optimizer"])
-    _train_in_one_process(backend, single_process_model, alone_optimizer, range(6, 8))
+    single_process_optimizer = torch.optim.AdamW(single_process_model.parameters(), lr=0.5)
+    single_process_optimizer.load_state_dict(loaded["optimizer"])
+    _train_in_one_process(backend, single_process_model, single_process_optimizer, range(6, 8))
     _train_in_one_process(backend, twin, twin_optimizer, range(6, 8))
     _assert_same_parameters(single_process_model, twin)
 

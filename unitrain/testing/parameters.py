@@ -1,4 +1,4 @@
-"""Contract of models with unused, frozen, shared or no parameters, or with different parameters per rank."""
+"""Contract tests of models with unused, frozen, shared or no parameters, or with different parameters per rank."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ class TwoHeads(nn.Module):
 
 
 def _choose_heads(rank: int, step: int) -> str:
-    """Return the heads that `rank` uses in `step`: rank 0 or all ranks skip one head, no rank does, or ranks
-    alternate."""
+    """Return the heads that `rank` uses in `step`.
+
+    A head is skipped by rank 0 in step 0, by all ranks in step 1, and by no rank in step 2. In step 3, each rank skips
+    a different head than its neighbors.
+    """
     return [
         "left" if rank == 0 else "left right",
         "left",
@@ -195,7 +198,7 @@ def backward_through_a_frozen_model_is_not_counted(backend: Backend) -> None:
 
 
 class TwoOutputs(nn.Module):
-    """Model with two outputs. The second output depends on all parameters but one."""
+    """Model with two outputs, which depend on different parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +210,7 @@ class TwoOutputs(nn.Module):
 
 
 @contract
-def loss_on_one_of_two_outputs_is_reduced(backend: Backend) -> None:
+def loss_on_one_of_two_outputs_raises(backend: Backend) -> None:
     wrapped = backend.distributed_model(TwoOutputs())
     text = raises(
         ModelError,
@@ -363,8 +366,8 @@ def embedding_function_with_max_norm_raises(backend: Backend) -> None:
         wrapped(indices).sum().backward()
         before = lookup.weight.detach().clone()
         lookup.max_norm = 0.5
-        for has_gradients in (True, False):
-            with torch.set_grad_enabled(has_gradients):
+        for grad_is_enabled in (True, False):
+            with torch.set_grad_enabled(grad_is_enabled):
                 text = raises(
                     ModelError, "max_norm=0.5 for parameter '0.weight'", lambda wrapped=wrapped: wrapped(indices)
                 )

@@ -1,4 +1,4 @@
-"""Contract of `shard="parameters"` (ZeRO-3): exceptions, unused parameters, and models that cannot be sharded."""
+"""Contract tests of `shard="parameters"` (ZeRO-3): exceptions, unused parameters, and models that cannot be sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contract of `shard="parameters"` (ZeRO-3): training equals training with replicated parameters."""
+"""Contract tests of `shard="parameters"` (ZeRO-3): training equals training with replicated parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unitrain.testing.cases import assert_same_on_every_rank, contract
 from unitrain.torch_compat import local_shard
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
-_WORDS, _WIDTH = 11, 6  # neither number is divisible by all of 2, 3 and 4
+_WORDS, _WIDTH = 11, 6  # 11 is not divisible by 2 or 3, and 6 not by 4
 
 
 class _Layer(nn.Module):
@@ -215,7 +215,7 @@ def blocks_that_share_modules_train_as_plain_torch(backend: Backend) -> None:
 
 @contract
 def norms_of_sharded_parameters_are_those_of_complete_gradients(backend: Backend) -> None:
-    """Compute norms of several orders and clip by them. The last rank holds no row of the second layer."""
+    """Compute norms of several orders and clip by them. Only rank 0 holds rows of the second layer."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)

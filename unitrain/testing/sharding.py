@@ -1,4 +1,4 @@
-"""Contract of `distributed_optimizer(shard="state")` (ZeRO-1): sharded training equals unsharded training."""
+"""Contract tests of `distributed_optimizer(shard="state")` (ZeRO-1): sharded training equals unsharded training."""
 
 from __future__ import annotations
 
@@ -424,7 +424,7 @@ def sharded_state_follows_replaced_parameters(backend: Backend) -> None:
     _assert_same(backend, model, twin)
 
 
-class _NoHooks(torch.optim.SGD):
+class _OwnStateDict(torch.optim.SGD):
     def state_dict(self) -> dict[str, Any]:
         return {"state": {}, "param_groups": []}
 
@@ -447,8 +447,8 @@ def sharded_state_that_would_be_lost_raises(backend: Backend) -> None:
     wrapped = backend.distributed_model(other)
     text = raises(
         ModelError,
-        "_NoHooks.state_dict does not call super().state_dict",
-        lambda: backend.distributed_optimizer(_NoHooks(other.parameters()), wrapped, shard="state"),
+        "_OwnStateDict.state_dict does not call super().state_dict",
+        lambda: backend.distributed_optimizer(_OwnStateDict(other.parameters()), wrapped, shard="state"),
     )
     assert_same_on_every_rank(backend, text)
 

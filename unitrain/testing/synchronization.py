@@ -1,4 +1,4 @@
-"""Comparison of gradients with the reference implementation, and models that `distributed_model` cannot train."""
+"""Contract tests of other properties: equality with the reference implementation, copies of models, and mismatches."""
 
 from __future__ import annotations
 
@@ -74,6 +74,8 @@ def mean_overflows_if_and_only_if_the_sum_overflows(backend: Backend) -> None:
     for elements in (1, 5000):
         mean = backend.allreduce(torch.full((elements,), largest / backend.size), "mean")
         assert mean.isfinite().all()
+        mean = backend.allreduce(torch.full((elements,), largest), "mean")
+        assert mean.isfinite().all() if backend.size == 1 else mean.isinf().all()
 
 
 @contract

@@ -70,7 +70,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
         yield group
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_contract(ranks: RankGroup, case: object) -> None:
     ranks.run(case, timeout_seconds=120)  # type: ignore[arg-type]
