@@ -120,12 +120,16 @@ def test_lock_waits_for_an_earlier_attempt_of_the_same_job(
 ) -> None:
     monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.0)
     program = (
-        "import sys, time; from pathlib import Path; from unitrain.checkpoint.folder_lock import FolderLock\n"
-        "assert FolderLock(Path(sys.argv[1])).acquire(1); print('held', flush=True); time.sleep(3)"
+        "import sys; from pathlib import Path; from unitrain.checkpoint.folder_lock import FolderLock\n"
+        "assert FolderLock(Path(sys.argv[1])).acquire(1); print('held', flush=True); sys.stdin.readline()"
     )
     environ = {**os.environ, "UNITRAIN_JOB": "abc"}
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environ
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
@@ -137,9 +141,11 @@ def test_lock_waits_for_an_earlier_attempt_of_the_same_job(
         lock = FolderLock(tmp_path)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            while not lock.acquire(0.2):
-                pass
-        assert holder.wait(10) == 0
+            for _ in range(3):
+                assert not lock.acquire(0.2)
+            holder.communicate("\n", timeout=30)
+            assert lock.acquire(10)
+        assert holder.returncode == 0
     assert len(caplog.messages) == 1  # not one per attempt
     assert caplog.messages[0].startswith(f"Waiting for output folder '{tmp_path}', which process {holder.pid} on host")
     lock.release()
@@ -242,11 +248,11 @@ def test_only_folders_of_the_writer_are_removed(tmp_path: Path) -> None:
 def test_new_trainer_waits_for_the_writer_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an exception in `fit`, which does not wait for the checkpoint that is being written."""
     write = files.write
-    entered = threading.Event()
+    entered, released = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> None:
         entered.set()
-        time.sleep(1.5)
+        released.wait(60)
         write(*arguments)
 
     class Fails(Callback):
@@ -257,8 +263,9 @@ def test_new_trainer_waits_for_the_writer_of_an_earlier_one(tmp_path: Path, monk
     monkeypatch.setattr(files, "write", slow)
     with pytest.raises(Exception, match="stopped by the test"):
         trainer(tmp_path, Fails()).fit(data())
-    assert entered.is_set()
+    assert entered.wait(60)
     assert list(tmp_path.glob("step-*")) == []
+    threading.Timer(1.0, released.set).start()
     again = trainer(tmp_path, resume=True)
     assert again.progress.step == 4
     again.fit(data())

@@ -57,7 +57,7 @@ def test_a_timeout_names_the_missing_rank(backend: str, tmp_path: Path) -> None:
         text, seconds = results[rank]
         assert text.startswith("allreduce(float32 [2], mean) (collective #")
         assert f" timed out after 4 s on rank {rank}. Missing ranks: 1. " in text
-        assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 8
+        assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 20
 
 
 def miss_a_broadcast(backend: Backend, folder: str) -> str:
@@ -88,7 +88,7 @@ def test_a_group_that_cannot_start_raises_immediately() -> None:
     with RankGroup("ddp", 2, command=["false"]) as group, pytest.raises(RankError) as caught:
         group.run(miss_a_collective, "")
     assert str(caught.value) == "Ranks 0, 1 of 2 on ddp did not start: a process ended with exit code 1."
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def fail_or_sleep(backend: Backend, failing: int) -> None:
@@ -145,7 +145,7 @@ def test_a_timeout_in_backward_names_the_missing_rank(
     assert text.startswith(f"{began} timed out after {TIMEOUT:g} s on rank 0. Missing ranks: 1. ")
     last = rf"last operation: backward #{before - 1}, at test_timeouts.py:\d+: compute_loss"
     assert re.search(rf"^  rank 1: at test_timeouts.py:\d+: time.sleep.*; {last}", text, re.M)
-    assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 8
+    assert TIMEOUT * 0.9 <= seconds < TIMEOUT + 20
 
 
 SCRIPT = """
@@ -185,7 +185,7 @@ def test_a_failing_rank_ends_the_job(backend: str, launcher: str, fault: str, tm
         output = launch.output()
         ended = time.time()
         assert launch.process.returncode != 0, output
-        launch.wait_until_all_exited(5)
+        launch.wait_until_all_exited(15)
     seconds = time.monotonic() - began
     expected = {
         "raises": "ValueError: rank 1 fails",

@@ -37,7 +37,7 @@ class Items:
         self.rank = rank
     def __getitem__(self, index):
         if self.rank == 1 and index > 30:
-            print("fault", time.time(), flush=True)
+            time.sleep(0.5); print("fault", time.time(), flush=True)  # rank 2 is busy by then
             if FAULT == "raises":
                 raise ValueError("item 31 is broken")
             if FAULT == "raises without text":
@@ -161,7 +161,7 @@ with unitrain.init(device="cpu", timeout_seconds=60) as backend:
         if os.fork() == 0:  # like a worker that does not notice the end, with the connections of its parent
             os.close(1)
             os.close(2)
-            time.sleep(15)
+            time.sleep(60)
             os._exit(0)
         os.kill(os.getpid(), 9)
     began = time.time()
@@ -186,7 +186,7 @@ def test_killed_rank_is_detected_within_seconds(tmp_path: Path) -> None:
         reason = "rank 0 failed first: its process was killed or crashed"
         status = "at train.py:14: time.sleep(300); last operation: barrier() (collective #0)"
         assert f"unitrain: ending rank {rank} of 3 because {reason}; status: {status}" in output, output
-    assert seconds < 10
+    assert seconds < 30
 
 
 STUCK = """\
@@ -197,7 +197,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 import unitrain
 from unitrain.testing.models import batch, build, compute_loss
 
-with unitrain.init(device="cpu", timeout_seconds=3) as backend:
+with unitrain.init(device="cpu", timeout_seconds=6) as backend:
     model = backend.distributed_model(build())
     for number in range(3):
         if number == 2:
@@ -217,7 +217,7 @@ def test_the_watchdog_ends_a_backward_that_the_transport_does_not_end(tmp_path: 
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1, 1]
     for rank in (0, 2):
-        expected_text = f"unitrain: backward #2 timed out after 3 s on rank {rank}. Missing ranks: 1. "
+        expected_text = f"unitrain: backward #2 timed out after 6 s on rank {rank}. Missing ranks: 1. "
         assert expected_text in outputs[rank], outputs[rank]
         assert (
             "\n  rank 1: at train.py:14: time.sleep(300); last operation: backward #1, at train.py:15: compute_loss"
@@ -389,8 +389,8 @@ def test_the_status_shows_the_position_of_the_main_thread() -> None:
     ):
         thread = threading.Thread(target=inspect, kwargs={"is_waiting": is_waiting})
         thread.start()
-        body()
-        thread.join()
+        while thread.is_alive():
+            body()
     last = r"last operation: barrier\(\) \(collective #3\), at test_watchdog.py:\d+: .*"
     assert re.fullmatch(rf"at test_watchdog.py:\d+: .*time.sleep\(1\).*; {last}", str(found[0]))
     assert re.fullmatch(rf"in Event.wait, at test_watchdog.py:\d+: .*Event\(\)\.wait\(1\).*; {last}", str(found[1]))
