@@ -331,7 +331,7 @@ def test_an_interrupt_removes_the_unfinished_file_of_consolidate(tmp_path: Path)
     files.write(tmp_path / "run" / "step-000000001", model, {}, {"epoch": 1, "step": 1})
     file, unfinished = tmp_path / "model.safetensors", tmp_path / ".model.safetensors.unfinished"
     command = [sys.executable, "-m", "unitrain", "ckpt", "consolidate", str(tmp_path / "run"), str(file)]
-    for _ in range(3):  # the command may end before the signal if this process waits for the CPU
+    for _ in range(10):  # the command may end before the signal if this process waits for the CPU
         file.unlink(missing_ok=True)
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             while not unfinished.exists() and process.poll() is None:

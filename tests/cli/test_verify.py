@@ -188,7 +188,7 @@ def test_a_failed_run_shows_its_output_and_a_backend_fixed_by_the_script_is_repo
     (crashed,) = [row for row in found.values() if row["processes"] == 2]
     assert crashed["status"] == "failed"
     assert crashed["reasons"] == ["it ended with exit code 1"]
-    assert crashed["output"][-1].endswith("RuntimeError: planted: not on this backend")
+    assert any(line.endswith("RuntimeError: planted: not on this backend") for line in crashed["output"])
     assert "  | [rank" in output
     (local,) = [row for row in found.values() if row["processes"] == 1]
     assert local["status"] == "failed"
@@ -232,12 +232,12 @@ def test_bits_name_the_first_step_and_tensor_that_differ(script: str, tmp_path: 
 @pytest.mark.ci
 def test_a_hanging_run_is_terminated_and_shows_its_stacks(script: str, tmp_path: Path) -> None:
     """verify leaves no process behind. On one process the script does not train."""
-    options = ("--timeout-seconds", "15", "--backends", "local,ddp")
+    options = ("--timeout-seconds", "30", "--backends", "local,ddp")
     code, output, report = verify(tmp_path, *options, script, "hang", str(tmp_path))
     assert code == 1
     assert (tmp_path / "0").exists(), "the ranks had reached the hang"
     found = {row["backend"]: row for row in report["groups"][0]["rows"]}
-    assert found["ddp"]["reasons"][0].startswith("it did not finish within 15 s and was terminated.")
+    assert found["ddp"]["reasons"][0].startswith("it did not finish within 30 s and was terminated.")
     line = SCRIPT.splitlines().index("        time.sleep(1000)") + 1
     assert any(f"line {line} in <module>" in text for text in found["ddp"]["output"]), output
     assert found["local"]["reasons"][0].startswith("it ended without training.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,16 +23,18 @@ def shell(rank: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize(
     ("rank", "code"),
-    [("sleep 100", 128 + 15), ("sh -c 'trap \"exit 75\" TERM; echo; while :; do sleep 0.1; done' >/dev/null", 75)],
+    [("sleep 100", 128 + 15), ("sh -c 'trap \"exit 75\" TERM; touch {}; while :; do sleep 0.1; done'", 75)],
 )
-def test_terminating_a_rank_keeps_its_exit_code(rank: str, code: int) -> None:
-    for _ in range(10):
-        process = shell(rank)
-        time.sleep(0.2 if code == 75 else 0)
+def test_terminating_a_rank_keeps_its_exit_code(rank: str, code: int, tmp_path: Path) -> None:
+    for number in range(10):
+        trapped = tmp_path / str(number)
+        process = shell(rank.format(trapped))
+        while code == 75 and not trapped.exists():
+            time.sleep(0.01)
         thread = threading.Thread(target=terminate_rank, args=(process.pid,))
         thread.start()
         try:
-            assert process.wait(10) == code
+            assert process.wait(30) == code
         finally:
             process.kill()
             thread.join()
@@ -40,10 +43,9 @@ def test_terminating_a_rank_keeps_its_exit_code(rank: str, code: int) -> None:
 def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horovod.runner.common.util.safe_shell_exec.GRACEFUL_TERMINATION_TIME_S", 0.3)
     process = shell("sh -c 'trap \"\" TERM; sleep 100'")
-    time.sleep(0.2)
-    descendants = psutil.Process(process.pid).children(recursive=True)
+    while len(descendants := psutil.Process(process.pid).children(recursive=True)) < 2:  # until the trap is set
+        time.sleep(0.01)
     terminate_rank(process.pid)
-    assert process.wait(10) == 128 + 9
-    assert len(descendants) == 2
+    assert process.wait(30) == 128 + 9
     psutil.wait_procs(descendants, timeout=10)
     assert not any(one.is_running() for one in descendants)

@@ -262,12 +262,12 @@ def test_host_problems_are_reported_before_the_launch(
     expected = wrong(two_hosts, Path(script))
     began = time.monotonic()
     done = two_hosts[0].run([*LAUNCH, "-H", "h1:1,h2:1", script, str(tmp_path), "returns"], VARIABLES)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert done.returncode == 2
     assert f"Error: {expected}" in done.stdout
     assert not read_rank_reports(tmp_path)
     assert two_hosts[0].find_processes() == {}
-    two_hosts[1].wait_until_all_exited(5)
+    two_hosts[1].wait_until_all_exited(15)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_invalid_requests_are_reported_before_the_launch(
     assert f"Error: {expected}" in done.stdout
     assert done.returncode == 2
     for host in two_hosts:
-        host.wait_until_all_exited(5)
+        host.wait_until_all_exited(15)
 
 
 FAILS_ONCE = """
@@ -335,4 +335,4 @@ def test_job_on_two_hosts_is_restarted(two_hosts: list[Host], tmp_path: Path) ->
     assert (tmp_path / "0.True").exists()
     assert (tmp_path / "1.True").exists()
     for host in two_hosts:
-        host.wait_until_all_exited(5)
+        host.wait_until_all_exited(15)
