@@ -51,8 +51,7 @@ def _with_sharded_gradients(case: Case, proxy: type[_ShardedGradients] = _Sharde
 
 
 def _run_case(case: Case, proxy: type[_ShardedGradients], backend: Backend) -> None:
-    if backend.size > 1:  # otherwise there is nothing to shard
-        case(proxy(backend))  # type: ignore[arg-type]
+    case(proxy(backend))  # type: ignore[arg-type]
 
 
 # Cases of complete gradients that also apply to sharded gradients.
