@@ -65,7 +65,7 @@ def test_test_hosts_leave_nothing_behind(tmp_path: Path) -> None:
             assert running.poll() is None
             time.sleep(0.05)
         firsts = [host.first for host in three]
-    assert running.communicate(timeout=10) == ("", None)
+    assert running.communicate(timeout=60) == ("", None)
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}/cmdline").exists() for pid in firsts) and time.monotonic() < deadline:
         time.sleep(0.05)

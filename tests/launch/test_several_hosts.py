@@ -197,7 +197,7 @@ def test_launch_ends_if_a_host_fails(two_hosts: list[Host], script: str, tmp_pat
         wait_for_ranks(tmp_path, 2, process)
         two_hosts[1].kill()
         two_hosts[0].wait_until_all_exited(60)
-        output, _ = process.communicate(timeout=10)
+        output, _ = process.communicate(timeout=60)
     assert "unitrain: h2 failed first, with exit code 255: the connection to the host was lost" in output
     assert process.returncode == 255
 
