@@ -385,6 +385,7 @@ class Wrapped(IterableDataset[int]):
     def __init__(self, length: int, file: Any) -> None:
         self.large, self.small = torch.zeros(2**19), torch.zeros(1, dtype=torch.int64)
         self.length, self.file, self.lock, self.random = length, file, threading.Lock(), random.Random(0)
+        self.sparse, self.shared = torch.eye(2).to_sparse(), torch.zeros(1).share_memory_()
         position = Position()
         self.positions, self.by_name = [position], {"only": (position,)}
         self.read = position.read
@@ -434,6 +435,7 @@ def test_a_snapshot_can_be_loaded_several_times_and_changes_no_part_of_the_datas
             resumed = load_snapshot(fresh, snapshot)
             assert isinstance(resumed, Outer)
             assert resumed.inner.large is fresh.inner.large
+            assert resumed.inner.shared is fresh.inner.shared
             assert resumed.inner.file is file
             assert first + list(resumed) == expected
             assert resumed.inner.positions[0].history == [0, 3, 4, 5, 6]

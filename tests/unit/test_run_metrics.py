@@ -200,6 +200,7 @@ def test_launch_without_the_package_of_the_endpoint_starts_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setattr("os.execvpe", lambda *arguments: pytest.fail("the launcher was started"))
     (tmp_path / "train.py").write_text("print('started')")
     for options in ([], ["-np", "2"]):
         result = CliRunner().invoke(

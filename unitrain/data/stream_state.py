@@ -113,9 +113,9 @@ def take_snapshot(items: Any) -> bytes:
 def load_snapshot(items: Iterable[Any], snapshot: bytes) -> Iterable[Any]:
     """Return `items` with the state `snapshot`.
 
-    The result is a copy, so that later epochs do not start from the state. It shares large arrays with `items`, and
-    objects that cannot be copied, such as files. A loader is not copied: it starts from the state once. After the end
-    of the stream, the result is empty.
+    The result is a copy, so that later epochs do not start from the state. It has the same large arrays, shared
+    memory, and objects that cannot be copied, such as files. A loader is not copied: it starts from the state once.
+    After the end of the stream, the result is empty.
     """
     if snapshot == END_OF_STREAM:
         return ()
@@ -137,14 +137,13 @@ def _accepts(items: Any, name: str, arguments: int) -> bool:
 
 
 def _copy_parts(value: Any, copied: dict[int, Any]) -> Any:
-    """Return a copy of `value` and its parts, except parts that are large arrays or cannot be copied.
+    """Return a copy of `value` and its parts, except large arrays, shared memory, and parts that cannot be copied.
 
     `copied` maps the IDs of the objects that are already copied to their copies. A deep copy would duplicate a dataset
     in memory, and would fail for a part such as an open file.
     """
     kind: Any = type(value)
-    size = getattr(value, "nbytes", 0)
-    if kind in _IMMUTABLE_TYPES or (isinstance(size, int) and size > _MAX_STATE_BYTES):
+    if kind in _IMMUTABLE_TYPES or _is_data(value):
         return value
     if id(value) in copied:
         return copied[id(value)]
@@ -173,6 +172,18 @@ def _copy_parts(value: Any, copied: dict[int, Any]) -> Any:
             copied.update(memo)
     copied[id(value)] = result
     return result
+
+
+def _is_data(value: Any) -> bool:
+    """Return whether `value` is a large array, or a tensor in memory that workers share."""
+    if isinstance(value, torch.Tensor):
+        return (
+            value.layout == torch.strided
+            and not value.is_meta
+            and (value.nbytes > _MAX_STATE_BYTES or value.is_shared())
+        )
+    size = getattr(value, "nbytes", 0)
+    return isinstance(size, int) and size > _MAX_STATE_BYTES
 
 
 def _has_plain_attributes(kind: Any) -> bool:
