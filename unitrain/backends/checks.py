@@ -30,6 +30,8 @@ DTYPES = (
 )  # fmt: skip
 
 _WORDS_PER_ROW = 256
+_ROWS_PER_CHUNK = 2**12
+_ODD_NUMBER = 0x1E3779B97F4A7C15  # a multiplication by an odd number modulo 2**64 is reversible
 # Largest difference of a weight between ranks that is attributed to rounding, relative to the largest weight of the
 # parameter. All ranks apply the same gradients, so rounding errors accumulate slowly.
 _MAX_ROUNDING = 1e-4
@@ -413,16 +415,24 @@ def _differs_by_rounding(communicator: Communicator, tensor: Tensor) -> bool:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Return a 64-bit digest of the bits of `tensor`. It is a sum of 256-word rows, weighted by their positions, so it
-    does not depend on the order within a row."""
+    """Return a 64-bit digest of the bits of `tensor`. It is a sum of rows of 256 words, weighted by their positions, so
+    it does not depend on the order within a row."""
     content = as_bytes(tensor)
-    if content.storage_offset() % 4:
+    if missing := -len(content) % 8:
+        content = torch.nn.functional.pad(content, (0, missing))
+    elif content.storage_offset() % 8:
         content = content.clone()
-    words = content.view(torch.int32) if len(content) % 4 == 0 else content
+    words = content.view(torch.int64)  # added without a conversion, which would take several times as long
     whole = len(words) // _WORDS_PER_ROW * _WORDS_PER_ROW
-    rows = words[:whole].view(-1, _WORDS_PER_ROW).sum(1, dtype=torch.int64)
-    summands = torch.cat([rows, words[whole:].long()])
-    return (summands * torch.arange(1, len(summands) + 1, device=tensor.device)).sum()  # modulo 2**64
+    chunks = words[:whole].view(-1, _WORDS_PER_ROW).split(_ROWS_PER_CHUNK)  # limits the memory for the shifted words
+    summands = torch.cat([*map(_sum_words, chunks), _sum_words(words[whole:].unsqueeze(1))])
+    return (summands * (2 * torch.arange(len(summands), device=tensor.device) + 1)).sum()
+
+
+def _sum_words(words: Tensor) -> Tensor:
+    """Return the sum of each row of int64 words, modulo 2**64. A sum loses changes of the upper bits that cancel modulo
+    2**64, such as the signs of two numbers, so the upper halves are also added separately."""
+    return words.sum(1) + _ODD_NUMBER * (words >> 32).sum(1)
 
 
 def check_same_order(communicator: Communicator, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
