@@ -7,7 +7,7 @@ import torch
 from one_rank import simulate_rank
 from torch import nn
 
-from unitrain.backends.checks import check_same_weights, check_trainable_model
+from unitrain.backends.checks import check_same_weights, check_trainable_model, digest_bits
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import ModelError
 from unitrain.testing.parameters import Lookup
@@ -41,6 +41,27 @@ def test_weights_of_every_dtype_are_compared(dtype: torch.dtype) -> None:
     model.weight = nn.Parameter(torch.ones(3, dtype=dtype))
     assert check_same_weights(simulate_rank(0, 2), model)
     assert not check_same_weights(simulate_rank(0, 2, gathered=[[1], [2]]), model)  # the values differ by rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int8])
+def test_a_digest_changes_with_each_bit_and_with_all_signs(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    assert digest_bits(torch.zeros(0, dtype=dtype)) == 0
+    for size in (1, 3, 255, 257, 1000, 70_001):
+        values = (5 * torch.randn(size + 1, generator=generator)).round().to(dtype)[1:]  # at any address
+        before = digest_bits(values)
+        assert digest_bits(values.clone()) == before
+        assert digest_bits(-values) != before  # changes the highest bit of every word
+        content = values.view(torch.uint8)
+        for _ in range(20):
+            position, bit = (
+                torch.randint(len(content), (), generator=generator),
+                torch.randint(8, (), generator=generator),
+            )
+            content[position] ^= 1 << int(bit)
+            after = digest_bits(values)
+            assert after != before
+            before = after
 
 
 def test_model_on_another_device_is_rejected() -> None:

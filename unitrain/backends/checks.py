@@ -383,7 +383,7 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
     parameters = {
         name: parameter for name, parameter in model.named_parameters() if local_shard(parameter) is parameter
     }
-    digests = [_digest(parameter.detach()).to(communicator.device) for parameter in parameters.values()]
+    digests = [digest_bits(parameter.detach()).to(communicator.device) for parameter in parameters.values()]
     own = torch.stack(digests).tolist() if digests else []
     by_rank: list[list[int]] = gather_if_different(communicator, own) or []
     is_equal = True
@@ -414,7 +414,7 @@ def _differs_by_rounding(communicator: Communicator, tensor: Tensor) -> bool:
     return bool(communicator.allreduce(is_within.long().to(communicator.device), "min").item())
 
 
-def _digest(tensor: Tensor) -> Tensor:
+def digest_bits(tensor: Tensor) -> Tensor:
     """Return a 64-bit digest of the bits of `tensor`. It is a sum of rows of 256 words, weighted by their positions, so
     it does not depend on the order within a row."""
     content = as_bytes(tensor)
