@@ -242,6 +242,7 @@ if TYPE_CHECKING:
     from unitrain.modules.differentiable_allgather import differentiable_allgather
     from unitrain.modules.sync_batch_norm import sync_batch_norm
     from unitrain.optim.local_sgd import LocalSGD
+    from unitrain.optim.model_loss import ModelLoss
     from unitrain.prediction_writer import PredictionWriter
     from unitrain.progress.training_progress import TrainingProgress
     from unitrain.trainer import Trainer

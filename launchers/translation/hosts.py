@@ -10,7 +10,9 @@ from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host, parse_hosts, processes_per_host, read_lines
 
 _SLOTS_KEY = re.compile(r"(slots|max_slots|max-slots)\s*=\s*")
-_RANGE = re.compile(r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<after>[^\[\]]*)")
+_RANGE = re.compile(
+    r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)\](?P<after>[^\[\]]*)"
+)
 
 
 def format_hosts(hosts: Iterable[Host]) -> str:

@@ -323,7 +323,8 @@ def _container_fields(job: Job, pods: Pods, name: str, notes: list[str], launche
             )
     if secrets:
         # --from-literal would show the values to every user who lists the processes of this host.
-        create = f"kubectl create secret generic {name}-env --from-env-file=/dev/stdin"
+        namespace = f" --namespace {pods.namespace}" if pods.namespace else ""
+        create = f"kubectl create secret generic {name}-env{namespace} --from-env-file=/dev/stdin"
         notes.append(
             f"The values of {', '.join(secrets)} come from a secret: env | grep -E '^({'|'.join(secrets)})=' | {create}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from unitrain.launchers.arguments import is_likely_secret, parse_launcher_args
 from unitrain.launchers.devices import parse_devices, select_uncounted_devices
@@ -27,6 +28,7 @@ SYNTAX = Syntax(
 )
 _TOPICS = topic_by_option(output="--log-dir", elastic="--elastic --elastic-timeout --host-discovery-script")
 _TARGET = "unitrain"
+_CONFIG_SUFFIXES = (".yaml", ".yml", ".json")  # those of unitrain.factories, which `unitrain train` runs
 _DEFAULT_LAUNCHERS = {"ddp": "torchrun", "horovod": "horovodrun"}
 
 
@@ -74,9 +76,13 @@ def parse(words: Sequence[str]) -> Job:
             "--hosts.",
         )
     options.take_all("--dry-run")
-    module = ("-m",) if options.take_flag("--module") else ()
+    program = ("python", *options.program)
+    if options.take_flag("--module"):
+        program = ("python", "-m", *options.program)
+    elif Path(options.program[0]).suffix in _CONFIG_SUFFIXES:
+        program = ("python", "-m", "unitrain", "train", *options.program)
     return Job(
-        program=("python", *module, *options.program),
+        program=program,
         counts=counts,
         hosts=names,
         backend=backend,

@@ -172,10 +172,10 @@ def _parse_ansi_quoted(line: str, at: int) -> tuple[str, int]:
         end += 2 if line[end] == "\\" else 1
     if end >= len(line):
         raise _unclosed_quote_error("$'", line[at:])
-    text = _ESCAPE.sub(lambda match: _unescape(match[1]), line[at + 2 : end]).partition("\0")[0]
     try:
+        text = _ESCAPE.sub(lambda match: _unescape(match[1]), line[at + 2 : end]).partition("\0")[0]
         return os.fsencode(text).decode(), end + 1
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):  # bytes or numbers that are not those of characters
         return mark_expansion(line[at : end + 1]), end + 1
 
 

@@ -417,6 +417,11 @@ def test_secrets_are_not_written_into_manifests_and_scripts(script: Path) -> Non
         assert (
             "env | grep -E '^(HF_TOKEN)=' | kubectl create secret generic train-digits-env --from-env-file=/dev/stdin"
         ) in result.stderr
+        named = ("--namespace", "team", "--kind", kind, "--image", "a", *request_options)
+        assert (
+            "train-digits-env --namespace team --from"
+            in submit("--dry-run", "--to", "kubernetes", *named, **given_variables).stderr
+        )
         found = manifest("--kind", kind, "--image", "a", *request_options, **given_variables)
         env = str(found)
         assert (

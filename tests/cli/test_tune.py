@@ -406,10 +406,11 @@ def test_a_failed_run_is_reported_with_its_output(tmp_path: Path) -> None:
         '["train.py"]',
         '[{"script": 1, "backend": "ddp", "num_processes": 1, "variables": {}, "gain": 1, "spread": [1, 1]}]',
         '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": [], "gain": 1, "spread": [1, 1]}]',
+        '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": {"A": 1}, "gain": 1, "spread": [1]}]',
         '[{"script": "a.py", "backend": "ddp", "num_processes": 1, "variables": {}, "gain": "x", "spread": [1, 1]}]',
         "[" * 100_000,
     ],
-    ids=["object", "strings", "script", "variables", "gain", "deep"],
+    ids=["object", "strings", "script", "variables", "variable", "gain", "deep"],
 )
 def test_a_file_with_other_content_is_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "unitrain-tuned.json"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import unitrain
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted([*ROOT.glob("unitrain/**/*.py"), *ROOT.glob("launchers/**/*.py")])
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
@@ -156,3 +158,12 @@ def test_launchers_may_read_the_environment() -> None:
 def test_names_that_a_file_defines_may_be_private() -> None:
     source = "class A:\n    def _f(self): ...\n    def g(self, other): self._x = other._x + other._f() + self._y"
     assert not list(only_torch_compat_uses_private_names_of_torch("unitrain/x.py", source))
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    tree = ast.parse((ROOT / "unitrain/__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imported = {
+        alias.asname or alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert imported == set(unitrain.__all__) - {"__version__"}

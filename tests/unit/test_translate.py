@@ -308,6 +308,9 @@ def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
     assert lines(line, "unitrain") == [
         "unitrain launch --backend horovod -np 4 -H a:2,b:2 --interface eth1 -m pkg.t --epochs 3"
     ]
+    assert lines("unitrain launch -np 2 run.yaml --lr 1", "horovodrun")[0].endswith(
+        " python -m unitrain train run.yaml --lr 1"
+    )
     for option in ("--log-dir logs", "--untuned", "--standby", "--elastic-timeout 5", "--elastic 2:8"):
         line = f"unitrain launch {option} t.py"
         assert f" {option} " in lines(line, "unitrain")[0]
@@ -505,7 +508,7 @@ PIECES = [
     "shard-", "a", ",", "..", "{0..9}", "{1..9..3}", "{01..3}", "{c..a}", "{a,b}", "{a,{b,c}}", "{,x}", "{", "}", "{}",
     "{a}", "{a..1}", "{a,'b c'}", "{'a,b'}", "{a\\,b}", '{"a":1,"b":2}', "'{a,b}'", '"{a,b}"', "\\{", "$WHERE",
     "${WHERE}", r"$'\t'", r"$'it\'s'", r"$'\x41\101\u00e9\U1F600'", r"$'\xc3\xa9'", r"$'\xe9'", r"$'a\0b'",
-    r"$'\q\?\\\e\cA'", '$"hi there"', "\"$'x'\"", "~", "=", "*.none", "'$'",
+    r"$'\q\?\\\e\cA'", r"$'\ud800'", r"$'\UFFFFFFFF'", '$"hi there"', "\"$'x'\"", "~", "=", "*.none", "'$'",
 ]  # fmt: skip
 
 
@@ -758,6 +761,10 @@ def test_split_inverts_join(words: list[str]) -> None:
                 "How many tasks srun starts for --nodes 2 --gpus-per-node 2 --ntasks-per-gpu depends on the "
                 "version of Slurm. Add their number to the command, as in: srun --ntasks 4"
             ),
+        ),
+        (
+            "srun -N 2 -w 'n[1,]' python t.py",
+            "--nodelist 'n[1,]' cannot be parsed. List the host names, as in: --nodelist",
         ),
         ("srun -N 2 -w a python t.py", "--nodelist a names 1 hosts, but the job has 2. Name all hosts, or none"),
         ("python", "python needs a script. End the command as in: python train.py"),

@@ -224,7 +224,10 @@ def _parse_entry(entry: Any) -> TunedEntry:
     for name in ("script", "backend"):
         if not isinstance(entry.get(name), str):
             raise TypeError(f"{name!r} of an entry is not a string")
-    if not isinstance(entry.get("variables"), dict) or not isinstance(entry.get("gain"), int | float):
-        raise TypeError("'variables' or 'gain' of an entry is missing or has another type")
+    variables = entry.get("variables")
+    if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
+        raise TypeError("'variables' of an entry is not an object with strings")
+    if not isinstance(entry.get("gain"), int | float):
+        raise TypeError("'gain' of an entry is not a number")
     lists = {name: tuple(entry[name]) for name in ("spread", "args") if entry.get(name) is not None}
     return TunedEntry(**{**entry, **lists})
