@@ -764,7 +764,7 @@ def test_split_inverts_join(words: list[str]) -> None:
         ),
         (
             "srun -N 2 -w 'n[1,]' python t.py",
-            "--nodelist 'n[1,]' cannot be parsed. List the host names, as in: --nodelist",
+            "--nodelist 'n[1,]' cannot be parsed. List the host names, as in: --nodelist n1,n2",
         ),
         ("srun -N 2 -w a python t.py", "--nodelist a names 1 hosts, but the job has 2. Name all hosts, or none"),
         ("python", "python needs a script. End the command as in: python train.py"),
