@@ -38,6 +38,7 @@ from unitrain.launchers.errors import LaunchError, MissingLauncherError
 from unitrain.launchers.hosts import Host, is_this_host, parse_hosts, processes_per_host, read_hostfile
 from unitrain.launchers.preflight import check_hosts
 from unitrain.launchers.registry import DEFAULT_LAUNCHERS, available, build, build_local
+from unitrain.launchers.rendezvous import clear_master_port_fix
 from unitrain.launchers.slurm import allocated_hosts, allocated_slots, is_one_of_several_tasks
 from unitrain.launchers.spec import Command, LaunchSpec, count_usable_cores, find_module
 
@@ -61,6 +62,7 @@ __all__ = [
     "build",
     "build_local",
     "check_hosts",
+    "clear_master_port_fix",
     "count_usable_cores",
     "discover_hosts",
     "find_module",

@@ -8,7 +8,8 @@ The values have the same meaning as in Lightning's `Trainer(devices=...)`:
     "[0]", "0,", [0]      GPU 0
     "1,3", [1, 3]         GPUs 1 and 3
 
-Indices refer to the GPUs listed in CUDA_VISIBLE_DEVICES, in torch's order.
+Index N is the N-th GPU (from 0) that is listed in CUDA_VISIBLE_DEVICES or, without this variable, the N-th GPU of the
+host.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def select_devices(
                 f"{devices} selects GPUs of {names}, but {VARIABLE}={os.environ[VARIABLE]} refers to the GPUs of this "
                 f"host. Clear it with: unset {VARIABLE}"
             )
-        return select_uncounted_devices(devices, num_processes, hosts)
+        return select_devices_without_query(devices, num_processes, hosts)
     if devices.count == 0:
         return SelectedDevices(num_processes, hosts, {VARIABLE: ""})
     gpus = visible_gpus()
@@ -136,7 +137,7 @@ def select_devices(
     return SelectedDevices(count, hosts, variables)
 
 
-def select_uncounted_devices(
+def select_devices_without_query(
     devices: Devices, num_processes: int | None, hosts: tuple[Host, ...] = ()
 ) -> SelectedDevices:
     """Return the ranks and variables for `devices` on each of `hosts`, whose GPUs cannot be queried.

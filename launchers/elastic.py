@@ -55,10 +55,10 @@ class ElasticRange:
         slots = hosts[0].slots
         uneven = next((host for host in hosts if host.slots != slots), None)
         if uneven is not None:
+            equal = ",".join(f"{host.name}:{min(each.slots for each in hosts)}" for host in hosts)
             raise LaunchError(
-                f"torchrun's range counts hosts, but --elastic {self} counts ranks, so all hosts need the same number "
-                f"of slots; -H gives {hosts[0]} and {uneven}. Use -H {hosts[0].name}:{uneven.slots}, or --launcher "
-                "horovodrun."
+                f"torchrun --nnodes MIN:MAX counts hosts, but --elastic {self} counts ranks, so all hosts need the "
+                f"same number of slots; -H gives {hosts[0]} and {uneven}. Use -H {equal}, or --launcher horovodrun."
             )
         min_nodes, max_nodes = -(-self.min_ranks // slots), self.max_ranks // slots
         if max_nodes < min_nodes:

@@ -1,4 +1,4 @@
-"""Agent that runs one host's program of a launch. Its source code is sent to the host, which needs only Python.
+"""Agent that runs the program of one host in a launch. Its source code is sent to the host, which needs only Python.
 
 The agent reads its job from standard input as one line of JSON, so that variable values do not appear in a command
 line. Each further line is a heartbeat (empty) or the number of a signal to forward. When the job exits, the connection

@@ -16,7 +16,7 @@ from unitrain.launchers.agents import SSH
 from unitrain.launchers.elastic import SSH_MISSING
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host, is_this_host, processes_per_host
-from unitrain.launchers.rendezvous import user_master_port
+from unitrain.launchers.rendezvous import clear_master_port_fix, user_master_port
 from unitrain.launchers.spec import LaunchSpec, find_module
 
 _TIMEOUT_SECONDS = 40
@@ -47,8 +47,8 @@ def check_hosts(spec: LaunchSpec) -> int:
         _check_probe_result(result, first, spec)
     if first.facts["port"] is None:
         raise LaunchError(
-            f"MASTER_PORT is {port}, but on {first.host.name} another program listens there. Unset the "
-            "variable, so that a free port is chosen: unset MASTER_PORT"
+            f"MASTER_PORT is {port}, but this port is not available on {first.host.name}. To let unitrain choose a "
+            f"free port, {clear_master_port_fix(spec.environment)}"
         )
     free_port: int = first.facts["port"]
     return free_port
@@ -141,7 +141,8 @@ def _check_probe_result(result: _ProbeResult, first: _ProbeResult, spec: LaunchS
                 f"{name}. "
                 + (
                     "Start from an environment that all hosts share"
-                    if package == "Python" or not version
+                    # The package index has neither unitrain nor local versions such as 2.6.0+cu124.
+                    if package in ("Python", "unitrain") or not version or "+" in version
                     else f"Install the same there: ssh {name} {spec.python} -m pip install {package}=={version}"
                 )
             )

@@ -41,6 +41,13 @@ def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment:
     }
 
 
+def clear_master_port_fix(environment: Mapping[str, str]) -> str:
+    """Return the instruction to clear MASTER_PORT, as the end of a sentence. `environment` has the values of -x."""
+    if environment.get("MASTER_PORT"):
+        return "leave -x MASTER_PORT out"
+    return "clear the variable: unset MASTER_PORT"
+
+
 def user_master_port(environment: Mapping[str, str]) -> int | None:
     """Return MASTER_PORT from `environment`, else from the environment of this process, else None.
 

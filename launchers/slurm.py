@@ -87,8 +87,9 @@ def multi_host_allocation() -> Allocation | None:
 
 
 def allocated_hosts(launcher: str) -> tuple[Host, ...]:
-    """Return the hosts of the allocation; empty outside an allocation, and for a launcher that does not start ranks on
-    its hosts.
+    """Return the hosts of the allocation on which `launcher` starts ranks; empty outside an allocation.
+
+    horovodrun and torchrun use an allocation only if it has several hosts.
     """
     job = None
     if launcher in ("mpirun", "srun"):
@@ -99,9 +100,7 @@ def allocated_hosts(launcher: str) -> tuple[Host, ...]:
 
 
 def allocated_slots(launcher: str) -> int | None:
-    """Return the number of tasks of the allocation; None outside an allocation, and for a launcher that does not start
-    ranks on its hosts.
-    """
+    """Return the number of tasks on `allocated_hosts(launcher)`, or None if there are no such hosts."""
     return sum(host.slots for host in allocated_hosts(launcher)) or None
 
 
@@ -159,7 +158,7 @@ def _numbers_per_host(name: str, text: str) -> list[int]:
         match = _COUNT_PER_HOST.fullmatch(part)
         if match is None:
             raise LaunchError(
-                f"{name} must list counts per host, such as 2(x3),1, got {text!r}. "
+                f'{name} must list counts per host, such as "2(x3),1", but is {text!r}. '
                 "Start from a shell that salloc or sbatch started"
             )
         numbers += [int(match["tasks"])] * int(match["hosts"] or 1)

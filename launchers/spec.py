@@ -1,4 +1,4 @@
-"""The launch spec (the user's request) and the command that executes it. Both are plain data."""
+"""The launch spec, which does not depend on the launcher, and the command that executes it. Both are plain data."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ MAX_PROCESSES_PER_HOST = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """Request to run `python script args...` on `num_processes` ranks on `hosts`, or on this host if `hosts` is empty.
+    """Request to run `python script args...` on `num_processes` ranks on `hosts`.
+
+    If `hosts` is empty, the ranks run on the hosts of the Slurm allocation, or else on this host.
 
     Attributes:
-        script: A file or, with `module`, the name of a module that is run like with `python -m`.
+        script: A file or, with `module`, the name of a module, which is run as by `python -m`.
         backend: Passed to the script as UNITRAIN_BACKEND.
         controller: The controller of horovodrun, "gloo" or "mpi".
         environment: Variables to set on every rank.
         forwarded: Names of variables of this process to forward to every rank.
         launcher_args: Options of the launcher. They override options derived from this spec.
-        elastic: The allowed number of ranks, for a launcher that restarts the job itself: torchrun on several hosts.
-        max_restarts: The maximum number of restarts by such a launcher.
+        elastic: The allowed number of ranks of an elastic job, or None. `unitrain launch` restarts the job; only with
+            torchrun on several hosts, torchrun restarts it.
+        max_restarts: The maximum number of restarts after a failure.
         interface: The network interface for communication between hosts, or None for the default route.
         port: The port of the rendezvous on the first host, or None for the default.
         wrapper: A Python script with arguments that every rank runs instead of `script`. It receives the script and
@@ -93,7 +96,7 @@ class LaunchSpec:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that every launcher sets, except those that the user has set."""
+        """The environment variables of every rank: `environment`, and those that unitrain adds under every launcher."""
         variables = dict(self.environment)
         if self.backend is not None:
             variables["UNITRAIN_BACKEND"] = self.backend

@@ -23,7 +23,10 @@ DEFAULT_OPTIONS = (
 
 
 def task_options(counts: Sequence[int]) -> list[str]:
-    """Return the options that request the given number of ranks on each host."""
+    """Return the options for `sum(counts)` ranks on `len(counts)` hosts, with at most `max(counts)` ranks on each.
+
+    Slurm distributes the ranks evenly, so unequal `counts` are not reproduced.
+    """
     return [
         *("--nodes", str(len(counts)), "--ntasks", str(sum(counts)), "--ntasks-per-node", str(max(counts))),
         "--kill-on-bad-exit=1",  # terminate the job if a rank fails
@@ -33,9 +36,10 @@ def task_options(counts: Sequence[int]) -> list[str]:
 def build(spec: LaunchSpec) -> Command:
     """Return the command. It must run in an allocation, such as an sbatch script or the shell of salloc.
 
-    Hosts are filled in Slurm's order. The rendezvous is on the first host, at a port derived from the job ID
-    (`slurm.Allocation.port`), unless MASTER_ADDR and MASTER_PORT are set. Raises LaunchError outside an allocation, if
-    the spec names hosts (Slurm chooses them), and for more processes than tasks.
+    The first hosts in Slurm's order are used, as many as have enough tasks. Slurm distributes the ranks evenly on them.
+    The rendezvous is on the first host, at a port derived from the job ID (`slurm.Allocation.port`), unless MASTER_ADDR
+    and MASTER_PORT are set. Raises LaunchError outside an allocation, if the spec names hosts (Slurm chooses them), and
+    for more processes than tasks.
     """
     spec.check_no_controller("srun")
     launch = f"unitrain launch --launcher srun -np {spec.num_processes}"
@@ -45,32 +49,32 @@ def build(spec: LaunchSpec) -> Command:
             f"srun starts ranks on the hosts that Slurm has chosen, but -H names {names}. Leave -H out, and request "
             f"the hosts from Slurm: salloc --nodelist {names} --ntasks {spec.num_processes} {launch} ..."
         )
-    job = slurm.allocation()
-    if job is None:
+    allocation = slurm.allocation()
+    if allocation is None:
         missing = "" if shutil.which("srun") else "srun is not installed on this host: use a host of the cluster. "
         raise LaunchError(
             f"srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. {missing}Put the command into an "
             f"sbatch script, or request an allocation for it: salloc --ntasks {spec.num_processes} {launch} ..."
         )
-    job.check_slots(spec.num_processes)
+    allocation.check_slots(spec.num_processes)
     fix = "It is part of Slurm: run the command on a host that has Slurm's programs"
     program = find_program("srun", spec.python, fix, is_dry_run=spec.is_dry_run)
-    spec = replace(spec, hosts=job.hosts)
-    counts = processes_per_host(spec.num_processes, job.hosts)
+    spec = replace(spec, hosts=allocation.hosts)
+    counts = processes_per_host(spec.num_processes, allocation.hosts)
     options = [
         # Without names, Slurm may choose other hosts of the allocation, and MASTER_ADDR would be wrong.
-        *("--nodelist", ",".join(host.name for host in job.hosts[: len(counts)])),
+        *("--nodelist", ",".join(host.name for host in allocation.hosts[: len(counts)])),
         *task_options(counts),
     ]
-    if job.cpus_per_task is not None:
+    if allocation.cpus_per_task is not None:
         # Since Slurm 22.05, srun does not inherit this option from sbatch, and each rank would have one core.
-        options += ["--cpus-per-task", str(job.cpus_per_task)]
+        options += ["--cpus-per-task", str(allocation.cpus_per_task)]
     if "SLURM_STEP_ID" in os.environ:
         options.append("--overlap")  # in a shell of `srun --pty`, the step holds the cores: srun would wait forever
     variables = spec.variables
     if "OMP_NUM_THREADS" not in {**os.environ, **spec.environment}:
         # The cores of the job may be fewer than those of the host.
-        variables["OMP_NUM_THREADS"] = str(job.cpus_per_task or 1)
-    variables |= rendezvous_variables(job.hosts, job.port, variables)
+        variables["OMP_NUM_THREADS"] = str(allocation.cpus_per_task or 1)
+    variables |= rendezvous_variables(allocation.hosts, allocation.port, variables)
     options += merge_options(DEFAULT_OPTIONS, spec.launcher_args)
     return Command((program, *options, spec.python, *spec.program), variables)

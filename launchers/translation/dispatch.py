@@ -76,7 +76,7 @@ def build(job: Job, target: str, kind: str | None = None) -> Translation:
     if job.discovery is not None and target not in _TARGETS_WITH_DISCOVERY:
         raise LaunchError(
             f"The script {job.discovery!r} lists the hosts while the job runs, but {target} needs them at the start. "
-            f"Name them, as in: --hosts node1:{job.size},node2:{job.size}"
+            f"Name them with their slots, as in: --hosts node1:{(job.size + 1) // 2},node2:{(job.size + 1) // 2}"
         )
     if kind is not None and target != kubernetes.LAUNCHER:
         raise LaunchError(f"--kind {kind} is an option for kubernetes, but --to is {target}. Leave --kind out")

@@ -108,7 +108,7 @@ def build(job: Job) -> Translation:
     """Return the horovodrun command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
     words, notes = options_for(job, LAUNCHER)
-    hosts = ["-H", format_hosts(job.slots)] if job.hosts else []
+    hosts = ["-H", format_hosts(job.named_hosts)] if job.hosts else []
     start = [LAUNCHER, "-np", str(job.size), *hosts, *([] if "--mpi" in words else ["--gloo"]), *words]
     if len(job.hosts) > 1:
         start.append("--disable-cache")  # horovodrun caches host reachability for an hour

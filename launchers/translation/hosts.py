@@ -78,18 +78,18 @@ def place_by_node(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
     counts = [0] * len(hosts)
     unplaced = min(size, sum(host.slots for host in hosts))
     while unplaced:
-        free = [place for place, host in enumerate(hosts) if counts[place] < host.slots]
+        free = [index for index, host in enumerate(hosts) if counts[index] < host.slots]
         each, extra = divmod(unplaced, len(free))
-        for number, place in enumerate(free):
-            more = min(each + (number < extra), hosts[place].slots - counts[place])
-            counts[place] += more
+        for index_among_free, index in enumerate(free):
+            more = min(each + (index_among_free < extra), hosts[index].slots - counts[index])
+            counts[index] += more
             unplaced -= more
     return tuple(counts)
 
 
 def divide_evenly(size: int, num_hosts: int) -> tuple[int, ...]:
     """Divide `size` processes evenly among `num_hosts` hosts, and return the number per host."""
-    return tuple(size // num_hosts + (place < size % num_hosts) for place in range(min(num_hosts, size)))
+    return tuple(size // num_hosts + (index < size % num_hosts) for index in range(min(num_hosts, size)))
 
 
 def expand_nodelist(nodelist: str) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ class Job:
         return sum(self.counts)
 
     @property
-    def slots(self) -> tuple[Host, ...]:
+    def named_hosts(self) -> tuple[Host, ...]:
         """The named hosts with their number of processes."""
         return tuple(Host(name, count) for name, count in zip(self.hosts, self.counts, strict=False))
 
@@ -112,7 +112,7 @@ def number(option: str, text: str, minimum: int = 1) -> int:
     """Return the whole number in the value of `option`. Raise LaunchError for any other text."""
     if not (text.isascii() and text.isdecimal()) or int(text) < minimum:
         raise LaunchError(
-            f"{option} must be a whole number from {minimum}, got {as_typed(text)!r}. Write a number, as in: "
+            f"{option} must be a whole number of at least {minimum}, got {as_typed(text)!r}. Write a number, as in: "
             f"{option} {max(minimum, 2)}"
         )
     return int(text)

@@ -57,7 +57,7 @@ class Pods:
 def build(job: Job, pods: Pods | None = None) -> Translation:
     """Return a manifest for `kubectl apply -f` with one pod per host.
 
-    A pod has two minutes between SIGTERM and SIGKILL.
+    A pod has two minutes between SIGTERM and SIGKILL, except in a TrainJob with a runtime other than DEFAULT_RUNTIME.
 
     The default is a TrainJob in which torchrun starts the ranks, for every backend: Horovod then uses Gloo, or NCCL on
     GPUs. mpirun starts the ranks of an MPIJob, and those of a TrainJob in `pods.mpi_runtime`. Raises LaunchError for a
@@ -81,21 +81,18 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
     runner = "mpirun" if kind == "MPIJob" or pods.mpi_runtime is not None else "torchrun"
     kept = [option for option in job.launcher_options if option.launcher == runner or runner in option.equivalents]
     launcher_words, _ = options_for(replace(job, launcher_options=tuple(kept)), runner)
-    left = replace(job, launcher_options=tuple(option for option in job.launcher_options if option not in kept))
+    other = tuple(option for option in job.launcher_options if option not in kept)
+    job_with_other_options = replace(job, launcher_options=other)
     if runner == "mpirun":
-        left = replace(left, environment={})
-    notes = [*job.remarks, *options_for(left, LAUNCHER)[1]]
+        job_with_other_options = replace(job_with_other_options, environment={})
+    notes = [*job.remarks, *options_for(job_with_other_options, LAUNCHER)[1]]
     if job.hosts:
         notes.append(f"The hosts {', '.join(job.hosts)} are left out: Kubernetes chooses the hosts.")
     if pods.image == "IMAGE":
         notes.append("Replace IMAGE by the name of your image, or use: unitrain submit --image NAME.")
     metadata: dict[str, Any] = {"name": name}
     if pods.namespace is not None:
-        if not is_object_name(pods.namespace):
-            raise LaunchError(
-                f"--namespace must be a name of lowercase letters, digits, dashes and dots, got {pods.namespace!r}. "
-                "List the names with: kubectl get namespaces"
-            )
+        check_namespace(pods.namespace)
         metadata["namespace"] = pods.namespace
     build = {"PyTorchJob": _build_pytorchjob, "TrainJob": _build_trainjob, "MPIJob": _build_mpijob}[kind]
     version, spec = build(job, pods, name, launcher_words, notes)
@@ -104,8 +101,17 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
 
 
 def is_object_name(text: str) -> bool:
-    """Return whether an object of Kubernetes, such as a job, a namespace or a runtime, can have this name."""
+    """Return whether `text` is a DNS subdomain, as the names of jobs and runtimes must be."""
     return len(text) <= _MAX_OBJECT_CHARACTERS and _OBJECT_NAME.fullmatch(text) is not None
+
+
+def check_namespace(name: str) -> None:
+    """Raise LaunchError unless `name` is a DNS label (RFC 1123), as the name of a namespace must be."""
+    if len(name) > _MAX_LABEL_CHARACTERS or "." in name or not is_object_name(name):
+        raise LaunchError(
+            f"--namespace must have at most {_MAX_LABEL_CHARACTERS} lowercase letters, digits and dashes, got "
+            f"{name!r}. List the names with: kubectl get namespaces"
+        )
 
 
 def _check_runtime(pods: Pods, kind: str) -> None:
@@ -132,7 +138,7 @@ def _check_runtime(pods: Pods, kind: str) -> None:
 def _name(job: Job, pods: Pods, kind: str) -> str:
     """Return the name in `pods`, else one derived from the script. Raises LaunchError for an invalid name."""
     given, last = pods.name, len(job.counts) - 1
-    # The operator appends this suffix to the name for its pods or the pods of its JobSet; the result must be a label.
+    # The names of the pods are the name of the job and this suffix, and must be DNS labels.
     suffix = {
         "PyTorchJob": f"-worker-{max(0, last - 1)}", "MPIJob": f"-worker-{last}", "TrainJob": f"-node-0-{last}-abcde"
     }[kind]  # fmt: skip
@@ -144,8 +150,10 @@ def _name(job: Job, pods: Pods, kind: str) -> str:
     fitting = (label if label[0].isalpha() else f"job-{label}")[:max_characters].rstrip("-")
     if given is not None and (len(given) > max_characters or not _NAME.fullmatch(given)):
         raise LaunchError(
-            f"The name of a {kind} must have at most {max_characters} lowercase letters, digits and dashes and begin "
-            f"with a letter, because the names of its pods end in {suffix}, got {given!r}. Use: --job-name {fitting}"
+            f"--job-name {given!r} is not a valid name for a {kind}: it must begin with a letter, not end with a dash, "
+            f"contain only lowercase letters, digits and dashes, and have at most {max_characters} characters, because "
+            f"the names of the pods are at most {_MAX_LABEL_CHARACTERS} characters long and end in {suffix}. "
+            f"Use: --job-name {fitting}"
         )
     return given or fitting
 
@@ -326,7 +334,8 @@ def _container_fields(job: Job, pods: Pods, name: str, notes: list[str], launche
         namespace = f" --namespace {pods.namespace}" if pods.namespace else ""
         create = f"kubectl create secret generic {name}-env{namespace} --from-env-file=/dev/stdin"
         notes.append(
-            f"The values of {', '.join(secrets)} come from a secret: env | grep -E '^({'|'.join(secrets)})=' | {create}"
+            f"The values of {', '.join(secrets)} are read from the secret {name}-env. Set them in a shell, and create "
+            f"it with: env | grep -E '^({'|'.join(secrets)})=' | {create}"
         )
     if variables:
         found["env"] = variables
@@ -355,7 +364,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
 
-# Strings that every version of YAML reads as strings without quotes.
+# Strings that need no quotes: without them, every version of YAML reads them as strings.
 _PLAIN_STRING = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*(?::[A-Za-z0-9_./-]+)*")
 _YAML_KEYWORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
 

@@ -70,7 +70,7 @@ def build(job: Job) -> Translation:
     secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
     options = ["-n", str(job.size)]
     if job.hosts:
-        options += ["-hosts", format_hosts(job.slots)]
+        options += ["-hosts", format_hosts(job.named_hosts)]
     for name, value in variables.items():
         if name not in secrets:
             options += ["-genv", name, value]

@@ -87,7 +87,7 @@ def parse(words: Sequence[str]) -> Job:
     variables, forwarded = options.take_exports()
     counts, names, notes = _read_placement(options, hosts)
     directory = options.take_last("--wdir")
-    launcher_options = [*_settings_with_equivalents(options), *options.remaining(_TOPICS)]
+    launcher_options = [*_binding_and_mca_options(options), *options.remaining(_TOPICS)]
     return Job(
         program=options.program,
         counts=counts,
@@ -105,27 +105,28 @@ def build(job: Job) -> Translation:
     """Return the mpirun command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
     extra_options, notes = options_for(job, LAUNCHER)
-    several = len(job.counts) > 1
+    has_several_hosts = len(job.counts) > 1
     variables = variables_for(job, LAUNCHER)
-    if several or job.backend != "horovod" or job.address or job.port:
+    if has_several_hosts or job.backend != "horovod" or job.address or job.port:
         variables |= job.rendezvous  # DDP needs a rendezvous, and so does Horovod on several hosts
     options = ["-np", str(job.size)]
     if job.hosts:
-        options += ["-H", format_hosts(job.slots)]
-    else:  # otherwise mpirun allows at most as many processes as cores
+        options += ["-H", format_hosts(job.named_hosts)]
+    else:  # without -H, mpirun allows at most as many processes as cores
         options += ["-H", f"localhost:{job.size}"]
     # Values that are probably secret are forwarded by name: every user of the host can read the command line.
-    own = {name: variables.pop(name) for name in list(variables) if is_open_mpi_variable(name)}
+    open_mpi_variables = {name: variables.pop(name) for name in list(variables) if is_open_mpi_variable(name)}
     secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
-    names = [*job.forwarded, *secrets, *(("PATH",) if several and "PATH" not in job.forwarded else ())]
+    names = [*job.forwarded, *secrets, *(("PATH",) if has_several_hosts and "PATH" not in job.forwarded else ())]
     options += [word for name in dict.fromkeys(names) for word in ("-x", name)]
     options += [word for name, value in variables.items() if name not in secrets for word in ("-x", f"{name}={value}")]
     if job.directory is not None:
         options += ["--wdir", job.directory]
-    options += merge_options((*mpirun.DEFAULT_OPTIONS, *((mpirun.SSH_OPTION,) if several else ())), extra_options)
-    if several:
+    ssh_options = (mpirun.SSH_OPTION,) if has_several_hosts else ()
+    options += merge_options((*mpirun.DEFAULT_OPTIONS, *ssh_options), extra_options)
+    if has_several_hosts:
         notes.append("Ranks on other hosts receive only the variables named with -x. Add the variables that they need.")
-    line = Line([LAUNCHER, *options, *job.program], {**own, **secrets})
+    line = Line([LAUNCHER, *options, *job.program], {**open_mpi_variables, **secrets})
     return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
 
@@ -163,16 +164,16 @@ def _read_placement(
     notes: tuple[str, ...] = ()
     if by_node and len(hosts) > 1:
         notes = ("mpirun assigns ranks to hosts round-robin; other launchers assign consecutive ranks to each host.",)
-    hosts, more = _resolve_slots(hosts, size, by_node)
+    hosts, slot_notes = _resolve_slots(hosts, size, by_node)
     size = size or sum(host.slots for host in hosts)
     if not size:
         raise LaunchError("The mpirun command lacks the number of processes. Add: -np N")
     slots = sum(host.slots for host in hosts)
     if by_node and len(hosts) > 1 and (size <= slots or oversubscribes):
         counts = place_by_node(size, hosts) if size <= slots else divide_evenly(size, len(hosts))
-        return counts[:size], tuple(host.name for host in hosts[:size]), (*notes, *more)
-    counts, names, left = place_processes(size, hosts)
-    return counts, names, (*notes, *more, *left)
+        return counts[:size], tuple(host.name for host in hosts[:size]), (*notes, *slot_notes)
+    counts, names, unused_host_notes = place_processes(size, hosts)
+    return counts, names, (*notes, *slot_notes, *unused_host_notes)
 
 
 def _read_hostfile(file: str) -> tuple[Host, ...]:
@@ -192,9 +193,9 @@ def _read_hostfile(file: str) -> tuple[Host, ...]:
 def _resolve_slots(
     hosts: tuple[Host, ...], size: int | None, by_node: bool
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Return the hosts with an upper bound for unknown slots (the number of cores), and remarks.
+    """Return the hosts and remarks. An unknown number of slots (one per core) is replaced by an upper bound.
 
-    Raises LaunchError if the placement of processes depends on the unknown slots.
+    Raises LaunchError if the placement of processes depends on an unknown number of slots.
     """
     unknown = [host.name for host in hosts if not host.slots]
     if not unknown:
@@ -218,22 +219,22 @@ def _resolve_slots(
     return tuple(found), ()
 
 
-def _settings_with_equivalents(options: Options) -> list[LauncherOption]:
-    """Return the settings that have equivalents, without those that `build` always sets."""
+def _binding_and_mca_options(options: Options) -> list[LauncherOption]:
+    """Return the --bind-to and --mca options, with any equivalents, but without those that `build` always sets."""
     bound = [option for option in options.take_all("--bind-to") if option.values[0] != "none"]
     found = [LauncherOption(LAUNCHER, option.words, "binding") for option in bound]
     for option in options.take_all("--mca", "--gmca"):
         name, value = option.values
-        other = LauncherOption(LAUNCHER, option.words, "own")
+        converted = LauncherOption(LAUNCHER, option.words, "own")
         if ("-mca", name, value) in (*mpirun.DEFAULT_OPTIONS, mpirun.SSH_OPTION):
             continue
         if name == "odls_base_sigkill_timeout":
-            other = replace(other, topic="grace", equivalents={"torchrun": ("--shutdown-timeout", value)})
+            converted = replace(converted, topic="grace", equivalents={"torchrun": ("--shutdown-timeout", value)})
         elif name.endswith("_if_include"):
-            other = replace(other, topic="network")
+            converted = replace(converted, topic="network")
             if not has_expansion(value):
-                other = replace(other, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
+                converted = replace(converted, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
         elif name == "plm_rsh_args":
-            other = replace(other, topic="ssh")
-        found.append(other)
+            converted = replace(converted, topic="ssh")
+        found.append(converted)
     return found

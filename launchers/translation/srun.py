@@ -89,7 +89,7 @@ def parse(words: Sequence[str]) -> Job:
         )
     nodes = number("--nodes", max_nodes or min_nodes) if min_nodes else len(names) or None
     if per_gpu is not None and tasks is None:
-        tasks = per_gpu * _parse_gpus(options, nodes)
+        tasks = per_gpu * _parse_gpus(options, nodes, per_gpu)
     if per_gpu is not None:
         notes.append(
             f"--ntasks-per-gpu {per_gpu} of srun is left out. Under srun, it also restricts each task to one GPU. "
@@ -139,13 +139,13 @@ def build(job: Job) -> Translation:
     variables = variables_for(job, LAUNCHER) | rendezvous(job, notes)
     if job.directory is not None:
         placement += ["--chdir", job.directory]
-    start = merge_options(DEFAULT_OPTIONS, extra_options)
+    srun_options = merge_options(DEFAULT_OPTIONS, extra_options)
     if len(job.counts) > 1:
         notes.append(
             "Run the command in an allocation, such as the shell that this command starts: "
             f"salloc --nodes {len(job.counts)} --ntasks-per-node {max(job.counts)}"
         )
-    line = Line([LAUNCHER, *placement, *start, *job.program], variables)
+    line = Line([LAUNCHER, *placement, *srun_options, *job.program], variables)
     return Translation([line], [*job.remarks, *notes, *_uneven_placement_remark(job), *restart_notes(job)])
 
 
@@ -163,12 +163,12 @@ def rendezvous(job: Job, notes: list[str]) -> dict[str, str]:
     return {"MASTER_ADDR": FIRST_HOST, "MASTER_PORT": str(job.port or DEFAULT_PORT)}
 
 
-def _parse_gpus(options: Options, nodes: int | None) -> int:
+def _parse_gpus(options: Options, nodes: int | None, tasks_per_gpu: int) -> int:
     """Return the number of GPUs that the command requests. The GPU options remain in `options`.
 
     Raises LaunchError if the command requests no GPUs, or requests GPUs per host on several hosts. In the second case,
-    the number of tasks is ambiguous: Slurm's manual multiplies it by the number of hosts, but Slurm 22.05 starts one
-    task per host.
+    the number of tasks is ambiguous: according to Slurm's manual, the GPUs of all hosts count, but Slurm 22.05 starts
+    one task per host.
     """
     count = 0
     for name in ("--gpus", "--gpus-per-node", "--gres"):
@@ -180,9 +180,9 @@ def _parse_gpus(options: Options, nodes: int | None) -> int:
             found = sum(_count_gpus(name, part) for part in parts)
             if found and not count and name != "--gpus" and (nodes or 1) > 1:
                 raise LaunchError(
-                    f"How many tasks srun starts for --nodes {nodes} {join(option.words)} --ntasks-per-gpu depends on "
-                    "the version of Slurm. Add their number to the command, as in: "
-                    f"srun --ntasks {(nodes or 1) * found}"
+                    f"How many tasks srun starts for --nodes {nodes} {join(option.words)} --ntasks-per-gpu "
+                    f"{tasks_per_gpu} depends on the version of Slurm. Add their number to the command, as in: "
+                    f"srun --ntasks {(nodes or 1) * found * tasks_per_gpu}"
                 )
             count = count or found  # several options may request the same GPUs
     if not count:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from unitrain.launchers.arguments import is_likely_secret, parse_launcher_args
-from unitrain.launchers.devices import parse_devices, select_uncounted_devices
+from unitrain.launchers.devices import parse_devices, select_devices_without_query
 from unitrain.launchers.elastic import parse_elastic
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.translation.hosts import format_hosts, place_processes, read_hosts
@@ -41,7 +41,7 @@ def parse(words: Sequence[str]) -> Job:
     devices = options.take_last("--devices")
     selected = None
     if devices is not None:
-        selected = select_uncounted_devices(parse_devices(devices), num_processes, hosts)
+        selected = select_devices_without_query(parse_devices(devices), num_processes, hosts)
         num_processes, hosts = selected.num_processes, selected.hosts
     size = num_processes or slots or 1
     script = options.take_last("--host-discovery-script")
@@ -115,10 +115,10 @@ def build(job: Job) -> Translation:
         for option in job.launcher_options
         for word in (option.words if option.launcher == LAUNCHER else option.equivalents.get(_TARGET, ()))
     ]
-    rest = tuple(
+    options_without_equivalent = tuple(
         option for option in job.launcher_options if option.launcher != LAUNCHER and _TARGET not in option.equivalents
     )
-    extra_options, notes = options_for(replace(job, launcher_options=rest), launcher)
+    extra_options, notes = options_for(replace(job, launcher_options=options_without_equivalent), launcher)
     if any(
         option.launcher != LAUNCHER and "--elastic" in option.equivalents.get(_TARGET, ())
         for option in job.launcher_options
@@ -128,7 +128,7 @@ def build(job: Job) -> Translation:
             "newest checkpoint, and hvd.elastic is not used."
         )
     variables = dict(job.environment)
-    for other in rest:
+    for other in options_without_equivalent:
         if other.launcher != launcher and launcher not in other.equivalents:
             variables = {**other.variables, **variables}
     if len(job.counts) > 1 or job.address or job.port:
@@ -140,7 +140,7 @@ def build(job: Job) -> Translation:
     if "--elastic" not in unitrain_options:  # this option sets the number of ranks
         options += ["-np", str(job.size)]
     if job.hosts:
-        options += ["-H", format_hosts(job.slots)]
+        options += ["-H", format_hosts(job.named_hosts)]
     if mpi and launcher == "horovodrun":
         options.append("--mpi")
         extra_options = [word for word in extra_options if word != "--mpi"]

@@ -1,7 +1,8 @@
 """Splitting of command lines into words, and quoting of words.
 
-Text that a shell would expand, such as "$HOME/data" or *.txt, must reach the translated command unexpanded and
-unquoted. `split` encloses it in two private-use characters within its word, and `quote` writes it as it was typed.
+Text that a shell would expand, such as "$HOME/data" or *.txt, must appear in the translated command as it was typed, so
+that the shell still expands it. `split` encloses it in two private-use characters within its word, and `quote` writes
+it unchanged.
 
 The standard library's `shlex` quotes the literal text. It cannot split the line: shlex.split returns the same word for
 $HOME and '$HOME', so the result does not distinguish text that the shell would expand; nor does it support $'...' and
@@ -37,19 +38,19 @@ def split(line: str) -> list[str]:
     word: str | None = None
     at = 0
     while at < len(line):
-        here = line[at]
-        if here == "\\" and line[at + 1 : at + 2] == "\n":
+        char = line[at]
+        if char == "\\" and line[at + 1 : at + 2] == "\n":
             at += 2
-        elif here in " \t\r\n":
+        elif char in " \t\r\n":
             if word is not None:
                 words.append(word)
             word = None
             at += 1
-            if here == "\n" and words and line[at:].strip():
+            if char == "\n" and words and line[at:].strip():
                 raise _several_commands_error(line[at:].strip().splitlines()[0])
-        elif here == "#" and word is None:  # a comment
+        elif char == "#" and word is None:  # a comment
             at = line.find("\n", at) % (len(line) + 1)
-        elif here in "|;&<>()":
+        elif char in "|;&<>()":
             if word is not None:
                 words.append(word)
             raise _several_commands_error(line[at:].strip())
@@ -118,28 +119,28 @@ def split_assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _parse_part(line: str, at: int) -> tuple[str, int]:
     """Return the piece of a word that begins at index `at`, and the index after it."""
-    here = line[at]
-    if here == "\\":
+    char = line[at]
+    if char == "\\":
         return line[at + 1 : at + 2], at + 2
-    if here == "'":
+    if char == "'":
         end = line.find("'", at + 1)
         if end < 0:
             raise _unclosed_quote_error("'", line[at:])
         return line[at + 1 : end], end + 1
-    if here == '"':
+    if char == '"':
         return _parse_quoted(line, at)
-    if here == "$" and line[at + 1 : at + 2] == "'":
+    if char == "$" and line[at + 1 : at + 2] == "'":
         return _parse_ansi_quoted(line, at)
-    if here == "$" and line[at + 1 : at + 2] == '"':  # translated text, which is the same text in the C locale
+    if char == "$" and line[at + 1 : at + 2] == '"':  # translated text, which is the same text in the C locale
         return _parse_quoted(line, at + 1)
-    if here == "{" and (end := _braces_end(line, at)) > at:
+    if char == "{" and (end := _braces_end(line, at)) > at:
         return mark_expansion(line[at:end]), end
-    if here in "$`":
+    if char in "$`":
         end = _expansion_end(line, at)
-        return (mark_expansion(line[at:end]), end) if end > at + 1 else (here, at + 1)
-    if here in "*?[" or (here == "~" and (at == 0 or line[at - 1] in " \t=:")):
-        return mark_expansion(here), at + 1
-    return here, at + 1
+        return (mark_expansion(line[at:end]), end) if end > at + 1 else (char, at + 1)
+    if char in "*?[" or (char == "~" and (at == 0 or line[at - 1] in " \t=:")):
+        return mark_expansion(char), at + 1
+    return char, at + 1
 
 
 def _parse_quoted(line: str, at: int) -> tuple[str, int]:
@@ -195,19 +196,19 @@ def _unescape(escape: str) -> str:
 
 def _braces_end(line: str, at: int) -> int:
     """Return the index after the braces at `at` if bash expands them, as in {a,b} and {0..9}; else `at`."""
-    depth, comma, here = 0, False, at
-    while here < len(line):
-        char = line[here]
+    depth, comma, index = 0, False, at
+    while index < len(line):
+        char = line[index]
         if char in " \t\r\n|;&<>()":
             return at
         if char in "\\'\"$`":  # quoted and expanded text cannot end the braces
-            here = _parse_part(line, here)[1]
+            index = _parse_part(line, index)[1]
             continue
         comma = comma or (char == "," and depth == 1)
         depth += (char == "{") - (char == "}")
-        here += 1
+        index += 1
         if depth == 0:
-            return here if comma or _SEQUENCE.fullmatch(line[at + 1 : here - 1]) else at
+            return index if comma or _SEQUENCE.fullmatch(line[at + 1 : index - 1]) else at
     return at
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from fake_programs import write_program
 
 from unitrain import __version__
 from unitrain.cli import unitrain
@@ -327,7 +329,7 @@ def test_launch_inside_a_launch_is_rejected(launcher: str, marker: str, prefix: 
     inside = {marker: "0", f"{prefix}RANK": "0", size: "2", f"{prefix}LOCAL_RANK": "0"}
     assert usage_error("launch", script, **inside) == (
         f"{launcher} has started this process already ({prefix}RANK=0, {size}=2, {prefix}LOCAL_RANK=0). "
-        f"Run the script itself: python {script}"
+        f"In the command of that launcher, replace unitrain launch with: python {script}"
     )
 
 
@@ -353,7 +355,7 @@ def test_variables_and_launcher_options_are_forwarded(script: str) -> None:
     assert "LEVEL=3 " in printed
     assert "abc" not in printed
     assert usage_error("launch", "-x", "UNITRAIN_BACKEND=ddp", script) == (
-        "-x UNITRAIN_BACKEND=ddp conflicts with --backend, which sets this variable. Use: --backend ddp"
+        "-x UNITRAIN_BACKEND=ddp is not supported, because unitrain launch sets this variable. Use: --backend ddp"
     )
     assert usage_error("launch", "-x", "HF_TOKEN=abc", script).startswith(
         "-x HF_TOKEN=... puts a value that is probably secret on the command line"
@@ -362,6 +364,32 @@ def test_variables_and_launcher_options_are_forwarded(script: str) -> None:
         "--launcher-args 'core' does not begin with"
     )
     assert usage_error("launch", "--launcher", "srun", script).startswith("srun starts ranks in a Slurm allocation,")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_checked"),
+    [
+        ([], False),
+        (["-H", "localhost:1"], True),
+        (["--backend", "horovod"], False),
+        (["--elastic", "1:1"], True),
+        (["--backend", "horovod", "--elastic", "1:1", "--host-discovery-script", "discover"], False),
+    ],
+)
+def test_interface_of_this_host_is_checked_only_if_all_ranks_run_here(
+    options: list[str], is_checked: bool, script: str, tmp_path: Path
+) -> None:
+    write_program(tmp_path, "scontrol", "echo h1.invalid; echo h2.invalid")
+    write_program(tmp_path, "srun", "exit 1")
+    write_program(tmp_path, "discover", "echo h1.invalid:1")
+    allocation = {
+        "SLURM_JOB_ID": "1234", "SLURM_JOB_NODELIST": "h[1-2].invalid", "SLURM_TASKS_PER_NODE": "1(x2)",
+        "SLURM_JOB_NUM_NODES": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }  # fmt: skip
+    options = [str(tmp_path / option) if option == "discover" else option for option in options]
+    result = run("launch", "--dry-run", "--interface", "nosuch0", *options, script, **allocation)
+    assert ("--interface nosuch0 is not a network interface of this host" in result.stderr) == is_checked
+    assert result.exit_code == (2 if is_checked else 0), result.output
 
 
 @pytest.mark.parametrize("value", ["first", "²"])
@@ -402,7 +430,7 @@ def test_invalid_environment_variable_is_reported(value: str, script: str) -> No
         ),
         (
             "launch -H localhost:1,h2.invalid:1 -x MASTER_PORT=2950 --max-restarts 1 --standby {script}",
-            "MASTER_PORT is 2950, but with --standby on several hosts, two attempts need different ports. Unset the",
+            "two attempts need different ports. To let unitrain choose free ports, leave -x MASTER_PORT out",
         ),
         (
             "ckpt verify {folder}",

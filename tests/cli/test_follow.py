@@ -368,12 +368,12 @@ def test_follow_polls_slurm_rarely(cluster: Path, monkeypatch: pytest.MonkeyPatc
         ),
         (
             "follow --to kubernetes --namespace Team train",
-            "--namespace must be a name of lowercase letters, digits, dashes and dots, got 'Team'. "
+            "--namespace must have at most 63 lowercase letters, digits and dashes, got 'Team'. "
             "List the names with: kubectl get namespaces",
         ),
         (
-            "submit --to kubernetes --namespace Team train.py",
-            "--namespace must be a name of lowercase letters, digits, dashes and dots, got 'Team'. "
+            "submit --to kubernetes --namespace team.a train.py",
+            "--namespace must have at most 63 lowercase letters, digits and dashes, got 'team.a'. "
             "List the names with: kubectl get namespaces",
         ),
         (

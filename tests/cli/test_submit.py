@@ -373,7 +373,8 @@ def test_job_names_in_kubernetes_are_valid_labels(kind: str, nodes: int, script:
     for invalid_name in ("3d-unet", f"{name}2", "a" * 63, "a-", "-a", "a.b", "a\n", ""):
         result = submit("--dry-run", *request_options, "--job-name", invalid_name, script.name)
         assert result.exit_code == 2
-        assert f"The name of a {kind} must have at most {len(longest)} lowercase letters" in result.stderr
+        assert f"is not a valid name for a {kind}: it must begin with a letter" in result.stderr
+        assert f"have at most {len(longest)} characters" in result.stderr
         suggested = result.stderr.rpartition("--job-name ")[2].strip()
         assert (
             yaml.safe_load(printed(*request_options, "--job-name", suggested, script.name))["metadata"]["name"]
@@ -473,9 +474,9 @@ def test_submit_prints_the_job_and_passes_it_to_the_scheduler(
         (
             "--to kubernetes --job-name My_Job T",
             (
-                "The name of a TrainJob must have at most 48 lowercase letters, digits and dashes and begin "
-                "with a letter, because the names of its pods end in -node-0-0-abcde, got 'My_Job'. Use: --job-name "
-                "my-job"
+                "--job-name 'My_Job' is not a valid name for a TrainJob: it must begin with a letter, not end with a "
+                "dash, contain only lowercase letters, digits and dashes, and have at most 48 characters, because the "
+                "names of the pods are at most 63 characters long and end in -node-0-0-abcde. Use: --job-name my-job"
             ),
         ),
         (

@@ -362,12 +362,9 @@ def test_a_script_is_tuned(tmp_path: Path) -> None:
     assert "were not tried for lack of time" in output
 
 
-def test_cores_per_rank_follow_the_cpu_affinity(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3, 5})
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    request = TrialRequest(name="run", warmup=2, seconds=1e-9).serialize()
+def train_16_steps(monkeypatch: pytest.MonkeyPatch, warmup: int) -> None:
+    """Train in this process with a timer that measures 5 steps after `warmup` steps."""
+    request = TrialRequest(name="run", warmup=warmup, seconds=1e-9).serialize()
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(TIMER, request))
     model = nn.Linear(4, 1)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
@@ -375,11 +372,25 @@ def test_cores_per_rank_follow_the_cpu_affinity(
     backend = LocalBackend.start(StartOptions(RankInfo("none", 0, 1, 0), device="cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        trainer = unitrain.Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config)
-        with pytest.raises(SystemExit):
-            trainer.fit(data)
+        unitrain.Trainer(model, optimizer, nn.MSELoss(), backend=backend, config=config).fit(data)
     finally:
         backend.shutdown()
+
+
+@pytest.mark.parametrize("warmup", [12, 20])
+def test_a_run_that_is_too_short_is_rejected(warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = rf"^The run ended after 16 steps, which are too few to time: it needs {warmup + 5}\. Train longer, "
+    with pytest.raises(ConfigError, match=message):
+        train_16_steps(monkeypatch, warmup)
+
+
+def test_cores_per_rank_follow_the_cpu_affinity(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3, 5})
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    with pytest.raises(SystemExit):
+        train_16_steps(monkeypatch, warmup=2)
     result = trial.TrialResult.parse_output(capsys.readouterr().out)
     assert result is not None
     assert result.cores_per_rank == 3

@@ -247,10 +247,10 @@ def other_torch(hosts: list[Host], script: Path) -> str:
     other = script.parent / "METADATA"
     other.write_text(Path(str(own)).read_text().replace(f"Version: {version}", "Version: 2.6.0", 1))
     assert hosts[1].run(["mount", "--bind", str(other), str(own)]).returncode == 0
-    return (
-        f"torch is {version} on h1, but 2.6.0 on h2. Install the same there: ssh h2 {PYTHON} -m pip install "
-        f"torch=={version}"
-    )
+    fix = f"Install the same there: ssh h2 {PYTHON} -m pip install torch=={version}"
+    if "+" in version:  # a local version, which the package index does not have
+        fix = "Start from an environment that all hosts share"
+    return f"torch is {version} on h1, but 2.6.0 on h2. {fix}"
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ def test_host_problems_are_reported_before_the_launch(
         ),
         (
             ["-H", "h1:1,h2:1"], {"MASTER_PORT": "22"},
-            "MASTER_PORT is 22, but on h1 another program listens there. Unset the variable, so that a free port is "
-            "chosen: unset MASTER_PORT",
+            "MASTER_PORT is 22, but this port is not available on h1. To let unitrain choose a free port, clear the "
+            "variable: unset MASTER_PORT",
         ),
         (
             ["-H", "localhost:1,h2:1"], {},

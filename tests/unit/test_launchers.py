@@ -18,7 +18,7 @@ import pytest
 from fake_programs import write_program
 
 from unitrain import launchers
-from unitrain.launchers import Command, Host, LaunchError, LaunchSpec, agents, build, parse_hosts
+from unitrain.launchers import Command, Host, LaunchError, LaunchSpec, agents, build, parse_hosts, preflight
 from unitrain.launchers.agents import read_plan
 from unitrain.launchers.hosts import check_distinct, is_this_host
 from unitrain.launchers.torchrun import commands_per_host
@@ -208,6 +208,28 @@ def test_agents_import_nothing_from_the_current_folder(tmp_path: Path, monkeypat
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (3, "began\n")
     assert done.stderr == "unitrain: localhost failed first, with exit code 3\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "fix"),
+    [
+        ("torch", "2.6.0", f"ssh b {sys.executable} -m pip install torch==2.6.0"),
+        ("torch", "2.6.0+cu124", "Start from an environment that all hosts share"),
+        ("unitrain", "0.1.0", "Start from an environment that all hosts share"),
+        ("Python", "3.11", "Start from an environment that all hosts share"),
+    ],
+)
+def test_pip_install_is_suggested_only_for_versions_of_the_package_index(package: str, version: str, fix: str) -> None:
+    first, other = (
+        preflight._ProbeResult(
+            Host(name, 1), {"folder": True, "script": True, "versions": {package: found}, "interfaces": []}
+        )
+        for name, found in (("a", version), ("b", "0.0.1"))
+    )
+    with pytest.raises(LaunchError) as caught:
+        preflight._check_probe_result(other, first, spec())
+    assert str(caught.value).startswith(f"{package} is {version} on a, but 0.0.1 on b. ")
+    assert str(caught.value).endswith(fix)
 
 
 @pytest.mark.parametrize("port", ["abc", "0", "70000", "-1"])

@@ -174,7 +174,7 @@ def test_invalid_slurm_variables_are_rejected(folder: Path, monkeypatch: pytest.
     )
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "four")
     assert error_message(folder).startswith(
-        "SLURM_TASKS_PER_NODE must list counts per host, such as 2(x3),1, got 'four'."
+        "SLURM_TASKS_PER_NODE must list counts per host, such as \"2(x3),1\", but is 'four'."
     )
     monkeypatch.delenv("SLURM_TASKS_PER_NODE")
     assert error_message(folder).startswith(

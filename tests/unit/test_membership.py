@@ -208,7 +208,8 @@ def test_elastic_ranges_are_parsed() -> None:
         (["--launcher", "srun"], "but the hosts of a Slurm job are fixed. Leave --elastic out, and let"),
         (
             ["-H", "a:2,b:1"],
-            "--elastic 2:4 counts ranks, so all hosts need the same number of slots; -H gives a:2 and b:1",
+            "--elastic 2:4 counts ranks, so all hosts need the same number of slots; -H gives a:2 and b:1. "
+            "Use -H a:1,b:1, or --launcher horovodrun.",
         ),
         (
             ["-H", "a:3,b:3", "--elastic", "4:5"],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import re
 import socket
 import sys
@@ -30,6 +32,7 @@ from unitrain.progress import metrics_server
 from unitrain.progress.flops import FlopsMeasurement, peak_flops
 from unitrain.progress.goodput import AttemptRecord, GoodputSummary
 from unitrain.progress.prometheus import MetricsEndpoint, RunValues, exported_names
+from unitrain.supervisor import launch_plan
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "unitrain.json"
 
@@ -209,6 +212,29 @@ def test_launch_without_the_package_of_the_endpoint_starts_no_rank(
         assert result.exit_code == 2
         assert "--metrics-port 9400 needs the package prometheus_client, which is not installed." in result.stderr
         assert 'with: pip install ".[prometheus]"' in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("port", "code", "fix"),
+    [
+        (80, errno.EACCES, "--metrics-port 1024"),
+        (9400, errno.EADDRINUSE, "--metrics-port 9401"),
+        (9400, errno.EADDRNOTAVAIL, "--metrics-address 127.0.0.1"),
+    ],
+)
+def test_launch_suggests_a_port_or_an_address(
+    port: int, code: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A test as root, which can listen on every port, does not get EACCES.
+    def cannot_listen(address: str, port: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(launch_plan, "check_can_listen", cannot_listen)
+    (tmp_path / "train.py").touch()
+    result = CliRunner().invoke(command_line, ["launch", "--metrics-port", str(port), str(tmp_path / "train.py")])
+    assert result.exit_code == 2
+    assert f"--metrics-port {port} is not available on 127.0.0.1: {os.strerror(code)}. Use " in result.output
+    assert result.output.rstrip().endswith(fix)
 
 
 def test_launch_rejects_a_port_in_use(tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_host_discovery_is_translated_or_rejected() -> None:
             build(parse(DISCOVERED), target)
         assert str(caught.value) == (
             f"The script './hosts.sh' lists the hosts while the job runs, but {target} needs them at the start. "
-            "Name them, as in: --hosts node1:4,node2:4"
+            "Name them with their slots, as in: --hosts node1:2,node2:2"
         )
     code, out, notes = run(DISCOVERED, "--to", "mpiexec", "--hosts", "a:2,b:2")
     assert code == 0
@@ -705,11 +705,17 @@ def test_split_inverts_join(words: list[str]) -> None:
         ),
         (
             "torchrun --nproc-per-node $N t.py",
-            ("--nproc-per-node must be a whole number from 1, got '$N'. Write a number, as in: --nproc-per-node 2"),
+            (
+                "--nproc-per-node must be a whole number of at least 1, got '$N'. Write a number, as in: "
+                "--nproc-per-node 2"
+            ),
         ),
         (
             "torchrun --nproc-per-node 0 t.py",
-            ("--nproc-per-node must be a whole number from 1, got '0'. Write a number, as in: --nproc-per-node 2"),
+            (
+                "--nproc-per-node must be a whole number of at least 1, got '0'. Write a number, as in: "
+                "--nproc-per-node 2"
+            ),
         ),
         ("torchrun --standalone", "The torchrun command does not name a program. End it as in: python train.py"),
         ("torchrun --nproc-per-node", "--nproc-per-node of torchrun lacks its value. Write it after --nproc-per-node"),
@@ -756,10 +762,10 @@ def test_split_inverts_join(words: list[str]) -> None:
             ),
         ),
         (
-            "srun -N 2 --gpus-per-node 2 --ntasks-per-gpu 1 python t.py",
+            "srun -N 2 --gpus-per-node 2 --ntasks-per-gpu 3 python t.py",
             (
-                "How many tasks srun starts for --nodes 2 --gpus-per-node 2 --ntasks-per-gpu depends on the "
-                "version of Slurm. Add their number to the command, as in: srun --ntasks 4"
+                "How many tasks srun starts for --nodes 2 --gpus-per-node 2 --ntasks-per-gpu 3 depends on the "
+                "version of Slurm. Add their number to the command, as in: srun --ntasks 12"
             ),
         ),
         (

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from unitrain.launchers import LaunchError
-from unitrain.launchers.translation.kubernetes import KINDS, is_object_name
+from unitrain.launchers.translation.kubernetes import KINDS, check_namespace, is_object_name
 from unitrain.processes import parent_death_signal
 from unitrain.supervisor.following import FollowedJob, JobGoneError, JobStatus, UnreachableError, run_client
 
@@ -47,12 +47,13 @@ class KubernetesJob(FollowedJob):
     def __init__(self, name: str, kind: str = KINDS[0], namespace: str | None = None) -> None:
         if kind not in KINDS:
             raise LaunchError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}. Use: --kind {KINDS[0]}")
-        for value, meaning, plural in ((name, "JOB", f"{kind}s".lower()), (namespace, "--namespace", "namespaces")):
-            if value is not None and not is_object_name(value):
-                raise LaunchError(
-                    f"{meaning} must be a name of lowercase letters, digits, dashes and dots, got {value!r}. List the "
-                    f"names with: kubectl get {plural}"
-                )
+        if not is_object_name(name):
+            raise LaunchError(
+                f"JOB must be a name of lowercase letters, digits, dashes and dots, got {name!r}. List the names with: "
+                f"kubectl get {kind.lower()}s"
+            )
+        if namespace is not None:
+            check_namespace(namespace)
         self.name = f"{kind} {name}"
         self._job, self._kind = name, kind
         self._namespace = ("--namespace", namespace) if namespace is not None else ()

@@ -89,35 +89,39 @@ class LaunchPlan:
     job: SupervisedJob
     command: Command
     membership: Membership | None
-    uses_other_hosts: bool
+    names_other_hosts: bool
     log_dir: Path | None
 
     def missing_program_error(self) -> str | None:
-        """Return an error message if this host lacks the launcher of a dry run, or ssh for other hosts, else None."""
+        """Return an error message if this host lacks the launcher or, for a job on other hosts, ssh; otherwise None.
+
+        Planning a dry run does not check this.
+        """
         try:
             launchers.build(self.job.launcher, replace(self.job.spec, is_dry_run=False))
         except launchers.MissingLauncherError as error:
             return str(error)
         except LaunchError:
             pass  # other conditions, such as a Slurm allocation, are checked when the command runs
-        return launchers.SSH_MISSING if self.uses_other_hosts and shutil.which("ssh") is None else None
+        return launchers.SSH_MISSING if self.names_other_hosts and shutil.which("ssh") is None else None
 
 
 def plan_launch(request: LaunchRequest) -> LaunchPlan:
-    """Validate a request and return its plan. Starts no ranks; probes the other hosts of the job, except in a dry run.
+    """Validate a request and return its plan. Starts no ranks.
 
-    Raises LaunchError and ConfigError.
+    Except in a dry run, it creates the folder of --log-dir and, for a job with a fixed number of ranks on other hosts,
+    probes all hosts. For an elastic job, it runs the host discovery script. Raises LaunchError and ConfigError.
     """
     launcher, spec = _build_spec(request)
     if request.log_dir is not None:
         spec = replace(spec, wrapper=rank_logs.wrapper_arguments(request.log_dir))
-    uses_other_hosts = launcher in _MULTI_HOST_LAUNCHERS and not all(map(launchers.is_this_host, spec.hosts))
+    names_other_hosts = launcher in _MULTI_HOST_LAUNCHERS and not all(map(launchers.is_this_host, spec.hosts))
     if not math.isfinite(request.elastic_timeout_seconds):
         raise LaunchError(
             f"--elastic-timeout takes a number of seconds, got {request.elastic_timeout_seconds}. "
             "Use --elastic-timeout 600"
         )
-    if not uses_other_hosts and launcher != "srun":
+    if request.interface is not None and not (names_other_hosts or _may_use_unnamed_hosts(request, launcher, spec)):
         _check_interface(request.interface)
     if request.log_dir is not None and not request.is_dry_run:
         _create_log_folder(request.log_dir)
@@ -126,7 +130,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
         _check_standby(request, launcher, spec)
     membership: Membership | None = None
     if request.elastic is None:
-        job = _plan_fixed_job(request, launcher, spec, uses_other_hosts)
+        job = _plan_fixed_job(request, launcher, spec, names_other_hosts)
         command = job.command()
     else:
         job, command, membership = _plan_elastic_job(request, launcher, spec, launchers.parse_elastic(request.elastic))
@@ -134,7 +138,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     if request.metrics_port is not None and not request.is_dry_run and job.starts_on_this_host():
         check_metrics_package(request.metrics_port)
         _check_metrics_port(request.metrics_port, request.metrics_address or LOOPBACK)
-    return LaunchPlan(job, command, membership, uses_other_hosts, request.log_dir)
+    return LaunchPlan(job, command, membership, names_other_hosts, request.log_dir)
 
 
 def execute(plan: LaunchPlan) -> NoReturn:
@@ -144,7 +148,7 @@ def execute(plan: LaunchPlan) -> NoReturn:
     Raises LaunchError if a restart of a supervised job cannot be launched.
     """
     sys.stdout.flush()
-    if not plan.uses_other_hosts:
+    if not plan.names_other_hosts:
         environment.export_terminal()
     if plan.job.needs_supervisor:
         sizes_before: dict[str, int] = {}
@@ -160,7 +164,7 @@ def execute(plan: LaunchPlan) -> NoReturn:
         sys.exit(code)
     command = plan.command
     click.echo(command.shell(), err=True)
-    if plan.uses_other_hosts and not command.per_host:
+    if plan.names_other_hosts and not command.per_host:
         command = launchers.add_cleanup(command, plan.job.spec)
     os.execvpe(command.argv[0], command.argv, environment.without_rank_variables() | dict(command.environment))
 
@@ -189,7 +193,7 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
         check_script(request.script, runs_here=not request.is_dry_run)
     runs_config = not request.module and is_config_file(request.script)
     program = "unitrain train" if runs_config else f"python{' -m' if request.module else ''}"
-    check_not_launched(f"Run the script itself: {program} {request.script}")
+    check_not_launched(f"In the command of that launcher, replace unitrain launch with: {program} {request.script}")
     options = launchers.parse_launcher_args(request.launcher_args)
     # With explicit hosts or torchrun --nnodes, starting the command in each task is intended.
     if not hosts and launcher != "none" and not any(word.startswith("--nnodes") for word in options):
@@ -197,8 +201,8 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
     forwarded, values = launchers.parse_exports(request.exports)
     if "UNITRAIN_BACKEND" in values:
         raise LaunchError(
-            f"-x UNITRAIN_BACKEND={values['UNITRAIN_BACKEND']} conflicts with --backend, which sets this variable. "
-            f"Use: --backend {values['UNITRAIN_BACKEND']}"
+            f"-x UNITRAIN_BACKEND={values['UNITRAIN_BACKEND']} is not supported, because unitrain launch sets this "
+            f"variable. Use: --backend {values['UNITRAIN_BACKEND']}"
         )
     return launcher, LaunchSpec(
         script="unitrain" if runs_config else str(request.script),
@@ -215,7 +219,7 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
     )
 
 
-def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, uses_other_hosts: bool) -> SupervisedJob:
+def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, names_other_hosts: bool) -> SupervisedJob:
     """Return a job with a fixed number of ranks. Runs the preflight checks on other hosts, except in a dry run."""
     if request.host_discovery_script is not None:
         raise LaunchError(
@@ -234,7 +238,7 @@ def _plan_fixed_job(request: LaunchRequest, launcher: str, spec: LaunchSpec, use
         tuned = {} if request.module else _tuned_variables(launcher, request, spec, num_processes)
         spec = replace(spec, environment=tuned | dict(spec.environment))
     spec = replace(spec, num_processes=num_processes, max_restarts=request.max_restarts or 0)
-    if uses_other_hosts and not request.is_dry_run:
+    if names_other_hosts and not request.is_dry_run:
         launch_id = {launchers.LAUNCH_ID_VARIABLE: secrets.token_hex(8)}
         spec = replace(spec, port=launchers.check_hosts(spec), environment={**spec.environment, **launch_id})
     return SupervisedJob(launcher, spec)
@@ -258,10 +262,10 @@ def _plan_elastic_job(
         if request.is_dry_run:
             raise
         # The supervisor runs the script again until --elastic-timeout expires.
-        click.echo(f"unitrain: {error} It is run again until --elastic-timeout expires.", err=True)
+        click.echo(f"unitrain: {error} The script is run again until --elastic-timeout expires.", err=True)
         listed = ()
-    # Build the command on all listed hosts to reject invalid requests before any process starts. The supervisor
-    # rebuilds the command per attempt, on the reachable hosts.
+    # Build the command for all listed hosts, to reject invalid requests before any process starts. The supervisor
+    # rebuilds it in each attempt, for the reachable hosts.
     if launcher == "torchrun" and len(listed) > 1:
         hosts = listed  # `job.command` then raises an error with instructions per host
     else:
@@ -292,10 +296,20 @@ def _select_devices(text: str, launcher: str, spec: LaunchSpec, num_processes: i
     return selected
 
 
-def _check_interface(interface: str | None) -> None:
-    """Raise LaunchError if this host, the only one of the job, lacks the network interface `interface`."""
+def _may_use_unnamed_hosts(request: LaunchRequest, launcher: str, spec: LaunchSpec) -> bool:
+    """Return whether ranks may run on hosts of a Slurm allocation, or on hosts that a script discovers."""
+    if spec.hosts:
+        return False
+    if launcher == "srun" or request.host_discovery_script is not None:
+        return True
+    # An elastic job without a script runs on this host.
+    return request.elastic is None and not all(map(launchers.is_this_host, launchers.allocated_hosts(launcher)))
+
+
+def _check_interface(interface: str) -> None:
+    """Raise LaunchError if this host lacks the network interface `interface`. For jobs that run on this host only."""
     names = [name for _, name in socket.if_nameindex()]
-    if interface is not None and interface not in names:
+    if interface not in names:
         raise LaunchError(
             f"--interface {interface} is not a network interface of this host. {did_you_mean(interface, names)}"
             f"Use one of: {', '.join(names)}. On one host it can be left out."
@@ -332,11 +346,11 @@ def _check_metrics_port(port: int, address: str) -> None:
     try:
         check_can_listen(address, port)
     except OSError as error:
-        other = port + 1 if port < 65535 else port - 1
+        other = max(1024, port + 1) if port < 65535 else port - 1  # only root can listen on a port below 1024
         fix = (
             f"Use another port: --metrics-port {other}"
-            if error.errno == errno.EADDRINUSE
-            else ("Use an address of this host: --metrics-address 127.0.0.1")
+            if error.errno in (errno.EADDRINUSE, errno.EACCES)
+            else "Use an address of this host: --metrics-address 127.0.0.1"
         )
         raise LaunchError(
             f"--metrics-port {port} is not available on {address}: {error.strerror or error}. {fix}"
@@ -374,7 +388,7 @@ def _check_elastic(request: LaunchRequest, launcher: str, limits: ElasticRange) 
 
 
 def _check_standby(request: LaunchRequest, launcher: str, spec: LaunchSpec) -> None:
-    """Raise LaunchError unless --standby is supported: a job that this command restarts, with rank 0 on this host."""
+    """Raise LaunchError unless this command can restart the job and rank 0 runs on this host, as --standby requires."""
     if launcher not in _STANDBY_LAUNCHERS:
         raise LaunchError(
             f"--standby starts the ranks of the next attempt in advance, which is not supported with --launcher "
@@ -401,8 +415,8 @@ def _check_standby(request: LaunchRequest, launcher: str, spec: LaunchSpec) -> N
     port = spec.environment.get("MASTER_PORT") or environment.get_variable("MASTER_PORT")
     if port:
         raise LaunchError(
-            f"MASTER_PORT is {port}, but with --standby on several hosts, two attempts need different ports. Unset the "
-            "variable, so that free ports are chosen: unset MASTER_PORT"
+            f"MASTER_PORT is {port}, but with --standby on several hosts, two attempts need different ports. To let "
+            f"unitrain choose free ports, {launchers.clear_master_port_fix(spec.environment)}"
         )
 
 

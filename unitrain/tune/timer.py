@@ -70,9 +70,11 @@ class StepTimer(Callback):
             return  # `_finish` or an exception is already ending the run
         if self._steps_to_time is not None and self._steps >= _MIN_STEPS:
             self._finish(trainer)
+        warmup = self._request.warmup
+        num_steps = self._steps if self._steps_to_time is None else warmup + self._steps
         raise ConfigError(
-            f"The run ended after {self._steps} steps, which are too few to time. Train longer, for example with more "
-            "epochs: unitrain tune ends the run after the timed steps."
+            f"The run ended after {num_steps} steps, which are too few to time: it needs {warmup + _MIN_STEPS}. Train "
+            "longer, for example with more epochs: unitrain tune ends the run after the timed steps."
         )
 
     def _now(self, trainer: Trainer) -> float:

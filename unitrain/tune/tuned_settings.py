@@ -87,7 +87,7 @@ class TunedEntry:
         others = [entry for entry in _load(file) if entry._identity != self._identity]
         _store([*others, self], file)
 
-    def is_same_run(self, run: TunedRun) -> bool:
+    def may_apply_to(self, run: TunedRun) -> bool:
         """Return whether script, backend and number of ranks match `run`."""
         same_script = Path(self.script).resolve() == Path(run.script).resolve()
         return same_script and (self.backend, self.num_processes) == (run.backend, run.num_processes)
@@ -134,7 +134,7 @@ def find_tuned(run: TunedRun, file: Path = TUNED_FILE) -> tuple[TunedEntry | Non
     If the script, backend and number of ranks of an entry match but the rest of its configuration does not, the list
     contains the differences. Raises ConfigError if the file cannot be read.
     """
-    found = [(entry.describe_differences(run), entry) for entry in _load(file) if entry.is_same_run(run)]
+    found = [(entry.describe_differences(run), entry) for entry in _load(file) if entry.may_apply_to(run)]
     if not found:
         return None, []
     differences, tuned = min(found, key=lambda pair: len(pair[0]))
@@ -142,13 +142,13 @@ def find_tuned(run: TunedRun, file: Path = TUNED_FILE) -> tuple[TunedEntry | Non
 
 
 def remove_tuned(run: TunedRun, file: Path = TUNED_FILE) -> None:
-    """Remove the entry for this run from `file`, and entries of earlier versions for its script."""
+    """Remove the entry for this run from `file`, and entries of earlier versions with its script, backend and size."""
     found = _load(file)
 
     def is_obsolete(entry: TunedEntry) -> bool:
         is_unrecorded = None in (entry.torch, entry.args, entry.num_nodes, entry.machine)
         is_same = (entry.args, entry.num_nodes, entry.machine) == (run.args, run.num_nodes, run.machine)
-        return entry.is_same_run(run) and (is_unrecorded or is_same)
+        return entry.may_apply_to(run) and (is_unrecorded or is_same)
 
     others = [entry for entry in found if not is_obsolete(entry)]
     if len(others) < len(found):
