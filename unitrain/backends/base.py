@@ -15,8 +15,9 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
 3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither
    steps the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads, such as a
    codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. Running statistics,
-   which normalization layers read in eval mode only, differ between ranks until the layer is switched to eval mode or
-   `broadcast_buffers` is called.
+   which normalization layers read in eval mode only, differ between ranks until `broadcast_buffers` is called. Only a
+   training forward pass in which the layer is in eval mode also broadcasts them; evaluation under torch.no_grad() does
+   not.
 4. The optimizer remains the user's object, and any backend can load its `state_dict`.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
 6. The same run produces the same parameters on every backend and, with logical ranks, bit-identical parameters for any
@@ -146,14 +147,16 @@ class Backend(Lifecycle, Communicator):
         compression: Compression = "none",
         logical_ranks: int | None = None,
     ) -> nn.Module:
-        """Return a module whose `backward` leaves the mean gradient over ranks in every `.grad`. All ranks call it.
+        """Return a module that calls `model`. A backward pass from its output leaves the mean over ranks in `.grad`.
+
+        All ranks call it.
 
         With `find_unused_parameters`, a rank that does not use a parameter contributes a zero gradient; if no rank uses
         the parameter, its `grad` remains None. Otherwise, an unused parameter raises ModelError: on every rank in the
         first backward pass; in later ones, only on the affected ranks, before the optimizer step. Parameters may be
-        frozen and unfrozen later if all ranks do so before the same forward pass. If the ranks freeze different
-        parameters, a ModelError is raised; if some ranks freeze none, the others time out. A backend may reject any
-        `compression` other than "none" with UnsupportedError.
+        frozen and unfrozen later if all ranks do so before the same forward pass. If ranks freeze different parameters,
+        ModelError is raised; ranks that freeze or unfreeze parameters while other ranks make no change time out. A
+        backend may reject any `compression` other than "none" with UnsupportedError.
 
         With `broadcast_buffers=False`, buffers are broadcast in the first training forward pass only (rule 3). Use it
         for large buffers that no training step modifies, such as attention masks.
@@ -174,12 +177,12 @@ class Backend(Lifecycle, Communicator):
         inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not supported. After the first
         backward pass outside `no_sync`, the gradient of an unused parameter is zero.
 
-        With `logical_ranks`, training is divided into that number of logical ranks, at least one per process. The
-        results are bit-identical for any number of processes. Iterate over a ShardedLoader with the same
-        `logical_ranks`: a process runs the micro-batches of its logical ranks one after the other. `.grad` is then the
-        mean over logical ranks, with roundings that do not depend on the number of processes. Each logical rank must
-        use all parameters, unless `find_unused_parameters` is True. `shard`, `compression` and synchronized BatchNorm
-        are not supported.
+        With `logical_ranks`, each step is computed as if that number of ranks (logical ranks) trained, whatever the
+        number of processes. Each process runs at least one of them. The results are bit-identical for any number of
+        processes. Iterate over a ShardedLoader with the same `logical_ranks`: a process runs the micro-batches of its
+        logical ranks one after the other. `.grad` is then the mean over logical ranks, with roundings that do not
+        depend on the number of processes. Each logical rank must use all parameters, unless `find_unused_parameters` is
+        True. `shard`, `compression` and synchronized BatchNorm are not supported.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank. For the same reason,

@@ -1,6 +1,6 @@
 """Concurrent in-place broadcasts from different roots, which distribute the parameters updated by a sharded optimizer.
 
-On every transport, several broadcasts take less time than an allgather, and they need no second copy of the result.
+For large parameters, several broadcasts take less time than an allgather, and they need no second copy of the result.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """reducescatter and allgather of CPU tensors, composed of faster operations. Measured in benchmarks/collectives.py.
 
-Small tensors are transferred over the direct connections of up to `row_exchange.MAX_RANKS` ranks, because starting an
-operation of the transport takes longer than the transfer. For larger tensors, an allgather consists of broadcasts, and
+Tensors of up to 12 MiB are transferred over the direct connections of up to `row_exchange.MAX_RANKS` ranks, which
+avoids the cost of starting an operation of the transport. For larger tensors, an allgather consists of broadcasts, and
 a reducescatter of allreduces or, over torch's Gloo, of all-to-alls.
 
-The native collectives of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same tensor. The slowest is
-Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it allocates three buffers,
-each as large as the entire tensor (a copy of the input and two zero-filled receive buffers), and the kernel must map
-all their pages. It then exchanges half of the tensor in one message, adds the received half only after it has arrived
-completely, and finally sends each slice to its rank. Horovod's allreduce works in place: it divides the tensor into
-segments, and adds one segment while it receives the next.
+The native reducescatter and allgather of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same
+tensor. The slowest is Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it
+allocates three buffers, each as large as the entire tensor (a copy of the input and two zero-filled receive buffers),
+and the kernel must map all their pages. It then exchanges half of the tensor in one message, adds the received half
+only after it has arrived completely, and finally sends each slice to its rank. Horovod's allreduce works in place: it
+divides the tensor into segments, and adds one segment while it receives the next.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from unitrain.backends.base import ReduceOp
 from unitrain.backends.row_exchange import RowExchange
 from unitrain.backends.tensors import as_bytes, flatten, from_ordered_keys, needs_keys, ordered_keys
 
-# Maximum size in bytes of the result of an allgather, and of the input of a reducescatter, that are transferred over
-# direct connections. MPI broadcasts between the ranks of a host through shared memory.
+# Maximum size in bytes of an allgather's result and of a reducescatter's input for a transfer over direct connections.
+# With MPI, the limit for an allgather is lower, because its broadcasts use shared memory between the ranks of a host.
 MAX_DIRECT_BYTES = 12 * 2**20
 MAX_DIRECT_GATHER_BYTES_WITH_MPI = 4 * 2**20
 # With more ranks, the transport's allgather is used, because each broadcast takes Python time on every rank.
@@ -59,7 +59,7 @@ def reduce_scatter_directly(
 ) -> Tensor:
     """Return this rank's slice of `tensor`, reduced in `dtype` and in rank order. For the mean, return the sum.
 
-    Each rank sends every other rank its slice, over direct connections.
+    Each rank sends to every other rank the slice which that rank reduces, over direct connections.
     """
     slices = flatten(tensor).view(size, -1)
     received = [own if other == rank else torch.empty_like(own) for other, own in enumerate(slices)]
@@ -129,7 +129,7 @@ class PiecewiseReduceScatter:
         self._slices = flatten(tensor).view(size, -1)
         self._result = self._slices.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
         self._uses_ordered_keys = needs_keys(tensor.dtype, op) and not uses_all_to_all
-        self._started = 0  # columns of the slices
+        self._num_started_columns = 0
         # For each piece: the work, the sent or reduced buffer, the received slices or None, and the columns.
         self._in_flight: deque[tuple[Any, Tensor, Tensor | None, slice]] = deque()
         self._free_buffers: list[Tensor] = []
@@ -138,24 +138,26 @@ class PiecewiseReduceScatter:
         """Start to reduce the first pieces."""
         bytes_per_column = self._size * (2 * self._slices.itemsize if self._uses_all_to_all else self._dtype.itemsize)
         max_columns = max(1, PIECE_BYTES // bytes_per_column)
-        while self._started < self._slices.shape[1] and len(self._in_flight) < _NUM_BUFFERS:
-            place = slice(self._started, min(self._started + max_columns, self._slices.shape[1]))
-            buffer = self._fill_buffer(self._slices[:, place])
+        num_columns = self._slices.shape[1]
+        while self._num_started_columns < num_columns and len(self._in_flight) < _NUM_BUFFERS:
+            begin = self._num_started_columns
+            columns = slice(begin, min(begin + max_columns, num_columns))
+            buffer = self._fill_buffer(self._slices[:, columns])
             received: Tensor | None = None
             if self._uses_all_to_all:
                 received = self._take_buffer(buffer.shape, buffer.dtype)
                 work = dist.all_to_all_single(as_bytes(received), as_bytes(buffer), async_op=True)
             else:
                 work = dist.all_reduce(buffer, self._torch_op, async_op=True)
-            self._in_flight.append((work, buffer, received, place))
-            self._started = place.stop
+            self._in_flight.append((work, buffer, received, columns))
+            self._num_started_columns = columns.stop
 
     def finish(self, wait: Wait) -> Tensor:
         """Reduce the remaining pieces, and return this rank's slice of the result. `wait` waits for a Work."""
         elements = self._result.view(-1)
         self.start()
         while self._in_flight:
-            work, buffer, received, place = self._in_flight.popleft()
+            work, buffer, received, columns = self._in_flight.popleft()
             wait(work)
             if received is not None:
                 own = reduce_in_rank_order([part.to(self._dtype) for part in received], self._op)
@@ -165,7 +167,7 @@ class PiecewiseReduceScatter:
                 own = from_ordered_keys(own, self._result.dtype)
             elif self._op == "mean":
                 own /= self._size
-            elements[place] = own
+            elements[columns] = own
             if not self._uses_ordered_keys:  # `ordered_keys` returns a new tensor for each piece
                 self._free_buffers += [buffer] if received is None else [buffer, received]
             self.start()

@@ -43,7 +43,7 @@ class Histograms(Callback):
             gradient: Any = parameter.grad
             if not self.gradients or gradient is None:
                 continue
-            if hasattr(gradient, "full_tensor"):  # of a sharded gradient; all ranks must call this method
+            if hasattr(gradient, "full_tensor"):  # only sharded gradients have this method, which all ranks must call
                 gradient = gradient.full_tensor()
             if logs:
                 trainer.log_histogram(f"gradients/{name}", _unscale(gradient, scale))

@@ -33,7 +33,7 @@ class Fragment:
             self.steps_until_merge -= 1
             if self.steps_until_merge == 0:
                 self._merge()
-            # Halfway, because the two collectives of a transfer have the same size.
+            # Start the second of the two collectives of a transfer halfway, because both have the same size.
             elif self.steps_until_merge == overlap_steps // 2:
                 for bucket in self.buckets:
                     if bucket.pending is not None:
@@ -72,8 +72,9 @@ class Fragment:
     ) -> None:
         """Load the state of the outer optimizer, this rank's compression error, and the results of transfers.
 
-        `merges_in` contains the number of steps until the transfer of each parameter is merged. If a transfer does not
-        contain exactly the parameters of this fragment, it is discarded. The next outer gradient then includes it.
+        `merges_in` contains the number of steps until the transfer of each parameter is merged. If the parameters of
+        this fragment are not all merged after the same number of steps, their transfers are discarded. The next outer
+        gradient then includes the changes of the discarded transfers.
         """
         for bucket in self.buckets:
             bucket.load(outer, errors)

@@ -16,17 +16,21 @@ _MAX_CONNECTIONS = 32
 # New connections are searched for after these intervals, which double, because most are made at the start of a run.
 _MIN_SEARCH_INTERVAL_SECONDS, _MAX_SEARCH_INTERVAL_SECONDS = 1.0, 32.0
 _TCP_INFO_BYTES, _ADDRESS_BYTES = 192, 128
-# Offsets in `struct tcp_info`: microseconds of the smoothed round trip, number of retransmissions, acknowledged bytes,
-# and microseconds of sending: in total, limited by the receive window of the peer, and by the send buffer.
+# Offsets in `struct tcp_info`: smoothed round-trip time in microseconds, number of retransmissions, acknowledged bytes.
+# At _BUSY, there are three times in microseconds: the time with unacknowledged data, and the parts of it that were
+# limited by the receive window of the peer and by the send buffer.
 _RTT, _RETRANSMISSIONS, _ACKNOWLEDGED, _BUSY = 68, 100, 120, 168
 
 
 class Connection(NamedTuple):
-    """Counters of a connection. `limited_seconds` is the time for which unacknowledged data existed while neither the
-    receiver nor the size of the send buffer delayed it."""
+    """Counters of a connection.
+
+    `network_limited_seconds` is the time for which unacknowledged data existed while neither the receiver nor the size
+    of the send buffer delayed it.
+    """
 
     peer: str
-    limited_seconds: float
+    network_limited_seconds: float
     sent_bytes: int
     retransmissions: int
     rtt_seconds: float
@@ -34,13 +38,13 @@ class Connection(NamedTuple):
     def since(self, before: Connection) -> Connection:
         """Return the change since an earlier reading."""
         return self._replace(
-            limited_seconds=self.limited_seconds - before.limited_seconds,
+            network_limited_seconds=self.network_limited_seconds - before.network_limited_seconds,
             sent_bytes=self.sent_bytes - before.sent_bytes,
             retransmissions=self.retransmissions - before.retransmissions,
         )
 
     def __str__(self) -> str:
-        rate = self.sent_bytes / 1e6 / max(self.limited_seconds, 1e-9)
+        rate = self.sent_bytes / 1e6 / max(self.network_limited_seconds, 1e-9)
         retransmitted = f", {self.retransmissions} retransmissions" if self.retransmissions else ""
         return (
             f"to {self.peer}: {rate:,.3g} MB/s while sending, round trip {1e3 * self.rtt_seconds:.2g} ms{retransmitted}"
@@ -55,46 +59,48 @@ class ConnectionReader:
         self._next_search_time, self._search_interval_seconds = 0.0, _MIN_SEARCH_INTERVAL_SECONDS
 
     def read(self) -> Connection | None:
-        """Return the change since the last call of the connection that the network limited for the longest time, or
-        None without connections."""
+        """Find the connection that the network limited for the longest time since the last call.
+
+        Return the change of its counters since then, or None without connections.
+        """
         if time.monotonic() >= self._next_search_time:
             self._search()
         before, self._connections = self._connections, {}
         changes = []
-        for file, known in before.items():
-            connection = read_connection(file, known.peer)
-            # A different connection may use the file number of a closed one.
+        for descriptor, known in before.items():
+            connection = read_connection(descriptor, known.peer)
+            # A different connection may use the file descriptor of a closed one.
             if connection is None or connection.sent_bytes < known.sent_bytes:
                 self._next_search_time = 0.0
                 continue
-            self._connections[file] = connection
+            self._connections[descriptor] = connection
             changes.append(connection.since(known))
-        return max(changes, key=lambda change: change.limited_seconds, default=None)
+        return max(changes, key=lambda change: change.network_limited_seconds, default=None)
 
     def _search(self) -> None:
         self._next_search_time = time.monotonic() + self._search_interval_seconds
         self._search_interval_seconds = min(2 * self._search_interval_seconds, _MAX_SEARCH_INTERVAL_SECONDS)
         try:
-            files = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
+            descriptors = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
         except OSError:
-            files = []
-        found = {file: known for file in files if (known := read_connection(file)) is not None}
-        largest = sorted(found, key=lambda file: -found[file].sent_bytes)[:_MAX_CONNECTIONS]
-        self._connections = {file: self._connections.get(file, found[file]) for file in largest}
+            descriptors = []
+        found = {descriptor: known for descriptor in descriptors if (known := read_connection(descriptor)) is not None}
+        largest = sorted(found, key=lambda descriptor: -found[descriptor].sent_bytes)[:_MAX_CONNECTIONS]
+        self._connections = {descriptor: self._connections.get(descriptor, found[descriptor]) for descriptor in largest}
 
 
-def read_connection(file: int, peer: str | None = None) -> Connection | None:
-    """Return the counters of the TCP connection with a file number, or None if it is not a connection to another host.
+def read_connection(descriptor: int, peer: str | None = None) -> Connection | None:
+    """Return the counters of the TCP connection of a file descriptor, or None if it does not lead to another host.
 
     `peer` is the address of the other host if it is known. The functions of libc are called directly, because a socket
     object would apply `socket.setdefaulttimeout` to the connection.
     """
     info, size = ctypes.create_string_buffer(_TCP_INFO_BYTES), ctypes.c_uint(_TCP_INFO_BYTES)
-    if _libc().getsockopt(file, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size)):
+    if _libc().getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size)):
         return None
     if size.value < _TCP_INFO_BYTES:  # Linux before 4.10
         return None
-    if peer is None and (peer := _find_remote_peer(file)) is None:
+    if peer is None and (peer := _find_remote_peer(descriptor)) is None:
         return None
     (rtt,) = struct.unpack_from("=I", info, _RTT)
     (retransmissions,) = struct.unpack_from("=I", info, _RETRANSMISSIONS)
@@ -103,16 +109,16 @@ def read_connection(file: int, peer: str | None = None) -> Connection | None:
     return Connection(peer, (busy - by_receiver - by_buffer) / 1e6, acknowledged, retransmissions, rtt / 1e6)
 
 
-def _find_remote_peer(file: int) -> str | None:
+def _find_remote_peer(descriptor: int) -> str | None:
     """Return the address of the other host, or None if there is no peer, or it is on this host."""
-    peer, local = (_address(file, function) for function in ("getpeername", "getsockname"))
+    peer, local = (_address(descriptor, function) for function in ("getpeername", "getsockname"))
     return None if peer is None or peer == local or ipaddress.ip_address(peer).is_loopback else peer
 
 
-def _address(file: int, function: str) -> str | None:
+def _address(descriptor: int, function: str) -> str | None:
     """Return the IP address that libc's `getpeername` or `getsockname` returns, or None if there is none."""
     address, size = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint(_ADDRESS_BYTES)
-    if getattr(_libc(), function)(file, address, ctypes.byref(size)):
+    if getattr(_libc(), function)(descriptor, address, ctypes.byref(size)):
         return None
     (family,) = struct.unpack_from("=H", address)
     if family == socket.AF_INET:

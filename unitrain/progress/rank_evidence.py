@@ -68,7 +68,7 @@ class RankEvidence:
             self._evidence["worker_wait"] += max(0.0, read.workers - read.throttled)
             self._evidence["throttled"] += read.throttled
             self._evidence["cpu"] += read.used
-            self._evidence["network"] += 0.0 if self._connection is None else self._connection.limited_seconds
+            self._evidence["network"] += 0.0 if self._connection is None else self._connection.network_limited_seconds
             stalled = min(self._unexplained_seconds, read.throttled)
             copied = min(self._unexplained_seconds - stalled, self._copy_seconds)
             seconds[TRAINING.index("compute")] += stalled

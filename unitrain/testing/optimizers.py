@@ -73,7 +73,10 @@ def training_equals_plain_torch(backend: Backend) -> None:
 
 @contract
 def overflow_on_one_rank_skips_the_step_on_every_rank(backend: Backend) -> None:
-    """Use GradScaler in plain torch code, with and without clipping. Other steps equal those of one process."""
+    """Use GradScaler in plain torch code, with and without clipping.
+
+    The steps without overflow equal those of one process.
+    """
     overflow, steps = 2, range(5)
     for clip_norm in (None, 0.01):
         model, twin = build(), build()
@@ -172,13 +175,13 @@ def one_model_trains_with_two_optimizers(backend: Backend) -> None:
     model, twin = build(), build()
     wrapped = backend.distributed_model(model)
 
-    def pair(m: nn.Module) -> list[torch.optim.Optimizer]:
+    def create_optimizers(m: nn.Module) -> list[torch.optim.Optimizer]:
         layers = list(m.children())
         first = torch.optim.SGD(layers[0].parameters(), lr=0.1, momentum=0.9)
         return [first, torch.optim.AdamW([*layers[1].parameters(), *layers[3].parameters()], lr=0.01)]
 
-    optimizers = [backend.distributed_optimizer(optimizer, wrapped) for optimizer in pair(model)]
-    twins = pair(twin)
+    optimizers = [backend.distributed_optimizer(optimizer, wrapped) for optimizer in create_optimizers(model)]
+    twin_optimizers = create_optimizers(twin)
     for step in range(3):
         model.zero_grad()
         compute_loss(wrapped(batch(backend.rank, step))).backward()
@@ -187,7 +190,7 @@ def one_model_trains_with_two_optimizers(backend: Backend) -> None:
         )
         for name, parameter in twin.named_parameters():
             parameter.grad = expected[name]
-        for optimizer in (*optimizers, *twins):
+        for optimizer in (*optimizers, *twin_optimizers):
             optimizer.step()
     _assert_same_parameters(model, twin)
 

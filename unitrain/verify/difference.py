@@ -27,8 +27,9 @@ RELATIVE_TOLERANCE = {False: 1e-3, True: 1e-7}
 _NOISE_FRACTION = 1e-6
 # If the permitted difference of a tensor exceeds this fraction of its change during training, the comparison cannot
 # detect a wrong gradient.
-_RESOLVED_FRACTION = 0.05
-_ROUNDINGS_PER_STEP = 4  # rounding errors of the gradient, the update and the parameter, in both runs
+_CONCLUSIVE_FRACTION = 0.05
+# Allowance for the rounding errors of the gradient, the update and the parameter in both runs, which rarely add up.
+_ROUNDINGS_PER_STEP = 4
 
 
 @dataclass(frozen=True)
@@ -36,22 +37,23 @@ class LargestDifference:
     """The largest absolute difference between two sets of values.
 
     `where` is the tensor name or the step. `is_within_tolerance` is True if all differences are within the tolerance.
-    `is_resolved` is False if rounding errors could hide a wrong gradient in one of the tensors.
+    `is_conclusive` is False if rounding errors could hide a wrong gradient in one of the tensors.
     """
 
     delta: float = 0.0
     where: str = ""
     is_within_tolerance: bool = True
-    is_resolved: bool = True
+    is_conclusive: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """The differences between a run and its reference.
 
-    `steps` are the numbers of steps of the run and of the reference. The `first_...` fields are the first step (from 1)
-    with different losses, samples or learning rates. `start` is the first parameter with different initial values, and
-    `mismatched` the first tensor that is missing in one run or has different shapes. All are None if nothing differs.
+    `steps` are the numbers of steps of the run and of the reference. The `first_..._step` fields are the first step
+    (from 1) whose losses differ by more than permitted, or whose samples or learning rates differ.
+    `first_different_initial_parameter` is the first parameter with different initial values, and `mismatched` the first
+    tensor that is missing in one run or has different shapes. Each of these is None if there is no such difference.
     """
 
     parameters: LargestDifference
@@ -61,7 +63,7 @@ class Difference:
     first_loss_step: int | None
     first_data_step: int | None
     first_learning_rate_step: int | None
-    start: str | None
+    first_different_initial_parameter: str | None
     mismatched: str | None
 
     @property
@@ -75,9 +77,9 @@ class Difference:
         )
 
     @property
-    def is_resolved(self) -> bool:
+    def is_conclusive(self) -> bool:
         """Whether the precision of the runs is sufficient to distinguish a wrong gradient from rounding errors."""
-        return self.parameters.is_resolved and self.state.is_resolved
+        return self.parameters.is_conclusive and self.state.is_conclusive
 
 
 def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) -> Difference:
@@ -86,7 +88,9 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
     Let m be the largest absolute value of the reference tensor, d the change of the tensor during training (m for
     optimizer state), D the largest d over all parameters or over all optimizer state with the same key, and eps the
     machine epsilon of the dtype. The permitted difference is the smaller of `tolerance` * max(1, m) and
-    RELATIVE_TOLERANCE * d + 1e-6 * D + 4 * eps * steps * m. For losses, the largest loss of the run replaces d.
+    RELATIVE_TOLERANCE * d + 1e-6 * D + 4 * eps * steps * m. For losses, it is the smaller of
+    `tolerance` * max(1, |loss of the reference|) and RELATIVE_TOLERANCE times the largest absolute loss of the
+    reference.
     """
     relative = RELATIVE_TOLERANCE[float64]
     loss, first_loss_step = _compare_losses(run.losses(), reference.losses(), tolerance, relative)
@@ -97,17 +101,17 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
     ):
         run_names, reference_names = set(run_tensors.keys()), set(reference_tensors.keys())
         mismatched = sorted(run_names ^ reference_names)
-        distances = _changes_in_training(reference_tensors, reference)
+        changes = _changes_in_training(reference_tensors, reference)
         largest: dict[str, float] = {}
-        for name, distance in distances.items():
-            largest[_tensor_kind(name)] = max(largest.get(_tensor_kind(name), 0.0), distance)
+        for name, change in changes.items():
+            largest[_tensor_kind(name)] = max(largest.get(_tensor_kind(name), 0.0), change)
         for name in sorted(run_names & reference_names):
             kind, _, rest = name.partition(" ")
             left, right = run_tensors.get_tensor(name), reference_tensors.get_tensor(name)
             if left.shape != right.shape:
                 mismatched.append(name)
                 continue
-            scales = _Scales(tolerance, relative, reference.steps, distances[name], largest[_tensor_kind(name)])
+            scales = _Scales(tolerance, relative, reference.steps, changes[name], largest[_tensor_kind(name)])
             found[kind] = _update_largest(found[kind], left, right, rest, scales)
     return Difference(
         parameters=found["parameter"],
@@ -117,7 +121,7 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
         first_loss_step=first_loss_step,
         first_data_step=_first_different_step(run.sample_digests(), reference.sample_digests()),
         first_learning_rate_step=_first_different_step(run.learning_rates(), reference.learning_rates()),
-        start=next(
+        first_different_initial_parameter=next(
             (name for name, digest in reference.first.start.items() if run.first.start.get(name) != digest), None
         ),
         mismatched=mismatched[0] if mismatched else None,
@@ -145,20 +149,22 @@ def reason_not_comparable(record: Record) -> str | None:
 
 @dataclass(frozen=True)
 class _Scales:
-    """The scales for the difference of one tensor: its `distance` (change during training), and the largest distance
-    of its kind."""
+    """The values that determine the permitted difference of one tensor (see `compare`).
+
+    `change` is its change during training, and `largest_change` the largest change of a tensor of its kind.
+    """
 
     tolerance: float
     relative: float
     steps: int
-    distance: float
-    largest_distance: float
+    change: float
+    largest_change: float
 
 
 def _compare_losses(
     losses: Sequence[float], expected: Sequence[float], tolerance: float, relative: float
 ) -> tuple[LargestDifference, int | None]:
-    """Return the largest difference of the losses, and the first step with different losses."""
+    """Return the largest difference of the losses, and the first step whose losses differ by more than permitted."""
     largest, first_step = LargestDifference(), None
     largest_loss = max((abs(loss) for loss in expected), default=0.0)
     for step, (loss, other) in enumerate(zip(losses, expected, strict=False), 1):
@@ -206,17 +212,17 @@ def _update_largest(
     largest_value = _largest_value(right)
     permitted = min(
         scales.tolerance * max(1.0, largest_value),
-        scales.relative * scales.distance
-        + _NOISE_FRACTION * scales.largest_distance
+        scales.relative * scales.change
+        + _NOISE_FRACTION * scales.largest_change
         + _ROUNDINGS_PER_STEP * eps * scales.steps * largest_value,
     )
-    has_gradient = scales.distance > _NOISE_FRACTION / _RESOLVED_FRACTION * scales.largest_distance
-    is_hidden = delta != 0 and has_gradient and permitted > _RESOLVED_FRACTION * scales.distance
+    has_gradient = scales.change > _NOISE_FRACTION / _CONCLUSIVE_FRACTION * scales.largest_change
+    is_hidden = delta != 0 and has_gradient and permitted > _CONCLUSIVE_FRACTION * scales.change
     return LargestDifference(
         max(delta, largest.delta),
         name if delta > largest.delta else largest.where,
         largest.is_within_tolerance and delta <= permitted,
-        largest.is_resolved and not is_hidden,
+        largest.is_conclusive and not is_hidden,
     )
 
 

@@ -72,7 +72,7 @@ class Recorder(Callback):
                 "unitrain verify compares runs on different numbers of ranks, whose results differ with local steps. "
                 "Leave TrainConfig.local_sgd out to verify the script."
             )
-        # verify reports ranks whose weights differ itself.
+        # `unitrain verify` itself reports ranks whose weights differ.
         changes: dict[str, Any] = {"max_seconds": None, "check_weights": False}
         if config.output_dir is not None:
             changes["output_dir"] = self._folder / "output"
@@ -105,7 +105,7 @@ class Recorder(Callback):
         return PipelineRecorder(self._folder, self._request)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self._start = _parameter_digests(trainer)
+        self._start_digests = _parameter_digests(trainer)
         self._start_values = {name: copy_to_cpu(parameter) for name, parameter in _parameters(trainer).items()}
         self._initial_rng_digests = rng_digests(trainer.backend.device)
 
@@ -115,8 +115,8 @@ class Recorder(Callback):
             return
         value = float(loss.value.detach())
         self._losses.append(value * micro_batch.samples if loss.tokens is None else value)
-        self._weights.append(float(micro_batch.samples if loss.tokens is None else loss.tokens))
-        self._digest += digest_samples(map_tensors(Tensor.cpu, batch), micro_batch.samples)
+        self._loss_weights.append(float(micro_batch.samples if loss.tokens is None else loss.tokens))
+        self._sample_digest += digest_samples(map_tensors(Tensor.cpu, batch), micro_batch.samples)
 
     def on_before_optimizer_step(self, trainer: Trainer) -> None:
         self._learning_rates[:] = [float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group]
@@ -125,12 +125,12 @@ class Recorder(Callback):
         self._steps.append(
             StepRecord(
                 loss=sum(self._losses),
-                weight=sum(self._weights),
+                weight=sum(self._loss_weights),
                 samples=self._samples,
-                digest=self._digest,
+                digest=self._sample_digest,
                 learning_rates=self._learning_rates,
                 losses=self._losses if self._request.bits else (),
-                tensors=_digests(trainer) if self._request.bits else {},
+                tensors=_tensor_digests(trainer) if self._request.bits else {},
             )
         )
         self._reset_step()
@@ -143,10 +143,10 @@ class Recorder(Callback):
 
     def _reset_step(self) -> None:
         self._losses: list[float] = []
-        self._weights: list[float] = []
+        self._loss_weights: list[float] = []
         self._samples: list[int] = []
         self._learning_rates: list[float] = []
-        self._digest = 0
+        self._sample_digest = 0
 
     def _finish(self, trainer: Trainer) -> NoReturn:
         self._is_written = True
@@ -160,7 +160,7 @@ class Recorder(Callback):
             device=str(backend.device),
             optimizer=type(trainer.optimizer).__name__,
             steps=self._steps,
-            start=self._start,
+            start=self._start_digests,
             end=_parameter_digests(trainer),
             max_change={
                 name: largest_difference(copy_to_cpu(parameter), self._start_values[name])
@@ -192,7 +192,7 @@ def _parameter_digests(trainer: Trainer) -> dict[str, str]:
     return {name: digest_tensor(parameter) for name, parameter in _parameters(trainer).items()}
 
 
-def _digests(trainer: Trainer) -> dict[str, str]:
+def _tensor_digests(trainer: Trainer) -> dict[str, str]:
     """Return the digests of the tensors that must be equal for any number of processes."""
     model, average = trainer.backend.unwrap(trainer.model), trainer.averaged_model
     named: dict[str, Tensor] = {f"parameter {name}": tensor for name, tensor in model.named_parameters()}

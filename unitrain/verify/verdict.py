@@ -210,7 +210,7 @@ def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: 
         return Row(outcome=outcome, status="differs", difference=found, reasons=reasons)
     if found is None:
         return Row(outcome=outcome, status="reference")
-    if found.is_within_tolerance and found.is_resolved:
+    if found.is_within_tolerance and found.is_conclusive:
         return Row(outcome=outcome, status="same results", difference=found)
     if (reason := expected_difference(outcome.record, reference[1])) is not None:
         return Row(outcome=outcome, status="by design", difference=found, reasons=[reason])
@@ -224,10 +224,10 @@ def _known_causes(found: Difference, run: Record, reference: Record) -> Iterator
     """Yield the known causes of a difference, root causes first."""
     if found.mismatched is not None:
         yield f"{found.mismatched} exists in only one of the runs, or its shapes differ"
-    elif found.start is not None:
+    elif found.first_different_initial_parameter is not None:
         yield (
-            f"{found.start} has other initial values. Call torch.manual_seed(0) before the model is built, and build "
-            "it in the same way on every backend"
+            f"{found.first_different_initial_parameter} has other initial values. Call torch.manual_seed(0) before the "
+            "model is built, and build it in the same way on every backend"
         )
     if found.first_data_step is not None:
         sizes = [record.global_batch_sizes()[found.first_data_step - 1] for record in (run, reference)]

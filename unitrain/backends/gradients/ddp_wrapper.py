@@ -2,7 +2,8 @@
 
 DDP assigns gradients to buckets and reduces them during the backward pass, on any process group. This module adds:
 
-- an error, raised on every rank, that names the parameters if models differ or parameters are unused;
+- an error that names the parameters if models differ or parameters are unused. Every rank raises it, except that after
+  the first backward pass only the affected ranks raise an error for unused parameters, without their names;
 - gradient reduction in a second backward pass through a retained graph, without which replicas would diverge;
 - an error for an optimizer step on unreduced gradients;
 - support for freezing and unfreezing parameters during training.
@@ -121,7 +122,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
     """The module that `distributed_model` returns, a subclass of DDP. `module` is the user's model.
 
     The reducer uses `reducer_group`, which communicates through `group`, or the default group if that is None.
-    `buffers` broadcasts buffers before the same forward passes as DDP does.
+    `buffers` broadcasts buffers before the first training forward pass of each accumulation cycle. Unlike
+    DDP, it does not broadcast them before a forward pass under torch.no_grad().
     """
 
     shard: Shard = "none"  # or "gradients" on a single rank, where there is nothing to shard
@@ -191,8 +193,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 "distributed_model, and register only one hook."
             )
         monitored = _MonitoredHook(hook, self)
-        # DDP checks the annotations of a hook and rejects this module's, which are strings. A lambda has no
-        # annotations.
+        # DDP rejects a hook whose annotations are strings, as all annotations of this module are. A lambda has none.
         super().register_comm_hook(state, lambda state, bucket: monitored(state, bucket))
 
     def leave_group(self) -> None:
@@ -206,12 +207,12 @@ class DistributedModel(ReducerDDP, WrappedModel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._has_left_group:
             return self.module(*inputs, **kwargs)
-        has_gradients, reduces, pending = torch.is_grad_enabled(), self.require_backward_grad_sync, self._pending
-        if has_gradients and reduces:
+        is_grad_enabled, reduces, pending = torch.is_grad_enabled(), self.require_backward_grad_sync, self._pending
+        if is_grad_enabled and reduces:
             requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
             if requires_grad != self._requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
                 self._update_trained_parameters(requires_grad)
-        if has_gradients and self._forward_buffers is not None:
+        if is_grad_enabled and self._forward_buffers is not None:
             if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
                 self._forward_buffers.broadcast()
             pending.broadcasts_buffers = reduces
@@ -220,7 +221,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         except RuntimeError as error:
             _raise_if_unused(error)
             raise
-        if has_gradients:
+        if is_grad_enabled:
             tensors, reducer_group = tensors_requiring_grad(output), self._gradient_group
             pending.forwards += 1
             if reduces:
@@ -264,15 +265,15 @@ class DistributedModel(ReducerDDP, WrappedModel):
         self._has_shared_parameters = len(self._models_with_shared_parameters) > 0
         DistributedModel._instances.add(self)
 
-    def _check_no_shared_backward(self, backward: int) -> None:
-        """Raise ModelError if `backward` involves another distributed model that shares parameters with this one."""
+    def _check_no_shared_backward(self, backward_id: int) -> None:
+        """Raise ModelError if the backward pass also runs through another distributed model that shares parameters."""
         if not self.require_backward_grad_sync:
             return
         own = {id(parameter): name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         for other in self._models_with_shared_parameters:
             if (
                 other._has_left_group
-                or other._pending.last_backward != backward
+                or other._pending.last_backward != backward_id
                 or not other.require_backward_grad_sync
             ):
                 continue
@@ -329,14 +330,14 @@ class DistributedModel(ReducerDDP, WrappedModel):
         passes may share one backward pass, and a backward pass outside `no_sync` may follow a forward pass inside it.
         """
         forward.mark_used()
-        pending, backward = self._pending, current_backward()
-        if backward == pending.last_backward or self._has_left_group:
+        pending, backward_id = self._pending, current_backward()
+        if backward_id == pending.last_backward or self._has_left_group:
             return
         forwards, reducing, prepared = pending.forwards, pending.reducing, pending.prepared
         pending.forwards = pending.reducing = pending.prepared = 0
-        pending.last_backward = backward
+        pending.last_backward = backward_id
         if self._has_shared_parameters:
-            self._check_no_shared_backward(backward)
+            self._check_no_shared_backward(backward_id)
         if not (reducing or self.require_backward_grad_sync):
             return
         self._gradient_group.expect_backward()

@@ -31,7 +31,7 @@ class BackwardStage(IntEnum):
     which they were added.
 
     FIND_UNUSED_PARAMETERS: in the first backward pass, exchange the names of unused parameters, and reduce zeros for
-        them. Other ranks wait for these gradients, so no bucket can complete before this stage.
+        them. Other ranks wait for these gradients, so the buckets that contain them cannot complete before this stage.
     REDUCE_BUCKETS: start deferred allreduces, and wait for the first collective of every bucket.
     COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
     WAIT_FOR_WORK_OBJECTS: wait for the `Work` objects of Python process groups, and raise their errors. If DDP's C++

@@ -19,7 +19,8 @@ class ForwardBufferBroadcaster:
     """Broadcasts the buffers that a training forward pass reads, like DDP with broadcast_buffers=True.
 
     Running statistics of torch's normalization layers are not read in training mode. These statistics differ between
-    ranks while the layer is in training mode, and are broadcast from rank 0 when the layer is switched to eval mode.
+    ranks while the layer is in training mode. They are broadcast from rank 0 before the first training forward pass
+    after the layer was switched to eval mode. `modules.buffers.broadcast_buffers` broadcasts them before an evaluation.
     All other buffers are broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False.
     Buffers that no rank has modified are broadcast too, because a write to `buffer.data` can be detected only by
     comparing all values.
@@ -60,12 +61,12 @@ class ForwardBufferBroadcaster:
     @disable_compile
     def broadcast(self) -> None:
         """Broadcast, from rank 0, the buffers that the next forward pass reads. All ranks call it in the same steps."""
-        shared = self._statistics_of_layers_switched_to_eval()
+        to_broadcast = self._statistics_of_layers_switched_to_eval()
         if self._every_pass or self._is_first_call:
-            shared += self._buffers()
+            to_broadcast += self._buffers()
         self._is_first_call = False
-        if shared:
-            broadcast_tensors(self._communicator, shared)
+        if to_broadcast:
+            broadcast_tensors(self._communicator, to_broadcast)
 
     def _buffers(self) -> list[Tensor]:
         # The buffers are looked up each time, because a forward pass may assign different tensors. Writes to

@@ -42,8 +42,8 @@ class LocalGradients:
         self._parameters = list(model.parameters())
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._parameter_ids = frozenset(self._names)
-        # The ids are stored instead of the tensors, because a hook that refers to parameters would keep a deleted model
-        # in memory.
+        # A set of ids, not of tensors: the hooks refer to this set, and a hook that refers to parameters would keep a
+        # deleted model in memory.
         self._local_ids: set[int] = set()
         self._ids_outside_reducer = frozenset[int]()
         # If two models share a parameter, its gradient counts as reduced in both as soon as one of them has reduced it.

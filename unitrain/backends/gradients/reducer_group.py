@@ -26,7 +26,9 @@ from unitrain.torch_compat import Work, current_backward
 
 
 class ReducerGroup(dist.ProcessGroup):
-    """Wraps `group`, and waits at the end of each backward pass. A timeout raises CollectiveTimeoutError.
+    """Runs the collectives of the buckets in `group`, and waits for them at the end of each backward pass.
+
+    A timeout raises CollectiveTimeoutError.
 
     Args:
         check_bucket: called with every bucket before its collective, or None.
@@ -55,7 +57,7 @@ class ReducerGroup(dist.ProcessGroup):
         self._phase = GradientPhase("backward", 0)
         self._works: list[dist.Work] = []
         self._last_backward = -1
-        self._backward_count = self._counted_backwards = self._broadcast_count = 0
+        self._backward_count = self._last_counted_backward = self._broadcast_count = 0
         self._is_new_backward = False
         self.loop_counters = monitor.loop_counters
         self.on_reduced: Callable[[], None] = lambda: None
@@ -69,8 +71,9 @@ class ReducerGroup(dist.ProcessGroup):
         self._monitor.raise_reported_model_error()
 
     def begin_bucket(self, bucket: Tensor) -> None:
-        """Record the start of a collective of any kind on `bucket`, and wait for it at the end of the backward pass.
-        Call it before the collective.
+        """Record that a collective of any kind starts on `bucket`. Call this method before each collective of a bucket.
+
+        In the first call of a backward pass, it schedules the wait for the buckets at the end of the pass.
         """
         if self._is_new_backward:
             self._is_new_backward = False
@@ -148,8 +151,8 @@ class ReducerGroup(dist.ProcessGroup):
 
     @torch.compiler.disable
     def _wait_for_buckets(self) -> None:
-        if self._counted_backwards != self._backward_count:  # otherwise a nested backward pass has counted it
-            self._counted_backwards = self._backward_count
+        if self._last_counted_backward != self._backward_count:  # otherwise a nested backward pass has counted it
+            self._last_counted_backward = self._backward_count
             self.loop_counters.count_backward()
         # Like `monitored_wait`, without the cost of a context manager in every step.
         deadline = self._monitor.set_deadline(_is_never_done, self._phase)
