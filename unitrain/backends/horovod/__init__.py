@@ -22,12 +22,13 @@ from __future__ import annotations
 
 
 def register_process_group() -> None:
-    """Make `torch.distributed.init_process_group("horovod")` available under any launcher. Every rank must call it
-    first.
+    """Make `torch.distributed.init_process_group("horovod")` available under any launcher. Every rank must call this
+    function before `init_process_group`.
 
-    Under horovodrun and mpirun, this also starts Horovod and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-    MASTER_PORT, which torch reads. Further calls do nothing. Raises BackendUnavailableError if Horovod is missing or
-    was built for a different torch version.
+    It also sets those of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT that the launcher has not set,
+    because torch reads them. Under horovodrun and mpirun without MASTER_ADDR, it starts Horovod to choose the address.
+    Further calls do nothing. Raises BackendUnavailableError if Horovod is missing or was built for a different torch
+    version.
     """
     from unitrain.backends import registry
 

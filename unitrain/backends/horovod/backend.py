@@ -107,8 +107,11 @@ class HorovodBackend(ProcessGroupBackend):
         return started.finish(self._monitor.wait_for_ranks)
 
     def _can_overlap_check(self, tensor: Any, op: str) -> bool:
-        """Return whether the arguments of a reduction are valid and the tensor is too large to be transferred with the
-        check. The result is the same on all ranks with matching arguments.
+        """Return whether a reduction can start before its consistency check has completed.
+
+        It can if its arguments are valid, it needs no conversion, and the tensor is on a CPU, is too large to be
+        transferred with the check and is communicated in one piece. The result is the same on all ranks with matching
+        arguments.
         """
         return (
             isinstance(tensor, Tensor)

@@ -3,11 +3,12 @@
 It accepts horovodrun's options. horovodrun writes all environment variables into the command line of each rank, which
 every user of the host can read, and its rendezvous server listens on all network interfaces. With this module, ranks on
 this host inherit the environment, ranks on other hosts receive it on the standard input of their ssh connection, and
-the server listens only on the address that the ranks use. Checked with Horovod 0.28.1.
+the server listens only on the address that the ranks use. Under Kubeflow's MPI operator, the environment variables
+remain on the command lines. Checked with Horovod 0.28.1.
 
 SIGUSR1 and SIGUSR2 are forwarded to the ranks on this host. If the first failed rank exits with 75 because it was
-preempted, this process also exits with 75. After SIGTERM or SIGINT it fails unless all ranks succeed, which horovodrun
-does not guarantee: it sometimes loses the exit codes of the ranks.
+preempted, this process also exits with 75. After SIGTERM or SIGINT, this process fails unless all ranks succeed.
+horovodrun itself does not guarantee this, because it sometimes loses the exit codes of the ranks.
 """
 
 from __future__ import annotations
@@ -127,12 +128,13 @@ def terminate_rank(shell_id: int) -> None:
     """Send SIGTERM to the children of the shell with process id `shell_id`, and SIGKILL if they do not terminate in
     time.
 
-    The shell then exits by itself, with the exit code of the rank. Horovod's own function waits for the shell in a
-    second thread; if that wait returns before the other thread has read the exit code, the code is 0.
+    The shell then exits by itself, with the exit code of the rank. A shell without children is killed. Horovod's own
+    function waits for the shell in a second thread; if that wait returns before the other thread has read the exit
+    code, the code is 0.
     """
     with contextlib.suppress(psutil.NoSuchProcess):  # the shell has exited
         shell = psutil.Process(shell_id)
-        shell.suspend()  # so that it starts no process between the next two lines
+        shell.suspend()  # so that it starts no process after the list of its children has been read
         children = shell.children()
         if not children:
             shell.kill()

@@ -28,7 +28,8 @@ class Operation(NamedTuple):
     """An operation that a rank has started.
 
     `position` is its index in the sequence of the rank's operations. `kind` must be equal on all ranks, such as
-    "allreduce.torch.float32.5", which ends with the number of elements.
+    "allreduce.torch.float32.5", which ends with the number of elements, or with the number of bytes per row if the
+    number of rows may differ between ranks.
     """
 
     position: int
@@ -55,10 +56,10 @@ class MismatchDetector:
 
     def find(self) -> CollectiveMismatchError | None:
         """Return an error if this rank and rank 0 wait for different operations, or if another rank has found such a
-        mismatch. Rank 0 also writes its pending operations to the store.
+        mismatch, otherwise None. Rank 0 does not compare operations, but writes its pending operations to the store.
 
-        Call it every few seconds while the oldest operation is pending. A mismatch is returned only if two consecutive
-        calls find it, because an operation may complete after rank 0 has written it.
+        Call it repeatedly while the oldest operation is pending. A mismatch is returned only if two consecutive calls
+        find it, because an operation may complete after rank 0 has written it.
         """
         with contextlib.suppress(RuntimeError):  # rank 0 has exited or does not respond; the watchdog reports this
             if self._store is None:

@@ -25,8 +25,9 @@ class MonitoredBarrier:
     def wait(self, timeout: timedelta, wait_all_ranks: bool) -> None:
         """Block until all ranks have called this method.
 
-        Raises DistBackendError after `timeout`. The error on rank 0 names the first missing rank, or all missing ranks
-        with `wait_all_ranks`. The other ranks that reached the barrier also raise.
+        Raises DistBackendError on rank 0 after `timeout`. The error names the first missing rank, or all missing ranks
+        with `wait_all_ranks`. The other ranks that reached the barrier raise the same error, or a different one if rank
+        0 has not reported a result after twice the timeout plus one second.
         """
         self._number += 1
         prefix = str(self._number)

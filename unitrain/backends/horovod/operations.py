@@ -40,8 +40,9 @@ _NAMES_PER_SHAPE = 16
 class OperationStarter(dist.ProcessGroup):
     """Base class of Horovod's process group, with the operations that torch's collectives are composed of.
 
-    Each method returns the Work objects of the pieces in which a tensor is communicated. Every rank must call the same
-    methods with tensors of the same size.
+    The methods return the Work objects of the pieces in which a tensor is communicated; `_issue` and `_issue_rows`
+    return a single one. Every rank must call the same methods with tensors of the same size. Only the number of rows in
+    `_exchange` and `_issue_rows` may differ between ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -237,7 +238,7 @@ class OperationStarter(dist.ProcessGroup):
     ) -> list[HorovodWork]:
         """Start an alltoall of `payload`, uint8 [rows, bytes], that sends `splits[rank]` rows to each rank.
 
-        It raises UnsupportedError on every rank if a rank sends or receives more than Horovod supports.
+        The Work raises UnsupportedError on every rank if a rank sends or receives more than Horovod supports.
         """
         refusal = UnsupportedError(
             f"A rank exchanges too many bytes in an alltoall with splits: Horovod supports at most {ALLTOALL_BYTES:,}. "
@@ -267,11 +268,12 @@ class OperationStarter(dist.ProcessGroup):
         *,
         is_refused: bool,
     ) -> HorovodWork:
-        """Start an operation on `rows`, uint8 [rows, bytes], whose number differs between ranks. If it `is_refused` on
-        any rank, it raises `refusal` on every rank.
+        """Start an operation on `rows`, uint8 [rows, bytes], whose number may differ between ranks. If `is_refused` is
+        true on any rank, the Work raises `refusal` on every rank.
 
-        The other ranks would wait for a rank that does not start the operation. Such a rank starts it with another
-        dtype, for which Horovod returns an error to all ranks before it transfers data.
+        If a rank did not start the operation, the other ranks would wait for it. A rank that refuses the operation
+        therefore starts it with another dtype, for which Horovod returns an error to all ranks before it transfers
+        data.
         """
         if not is_refused:
             return self._issue(operation, rows, functools.partial(start, rows), result, finish, rows.shape[1], refusal)
@@ -294,8 +296,9 @@ class OperationStarter(dist.ProcessGroup):
     ) -> HorovodWork:
         """Start an operation on `tensor` under the next name. `finish` copies Horovod's output to torch's result.
 
-        `size` is equal on every rank, and is the number of elements by default. `mismatch_error` is raised if ranks
-        start the operation with different dtypes.
+        `size` is equal on every rank, and is the number of elements by default. The Work raises `mismatch_error` if
+        ranks start the operation with different dtypes. This method blocks until the previous operation with the same
+        name is complete.
         """
         device = tensor.device
         size = tensor.numel() if size is None else size
@@ -307,7 +310,7 @@ class OperationStarter(dist.ProcessGroup):
             with contextlib.suppress(UnsupportedError):  # the caller of that operation receives this error
                 previous.wait()
         started = Operation(self._position, signature)
-        with torch.inference_mode(False):  # Horovod's thread cannot resize a tensor that is created in this mode
+        with torch.inference_mode(False):  # Horovod's thread cannot resize a tensor that is created in inference mode
             handle = start(name=name, process_set=self._process_set)
         work = HorovodWork(
             operation, handle, result, device, finish, self._timeout, self._completions, started,
@@ -332,4 +335,5 @@ def _check_ratio(operation: str, larger: str, whole: Tensor, smaller: str, part:
 
 
 def _encoded_bytes(dtype: torch.dtype) -> int:
-    return max(dtype.itemsize, 4)  # smaller dtypes are encoded in 32 bits
+    # Smaller dtypes are encoded in 32 bits. uint32 may be encoded in 64 bits, so its pieces may have 2 * PIECE_BYTES.
+    return max(dtype.itemsize, 4)

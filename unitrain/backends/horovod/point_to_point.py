@@ -32,7 +32,7 @@ class PointToPoint:
     The constructor connects all ranks of the group, which pass the same `store`. If any ranks cannot connect, for
     example because of a firewall, rank 0 of the group logs a warning instead of raising an error, because collectives
     still work. Two ranks then connect when they exchange their first message. Raises GroupTimeoutError if some ranks do
-    not call the constructor.
+    not call the constructor, and UnsupportedError if torch has no Gloo.
     """
 
     def __init__(self, store: dist.Store, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> None:

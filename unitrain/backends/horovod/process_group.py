@@ -7,7 +7,7 @@ hooks, ZeroRedundancyOptimizer, Join and object collectives. A unitrain backend 
     torch.distributed.init_process_group("horovod")
 
 Each group of some ranks uses a Horovod process set (process_sets.py). Messages between two ranks use TCP connections
-(point_to_point.py). Reductions that Horovod cannot compute exactly raise UnsupportedError.
+(point_to_point.py). Reductions that cannot be computed exactly, apart from rounding, raise UnsupportedError.
 """
 
 # torch's stubs declare each collective by several overloads with other argument names; torch passes them by position.
@@ -143,7 +143,8 @@ class HorovodProcessGroup(OperationStarter):
         return join_works(self._reduce("allreduce", tensor, tensor, op, tensors), tensors, tensor.device)
 
     def _allreduce_several(self, tensors: list[Tensor], op: Any) -> dist.Work:
-        """Reduce one sparse tensor of each rank, or several tensors of each rank, which all receive the result."""
+        """Reduce one sparse tensor of each rank, or several dense or sparse tensors of each rank. Each of these tensors
+        receives the result."""
         first = tensors[0]
         if first.layout == torch.strided:
             total = functools.reduce(functools.partial(combine_two, op=op), tensors)
@@ -418,7 +419,8 @@ class HorovodProcessGroup(OperationStarter):
         """Do nothing: the sequence numbers of all ranks start at 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return the number of operations that this rank has started."""
+        """Return the number of Horovod operations that this rank has started in this group. A collective may start
+        several."""
         return self._sequence_number
 
     def shutdown(self) -> None:

@@ -82,10 +82,10 @@ def add_process_set(
 
 
 def remove_process_set(ranks: Sequence[int]) -> None:
-    """Release the process set of `ranks`, once per call of `add_process_set`. This function does not wait for other
-    ranks.
+    """Release the process set of `ranks`, once per call of `add_process_set`.
 
-    Horovod removes the process set when all its members have released it.
+    Horovod removes the process set when all its members have released it. This function does not wait for them, but it
+    waits for a limited time while another process set is created.
     """
     if len(ranks) == hvd.size():
         return

@@ -97,8 +97,8 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
     If Horovod already runs with these ranks, it is used. If Horovod is not running, the ranks start it: under the
     launcher if the launcher has set the same ranks, or else through `store`. If an earlier call has started it with
     other ranks through a store, it is shut down and started again: ranks of the earlier group may be missing now, and
-    others may be new. Raises UnsupportedError on every rank if the launcher, `unitrain.init` or `hvd.init()` has
-    started Horovod with other ranks.
+    others may be new. Raises UnsupportedError on every rank if Horovod runs with other ranks and cannot be restarted:
+    the launcher, `unitrain.init` or `hvd.init()` has started it, or it lacks the patch `repeated-settings`.
     """
     global _own_address, _horovod
     host = store_host(store) or environment.get_variable("MASTER_ADDR") or LOOPBACK
@@ -133,10 +133,10 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
 
 def _can_start() -> bool:
     """Return whether this process can start Horovod: it is not running, or an earlier group has started it through a
-    store.
+    store and it has the patch `repeated-settings`.
 
     MPI can start only once in a process, and a Horovod that was started in another way may have other users. Without
-    the patch `repeated-settings`, the second start ends with a segmentation fault.
+    the patch, the second start ends with a segmentation fault.
     """
     if not hvd.is_initialized():
         return True
@@ -174,7 +174,7 @@ def _launcher_rank_info() -> RankInfo | None:
 
 
 def own_address() -> str:
-    """Return the address of this host for the other ranks of the default group."""
+    """Return the address of this host for the other ranks of the default group, or "" if it is not known."""
     return _own_address
 
 
@@ -193,8 +193,8 @@ def count_group(ranks: Sequence[int]) -> None:
 
 
 def _find_own_address(rendezvous: Rendezvous) -> str:
-    """Return this host's address for the other ranks. A name may be a loopback address on its own host, so the ranks
-    compare their addresses if the host of the rendezvous is a name."""
+    """Return this host's address for the other ranks, or "" if it is not known. A name may resolve to a loopback
+    address on the host with this name, so the ranks compare their addresses if the host of the rendezvous is a name."""
     try:
         socket.inet_aton(rendezvous.host)
     except OSError:
@@ -219,7 +219,7 @@ def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendez
 def export_torch_variables(rank_info: RankInfo) -> None:
     """Set the variables that torch's rendezvous reads, unless the launcher has set them. All ranks call it.
 
-    Under horovodrun and mpirun, the ranks choose the address through Horovod.
+    Under horovodrun and mpirun without MASTER_ADDR, this starts Horovod, through which the ranks choose the address.
     """
     environment.export_defaults(
         {"RANK": str(rank_info.rank), "WORLD_SIZE": str(rank_info.size), "LOCAL_RANK": str(rank_info.local_rank)}
@@ -314,7 +314,8 @@ def _find_free_address(rank_info: RankInfo) -> tuple[str, int]:
     running."""
     if rank_info.rank != 0:
         return _choose_address(None)
-    # The reachable address is not known yet, so this socket listens on all addresses. It receives no data.
+    # With several hosts, the reachable address is not known yet, so this socket listens on all addresses. It receives
+    # no data.
     with socket.create_server((LOOPBACK if rank_info.local_size == rank_info.size else "", 0)) as free:
         return _choose_address(free.getsockname()[1], [LOOPBACK] if rank_info.local_size == rank_info.size else None)
 

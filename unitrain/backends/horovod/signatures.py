@@ -238,12 +238,12 @@ def reduce_scatter(
 
 
 def all_gather_single(group: Any, output: Any, input: Any, opts: Any = None, timeout: Any = None) -> Arguments:
-    """Convert and validate the arguments of `all_gather_single`."""
+    """Convert the arguments of `all_gather_single`."""
     return output, input, _options(_AllgatherOptions, opts, timeout)
 
 
 def reduce_scatter_single(group: Any, outputTensor: Any, inputTensor: Any, opts: Any = None) -> Arguments:  # noqa: N803 (torch's names)
-    """Convert and validate the arguments of `reduce_scatter_single`."""
+    """Convert the arguments of `reduce_scatter_single`."""
     return outputTensor, inputTensor, _options(dist.ReduceScatterOptions, opts)
 
 
@@ -259,18 +259,19 @@ def all_to_all_single(
     output_tensor: Any = None,
     input_tensor: Any = None,
 ) -> Arguments:
-    """Convert and validate the arguments of `all_to_all_single`."""
+    """Convert the arguments of `all_to_all_single`."""
     output, input = output if output_tensor is None else output_tensor, input if input_tensor is None else input_tensor
     return output, input, output_split_sizes, input_split_sizes, _options(dist.AllToAllOptions, opts, timeout)
 
 
 def barrier(group: Any, opts: Any = None, timeout: Any = None) -> Arguments:
-    """Convert and validate the arguments of `barrier`."""
+    """Convert the arguments of `barrier`."""
     return (_options(dist.BarrierOptions, opts, timeout),)
 
 
 def _options(kind: Any, given: Any, timeout: Any = None, **fields: Any) -> Any:
-    """Return `given` if it is an options object, otherwise new options with the `fields` that are not None."""
+    """Return `given` if it is an options object, otherwise new options with the `fields` that are not None and the
+    timeout, which may also be passed as `given`."""
     if isinstance(given, kind):
         return given
     options = kind()
@@ -285,7 +286,7 @@ def _as_list(tensors: Any) -> list[Tensor]:
 
 
 def _as_nested(tensors: Any) -> list[list[Tensor]]:
-    """Return `tensors` as a list of lists. A list of tensors becomes its only element."""
+    """Return `tensors` as a list of lists. A list of tensors becomes the only element of the returned list."""
     return [tensors] if tensors and isinstance(tensors[0], Tensor) else tensors
 
 
@@ -333,7 +334,8 @@ def _check_equals(operation: str, tensor: Tensor, expected: Tensor, check_size: 
 
 
 def _is_root_with_valid_list(operation: str, kind: str, group: Any, root: int, lists: Sequence[Any]) -> bool:
-    """Return whether this rank is the root. Raise CollectiveArgumentError unless only the root passes a list."""
+    """Return whether this rank is the root. Raise CollectiveArgumentError if the root does not pass exactly one list,
+    or if another rank passes a list that is not empty."""
     if group.rank() == root:
         _check_single(operation, f"{kind} list", lists)
         return True
@@ -353,7 +355,8 @@ def _check_parts(
     expected: Tensor,
     check_sizes: bool = True,
 ) -> None:
-    """Raise CollectiveArgumentError unless `parts` has one tensor per rank, like `expected`."""
+    """Raise CollectiveArgumentError unless `parts` has one tensor per rank, each with the layout and dtype of
+    `expected`, and if `check_sizes`, with its shape."""
     size = group.size()
     if len(parts) != size:
         raise CollectiveArgumentError(

@@ -35,12 +35,12 @@ def pack_rows(tensors: list[Tensor]) -> Tensor:
 
 
 def is_too_large(rows: Tensor, size: int) -> bool:
-    """Return whether Horovod may not be able to gather the `rows` of this rank, one of `size` ranks."""
+    """Return whether Horovod could not gather the rows of `size` ranks if each rank had as many bytes as `rows`."""
     return rows.numel() * size > GATHER_BYTES
 
 
 def size_error(size: int) -> UnsupportedError:
-    """Return the error of all ranks if the rows of one of the `size` ranks are too large."""
+    """Return the error that all ranks raise if the rows of one of the `size` ranks are too large."""
     return UnsupportedError(
         "The non-zero elements of a sparse tensor have too many bytes on a rank: Horovod gathers at most "
         f"{GATHER_BYTES // size:,} bytes of each of {size} ranks. Use tensor.to_dense() first."

@@ -17,7 +17,7 @@ from unitrain.errors import UnsupportedError
 from unitrain.monitoring.flight_recorder import dtype_name
 
 # Horovod stores element counts and offsets (for allgather, byte counts) in a C int: from 2^31, it aborts or writes to
-# wrong addresses. Larger tensors are communicated in pieces of at most this size.
+# wrong addresses. Tensors larger than PIECE_BYTES are therefore communicated in pieces.
 PIECE_BYTES = 2**29
 # Size limit for the result of an allgather in which the number of rows differs between ranks.
 GATHER_BYTES = 2**31 - 1
@@ -47,9 +47,9 @@ _INT64_MIN = torch.iinfo(torch.int64).min
 class Reduction(NamedTuple):
     """How Horovod reduces contiguous values of one dtype.
 
-    Horovod reduces `encode(values)` by `op`, and `decode` is the inverse of `encode`. If `encode` is None, Horovod
-    reduces the values themselves, viewed as `transfer_dtype` if that is given. If `combine` is given, Horovod only
-    gathers the values of all ranks, and `combine` reduces two tensors in torch.
+    Horovod reduces `encode(values)` by `op`, and `decode` converts the result to the original dtype. If `encode` is
+    None, Horovod reduces the values themselves, viewed as `transfer_dtype` if that is given. If `combine` is given,
+    Horovod only gathers the values of all ranks, and `combine` reduces two tensors in torch.
     """
 
     op: Any
@@ -59,8 +59,8 @@ class Reduction(NamedTuple):
     combine: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def to_horovod(self, values: Tensor) -> Tensor:
-        """Return `values`, [elements], in the form that Horovod reduces: a new tensor, or a view if `encode` is
-        None."""
+        """Return `values`, [elements], in the form that Horovod reduces: a new tensor, or if `encode` is None, `values`
+        or a view of them."""
         if self.encode is not None:
             return self.encode(values)
         return values if self.transfer_dtype is None else values.view(self.transfer_dtype)
@@ -75,7 +75,8 @@ class Reduction(NamedTuple):
 def find_reduction(dtype: torch.dtype, op: Any) -> Reduction:
     """Return the reduction of `dtype` by torch's `op`.
 
-    Raises UnsupportedError if Horovod cannot compute it exactly, apart from rounding to `dtype`.
+    Raises UnsupportedError if the result cannot be computed exactly, apart from rounding to `dtype`. For the average of
+    integers, only `decode` can raise it, because it depends on the values.
     """
     name = next((name for name in (*_OPS, *_BITWISE) if op == getattr(dist.ReduceOp, name)), str(op))
     found = None
@@ -114,8 +115,8 @@ def _split_integers(values: Tensor) -> Tensor:
 
 
 def _divide_exactly(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mean of integers, given the sum of `_split_integers` over the ranks. Raises UnsupportedError if it is
-    not an integer."""
+    """Return the means of integers, given the sum of `_split_integers` over the ranks. Raises UnsupportedError if one
+    of the means is not an integer."""
     size = int(total[-1])
     upper, lower = total[:-1].view(2, -1)
     quotient = upper.div(size, rounding_mode="floor")
@@ -211,7 +212,7 @@ def combine_rows(gathered: Tensor, dtype: torch.dtype, combine: Callable[[Tensor
 
 
 def piece_slices(count: int, bytes_each: int) -> Iterator[slice]:
-    """Yield the pieces in which a tensor of `count` elements is communicated. They are the same on every rank."""
+    """Yield the slices in which a tensor of `count` elements is communicated. They depend only on the arguments."""
     max_elements = max(1, PIECE_BYTES // max(1, bytes_each))
     for start in range(0, count, max_elements):
         yield slice(start, min(start + max_elements, count))
@@ -234,8 +235,8 @@ def dense_bytes(tensor: Tensor) -> Tensor:
 class Destination:
     """A tensor to which results are written in pieces: as `elements`, of its dtype, or as `bytes`, uint8.
 
-    Both share memory with the tensor if it is contiguous. Otherwise `finish` copies them to it after the last piece.
-    `finish` also copies the tensor to the other tensors of `copies`.
+    Both share memory with the tensor if it is contiguous. Otherwise `finish`, which must be called after the last
+    piece, copies them to the tensor. `finish` also copies the tensor to the other tensors of `copies`.
     """
 
     def __init__(self, tensor: Tensor, copies: list[Tensor] | None = None) -> None:

@@ -43,7 +43,8 @@ class GroupTimeoutError(CollectiveTimeoutError, dist.DistBackendError):
 
 
 class HorovodWork(Work):
-    """A Horovod operation. `wait` and the future return its result, or raise its error or GroupTimeoutError.
+    """A Horovod operation. The future returns its result. `wait` and the future raise its error, or GroupTimeoutError
+    if the operation has timed out.
 
     `mismatch_error` replaces Horovod's error if ranks start the operation with different dtypes.
     """
@@ -97,7 +98,8 @@ class HorovodWork(Work):
         self._deadline = time.monotonic() + timeout.total_seconds()
 
     def poll(self) -> bool:
-        """Return whether the operation has finished, and if so, complete this Work. Only `CompletionQueue` calls it."""
+        """Return whether this Work is complete. Complete it if the operation has finished or timed out, or if another
+        rank waits for a different operation. Only `CompletionQueue` calls this method."""
         if self._done:
             return True
         if not hvd.poll(self._handle):
@@ -137,7 +139,7 @@ class HorovodWork(Work):
         self._done = True
 
     def _mark_ready(self, output: Any) -> None:
-        """Record an event after the result has been written by the current stream of this thread, on a GPU."""
+        """Record an event in the current CUDA stream of this thread, which writes the result. Do nothing on a CPU."""
         if self._device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self._device)
@@ -267,7 +269,10 @@ def join_works(works: list[HorovodWork], result: Any, device: torch.device) -> d
 
 
 class CompletionQueue:
-    """Completes works in the order in which they were added, in the waiting thread or in the background."""
+    """Completes works in the order in which they were added, in the waiting thread or in the background.
+
+    A work that the callback of another work adds or waits for is completed immediately.
+    """
 
     def __init__(self) -> None:
         self._works: deque[HorovodWork] = deque()
@@ -312,7 +317,7 @@ class CompletionQueue:
         return [work.started for work in list(self._works) if work.started is not None and not work.is_completed()]
 
     def stop(self) -> None:
-        """Complete all works added so far, and stop the thread."""
+        """Wait until all works added so far are complete, and stop the thread."""
         self._stopping = True
         self._added.set()
         self._thread.join()
@@ -334,7 +339,7 @@ class CompletionQueue:
                 if not self._works[0].poll():
                     return False
                 error = self._works.popleft().exception()
-                if not isinstance(error, UnsupportedError):  # the result of one operation
+                if not isinstance(error, UnsupportedError):  # this error concerns only one operation
                     self._error = self._error or error
             return True
         finally:
