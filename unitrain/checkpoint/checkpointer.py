@@ -35,7 +35,7 @@ from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError, ConfigError
 
 COMPRESSION_STATE, AVERAGE = "gradients", "average"
-# Parts of the training state that only rank 0 reads, because they may be much larger than the model.
+# Parts of the training state that only rank 0 returns, because they may be much larger than the model.
 _RANK_ZERO_PARTS = (COMPRESSION_STATE, loading.LOCAL_SGD)
 _FIX = "Read it with the versions of torch and unitrain that wrote it."
 
@@ -45,7 +45,7 @@ class TrainingState:
     """State of a run after `step` optimizer steps, which `Checkpointer.save` writes without modifying it.
 
     `average` is the state of the averaged weights, or None. Only rank 0's `training` state and `manifest` values are
-    saved.
+    saved, except that a sharded checkpoint contains the state of local steps of every rank.
     """
 
     step: int
@@ -57,11 +57,13 @@ class TrainingState:
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of a run. All ranks must call every method; rank 0 accesses the files.
+    """Saves and loads the checkpoints of a run. All ranks must call every method, except those that do not communicate.
 
-    It manages the output folder: its lock, the background writer, and the retention of checkpoints. Without an output
-    folder, nothing is saved. `on_written(step, path, seconds)` is called on rank 0, possibly in another thread, when a
-    checkpoint is written to disk. Raises CheckpointError on every rank if a file access fails.
+    Rank 0 accesses the files; the files of sharded checkpoints are accessed by all ranks. The Checkpointer manages the
+    output folder: its lock, the background writer, and the retention of checkpoints. Without an output folder, nothing
+    is saved. `on_written(step, path, seconds)` is called on rank 0, in the thread of the writer, when a checkpoint is
+    written to disk. The methods that communicate raise CheckpointError on every rank if a file access fails, except for
+    checkpoints in memory, where a failure is logged.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Checkpointer:
         self._config, self._communicator = config, communicator
         self.folder = None if config.output_dir is None else Path(config.output_dir)
         self.stored_batch_sizes: list[ElasticBatchSize] = []
-        """Batch sizes stored by earlier attempts of an elastic job, one per call of `fit`."""
+        """Batch sizes of an elastic job, stored by earlier attempts or this one, one per call of `fit`."""
         self._retention = Retention(config.keep_last, config.keep_every_epochs, config.keep_best, config.keep_best_mode)
         self._lock: FolderLock | None = None
         self._writer: CheckpointWriter | None = None
@@ -109,8 +111,8 @@ class Checkpointer:
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, required: bool
     ) -> dict[str, Any] | None:
-        """Call `load_checkpoint`. If both the run and the checkpoint are sharded, call `load_optimizer_state` later to
-        load the optimizer state.
+        """Call `load_checkpoint`. If both the run and the checkpoint are sharded, the optimizer state is not loaded;
+        the caller loads it later with `load_optimizer_state`.
         """
         defer_optimizer_state = self._config.shard != "none"
         return load_checkpoint(
@@ -141,7 +143,8 @@ class Checkpointer:
         """Save a checkpoint of `state` to disk, or to host memory if `in_memory` is True.
 
         In the sharded format, every rank writes a portion of the state. With `async_checkpoints`, this method returns
-        as soon as the state is copied to host memory.
+        as soon as the previous checkpoint is written and the state is copied to host memory. Raises CheckpointError on
+        every rank if writing the previous checkpoint failed.
         """
         if self._writer is None:
             return
@@ -186,7 +189,10 @@ class Checkpointer:
         return state_dicts_of_shards() if self.is_sharded else state_dicts_on_rank(0)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
+        """Wait until the last checkpoints on disk and in memory are written.
+
+        Raises CheckpointError on every rank if writing to disk failed.
+        """
         if self._writer is not None:
             self._writer.wait()
         self.wait_for_memory()
@@ -218,14 +224,17 @@ class Checkpointer:
 
     @property
     def is_due(self) -> bool:
-        """Whether `checkpoint_every_minutes` have elapsed on this rank since the last checkpoint."""
+        """Whether `checkpoint_every_minutes` have elapsed on this rank since the last checkpoint on disk, or since this
+        object was created.
+        """
         minutes = self._config.checkpoint_every_minutes
         return self.is_enabled and minutes is not None and time.monotonic() - self._last_saved >= 60 * minutes
 
     def lock_folder(self) -> None:
         """Lock the folder, record this job as its owner, and remove incomplete files of killed runs.
 
-        Raises CheckpointError on every rank if another job holds the lock.
+        Raises CheckpointError on every rank if another process still holds the lock when the timeout of FolderLock
+        expires.
         """
         folder, lock = self.folder, self._lock
         if folder is None or lock is None:
@@ -249,7 +258,9 @@ class Checkpointer:
 
     @contextmanager
     def release_folder_at_end(self) -> Iterator[None]:
-        """Context manager that releases the lock at its end, after pending checkpoints are written."""
+        """Context manager that releases the lock at its end, or later in a thread, when pending checkpoints are
+        written. Does not communicate.
+        """
         try:
             yield
         finally:
@@ -312,12 +323,12 @@ def load_checkpoint(
 ) -> dict[str, Any] | None:
     """Load the checkpoint `path`, or the newest valid one in folder `path`; return its `training` state.
 
-    All ranks call it. The result is equal on all ranks; it is None if there is no checkpoint and `required` is False.
-    Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and `distributed_optimizer`
-    broadcast them later. With `defer_optimizer_state`, the optimizer state of a sharded checkpoint is not loaded. Every
-    rank loads `scheduler`. Only rank 0 returns the state of gradient compression and of local steps, because it may be
-    much larger than the model. Raises CheckpointError on every rank if no checkpoint is valid, or if it does not match
-    the model, optimizer or scheduler.
+    All ranks call it. The result is None if there is no checkpoint and `required` is False. It is equal on all ranks,
+    except that only rank 0 returns the state of gradient compression and of local steps, because this state may be much
+    larger than the model. Only rank 0 reads the files and loads `model` and `optimizer`; `distributed_model` and
+    `distributed_optimizer` broadcast them later. With `defer_optimizer_state`, only the hyperparameters of the
+    optimizer are loaded from a sharded checkpoint. Every rank loads `scheduler`. Raises CheckpointError on every rank
+    if no checkpoint is valid, or if it does not match the model, optimizer or scheduler.
     """
 
     checkpoint = find_checkpoint(path, communicator, required=required)
@@ -351,8 +362,9 @@ def load_checkpoint(
 def load_weights(path: Path, model: nn.Module, average: nn.Module | None, communicator: Communicator) -> None:
     """Load the weights of checkpoint `path`, or of the newest one in folder `path`, into `model` on every rank.
 
-    If `average` is not None, the averaged weights are loaded into it. All ranks call it; rank 0 reads the files. Raises
-    CheckpointError on every rank if no checkpoint is valid, if it does not match the model, or if it has no average.
+    If `average` is not None, the averaged weights are loaded into it. All ranks call it. Rank 0 reads the files; if a
+    module contains DTensors, every rank reads them. Raises CheckpointError on every rank if no checkpoint is valid, if
+    it does not match the model, or if `average` is not None and it has no averaged weights.
     """
     checkpoint = find_checkpoint(path, communicator, required=True)
     assert checkpoint is not None
@@ -365,7 +377,7 @@ def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -
     """Return checkpoint `path`, or the newest valid one in folder `path`; None if there is none. All ranks call it.
 
     Each rank verifies a part of the files of a sharded checkpoint. Raises CheckpointError on every rank if all
-    checkpoints are corrupt, if there is none and `required` is True, or if one has a newer format.
+    checkpoints are corrupt, if there is none and `required` is True, or if a checked one has a newer format.
     """
 
     def check(checkpoint: Path) -> str | None:
@@ -391,8 +403,8 @@ def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -
 def _load_modules(
     communicator: Communicator, modules: Iterable[nn.Module], task: str, load: Callable[[], None]
 ) -> None:
-    """Call `load`, which loads `modules`, on rank 0, and broadcast their tensors. If they contain DTensors, each rank
-    calls `load`."""
+    """Call `load`, which loads `modules`, on rank 0, and broadcast the tensors of the modules. If a module contains
+    DTensors, every rank calls `load` instead. All ranks call it."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     fix = "Use the same model as the run that wrote it."
     if any(map(is_distributed_tensor, tensors)):

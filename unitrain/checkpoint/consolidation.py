@@ -17,7 +17,8 @@ def consolidate_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
 
     Tensors of a sharded checkpoint are read and written one at a time. Tied parameters are written once, and the
     metadata maps their other names to the name in the file, as `safetensors.torch.save_model` does. Raises
-    CheckpointError if `file` exists or cannot be written, or if the checkpoint has no average.
+    CheckpointError if `file` exists or cannot be written, or if `average` is True and the checkpoint has no averaged
+    weights.
     """
     if file.exists():
         raise CheckpointError(f"'{file}' already exists. Use another file name.")
@@ -26,7 +27,7 @@ def consolidate_model(path: Path, file: Path, *, average: bool) -> WrittenFile:
         unfinished.unlink(missing_ok=True)
         written = _write(path, unfinished, average=average)
         unfinished.rename(file)
-    except CheckpointError:  # also an OSError
+    except CheckpointError:  # a subclass of OSError
         raise
     except OSError as error:
         raise CheckpointError(f"File '{file}' cannot be written: {error.strerror}. Use another folder.") from None

@@ -41,7 +41,10 @@ class ForeignCheckpoint:
 
 
 def read_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
-    """Read a checkpoint of another program without executing code in it. Raises CheckpointError for unknown formats."""
+    """Read a checkpoint of another program without executing code in it.
+
+    Raises CheckpointError for unknown formats and unreadable files.
+    """
     if path.is_dir():
         return _read_accelerate_folder(path)
     if path.suffix == ".safetensors":
@@ -129,7 +132,10 @@ def _first_present(parts: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _single_state(path: Path, found: Any) -> dict[str, Any] | None:
-    """Return a state, or the single state in a list such as Lightning's `optimizer_states`."""
+    """Return a state, or the single state in a list such as Lightning's `optimizer_states`; None if there is none.
+
+    Raises CheckpointError for a list of several states.
+    """
     if isinstance(found, (list, tuple)):
         if len(found) > 1:
             raise CheckpointError(

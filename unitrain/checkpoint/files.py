@@ -4,7 +4,7 @@ A checkpoint written by rank 0 is a folder `step-000000123` with these files:
 
     model.safetensors   parameters and buffers under the user's names
     training.pt         all other state; read it with `torch.load(..., weights_only=True)`
-    manifest.json       size and sha256 of both files, versions, step, epoch, results, configuration and run ID
+    manifest.json       size and sha256 of these two files, versions, step, epoch, results, configuration and run ID
     config.yaml         the text `Trainer(config_text=...)`, if there is one; without a digest
 
 `sharded_files` describes the checkpoints written by all ranks.
@@ -90,10 +90,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def find_corruption(path: Path, first: int = 0, stride: int = 1) -> str | None:
-    """Return the reason why checkpoint `path` is corrupt, or None if all files are present and match their digests.
+    """Return the reason why checkpoint `path` is corrupt, or None if all checked files are present and match their
+    digests.
 
-    Several processes can divide the files of a sharded checkpoint: this call checks every `stride`-th file, starting
-    with number `first`.
+    All files are checked by default. Several processes can divide the files of a sharded checkpoint: this call checks
+    every `stride`-th file, starting with index `first`.
     """
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
@@ -121,9 +122,10 @@ def find_newest_valid(
 ) -> Path | None:
     """Return the checkpoint `where`, or the newest valid checkpoint in folder `where`; None if there is none.
 
-    `check` returns the reason why a checkpoint is corrupt, or None. Logs skipped checkpoints, and a warning if a
-    different run wrote the next older checkpoint. Raises CheckpointError if all checkpoints are corrupt, if there is
-    none and `required` is True, or if one has a newer format.
+    `check` returns the reason why a checkpoint is corrupt, or None. It is called from the newest checkpoint to the
+    first valid one. Logs skipped checkpoints, and a warning if a different run wrote the next older checkpoint. Raises
+    CheckpointError if all checkpoints are corrupt, if there is none and `required` is True, or if a checked one has a
+    newer format.
     """
     found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else list_checkpoints(where)
     damages: list[str | None] = []
@@ -145,7 +147,7 @@ def find_newest_valid(
 
 
 def _warn_of_other_run(path: Path, checkpoints: list[Path]) -> None:
-    """Log a warning if `path` and the next older one of `checkpoints` were written by different runs.
+    """Log a warning if `path` and the next older one of `checkpoints` with a manifest were written by different runs.
 
     Only neighbors are compared, so that a run which continues deliberately from a copied checkpoint warns once.
     """
@@ -164,7 +166,7 @@ def _warn_of_other_run(path: Path, checkpoints: list[Path]) -> None:
 
 
 def _read_origin(path: Path) -> tuple[Any, Any]:
-    """Return the ID of the run that wrote checkpoint `path`, and its output folder, or None if they are unknown."""
+    """Return the ID and the output folder of the run that wrote checkpoint `path`. Each is None if it is unknown."""
     manifest = read_manifest(path)
     config = manifest.get("config")
     return manifest.get(RUN_ID), config.get("output_dir") if isinstance(config, dict) else None
@@ -183,7 +185,7 @@ def _check_format(path: Path) -> None:
 def is_written(target: Path, manifest_fields: dict[str, Any]) -> bool:
     """Return whether `target` is a valid checkpoint of the training position in `manifest_fields`.
 
-    If so, the run was resumed from it and had no steps left.
+    For example, a run that resumes from its last checkpoint and has no steps left would save it again.
     """
     position_fields = ("step", "epoch", "sample")
     return find_corruption(target) is None and all(
@@ -192,11 +194,11 @@ def is_written(target: Path, manifest_fields: dict[str, Any]) -> bool:
 
 
 def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], manifest_fields: dict[str, Any]) -> None:
-    """Write a checkpoint atomically. `manifest_fields` are JSON values for the manifest, in addition to versions and
-    digests.
+    """Write a checkpoint atomically, unless `target` already contains it (`is_written`).
 
-    Raises CheckpointError for state that `torch.load(..., weights_only=True)` rejects; OSError and the errors of
-    safetensors are not converted.
+    `manifest_fields` are JSON values for the manifest, in addition to versions and digests. Raises CheckpointError for
+    state that `torch.load(..., weights_only=True)` rejects; OSError and the errors of torch.save and safetensors are
+    not converted.
     """
     if is_written(target, manifest_fields):
         return
@@ -217,11 +219,11 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], mani
 
 
 def save_object(value: Any, path: Path) -> None:
-    """Write `value` with torch.save. Raises OSError if the file system does not accept it, for example because it is
-    full.
+    """Write `value` with torch.save. Raises OSError if the file system rejects the write, for example because it is
+    full, and RuntimeError for other errors of torch.save.
 
-    The error of torch.save does not contain the reason. Therefore, this function then writes to the file itself, which
-    raises the OSError.
+    The RuntimeError that torch.save raises does not contain the errno. Therefore, this function then writes to the file
+    itself, which raises the OSError.
     """
     try:
         torch.save(value, path)
@@ -252,7 +254,7 @@ def write_manifest(
 
 
 def publish(staging_folder: Path, target: Path) -> None:
-    """Rename the complete folder `staging_folder` to `target`, and replace an existing `target`."""
+    """Rename the complete folder `staging_folder` to `target`, replacing an existing `target`."""
     replaced = staging_folder.with_name(f".{target.name}.replaced.unfinished")
     # `target` may be corrupt or a dangling link, or written at the last step of an epoch without the results.
     if os.path.lexists(target):
@@ -374,7 +376,8 @@ def _restore_complex(state: dict[str, Tensor], names: Container[str]) -> dict[st
 def _as_complex(parts: Tensor) -> Tensor:
     """Return the complex tensor with these real and imaginary parts, with the alignment that complex numbers require.
 
-    Real tensors in a safetensors file may be aligned to half of it, and torch then crashes when it reads complex128.
+    Real tensors in a safetensors file may have only half of this alignment, and torch then crashes when it reads
+    complex128.
     """
     is_aligned = parts.data_ptr() % (2 * parts.element_size()) == 0
     return torch.view_as_complex(parts if is_aligned else parts.clone())

@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.1
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 _log = logging.getLogger(__name__)
-# Locks held by this process: file descriptor, and number of FolderLock objects that hold the lock.
+# Locks held by this process: file descriptor, and number of calls of `FolderLock.acquire` that are not yet released.
 _held_locks: dict[Path, tuple[int, int]] = {}
 _held_locks_mutex = threading.Lock()
 
@@ -53,8 +53,8 @@ class FolderLock:
     def acquire(self, timeout_seconds: float) -> bool:
         """Wait for the lock for at most `timeout_seconds`, and return whether this process holds it.
 
-        Call it repeatedly until it returns True. When the total timeout expires, it raises a CheckpointError that
-        identifies the holder.
+        Call it repeatedly until it returns True. When the total timeout of all calls expires (5 s, or 150 s if the
+        holder is an earlier attempt of the same job), it raises a CheckpointError that identifies the holder.
         """
         _close_in_forks()
         end = time.monotonic() + timeout_seconds
@@ -78,8 +78,8 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Release the lock unless another object in this process holds it. Does nothing if this object does not hold
-        it."""
+        """Undo one successful call of `acquire`. The lock is released after the last one in this process. Does nothing
+        if this object does not hold the lock."""
         with _held_locks_mutex:
             # A forked process does not hold the locks of its parent.
             if not self._holds or self._path not in _held_locks:
@@ -185,7 +185,7 @@ def _this_job() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the description that the holder has written, or an empty dictionary if it has not written one yet."""
+    """Return the description that the holder has written, or an empty dictionary if it is missing or unreadable."""
     try:
         read = json.loads(read_regular_file(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError):

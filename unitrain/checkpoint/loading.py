@@ -33,7 +33,8 @@ def load(
     *,
     defer_optimizer_state: bool = False,
 ) -> dict[str, Any]:
-    """Load a valid checkpoint into `model`, `optimizer` and `scheduler`, and return its remaining training state.
+    """Load a valid checkpoint into `model`, `optimizer` and `scheduler`; return its training state, except the
+    optimizer state.
 
     With `defer_optimizer_state`, only the hyperparameters of the optimizer are loaded from a sharded checkpoint; each
     rank loads its shard of the optimizer state later. The averaged weights of a sharded checkpoint are not loaded.
@@ -77,7 +78,8 @@ def load(
 def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> None:
     """Load the weights of a valid checkpoint into `model`, and the averaged weights into `average`.
 
-    Raises CheckpointError if they do not match the model, or if the checkpoint has no average.
+    Raises CheckpointError if they do not match the model, or if `average` is not None and the checkpoint has no
+    averaged weights.
     """
     try:
         if average is not None:
@@ -154,10 +156,12 @@ def _check_classes(
 def _check_settings(
     path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, scheduled: bool
 ) -> None:
-    """Raise CheckpointError if the names of the hyperparameters do not match `optimizer`; log a warning if values
-    differ.
+    """Raise CheckpointError if the names of the hyperparameters show that another optimizer wrote the checkpoint; log a
+    warning if values differ.
 
-    The checkpoint's values are used, because schedulers and callbacks may have changed them during the run.
+    A checkpoint with other names is accepted if it has "lr" and lacks no name, or has no additional name, as between
+    versions of torch. The checkpoint's values are used, because schedulers and callbacks may have changed them during
+    the run.
     """
     for number, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
         missing = [name for name in current_settings if name not in saved_settings and name != "initial_lr"]

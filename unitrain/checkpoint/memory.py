@@ -1,7 +1,7 @@
 """Checkpoints in the memory of rank 0's host, from which a job that `unitrain launch` restarts on this host resumes.
 
-The checkpoint of a step is written during the next step, and is complete before the optimizer updates the parameters.
-With an interval of n steps, a restart repeats at most n completed steps.
+With asynchronous writing, the checkpoint of a step is written during the next step, and is complete before the
+optimizer updates the parameters. With an interval of n steps, a restart repeats at most n completed steps.
 
 Checkpoints in memory have the format of checkpoints on disk, and are written to a folder in shared memory, which
 remains when the processes of an attempt end (`bootstrap.memory_folder`). Only the newest one is kept. If they cannot be
@@ -42,8 +42,8 @@ class MemoryCheckpoints:
         """Return the checkpoints in memory of a run. Does not communicate.
 
         Return None if the run keeps none, if the launcher does not restart its job on this host, or if ranks on several
-        hosts, which do not share memory, would write portions of the same checkpoint (`is_sharded`). The folder is
-        empty in the first attempt of the job.
+        hosts, which do not share memory, would write portions of the same checkpoint (`is_sharded`). In the first
+        attempt of the job, the folder contains at most the checkpoints of earlier runs in this job.
         """
         root = environment.get_variable(environment.SHARED_MEMORY_FOLDER_VARIABLE)
         if config.memory_checkpoint_every_steps is None or config.output_dir is None or root is None:
@@ -61,7 +61,8 @@ class MemoryCheckpoints:
         return cls(folder, communicator, asynchronous=config.async_checkpoints)
 
     def find_newer(self, disk_folder: Path, *, continues: bool) -> Path | None:
-        """Return the newest valid checkpoint in memory if it is newer than those in `disk_folder`, else None.
+        """Return the newest valid checkpoint in memory if it is newer than those in `disk_folder`, else None. All ranks
+        call it.
 
         Unless the run `continues`, remove the checkpoints of an earlier run with the same output folder, which would
         otherwise remain the newest ones. Checkpoints of a different run than those in `disk_folder` are ignored. The

@@ -1,4 +1,4 @@
-"""File access by rank 0 in the output folder, and the file `.job`, which records the job that owns the folder.
+"""File access with synchronized errors, and the file `.job` in the output folder, which records the folder's job.
 
 A scheduler or `unitrain launch` restarts a failed job with the same job ID. If `.job` contains that ID, the new attempt
 resumes the run in the folder. The file also stores the batch sizes of the first attempt, which an elastic job keeps
@@ -32,7 +32,7 @@ _ResultT = TypeVar("_ResultT")
 def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]) -> _ResultT | None:
     """Run `action` on rank 0, and return its result on rank 0 and None on other ranks. All ranks call it.
 
-    Raises CheckpointError on every rank if `action` fails: "Cannot `task`: ... `fix`".
+    Raises CheckpointError on every rank if `action` fails, see `on_all_ranks`.
     """
     return on_all_ranks(communicator, task, fix, lambda: action() if communicator.rank == 0 else None)
 
@@ -40,7 +40,8 @@ def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callab
 def on_all_ranks(communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]) -> _ResultT | None:
     """Run `action` on every rank and return its result. All ranks call it.
 
-    Raises CheckpointError on every rank if `action` fails on any rank: "Cannot `task`: ... `fix`".
+    Raises CheckpointError on every rank if `action` fails on any rank: the CheckpointError of `action`, or "Cannot
+    `task`: ... `fix`" for another exception.
     """
     result: _ResultT | None = None
     error: CheckpointError | None = None
@@ -60,8 +61,8 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
     """Create `folder` and check that it is writable, without changing files that another job may be writing.
 
     Return whether the run resumes from this folder (with `resume`, or if an earlier attempt of this job started the
-    run), and the batch sizes stored by the earlier attempt. All ranks call it. Raises CheckpointError on every rank if
-    the folder is not writable or contains another run.
+    run), and the stored batch sizes (see `stored_batch_sizes`). All ranks call it. Raises CheckpointError on every rank
+    if the folder is not writable or contains another run.
     """
 
     def prepare() -> tuple[bool, list[ElasticBatchSize]]:
@@ -94,13 +95,19 @@ def record_job(folder: Path) -> None:
 
 
 def stored_batch_sizes(folder: Path) -> list[ElasticBatchSize]:
-    """Return the batch sizes stored by earlier attempts of this job, one per call of `fit`."""
+    """Return the batch sizes stored by earlier attempts of this job, one per call of `fit`.
+
+    If this job has no ID, return the stored batch sizes of any job.
+    """
     stored = _read(folder).get("batches", []) if environment.job_id() is None or belongs_to_this_job(folder) else []
     return [ElasticBatchSize(*batch) for batch in stored]
 
 
 def store_batch_size(folder: Path, fit_index: int, batch: ElasticBatchSize) -> None:
-    """Store the batch size of the `fit` call with index `fit_index`, for attempts with other numbers of ranks."""
+    """Store the batch size of the `fit` call with index `fit_index`, for attempts with other numbers of ranks.
+
+    Does nothing if it is already stored.
+    """
     record_job(folder)
     batches = stored_batch_sizes(folder)
     if fit_index == len(batches):

@@ -8,8 +8,9 @@ A checkpoint is a folder `step-000000123`:
     average/rank-00000.safetensors     chunks of the averaged weights, with `ema_decay`
     local_sgd/rank-00000.pt            the rank's weights, optimizer state and error, with `local_sgd`
     training.pt                        all other state, and the hyperparameters of the optimizer
-    manifest.json                      size and sha256 of all files, sha256 of this list, versions, step, epoch, results
-                                       and configuration
+    manifest.json                      size and sha256 of the files above, sha256 of this list, number of ranks,
+                                       names of tied tensors, versions, step, epoch, results, configuration and run ID
+    config.yaml                        the text `Trainer(config_text=...)`, if there is one; without a digest
 
 `tensor_files` describes the safetensors files. The ranks write to a folder with a temporary name. Each rank then writes
 a report with the sizes and digests of its files. When the reports of all ranks exist, rank 0 writes the manifest and
@@ -63,7 +64,7 @@ MODEL_FOLDER, OPTIMIZER_FOLDER, AVERAGE_FOLDER, LOCAL_FOLDER = "model", "optimiz
 # The metadata entry that contains the index of the parameter and the key of each state tensor, as JSON.
 _STATE_KEYS_METADATA = "unitrain.optimizer"
 _MAX_POLL_SECONDS = 0.25
-# After the main thread has ended, rank 0 stops waiting for a rank that has written nothing for this long.
+# After the main thread has ended, rank 0 stops waiting for other ranks if none has written anything for this long.
 _ABANDON_AFTER_SECONDS = 30.0
 
 
@@ -99,9 +100,11 @@ class StateShard:
 def collect_shard(
     model: nn.Module, optimizer: Optimizer, average: Mapping[str, Tensor] | None, rank: int, size: int
 ) -> StateShard:
-    """Return the portion of the state that rank `rank` writes. Its tensors share the memory of the state.
+    """Return the portion of the state that rank `rank` of `size` ranks writes. Its tensors share the memory of the
+    state.
 
-    `average` contains the averaged weights. This function does not communicate, because every rank stores its portion.
+    `average` contains the averaged weights, or is None. This function does not communicate, because every rank stores
+    its portion. Raises CheckpointError for a value in the model's state dict that is not a dense tensor.
     """
     chunks, tied = {}, {}
     for folder, tensors in ((MODEL_FOLDER, model.state_dict()), (AVERAGE_FOLDER, average)):
@@ -201,8 +204,8 @@ def commit(
 ) -> bool:
     """Write the remaining files of the checkpoint, and publish it when all ranks have written their files.
 
-    Only rank 0 calls it. Return False if the checkpoint is incomplete, because `abandoned` is set, a rank failed, or a
-    rank has stopped writing after the main thread of this process ended.
+    Only rank 0 calls it. Return False if the checkpoint is incomplete, because `abandoned` is set, a rank failed, or
+    all ranks have stopped writing after the main thread of this process ended.
     """
     staging_folder = staging_path(target)
     save_object(plain_state(training), staging_folder / TRAINING)
@@ -258,7 +261,7 @@ def _wait_for_reports(
 def _size_of(folder: Path) -> int:
     sizes = []
     for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # rank 0 has renamed the folder in the meantime
+        with suppress(FileNotFoundError):  # another rank has renamed its report in the meantime
             sizes.append(path.stat().st_size)
     return sum(sizes)
 
@@ -287,7 +290,7 @@ def _failure_marker_path(staging_folder: Path, rank: int) -> Path:
 
 
 def open_tensors(path: Path, folder: str) -> StoredTensors:
-    """Return the tensors in `folder` of sharded checkpoint `path`."""
+    """Return the index of the tensors in `folder` of sharded checkpoint `path`."""
     names = [name for name in read_manifest(path)["files"] if name.startswith(f"{folder}/")]
     found = (name.partition("/")[2] for name in names)
     return StoredTensors.open(path / folder, sorted(name for name in found if name.endswith(".safetensors")))
@@ -300,7 +303,7 @@ def read_local_states(path: Path) -> list[dict[str, Any]]:
 
 
 def open_model(path: Path) -> StoredTensors:
-    """Return the tensors of the model in checkpoint `path`, of either format."""
+    """Return the index of the tensors of the model in checkpoint `path`, of either format."""
     return open_tensors(path, MODEL_FOLDER) if is_sharded(path) else StoredTensors.open(path, [MODEL])
 
 
@@ -319,9 +322,10 @@ def tied_names(path: Path, folder: str) -> dict[str, str]:
 
 
 def load_module(path: Path, folder: str, module: nn.Module) -> None:
-    """Load the tensors in `folder` of sharded checkpoint `path` into `module`, one at a time.
+    """Load the tensors in `folder` of sharded checkpoint `path` into `module`.
 
-    Raises RuntimeError if names or shapes do not match.
+    They are read one at a time. Only a module without DTensors that overrides how its state dict is loaded receives all
+    tensors at once. Raises RuntimeError if names or shapes do not match.
     """
     stored = open_tensors(path, folder)
     state = module.state_dict()

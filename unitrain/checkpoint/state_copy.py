@@ -25,8 +25,10 @@ def host_copy(state: StateT) -> StateT:
     memory.
 
     Containers keep their types; a mapping of a type other than dict, OrderedDict and Counter becomes a dict. Values of
-    other types are not copied, because `plain_state` has already copied them. Tensors that share memory also share it
-    in the copy, so tied parameters remain tied and are copied once.
+    other types are not copied, because `plain_state` has already copied them. Tensors that share a storage also share
+    it in the copy, so tied parameters remain tied and are copied once. Exceptions: a view of less than half of its
+    storage shares its copy only with identical views, and subclasses of Tensor and sparse tensors are copied
+    separately.
     """
     copied: dict[Any, Any] = {}
     result: StateT = _copy(state, copied)
@@ -97,7 +99,10 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def _save_and_load(value: Any, path: str) -> Any:
-    """Save and load a value of a rare type: a subclass of Tensor, or a class that the user registered in torch."""
+    """Return the copy of a value that results from saving and loading it. Raises CheckpointError if this fails.
+
+    It succeeds for rare types: subclasses of Tensor, and classes that the user registered in torch.
+    """
     file = io.BytesIO()
     try:
         torch.save(value, file)

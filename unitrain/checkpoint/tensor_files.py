@@ -255,7 +255,7 @@ class StoredTensors:
                 target[place].copy_(block)
 
     def read_real(self, name: str) -> Tensor:
-        """Return tensor `name`; a complex tensor as a real tensor with an additional last dimension."""
+        """Read and return tensor `name`; a complex tensor as a real tensor with an additional last dimension."""
         stored = self.tensors[name]
         result = torch.empty(stored.shape, dtype=stored.dtype)
         with _OpenFiles(self.folder) as files:
@@ -265,7 +265,7 @@ class StoredTensors:
         return result
 
     def read_tensor(self, name: str) -> Tensor:
-        """Return tensor `name`."""
+        """Read and return tensor `name`."""
         tensor = self.read_real(name)
         return torch.view_as_complex(tensor) if self.tensors[name].is_complex else tensor
 

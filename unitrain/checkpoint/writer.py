@@ -1,6 +1,7 @@
 """Writing checkpoints in a background thread, and removing old ones.
 
-Training waits until the state is copied to host memory, but does not wait for the disk.
+With asynchronous writing, training waits until the previous checkpoint is written and the state is copied to host
+memory, but does not wait until this checkpoint is written.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from unitrain.checkpoint.sharded_files import StateShard
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.errors import CheckpointError
 
-# Maximum duration of one collective on the other ranks while rank 0 waits for a lock or a writer.
+# Maximum time for which a rank waits for a lock or a writer before it takes part in the next collective.
 MAX_WAIT_PER_COLLECTIVE_SECONDS = 1.0
 # Time until the first warning about a wait for a checkpoint, which doubles after each warning.
 _WARN_AFTER_SECONDS = 60.0
@@ -39,7 +40,8 @@ StateT = TypeVar("StateT")
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints to keep: the newest `last` ones, one per `every` epochs, and the one with the best result `best`.
+    """The checkpoints to keep: the newest `last` ones, those at the end of every `every`-th epoch, and the one with the
+    best result named `best`.
 
     If `last` is None, all checkpoints are kept.
     """
@@ -52,8 +54,8 @@ class Retention:
     def obsolete_checkpoints(self, newest: Path) -> list[Path]:
         """Return the checkpoints to remove, oldest first; `newest` was written last.
 
-        Corrupt checkpoints are ignored. Checkpoints of later steps are also ignored: if they were valid, the run would
-        have resumed from them.
+        Checkpoints without a readable manifest are ignored. Checkpoints of later steps are also ignored: if they were
+        valid, the run would have resumed from them.
         """
         if self.last is None:
             return []
@@ -99,7 +101,7 @@ class Retention:
         return [(min if self.mode == "min" else max)(numbers, key=lambda path: numbers[path])]
 
 
-# The writers of this process, by folder.
+# The last writer in this process that wrote to a folder, by folder.
 _writers: dict[Path, CheckpointWriter] = {}
 
 
@@ -160,7 +162,7 @@ def _wait_until_written(folder: Path, writing: _PendingWrite, communicator: Comm
 class CheckpointWriter:
     """Writes one checkpoint at a time, then removes obsolete ones. All ranks call `save`, `save_sharded` and `wait`.
 
-    `on_written(step, path, seconds)` is called on rank 0 when a checkpoint is written, possibly in another thread.
+    `on_written(step, path, seconds)` is called on rank 0, in the thread of the writer, when a checkpoint is written.
     """
 
     def __init__(
