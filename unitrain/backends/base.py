@@ -4,9 +4,10 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
 
 1. Collectives return new tensors and leave their input unchanged, for float64/32/16, bfloat16, int64/32, uint8 and
    bool. The mean of integers or booleans and the sum of booleans raise an error. A minimum or maximum is NaN if any
-   rank passes NaN. Half-precision sums are accumulated in float32, other sums in the dtype of the input. A mean is the
-   sum divided by the number of ranks, as in torch.distributed, so it overflows if the sum does. Collectives are not
-   differentiable, so a tensor that requires grad is an error, except under torch.no_grad().
+   rank passes NaN. Half-precision sums are accumulated in float32, other sums in the dtype of the input (with more than
+   64 ranks, those of small floating-point tensors in float64). A mean is the sum divided by the number of ranks, as in
+   torch.distributed, so it overflows if the sum does. Collectives are not differentiable, so a tensor that requires
+   grad is an error, except under torch.no_grad().
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks, so clipping, loss scaling, logging
    and `optimizer.step()` are plain torch code. An optimizer step on unreduced gradients raises ModelError. A `.grad`
    may be a view of a bucket, as with DDP's gradient_as_bucket_view; clone it to keep it after `zero_grad`. With
@@ -15,9 +16,9 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
 3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither
    steps the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads, such as a
    codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. Running statistics,
-   which normalization layers read in eval mode only, differ between ranks until `broadcast_buffers` is called. Only a
-   training forward pass in which the layer is in eval mode also broadcasts them; evaluation under torch.no_grad() does
-   not.
+   which normalization layers read in eval mode only, differ between ranks until `broadcast_buffers` is called. The
+   first training forward pass after a layer was switched to eval mode also broadcasts the statistics of this layer;
+   evaluation under torch.no_grad() does not.
 4. The optimizer remains the user's object, and any backend can load its `state_dict`.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
 6. The same run produces the same parameters on every backend and, with logical ranks, bit-identical parameters for any
@@ -71,7 +72,8 @@ class Communicator(ABC):
         """Reduce `tensor` over ranks element by element, and return the result in the dtype of the input.
 
         For booleans, "min" and "product" compute the logical AND, and "max" the logical OR. Raises TensorError for the
-        mean of integers, and CollectiveMismatchError if shapes, dtypes or operations differ between ranks.
+        mean of integers or booleans and for the sum of booleans, and CollectiveMismatchError if shapes, dtypes or
+        operations differ between ranks.
         """
 
     @abstractmethod
@@ -111,10 +113,12 @@ class Backend(Lifecycle, Communicator):
 
     `transport` is the library that transfers the bytes ("gloo", "nccl", "mpi", or "none"). `local_rank` is the index of
     this rank on its host, and `node_rank` is the index of the host. `tunables` are the settings that `unitrain tune`
-    may change. `transports` lists the values that `StartOptions.transport` accepts; it is empty if the backend selects
-    its transport itself.
+    may change. `transports` lists the values that `StartOptions.transport` accepts. It is empty if the backend selects
+    its transport itself and accepts only this transport.
 
-    Use a backend as a context manager. It shuts down only if the block exits without an exception.
+    Use a backend as a context manager. It shuts down if the block exits without an exception, or with SystemExit(0) or
+    Preempted. After any other exception, it instead reports the failure to the other ranks. The backend "local" shuts
+    down in both cases.
     """
 
     name: str
@@ -155,11 +159,12 @@ class Backend(Lifecycle, Communicator):
         the parameter, its `grad` remains None. Otherwise, an unused parameter raises ModelError: on every rank in the
         first backward pass; in later ones, only on the affected ranks, before the optimizer step. Parameters may be
         frozen and unfrozen later if all ranks do so before the same forward pass. If ranks freeze different parameters,
-        ModelError is raised; ranks that freeze or unfreeze parameters while other ranks make no change time out. A
-        backend may reject any `compression` other than "none" with UnsupportedError.
+        ModelError is raised; ranks that freeze or unfreeze parameters while other ranks make no change time out. With
+        `find_unused_parameters`, the ranks compare their frozen parameters only when a parameter is unfrozen. A backend
+        may reject any `compression` other than "none" with UnsupportedError.
 
-        With `broadcast_buffers=False`, buffers are broadcast in the first training forward pass only (rule 3). Use it
-        for large buffers that no training step modifies, such as attention masks.
+        With `broadcast_buffers=False`, buffers other than running statistics are broadcast in the first training
+        forward pass only (rule 3). Use it for large buffers that no training step modifies, such as attention masks.
 
         Pass the same `shard` as to `distributed_optimizer`. "none" and "state" do not change the model. With
         "gradients" (ZeRO-2), each rank keeps its shard of the mean gradients, and frees other gradients during the
@@ -182,7 +187,9 @@ class Backend(Lifecycle, Communicator):
         processes. Iterate over a ShardedLoader with the same `logical_ranks`: a process runs the micro-batches of its
         logical ranks one after the other. `.grad` is then the mean over logical ranks, with roundings that do not
         depend on the number of processes. Each logical rank must use all parameters, unless `find_unused_parameters` is
-        True. `shard`, `compression` and synchronized BatchNorm are not supported.
+        True: in any step, an unused parameter raises ModelError on every rank. `shard`, `compression` and
+        torch.nn.SyncBatchNorm are not supported. Only the Trainer supports layers that `unitrain.sync_batch_norm` has
+        synchronized.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank. For the same reason,
@@ -220,7 +227,9 @@ class Backend(Lifecycle, Communicator):
 
     @abstractmethod
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that was passed to `distributed_model`. The keys of its `state_dict` have no prefix."""
+        """Return the module that was passed to `distributed_model`, or, if that module is compiled by torch.compile,
+        the original module. The keys of its `state_dict` have no prefix. A module that is not distributed is returned
+        unchanged."""
 
     @abstractmethod
     def shutdown(self) -> None:

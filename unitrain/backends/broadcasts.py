@@ -16,7 +16,8 @@ from unitrain.monitoring.flight_recorder import GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.torch_compat import foreach_copy_
 
-# Pieces up to this size are packed into one buffer per root, because starting a broadcast takes longer than copying.
+# Pieces of up to MAX_PACKED_BYTES with the same root are packed into buffers of up to BUFFER_BYTES, because starting a
+# broadcast takes longer than copying.
 MAX_PACKED_BYTES = 2**16
 BUFFER_BYTES = 2**20
 
@@ -38,9 +39,9 @@ class Broadcasts:
 
         Each piece consists of a contiguous tensor, [elements], and the rank of its root. All ranks must pass the same
         sizes and roots in the same order, and start other collectives in the same order relative to this call. There is
-        no consistency check. Pieces must not be read or written before the returned function returns. On GPUs, that
-        function makes the current stream wait for the broadcasts. After a timeout, it raises CollectiveTimeoutError,
-        which names the missing ranks.
+        no consistency check. Pieces must not be read or written before the returned function returns. With
+        `waits_on_stream`, that function makes the current stream wait for the broadcasts. Otherwise, it blocks until
+        they complete, and after a timeout raises CollectiveTimeoutError, which names the missing ranks.
         """
         phase = GradientPhase("parameter broadcast", next(self._counter))
         self._monitor.record(phase)
@@ -61,7 +62,7 @@ class Broadcasts:
             if len(parts) == 1:
                 start_broadcast(parts[0], root)
                 return
-            # The buffers of all ranks have the same size, but only the root's is filled.
+            # All ranks allocate a buffer of the same size, but only the root fills it before the broadcast.
             is_root = root == self._rank
             buffer = torch.cat(parts) if is_root else parts[0].new_empty(small_bytes[root])
             start_broadcast(buffer, root)
@@ -92,7 +93,8 @@ class Broadcasts:
                 self._monitor.wait_for_ranks(work, phase=phase)
             for buffer, parts in buffers:
                 if buffer.is_cuda:
-                    buffer.record_stream(torch.cuda.current_stream(buffer.device))  # not the stream that allocated it
+                    # The current stream may differ from the stream that allocated the buffer.
+                    buffer.record_stream(torch.cuda.current_stream(buffer.device))
                 foreach_copy_(parts, buffer.split([part.numel() for part in parts]))
             works.clear()
             buffers.clear()

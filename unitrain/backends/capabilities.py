@@ -52,9 +52,9 @@ class CompressionState(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks call it.
 
-        If the number of ranks is unchanged, each rank restores its own error-feedback state. Otherwise, every rank
-        loads the mean of the saved errors, so their contribution to the mean gradient does not change. Raises
-        CheckpointError on every rank if the state belongs to a different model.
+        If the number of ranks is unchanged and the state contains the errors of all ranks, each rank restores its own
+        error-feedback state. Otherwise, every rank loads the mean of the saved errors, so their contribution to the
+        mean gradient does not change. Raises CheckpointError on every rank if the state belongs to a different model.
         """
 
 
@@ -87,8 +87,9 @@ class SupportsAllToAll(ABC):
         """Send the r-th of `size` equal slices of dim 0 to rank r, and return the slices from all ranks, in rank order.
         All ranks call it.
 
-        The result is a new tensor with the shape and dtype of `tensor`, which is equal on all ranks. Raises TensorError
-        if dim 0 is not divisible by `size`, and CollectiveMismatchError if shapes or dtypes differ between ranks.
+        The shape and dtype of `tensor` must be equal on all ranks; the result is a new tensor with the same shape and
+        dtype. Raises TensorError if dim 0 is not divisible by `size`, and CollectiveMismatchError if shapes or dtypes
+        differ between ranks.
         """
 
 
@@ -97,8 +98,8 @@ class SupportsPointToPoint(ABC):
 
     @abstractmethod
     def create_rank_groups(self, groups: Sequence[Sequence[int]]) -> list[Subgroup]:
-        """Create a group for each list of ranks in `groups`, and return those that contain this rank. All ranks call
-        it, with the same arguments."""
+        """Create a group for each list of ranks in `groups`, and return the groups that contain this rank, in the order
+        of `groups`. All ranks call it, with the same arguments. Each list must be in ascending order."""
 
 
 class SupportsShardedParameters(ABC):
@@ -115,7 +116,8 @@ class SupportsShardedParameters(ABC):
 
 
 def require_capability(backend: object, capability: type[CapabilityT], feature: str) -> CapabilityT:
-    """Return `backend` if it provides `capability`. Otherwise raise UnsupportedError, which names `feature`."""
+    """Return `backend` if it provides `capability`. Otherwise raise UnsupportedError, which names `feature`. Raises
+    ConfigError if `capability` is not a class."""
     if not isinstance(capability, type):
         raise ConfigError(
             f"The capability of require_capability must be a class, got {describe_value(capability)}. "

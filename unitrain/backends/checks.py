@@ -1,4 +1,7 @@
-"""Validation of arguments before any communication. An invalid argument raises the same error on every backend."""
+"""Validation of arguments, models and optimizers. An invalid argument raises the same error on every backend.
+
+Only the functions with a `communicator` communicate: they compare arguments, models or weights of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ _WORDS_PER_ROW = 256
 _ROWS_PER_CHUNK = 2**12
 _ODD_NUMBER = 0x1E3779B97F4A7C15  # a multiplication by an odd number modulo 2**64 is reversible
 # Largest difference of a weight between ranks that is attributed to rounding, relative to the largest weight of the
-# parameter. All ranks apply the same gradients, so rounding errors accumulate slowly.
+# parameter. For half precision, the limit is 4 epsilon. All ranks apply the same gradients, so rounding errors
+# accumulate slowly.
 _MAX_ROUNDING = 1e-4
 
 # Models whose weights must be equal on all ranks after each step.
@@ -50,7 +54,8 @@ def check_no_default_group() -> None:
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raise TensorError unless `tensor` is dense, has a supported dtype, and does not require grad."""
+    """Raise TensorError unless `tensor` is a dense tensor with values and a supported dtype that does not require grad.
+    Under torch.no_grad(), it may require grad."""
     if not isinstance(tensor, Tensor):
         raise TensorError(
             f"A collective takes a tensor, got {type(tensor).__name__}. "
@@ -90,7 +95,8 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def check_reduction(tensor: Tensor, op: str) -> None:
-    """Raise ConfigError for an unknown `op`, and TensorError for an `op` that is not exact in the tensor's dtype."""
+    """Raise ConfigError for an unknown `op`, and TensorError for a tensor that `check_tensor` rejects or whose dtype
+    cannot represent the result: the mean of integers or booleans, and the sum of booleans."""
     check_tensor(tensor)
     if op not in REDUCE_OPS:
         raise ConfigError(f"Unknown op {op!r}. {did_you_mean(str(op), REDUCE_OPS)}Available: {', '.join(REDUCE_OPS)}.")
@@ -122,7 +128,7 @@ def check_divisible(tensor: Tensor, size: int, operation: str = "reducescatter")
 
 
 def check_is_module(argument: str, model: Any) -> None:
-    """Raise ModelError unless `model` is a module."""
+    """Raise ModelError unless `model` is a module, and UnsupportedError for a Pipeline."""
     check_not_pipeline(argument, model)
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
     validation.check_instance(argument, model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
@@ -148,7 +154,8 @@ def check_no_sync_model(model: Any, is_distributed: bool) -> None:
 
 
 def check_unwrapped_model(argument: str, model: Any) -> None:
-    """Raise ModelError unless `model` is an unwrapped module whose lazy parameters are initialized."""
+    """Raise ModelError unless `model` is a module without uninitialized lazy parameters that is not wrapped in torch's
+    DistributedDataParallel or DataParallel, and UnsupportedError for a Pipeline."""
     check_not_pipeline(argument, model)
     fix = "Pass the model itself, such as nn.Linear(3, 1)"
     if isinstance(model, torch.optim.Optimizer):
@@ -260,10 +267,11 @@ def _observe_embedding_renorm() -> None:
 
 
 def _check_renormalized_weight(weight: Tensor, max_norm: float, norm_type: float) -> None:
-    """Raise ModelError if `weight` is a parameter of a distributed model, or shares its memory."""
+    """Raise ModelError if `weight` is a parameter of a distributed model, or shares the memory of one. If torch.compile
+    calls the function, raise ModelError if such a parameter has the shape and dtype of `weight`."""
     address = memory_address(weight)
     for model in list(_distributed_models):
-        # Sharded parameters are replaced by complete ones during the forward pass, so they are looked up here.
+        # The parameters are looked up in each call, because complete ones replace sharded ones in a forward pass.
         for name, parameter in model.named_parameters():
             if address is None:  # torch.compile calls the function with a tensor that has only a shape
                 is_same = (parameter.shape, parameter.dtype) == (weight.shape, weight.dtype)
@@ -304,7 +312,8 @@ def check_single_optimizer(optimizer: Any) -> None:
 
 
 def check_optimizer_of_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ModelError unless `optimizer` is a single optimizer whose parameters all belong to `model`."""
+    """Raise ModelError unless `optimizer` is a single optimizer whose parameters all belong to `model`, and
+    UnsupportedError if `model` is a Pipeline."""
     check_not_pipeline("distributed_optimizer(model)", model)
     check_single_optimizer(optimizer)
     check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
@@ -388,7 +397,7 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
     by_rank: list[list[int]] = gather_if_different(communicator, own) or []
     is_equal = True
     for name, found in zip(parameters, zip(*by_rank, strict=True), strict=False):
-        counts = Counter(found)  # equal counts are in rank order
+        counts = Counter(found)  # if several digests are equally frequent, `max` returns that of the lowest rank
         expected = max(counts, key=counts.__getitem__)
         different = [rank for rank, digest in enumerate(found) if digest != expected]
         is_equal = is_equal and not different
@@ -415,8 +424,8 @@ def _differs_by_rounding(communicator: Communicator, tensor: Tensor) -> bool:
 
 
 def digest_bits(tensor: Tensor) -> Tensor:
-    """Return a 64-bit digest of the bits of `tensor`. It is a sum of rows of 256 words, weighted by their positions, so
-    it does not depend on the order within a row."""
+    """Return a 64-bit digest of the bits of `tensor`. It is the sum of the rows of 256 words, each multiplied by a
+    number that depends on the position of the row. It does not depend on the order of the words within a row."""
     content = as_bytes(tensor)
     if missing := -len(content) % 8:
         content = torch.nn.functional.pad(content, (0, missing))

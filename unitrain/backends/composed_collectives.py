@@ -1,8 +1,9 @@
 """reducescatter and allgather of CPU tensors, composed of faster operations. Measured in benchmarks/collectives.py.
 
-Tensors of up to 12 MiB are transferred over the direct connections of up to `row_exchange.MAX_RANKS` ranks, which
-avoids the cost of starting an operation of the transport. For larger tensors, an allgather consists of broadcasts, and
-a reducescatter of allreduces or, over torch's Gloo, of all-to-alls.
+Tensors of up to 12 MiB (with MPI, 4 MiB for an allgather) are transferred over the direct connections of up to
+`row_exchange.MAX_RANKS` ranks, which avoids the cost of starting an operation of the transport. For larger tensors, and
+without direct connections, an allgather consists of broadcasts, and a reducescatter of allreduces or, with the backend
+ddp, of all-to-alls.
 
 The native reducescatter and allgather of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same
 tensor. The slowest is Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it
@@ -34,9 +35,11 @@ MAX_DIRECT_BYTES = 12 * 2**20
 MAX_DIRECT_GATHER_BYTES_WITH_MPI = 4 * 2**20
 # With more ranks, the transport's allgather is used, because each broadcast takes Python time on every rank.
 MAX_BROADCASTING_RANKS = 64
-# Smaller results are gathered by the transport's allgather: starting a broadcast takes longer than transferring it.
+# Smaller results are gathered by the transport's allgather, because starting a broadcast takes longer than the
+# transfer.
 MIN_BROADCAST_BYTES = 2**16
-# Size of a reducescatter buffer in bytes. Two buffers alternate: one is filled while the other is reduced.
+# Maximum size in bytes of the buffers of one piece of a reducescatter (with an all-to-all, of its send and receive
+# buffer together). Two pieces alternate: the buffer of one is filled while the other is reduced.
 PIECE_BYTES = 12 * 2**20
 _NUM_BUFFERS = 2
 
@@ -106,11 +109,11 @@ def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait
 
 
 class PiecewiseReduceScatter:
-    """A reducescatter that transfers `tensor` piece by piece. A piece contains the same columns of all `size` slices.
+    """A reducescatter of a CPU `tensor` piece by piece. A piece contains the same columns of all `size` slices.
 
     Each piece is allreduced by `torch_op` in `dtype`. With `uses_all_to_all`, each rank instead sends every other rank
     its slice of the piece, which transfers half as many bytes, and reduces the received slices in `dtype` and in rank
-    order. Only the result and the buffers of the pieces are allocated.
+    order. If `tensor` is contiguous, only the result and the buffers of the pieces are allocated.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """Consistency check before every collective: the ranks exchange a fingerprint of its arguments, O(1) bytes per rank.
 
 Up to `MAX_GATHERING_RANKS`, the exchange is an allgather of one short row per rank: over direct connections between up
-to `row_exchange.MAX_RANKS` ranks, and by the transport otherwise. The rows also contain small tensors, which are
-reduced in rank order and are therefore bit-identical on every transport. With more ranks, the exchange is a sum of a
-short vector: the fingerprints of all ranks are equal if and only if their variance is zero. The same sum also adds
-small floating-point tensors. The ranks exchange all arguments only if the fingerprints differ.
+to `row_exchange.MAX_RANKS` ranks that compute on CPUs, and by the transport otherwise. The rows also contain small CPU
+tensors, which are reduced in rank order, so the results are bit-identical on every transport. With more ranks, the
+exchange is a sum of a short vector: the fingerprints of all ranks are equal if and only if their variance is zero. The
+same sum also adds small floating-point tensors. The ranks exchange all arguments only if the fingerprints differ or
+arguments are invalid.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ class CheckedArguments(NamedTuple):
     """Result of the exchange.
 
     `counts` contains every rank's `CollectiveCall.count`. With more than MAX_GATHERING_RANKS ranks, it is empty except
-    for gathering operations. `root_count` is the count of the root. If all ranks' tensors were small, either `contents`
-    contains their bytes, uint8 [ranks, bytes], padded with zeros, or `total` contains their sum, float64 [elements].
+    for gathering operations. `root_count` is the count of the root of a broadcast_object, and undefined for other
+    operations. If all ranks passed a small CPU tensor and a `dtype`, `contents` contains the bytes of the tensors,
+    uint8 [ranks, bytes], padded with zeros. With more than MAX_GATHERING_RANKS ranks, `total` instead contains the sum
+    of the tensors, float64 [elements], but only for a sum or mean of floating-point tensors.
     """
 
     counts: list[int]
@@ -189,8 +192,9 @@ class ConsistencyCheck:
         """Replace `vector` with its sum over ranks, which is bit-identical on all ranks. All ranks call it.
 
         Gloo sums along a ring, in 2 N consecutive messages. This function takes log2(N) rounds: in each round, every
-        rank exchanges its partial sum with one other rank. Ranks above the largest power of two send their vector to a
-        lower rank before the rounds, and receive the result afterwards.
+        rank exchanges its partial sum with one other rank. Let p be the largest power of two that is at most N. Ranks
+        from p on send their vector to a lower rank before the rounds, and receive the result afterwards. Transports
+        without point-to-point messages use an allreduce.
         """
         if not self._is_point_to_point:
             self._wait(dist.all_reduce(vector, group=self._group, async_op=True))
@@ -237,11 +241,11 @@ class ConsistencyCheck:
             "every rank, with the same shape and dtype, and none of them inside `if rank == 0`."
         )
 
-    def _allgather(self, local_header: Tensor) -> Tensor:
-        """Return every rank's one-dimensional `local_header`, of the same length on every rank, as [ranks, length]."""
-        gathered = local_header.new_empty(self._backend.size, local_header.numel())
-        if local_header.numel():
-            self._wait(dist.all_gather_single(gathered.view(-1), local_header, group=self._group, async_op=True))
+    def _allgather(self, own: Tensor) -> Tensor:
+        """Return every rank's one-dimensional `own`, of the same length on every rank, as [ranks, length]."""
+        gathered = own.new_empty(self._backend.size, own.numel())
+        if own.numel():
+            self._wait(dist.all_gather_single(gathered.view(-1), own, group=self._group, async_op=True))
         return gathered
 
     def _wait(self, work: dist.Work | None) -> None:
@@ -251,13 +255,14 @@ class ConsistencyCheck:
 def content_bytes_per_rank(size: int) -> int:
     """Return the maximum size in bytes of a tensor in a row, for `size` ranks. The result is a multiple of 8, because a
     row consists of int64 values."""
-    # The total over ranks is limited. 4 KB hold the statistics of a BatchNorm with 250 channels.
+    # The total over ranks is limited to 16 KiB, except that each rank has at least 1 KiB. 4 KiB hold the statistics of
+    # a BatchNorm with 250 channels.
     return max(1024, min(4096, 16384 // size)) // 8 * 8
 
 
 def _write_content(row: bytearray, tensor: Tensor, dtype: torch.dtype, max_bytes: int) -> int:
-    """Write a CPU `tensor` in `dtype` to `row`, after the header, and return the number of bytes. Return -1, and write
-    nothing, if there are more than `max_bytes`."""
+    """Write `tensor` in `dtype` to `row`, after the header, and return the number of bytes. Return -1, and write
+    nothing, if there are more than `max_bytes` or `tensor` is not on the CPU."""
     count = tensor.numel()
     length = count * dtype.itemsize
     if tensor.device.type != "cpu" or length > max_bytes:
@@ -269,7 +274,8 @@ def _write_content(row: bytearray, tensor: Tensor, dtype: torch.dtype, max_bytes
 
 
 def _exact_float64_summands(tensor: Tensor, dtype: torch.dtype, op: str) -> Tensor | None:
-    """Return a small floating-point `tensor` as float64 [elements] if a float64 sum can reduce it, otherwise None."""
+    """Return `tensor` as float64 [elements] if a float64 sum can reduce it: if it is on the CPU, has at most
+    _MAX_SUMMED_ELEMENTS elements, `dtype` is floating-point, and `op` is a sum or mean. Otherwise return None."""
     if tensor.device.type != "cpu" or tensor.numel() > _MAX_SUMMED_ELEMENTS or not dtype.is_floating_point:
         return None
     return tensor.detach().reshape(-1).double() if op in ("sum", "mean") else None

@@ -1,4 +1,4 @@
-"""The backend `ddp`: torch.distributed, with NCCL between GPUs and Gloo between CPUs."""
+"""The backend `ddp`: torch.distributed, by default with NCCL between GPUs and Gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class DDPBackend(ProcessGroupBackend):
 
     @classmethod
     def start(cls, options: StartOptions) -> Self:
-        """Connect the ranks. Raises ConfigError if the transport is unknown, is missing from this torch build, or does
-        not support the device. Also raises it if two ranks use the same GPU.
+        """Connect the ranks, and return the backend. Raises ConfigError if the transport is unknown, is missing from
+        this torch build, or does not support the device, if two ranks use the same GPU, or if this process already has
+        a process group.
         """
         checks.check_no_default_group()
         rank_info = options.rank_info

@@ -1,4 +1,4 @@
-"""The state of a backend in its process: in use, inside `on_rank_zero`, shut down, or failed."""
+"""The state of a backend in its process: in use, inside `on_rank_zero`, or shut down."""
 
 from __future__ import annotations
 

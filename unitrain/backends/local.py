@@ -59,7 +59,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
     @classmethod
     def start(cls, options: StartOptions) -> Self:
         """Return the backend. Raises LauncherMismatchError if a launcher started more than one process, and ConfigError
-        if a transport is requested or an earlier backend is in use.
+        if a transport other than "none" is requested or an earlier backend is in use.
         """
         rank_info = options.rank_info
         if rank_info.size > 1:

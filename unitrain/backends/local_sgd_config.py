@@ -1,9 +1,9 @@
 """Values of `local_sgd=`, the setting of low-communication training, and their formulas.
 
 In each step, every rank updates its own copy w of the weights with the gradient of its own samples, or with the mean
-gradient of the ranks in its group. After every `steps` steps, the ranks synchronize. Let x be the weights after the
-previous synchronization, which are equal on all ranks. The outer gradient is g = mean(x - w), and the outer optimizer
-is SGD with Nesterov momentum, as in torch.optim.SGD:
+gradient of the ranks in its group. After every `steps` steps, the ranks synchronize. Let x be the synchronized weights
+of the previous synchronization, which are equal on all ranks. The outer gradient is g = mean(x - w), and the outer
+optimizer is SGD with Nesterov momentum, as in torch.optim.SGD:
 
     v = outer_momentum * v + g,    x = x - outer_lr * (g + outer_momentum * v),    w = x
 
@@ -30,8 +30,8 @@ n + t, they wait for g, update v and x with it, and merge x into their weights:
 
     w = mixing * w + (1 - mixing) * x
 
-In `steps` steps, a rank sends 2 (N - 1) / N times the size of the weights in this format. The results are the same on
-every rank.
+In `steps` steps, each rank that communicates outer gradients sends 2 (N - 1) / N times the size of the weights in this
+format. x is the same on every rank; with `overlap_steps`, w may differ between ranks.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class LocalSGDConfig:
         if isinstance(given, list | tuple) and given:
             for size in given:
                 validation.check_integer(name, size, 1, fix)
-            object.__setattr__(self, "synchronous_ranks", tuple(given))  # hashable, and equal to a list in a file
+            # A tuple is hashable, and configurations from a list (in a file) and from a tuple are equal.
+            object.__setattr__(self, "synchronous_ranks", tuple(given))
             return
         validation.check_integer(name, given, 1, fix)
 

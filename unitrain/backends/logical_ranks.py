@@ -49,9 +49,9 @@ class _Current:
 
 
 def set_current_logical_rank(logical_rank: LogicalRank | None) -> None:
-    """Set the logical rank of the next forward and backward passes in this process; None outside of a step.
+    """Set the logical rank of the next forward and backward passes in this process; None outside of an epoch.
 
-    The Trainer and ShardedLoader call it for each batch.
+    ShardedLoader and the Trainer set it for each batch. If logical ranks run in turns, each turn also sets it.
     """
     _Current.logical_rank = logical_rank
 

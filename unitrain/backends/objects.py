@@ -17,9 +17,10 @@ from unitrain.bootstrap.authentication import SIGNATURE_BYTES, has_key, sign, ve
 from unitrain.errors import AuthenticationError, ConfigError, UnitrainError
 
 EMPTY_PAYLOAD = torch.empty(0, dtype=torch.uint8)
-# `broadcast_with_tensors` divides the bytes of tensors into chunks of this size. It needs this much additional memory.
+# `broadcast_with_tensors` divides the bytes of tensors into chunks of this size. It needs twice this much additional
+# memory, for a chunk and the result of its broadcast.
 CHUNK_BYTES = 2**26
-# `broadcast_in_parts` sends several complete tensors in one collective as soon as they have this size together.
+# `broadcast_in_parts` sends one or more complete tensors in one collective as soon as they have this size together.
 _GROUP_BYTES = 2**25
 _PICKLE_FORMAT, _TORCH_FORMAT = b"p", b"t"
 _SIGNATURE_PURPOSE = "object"
@@ -48,8 +49,8 @@ def pack(obj: Any) -> tuple[Tensor, UnitrainError | None]:
 def unpack(payload: Tensor, device: torch.device) -> Any:
     """Return the packed object, with its GPU tensors on `device`.
 
-    Raises AuthenticationError if the object was not packed by a process of this job. Unpickling can run any code, so
-    this is checked first.
+    If this process has a job key, raises AuthenticationError if the object was not packed by a process with the same
+    key. Unpickling can run any code, so this is checked first.
     """
     content = payload.numpy().tobytes()
     if has_key():
@@ -100,7 +101,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> 
 def broadcast_in_parts(communicator: Communicator, tensors: Iterable[Tensor]) -> None:
     """Broadcast `tensors` in place from rank 0. All ranks call it.
 
-    Each collective except the last one transfers several complete tensors, of 32 MiB or more together.
+    Each collective except the last one transfers one or more complete tensors, of 32 MiB or more together.
     """
     group, size = list[Tensor](), 0
     for tensor in tensors:
@@ -115,9 +116,10 @@ def broadcast_in_parts(communicator: Communicator, tensors: Iterable[Tensor]) ->
 def broadcast_with_tensors(communicator: Communicator, obj: Any, root: int = 0) -> Any:
     """Return the root's `obj` on every rank; the objects of other ranks are ignored. All ranks call it.
 
-    Tensors in dictionaries, lists and tuples may be of any size: they are broadcast in chunks, because pickling them
-    would take several times their memory. On the other ranks, GPU tensors are on `communicator.device`, parameters are
-    plain tensors without gradients, and tensors do not share memory.
+    Dense tensors in dictionaries, lists and tuples, but not in subclasses of these, may be of any size: they are
+    broadcast in chunks, because pickling them would take several times their memory. On ranks other than the root, GPU
+    tensors are on `communicator.device`, parameters are plain tensors without gradients, and tensors do not share
+    memory.
     """
     tensors: list[Tensor] = []
     is_root = communicator.rank == root

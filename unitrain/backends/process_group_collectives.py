@@ -173,10 +173,11 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
         self._check_consistency("barrier")
 
     def _direct_connections(self, tensor: Tensor, elements: int, *, gathers: bool = False) -> RowExchange | None:
-        """Return the direct connections to the other ranks if they are faster than the transport, otherwise None.
+        """Return the direct connections to the other ranks if they exist and are faster than the transport, otherwise
+        None.
 
-        The collective is a reduction or, with `gathers`, an allgather of `elements` elements in the dtype of `tensor`.
-        Either all ranks return connections, or none.
+        `elements` is the number of elements of a reducescatter's input or, with `gathers`, of an allgather's result, in
+        the dtype of `tensor`. Either all ranks return connections, or none.
         """
         limit = composed_collectives.MAX_DIRECT_BYTES
         if gathers and self.transport == "mpi":

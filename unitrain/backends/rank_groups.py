@@ -18,11 +18,11 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Subgroup:
-    """A group of the ranks `ranks` of a backend, in this order. `index` is this rank's position in `ranks`.
+    """A group of the ranks `ranks` of a backend, in ascending order. `index` is this rank's position in `ranks`.
 
-    All ranks of the group call the collectives in the same order. Those that start with `start_` are asynchronous: they
-    return a function that waits for the result. If that function times out, its error names the ranks that have not
-    recorded `phase`.
+    All ranks of the group call the collectives in the same order. Methods whose names start with `start_` are
+    asynchronous: they return a function that waits for the result. `phase` is a phase that the caller has recorded; if
+    the wait times out, the error names the ranks that have not recorded this phase.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Subgroup:
     def _wait_function(
         self, work: dist.Work | None, received: Tensor, sent: Tensor, phase: GradientPhase
     ) -> Callable[[], Tensor]:
-        """Return a function that waits for `work` and returns `received`. It keeps a reference to `sent`, so that its
-        memory is not reused before."""
+        """Return a function that waits for `work` and returns `received`. The function keeps a reference to `sent`, so
+        that the memory of `sent` is not reused during the transfer."""
 
         def wait(sent: Tensor = sent) -> Tensor:
             self.monitor.wait_for_ranks(work, polls=False, phase=phase)
@@ -144,7 +144,10 @@ class Subgroup:
 def create_rank_groups(
     groups: Sequence[Sequence[int]], rank: int, monitor: FailureMonitor, timeout: timedelta
 ) -> list[Subgroup]:
-    """Create a group for each list of ranks in `groups`, and return those that contain `rank`. All ranks call it."""
+    """Create a group for each list of ranks in `groups`, and return the groups that contain `rank`. All ranks call it.
+
+    Each list must be in ascending order, because torch sorts the ranks of a process group.
+    """
     created = []
     for ranks in groups:
         process_group = dist.new_group(list(ranks), timeout=timeout)

@@ -1,4 +1,4 @@
-"""Exchange of short messages over direct TCP connections, for consistency checks and small tensors of a few ranks.
+"""Exchange of messages over direct TCP connections of a few ranks, for consistency checks and tensors up to 12 MiB.
 
 Gloo transfers each message in a separate thread, and Horovod negotiates each operation in a background thread. If this
 thread and the waiting thread share a core, waking them takes 0.2 to 1 ms. In this module, the waiting thread itself
@@ -29,7 +29,7 @@ _CONNECT_TIMEOUT_SECONDS = 10.0
 _ROLE = "row exchange"
 # Waking a sleeping core takes longer than a small exchange. Longer waits sleep, so that other processes use the core.
 _BUSY_POLL_SECONDS = 0.005
-# A yield may give the core to another process for milliseconds, and a row usually arrives before that time has passed.
+# A yield may give the core to another process for milliseconds. A row usually arrives within this time.
 _POLL_SECONDS_BEFORE_YIELD = 0.0001
 
 
@@ -48,8 +48,8 @@ class RowExchange:
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous, *, is_wanted: bool) -> Self | None:
-        """Return the connected exchange, or None on every rank if there are more than MAX_RANKS ranks, if a rank passes
-        `is_wanted=False`, or if two ranks cannot connect. All ranks call it.
+        """Return the connected exchange, or None on every rank if there is only one rank or more than MAX_RANKS ranks,
+        if a rank passes `is_wanted=False`, or if two ranks cannot connect. All ranks call it.
 
         Each rank listens on the interface of Gloo, and only during this call.
         """
@@ -79,7 +79,8 @@ class RowExchange:
     def allgather(self, row: bytes | bytearray) -> bytearray:
         """Return the rows of all ranks, in rank order. All ranks call it with rows of the same length, not empty.
 
-        Raises RuntimeError with the same message as Gloo if another rank closes its connection or the timeout expires.
+        Raises RuntimeError if another rank closes its connection or the timeout expires, with a message that starts
+        like Gloo's. Also raises RuntimeError if an earlier call failed.
         """
         rows = bytearray(self._size * len(row))
         parts = [memoryview(rows)[start : start + len(row)] for start in range(0, len(rows), len(row))]
@@ -150,7 +151,8 @@ class _Transfer:
         return (select.POLLOUT if self._unsent else 0) | (select.POLLIN if self._missing else 0)
 
     def advance(self, events: int) -> None:
-        """Send or receive as much as possible without blocking. Raises RuntimeError if the connection is closed."""
+        """Send and receive as much as one call transfers without blocking, depending on `events`. Raises RuntimeError
+        if the connection is closed."""
         with contextlib.suppress(BlockingIOError):
             try:
                 if events & select.POLLOUT:

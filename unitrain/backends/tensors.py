@@ -2,9 +2,9 @@
 
 With ordered keys, every transport computes the same minimum and maximum as torch.minimum and torch.maximum, which
 return NaN if any input is NaN. Gloo, MPI, NCCL and Horovod compare floating-point numbers with `<`, which is false for
-NaN. Whether they return a NaN depends on its rank and on the algorithm, which depends on the tensor size. They compare
-integers exactly, so a minimum or maximum is computed on integer keys, which have the same order as the numbers. NaN has
-the largest key in a maximum, and the smallest key in a minimum.
+NaN. Whether they return a NaN depends on the rank that passes it and on the algorithm, which depends on the tensor
+size. They compare integers exactly, so a minimum or maximum is computed on integer keys, which have the same order as
+the numbers. NaN has the largest key in a maximum, and the smallest key in a minimum.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def has_unit_stride(elements: Tensor) -> bool:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or its view [..., 2] of real numbers if it is complex. It must not be a lazy conjugate."""
+    """Return `tensor`, or its view [..., 2] of real numbers if it is complex. `tensor` must not be a lazy conjugate."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return `tensor` as uint8 [bytes], sharing its memory if it is contiguous. A transport can transfer bytes of any
-    dtype."""
+    """Return the bytes of `tensor`, of any dtype, as uint8 [bytes], sharing its memory if it is contiguous. All
+    transports support uint8."""
     return flatten(tensor).view(torch.uint8)
 
 
