@@ -7,14 +7,15 @@ preconditions       properties that must be equal in all processes with logical 
 timing              LoopTimer: time per phase of the training loop
 stragglers          detection of slow ranks, compared with other ranks and with earlier steps
 slow_causes         causes of slow ranks, with suggestions
-rank_evidence       the evidence of causes on one rank
-cpu_evidence        CPU time that the rank did not get
-network_evidence    counters of its TCP connections
+rank_evidence       evidence of the causes on this rank
+cpu_evidence        CPU time that this rank did not get
+network_evidence    counters of this rank's TCP connections
 run_metrics         RunMetrics: throughput, MFU, memory and goodput at the sync points
 flops               FLOPs of a micro-batch, and the peak FLOPs of GPUs
 goodput             GoodputMeter: the wall-clock time of a run by category, over all attempts
 events              events.jsonl
 prometheus          the HTTP endpoint for Prometheus
+metrics_server      the HTTP server of this endpoint
 reporter            progress display and loggers behind one interface
 display             the progress bar, or progress lines
 history             run.jsonl, history.jsonl and steps.jsonl

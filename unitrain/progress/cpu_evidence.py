@@ -1,6 +1,6 @@
 """CPU time that a rank did not get, read from /proc and from the cgroups of the process.
 
-On systems other than Linux, and where a file is missing, the values are zero.
+On systems other than Linux, and where a file is missing, the values read from these files are zero.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CpuSeconds(NamedTuple):
 
 
 class CpuReader:
-    """Reads the CPU counters of this process. The thread that creates it is the one whose workers are read."""
+    """Reads the CPU counters of this process and of the child processes of the thread that creates this object."""
 
     def __init__(self) -> None:
         self._thread = threading.get_native_id()
@@ -156,7 +156,10 @@ def _longest_wait(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, 
 
 @dataclass(frozen=True)
 class ProcessTimes:
-    """CPU seconds and names of other processes that last ran on this rank's cores, by process ID."""
+    """CPU seconds and names of other processes that last ran on this rank's cores, by process ID.
+
+    Child processes of this process, such as DataLoader workers, are not included.
+    """
 
     time: float
     seconds: dict[int, tuple[float, str]]
@@ -179,8 +182,8 @@ class ProcessTimes:
         return cls(time.perf_counter(), found)
 
     def describe_since(self, before: ProcessTimes) -> str:
-        """Return the processes that used the most CPU time since `before`, such as "python (process 17) used 48 % of a
-        core", or an empty string."""
+        """Return the two processes that used the most CPU time since `before`, such as "python (process 17) used 48% of
+        a core". Processes that used less than 5 % of a core are omitted, so the text may be empty."""
         elapsed = max(self.time - before.time, 1e-9)
         used = {
             pid: (seconds - before.seconds[pid][0]) / elapsed

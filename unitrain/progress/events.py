@@ -5,15 +5,15 @@ optimizer steps), and the keys of the event:
 
     start        a `fit` call starts a run: ranks, nodes, backend, transport, device
     restart      an attempt continues a run: like start, and reason, downtime_seconds
-    resize       an attempt has another number of ranks: ranks, previous_ranks
+    resize       an attempt has another number of ranks than the preceding one: ranks, previous_ranks
     checkpoint   a checkpoint is completely written: path, write_seconds
     validation   a validation has finished: epochs (completed), seconds, results
     straggler    the slow ranks have changed: ranks, a list that is empty if there are none
     failure      an attempt has failed: reason. The next attempt writes it if rank 0 was killed
     end          a `fit` call has finished or stopped: status, reason, goodput, seconds
 
-Rows are appended and never removed, so the steps that an attempt repeats have several rows. A line that was being
-written when the process was killed may be incomplete.
+Within a run, rows are appended and never removed, so the steps that an attempt repeats may have several rows. A new run
+in the same folder removes the file. A line that was being written when the process was killed may be incomplete.
 """
 
 from __future__ import annotations

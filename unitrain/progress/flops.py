@@ -60,9 +60,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def peak_flops(device_name: str, *, half: bool, tf32: bool) -> float | None:
-    """Return the peak FLOP/s of a GPU for 16-bit matrix multiplications (`half`), otherwise for TF32 or FP32.
+    """Return the peak FLOP/s of a GPU for matrix multiplications in 16 bits (`half`), otherwise in TF32 (`tf32`) or
+    FP32.
 
-    Returns None for an unknown GPU.
+    A GPU without TF32 uses FP32. Returns None for an unknown GPU.
     """
     words = device_name.replace("-", " - ").split()
     for name, half_rate, tf32_rate, fp32_rate in _GPUS:
@@ -96,10 +97,10 @@ class _NoModules:
 
 
 class FlopsMeasurement:
-    """Counts the FLOPs of one micro-batch on this rank with torch's counter. `is_due` is True until then.
+    """Counts the FLOPs of one micro-batch on this rank with torch's counter. `is_due` is True until they are counted.
 
     The micro-batch is part of the training, so nothing is computed twice, and the results do not change. Recomputed
-    activations are not counted. Without `is_enabled`, nothing is counted.
+    activations are not counted. Without `is_enabled`, nothing is counted, and `is_due` is False.
     """
 
     def __init__(self, *, is_enabled: bool) -> None:

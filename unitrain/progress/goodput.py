@@ -1,9 +1,10 @@
 """Goodput: the fraction of a run's wall-clock time in which it trained steps that it kept, over all of its attempts.
 
-Rank 0 divides the time of an attempt into CATEGORIES, and writes the sums to `goodput.json` in the output folder about
-every two seconds. If the attempt is killed, the time after its last record counts as `restart`. So the categories of
-all attempts add up to the wall-clock time of the run, from the start of its first attempt to its last record.
-`unitrain report` also uses this module, so it does not import torch.
+Rank 0 divides the time of an attempt into CATEGORIES, and writes the sums to `goodput.json` in the output folder at
+sync points, at most once per second. If the attempt is killed, the time after its last record counts as `restart` or,
+while the next attempt waits for hosts, as `hosts`. So the categories of all attempts add up to the wall-clock time of
+the run, from the start of its first attempt, including a preceding wait for hosts, to its last record. `unitrain
+report` also uses this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class AttemptRecord:
-    """The time of one attempt. Times are in seconds since 1970, `seconds` maps CATEGORIES to seconds.
+    """The time of one attempt. `started` and `ended` are in seconds since 1970, `seconds` maps CATEGORIES to seconds.
 
     `seconds` also contains the time between the preceding attempt and this one. `ended` is the time of the last record.
     """
@@ -215,7 +216,7 @@ class GoodputMeter:
 
 
 class GoodputFile:
-    """Writes the attempts of a run to GOODPUT_FILE in `folder`, or keeps them in memory if it is None.
+    """Reads and writes the attempts of a run in GOODPUT_FILE in `folder`; does nothing if `folder` is None.
 
     If the file cannot be written, a warning is logged once, and the run continues.
     """
@@ -248,7 +249,7 @@ class GoodputFile:
 
     @property
     def is_due(self) -> bool:
-        """Whether the last record is older than a second."""
+        """Whether the last call of `write`, if any, was more than a second ago."""
         return time.monotonic() >= self._next_write_at
 
 

@@ -36,7 +36,7 @@ class Connection(NamedTuple):
     rtt_seconds: float
 
     def since(self, before: Connection) -> Connection:
-        """Return the change since an earlier reading."""
+        """Return the change of the counters since an earlier reading, with the current round-trip time."""
         return self._replace(
             network_limited_seconds=self.network_limited_seconds - before.network_limited_seconds,
             sent_bytes=self.sent_bytes - before.sent_bytes,
@@ -59,9 +59,8 @@ class ConnectionReader:
         self._next_search_time, self._search_interval_seconds = 0.0, _MIN_SEARCH_INTERVAL_SECONDS
 
     def read(self) -> Connection | None:
-        """Find the connection that the network limited for the longest time since the last call.
-
-        Return the change of its counters since then, or None without connections.
+        """Return the change of the counters since the last call, for the connection that the network limited for the
+        longest time; None without connections.
         """
         if time.monotonic() >= self._next_search_time:
             self._search()

@@ -22,9 +22,9 @@ class PreemptionHandler:
 
     Signals within three seconds of the first are ignored as duplicates: the scheduler signals every process of a job,
     and the launcher also forwards the signal to its ranks. Python signal handlers do not run while the main thread is
-    blocked in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals for which the user has installed a
-    handler are not handled. DataLoader workers that start later ignore all `signals`. Outside the main thread, where
-    Python does not allow handlers, this does nothing.
+    blocked in a collective, so `signal.set_wakeup_fd` wakes a thread. Signals that the user handles or ignores are not
+    handled. DataLoader workers that start later ignore all `signals`. Outside the main thread, where Python does not
+    allow handlers, the context manager does nothing.
     """
 
     def __init__(self, signals: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""HTTP endpoint of rank 0 for Prometheus, with the metrics of the run that is in progress in this process."""
+"""HTTP endpoint of rank 0 for Prometheus, with the metrics of the latest run in this process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def exported_names() -> set[str]:
 
 @dataclass
 class RunValues:
-    """The current metrics of a run. The training thread updates it, and threads of the endpoint read it.
+    """The current metrics of a run. The training thread updates them, except `checkpoint_seconds`, which the thread
+    that writes checkpoints updates. Threads of the endpoint read them.
 
     `gauges` has values of GAUGES. `memory` has one value per rank, `phase_seconds` a list in the order of TRAINING per
     rank, and `checkpoint_seconds` the number and the total duration of the written checkpoints. `goodput` returns the
@@ -129,7 +130,7 @@ class _Collector:
 class MetricsEndpoint:
     """HTTP server for Prometheus on `port` of `address`, in threads of this process, until `close`.
 
-    If the port is in use, raises ConfigError, or, with `keep_trying`, logs a warning and tries again in a thread.
+    If it cannot listen on the port, raises ConfigError, or, with `keep_trying`, logs a warning and retries in a thread.
     Raises MissingDependencyError without prometheus_client.
     """
 
@@ -204,7 +205,8 @@ _endpoints: dict[tuple[str, int], MetricsEndpoint] = {}
 
 
 def open_endpoint(address: str, port: int, *, keep_trying: bool) -> MetricsEndpoint:
-    """Return the endpoint of this process on `port`. Raises errors like MetricsEndpoint."""
+    """Return the endpoint of this process on `port` of `address`, and create it if necessary. Raises the errors of
+    MetricsEndpoint."""
     if (address, port) not in _endpoints:
         _endpoints[address, port] = MetricsEndpoint(address, port, keep_trying=keep_trying)
     return _endpoints[address, port]

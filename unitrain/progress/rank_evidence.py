@@ -51,10 +51,10 @@ class RankEvidence:
 
     def take_recent(self) -> tuple[list[float], int, list[float]]:
         """Return this rank's seconds per phase of TRAINING since the last call, the number of steps, and the evidence
-        for `find_stragglers`.
+        since the last observation for `find_stragglers`.
 
-        The seconds are those of `LoopTimer.take_recent_seconds`. They are extrapolated from a few steps, so they lack
-        stalls that occur in other steps. A stall that a CPU quota or a copy explains is added.
+        The seconds are those of `LoopTimer.take_recent_seconds`. Except for `data`, they are extrapolated from a few
+        steps, so they lack stalls that occur in other steps. A stall that a CPU quota or a copy explains is added.
         """
         seconds, steps = self._timer.take_recent_seconds()
         recent = self._timer.recent

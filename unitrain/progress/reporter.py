@@ -105,7 +105,8 @@ class RunReporter:
         self._call("log", {"epoch": epoch, **results, **speed, **goodput}, step)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log the user's numbers. Raises ConfigError on every calling rank for values that are not numbers."""
+        """Log the user's numbers. Raises ConfigError on every calling rank for values that are not numbers, and, like
+        the other methods for the user's values, before the first `fit` call."""
         self._check_fit_called("log")
         for name, value in values.items():
             number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -171,7 +172,8 @@ class RunReporter:
         self._loggers = tuple(logger for logger in self._loggers if logger not in failed)
 
     def _start_loggers_if_needed(self, step: int) -> bool:
-        """Return whether there are loggers, and restart them if they were finished at the end of a run."""
+        """Return whether loggers are running, and restart them if they were finished at the end of a run. Return False
+        on ranks other than 0."""
         if not self._started and self._loggers:
             self._start(step)
             for logger in self._started:

@@ -127,7 +127,7 @@ class RunMetrics:
 
     @contextmanager
     def measure(self, phase: Literal["validation", "checkpoint"]) -> Iterator[None]:
-        """Context manager that adds its duration to a phase of the timer, and to this category of the goodput."""
+        """Context manager that adds its duration to `phase` of the timer, and to the goodput category of this name."""
         started = time.perf_counter()
         with self._timer.measure(phase), self._goodput.measure(phase):
             yield
@@ -161,9 +161,10 @@ class RunMetrics:
         self._write_if_due()
 
     def throughput(self, samples_per_second: float, tokens: float | None) -> dict[str, float]:
-        """Return the metrics for loggers since the last call; an empty dictionary on ranks other than 0.
+        """Return the metrics for loggers; an empty dictionary on ranks other than 0.
 
-        `tokens` is the number of tokens of all ranks since the last call, or None if loss_fn does not count tokens.
+        Throughput and MFU are those since the last call. `tokens` is the number of tokens of all ranks since the last
+        call, or None if loss_fn does not count tokens.
         """
         if not self._is_rank_zero:
             return {}
@@ -189,7 +190,7 @@ class RunMetrics:
 
     def record_sync_point(self, values: Mapping[str, float]) -> dict[str, list[float]]:
         """Pass the `values` of a sync point to the endpoint. Return the memory of all ranks for the history if that of
-        any rank has changed."""
+        any rank has changed by more than 1 %, otherwise an empty dictionary."""
         self._values.gauges |= values
         memory, recorded = self._values.memory, self._recorded_memory
         if not memory or (len(memory) == len(recorded) and not any(map(_has_changed, recorded, memory))):
@@ -294,7 +295,7 @@ def _endpoint_settings(config: TrainConfig) -> tuple[int | None, str]:
 def _attempt_start(info: supervisor_client.AttemptInfo | None) -> AttemptStart:
     """Return the start of the attempt: that of the launcher, or else of this process.
 
-    Another Trainer in the same process, or in an interactive session, starts when it is created.
+    For a second Trainer in this process, and in an interactive session, the attempt starts with this call.
     """
     global _is_first_in_process
     is_first, _is_first_in_process = _is_first_in_process, False

@@ -113,7 +113,8 @@ def find_cause(figures: RankFigures, reference: RankFigures, phase: str) -> str:
 
 
 def describe_figures(cause: str, figures: RankFigures, step_seconds: float) -> str:
-    """Return the figures that are evidence of `cause`, such as "waited 12 ms a step for a core"."""
+    """Return the figures that are evidence of `cause`, such as "waited 12 ms a step for a core"; empty for causes
+    without such figures."""
     if cause == "cpu_quota":
         fraction = min(1.0, figures.throttled / (step_seconds or 1.0))
         return f"stopped for {milliseconds(figures.throttled)} ms a step, {fraction:.0%} of the time"

@@ -30,8 +30,8 @@ _MIN_LINK_RATIO = 2.0
 # observation may be an outlier.
 _OBSERVATION_SECONDS = 1.0
 _MIN_EARLIER_OBSERVATIONS, _MAX_EARLIER_OBSERVATIONS = 3, 30
-# After this number of slow observations, the slow times become the earlier times, so that a permanent change, such as
-# larger batches, is not reported until the end of the run.
+# After this number of consecutive slow observations, the slow times become the earlier times, so that the reports of a
+# permanent change, such as larger batches, end.
 _MAX_SLOW_OBSERVATIONS = 60
 MAX_NAMED_RANKS = 2
 
@@ -43,11 +43,11 @@ EVIDENCE = RankFigures._fields[len(TRAINING) :]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. `phase` takes `seconds` per step on this rank; the median over the other ranks is `others` seconds
-    (None if there are none), and `earlier` seconds the median over earlier steps of this rank (None if it is unknown).
+    """A slow rank. `phase` takes `seconds` per step on this rank, `others` seconds in the median of the other ranks
+    (None if there are none), and `earlier` seconds in the median of earlier steps of this rank (None if unknown).
 
-    `cause` is a key of `slow_causes.CAUSES`, or None without evidence. `figures` are all figures of the rank.
-    `host` and `evidence`, a sentence with figures, are set when the rank is reported.
+    `cause` is a key of `slow_causes.CAUSES`, or None without evidence. `figures` are all figures of the rank, or None
+    without evidence. `host` and `evidence`, a text with figures, are set when the rank is reported.
     """
 
     rank: int
@@ -98,7 +98,8 @@ class Straggler:
 
 
 def find_stragglers(seconds: Seconds, steps: int, evidence: Seconds = ()) -> list[Straggler]:
-    """Return the slow ranks, slowest first, given the `seconds` per rank and phase of TRAINING in `steps` steps.
+    """Return the slow ranks, given the `seconds` per rank and phase of TRAINING in `steps` steps: first those that are
+    busy for longer, then those with slow connections, the slowest first in each group.
 
     `evidence` has a row per rank: the seconds of EVIDENCE in these steps, then the earlier figures of the rank (see
     EarlierFigures). Without it, causes are unknown, and only peers are compared. A rank is slow if other ranks wait for
@@ -244,7 +245,10 @@ class StragglerDetector:
 
 
 class EarlierFigures:
-    """The figures of this rank in earlier observations in which no rank was slow."""
+    """The figures of this rank in earlier observations in which no rank was slow.
+
+    After _MAX_SLOW_OBSERVATIONS consecutive observations with a slow rank, the latest of these replace them.
+    """
 
     def __init__(self) -> None:
         self._observations: deque[RankFigures] = deque(maxlen=_MAX_EARLIER_OBSERVATIONS)

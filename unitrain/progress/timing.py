@@ -1,4 +1,6 @@
-"""Time per rank and phase of the training loop: data, computation, waiting for other ranks and update."""
+"""Time per rank and phase of the training loop: data, computation, waiting for other ranks, update, validation and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,8 @@ class LoopTimer:
 
     @contextmanager
     def measure_copy(self) -> Iterator[None]:
-        """Context manager that measures the host-to-device copies that the current stream executes in it."""
+        """Context manager that measures the host-to-device copies that the current stream executes in it, in measured
+        steps on GPUs."""
         if not self._measuring or self._stream is None or self._is_outside_steps:
             yield
             return
@@ -210,8 +213,8 @@ class LoopTimer:
         self._step_copies.append((started, ended))
 
     def gather(self) -> dict[str, list[float]]:
-        """Return the seconds per phase of PHASES since `start`, under keys such as "data_seconds", in lists with one
-        value per rank. All ranks call it."""
+        """Return the seconds per phase of PHASES between `start` and `stop`, under keys such as "data_seconds", in
+        lists with one value per rank. All ranks call it, after `stop`."""
         local_seconds = torch.tensor([[self._seconds[phase] for phase in PHASES]], dtype=torch.float64)
         seconds_by_phase = self._communicator.allgather(local_seconds.to(self._communicator.device)).T.tolist()
         return {
