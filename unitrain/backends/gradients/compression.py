@@ -1,9 +1,10 @@
 """Gradient compression: half precision, or PowerSGD with its state. `compression_setting.py` specifies the formulas.
 
-With several ranks, a comm hook compresses the buckets of DDP's reducer. A bucket takes two collectives. The autograd
-thread starts the first collectives in DDP's bucket order, which is the same on all ranks, and the second ones at the
-end of the backward pass. If it waited for a first collective earlier, other ranks might meanwhile wait for collectives
-that it starts later. With one rank, the same arithmetic runs at the end of each backward pass.
+With DDP, a comm hook compresses the buckets of DDP's reducer. A bucket takes up to two collectives. The autograd thread
+starts the first collectives in DDP's bucket order, which is the same on all ranks, and the second ones at the end of
+the backward pass. If it waited for a first collective earlier, other ranks might meanwhile wait for collectives that it
+starts later. If the reducer group defers its allreduces, the first collectives also start at the end. With the local
+backend, the same arithmetic runs at the end of each backward pass outside `no_sync`.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class CompressionStates:
 
 
 class _BucketInFlight(NamedTuple):
-    """A bucket whose first collective has started. `next(stages)` starts the next collective and returns its wait
-    function."""
+    """A bucket whose first collective has started, or is deferred. `next(stages)` starts the next collective and
+    returns its wait function."""
 
     buffer: Tensor
     stages: Iterator[Wait]
@@ -73,7 +74,8 @@ class _BucketInFlight(NamedTuple):
 
 
 def compress_buckets(model: DistributedDataParallel, compressor: Compressor, reducer_group: ReducerGroup) -> None:
-    """Reduce the gradients of `model` with `compressor`. All ranks call it before the first backward pass."""
+    """Register a comm hook that reduces the gradients of `model` with `compressor`, which is not "none". All ranks call
+    it before the first backward pass."""
     compression = _BucketCompression(compressor, model, reducer_group)
     # DDP checks the annotations of a hook and rejects this module's, which are strings. A lambda has no annotations.
     DistributedDataParallel.register_comm_hook(model, None, lambda state, bucket: compression.start_bucket(bucket))
@@ -198,8 +200,8 @@ class _BucketCompression:
 def compress_each_backward(
     model: nn.Module, compressor: Compressor, reduces_gradients: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Compress the gradients at the end of each backward pass of `model`, on a single rank. Return a function that ends
-    the compression.
+    """Compress the gradients at the end of each later backward pass of `model` outside `no_sync`, on a single rank.
+    Return a function that ends the compression.
 
     `reduces_gradients` returns, during a backward pass, whether it runs outside `no_sync`.
     """

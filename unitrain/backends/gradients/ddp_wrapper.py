@@ -126,7 +126,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
     DDP, it does not broadcast them before a forward pass under torch.no_grad().
     """
 
-    shard: Shard = "none"  # or "gradients" on a single rank, where there is nothing to shard
+    shard: Shard = "none"  # or "state", which does not change the model; "gradients" only on a single rank
     _instances: ClassVar[WeakSet[DistributedModel]] = WeakSet()
     _has_shared_parameters: bool
 
@@ -291,8 +291,9 @@ class DistributedModel(ReducerDDP, WrappedModel):
         reduced.
 
         DDP reduces the parameters that required grad when it was constructed. It would not reduce the gradients of
-        parameters that are unfrozen later, and would wait for those of frozen parameters. All ranks call it. Raises
-        ModelError on all ranks if their frozen parameters differ.
+        parameters that are unfrozen later, and would wait for those of frozen parameters. All ranks call this method.
+        It raises ModelError on all ranks if their frozen parameters differ. With `find_unused_parameters`, it does
+        nothing, and does not communicate, unless a parameter was unfrozen.
         """
         if self.find_unused_parameters and not any(
             now and not before for now, before in zip(requires_grad, self._requires_grad, strict=True)

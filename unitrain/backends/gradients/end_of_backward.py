@@ -32,13 +32,15 @@ class BackwardStage(IntEnum):
 
     FIND_UNUSED_PARAMETERS: in the first backward pass, exchange the names of unused parameters, and reduce zeros for
         them. Other ranks wait for these gradients, so the buckets that contain them cannot complete before this stage.
-    REDUCE_BUCKETS: start deferred allreduces, and wait for the first collective of every bucket.
+    REDUCE_BUCKETS: start deferred allreduces, and, unless a GPU stream waits, wait for the first collective of every
+        bucket. With logical ranks, reduce the gradients.
     COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
     WAIT_FOR_WORK_OBJECTS: wait for the `Work` objects of Python process groups, and raise their errors. If DDP's C++
         code waited for them first, their errors would lose their type.
     MARK_REDUCED: mark the gradients as reduced, so that an optimizer accepts them.
 
-    After this stage, DDP copies the reduced buckets into the gradients, unless the gradients are views of the buckets.
+    After MARK_REDUCED, DDP copies the reduced buckets into the gradients, unless the gradients are views of the
+    buckets.
 
     RAISE_ERRORS: raise ModelError for unused parameters. It is last because other ranks depend on this rank in all
     previous stages.
@@ -105,14 +107,15 @@ end_of_backward = EndOfBackwardCallbacks()
 
 
 def do_not_wait() -> None:
-    """Return immediately. It is used as the wait function if no collective has started."""
+    """Return immediately. Callers use this wait function if no collective has started."""
 
 
 def tensors_requiring_grad(output: Any) -> list[Tensor]:
     """Return the tensors in the output of a forward pass that require grad, from which a backward pass can start.
 
-    The search covers tuples, lists, the values of dictionaries, and the attributes of other objects. It inspects at
-    most 100 dictionaries and other objects.
+    The search covers tuples, lists, the values and attributes of dictionaries, and the attributes of other objects, but
+    not of modules, classes and functions. It inspects at most 100 dictionaries and other objects, and any number of
+    tuples and lists.
     """
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []

@@ -1,18 +1,19 @@
 """Exact sums of gradients: the result does not depend on the number of processes, on the transport, or on the order.
 
-Gradients are divided into blocks. For each block, the ranks agree on a quantum, a power of two, from the largest
-absolute value of all gradients. Each gradient is rounded to an integer multiple of the quantum, and the integers are
-added. Integer addition is exact, so neither the grouping of the gradients nor the algorithm of the allreduce affects
-the sum. Because the quantum is chosen from the gradients of the same step, every value fits, even if gradients grow by
-any factor.
+Gradients are divided into blocks. For each block, the processes agree on a quantum, a power of two, from the largest
+absolute value that the block has on any logical rank. Each element is rounded to an integer multiple of the quantum,
+and the integers are added. Integer addition is exact, so neither the grouping of the gradients nor the algorithm of the
+allreduce affects the sum. Because the quantum is chosen from the gradients of the same step, every value fits, even if
+gradients grow by any factor.
 
-Gradients of float64 are added as int64, all others as int32, so a message has as many bytes as float32 gradients. With
-V logical ranks and int32, the quantum of a block is at least 2^(29 - ceil(log2 V)) times smaller than its largest
-value.
+Gradients of float64 and complex128 are added as int64, all others as int32, so these messages have as many bytes as
+float32 gradients. With V logical ranks and int32, the quantum of a block is at least 2^(29 - ceil(log2 V)) times
+smaller than the largest value of the block, unless that value is close to the smallest normal number.
 
-The gradients of a bucket are exchanged by two operations: the maxima of its blocks, then the sums. Both start during
-the backward pass: the maxima as soon as the gradients of the bucket are complete, and the sums as soon as those of the
-next bucket are complete.
+The gradients of a bucket are exchanged by two operations: the maxima of its blocks, then the sums. Both usually start
+during the backward pass: the maxima as soon as the gradients of the bucket are complete, and the sums as soon as the
+gradients of the next bucket are complete. All operations start at the end of the backward pass in the first step, with
+`allows_unused`, and if the first backward pass accumulated a gradient more than once.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ _DOUBLE = _Format(torch.float64, torch.int64, 62, 52, 1023)
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [start, stop) of a parameter, whose first block has an index in the bucket."""
+    """Elements [start, stop) of the parameter with index `parameter`. `first_block` is the index in the bucket of the
+    first block of these elements."""
 
     parameter: int
     start: int
@@ -100,8 +102,8 @@ class _Sum:
 
 
 class _Step:
-    """The gradients and operations of one reduction. `terms` are the gradients of this process's logical ranks except
-    the last one."""
+    """The gradients and operations of one reduction. `terms` contains the gradients of each logical rank of this
+    process except the last one."""
 
     def __init__(
         self, terms: Sequence[Gradients], buckets: Sequence[_Bucket], parameters: Sequence[Tensor], *, is_complete: bool
@@ -166,8 +168,8 @@ class ExactReduction:
                 self._buckets_of[piece.parameter].append(index)
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._free_buffers: list[Tensor] = []
-        # Whether gradients are final when they are added. This is determined in the first step, in which `add` does not
-        # start operations.
+        # Whether gradients are final when they are added, so that `add` can start operations. The first step determines
+        # it. Before, it is None, and `add` does not start operations.
         self._is_overlapped: bool | None = False if allows_unused else None
         self._times_added = [0] * len(self._parameters)
         self._step: _Step | None = None
@@ -182,17 +184,19 @@ class ExactReduction:
         self._step = None
 
     def begin(self, terms: Sequence[Gradients], *, is_complete: bool) -> None:
-        """Begin a step. `terms` are the gradients of this process's logical ranks except the last one.
+        """Begin a step. `terms` contains the gradients of each logical rank of this process except the last one.
 
-        The gradients are overwritten. If `is_complete` is False in any process, `finish` raises ModelError in all.
+        The gradients may be overwritten by the result. If `is_complete` is False in any process, `finish` raises
+        ModelError in all processes.
         """
         self._times_added = [0] * len(self._parameters)
         self._step = _Step(terms, self._buckets, self._parameters, is_complete=is_complete)
 
     @torch.no_grad()
     def add(self, number: int, gradient: Tensor) -> None:
-        """Add the final gradient of parameter `number` on the last logical rank, and start the operations that can
-        start."""
+        """Add the final gradient of parameter `number` on the last logical rank of this process, and start the
+        operations whose gradients are complete. Raises ModelError, in this process only, if it is added twice in a step
+        whose operations start early."""
         step = self._step
         assert step is not None
         if self._is_overlapped is None:
@@ -215,8 +219,9 @@ class ExactReduction:
     def finish(self, last: Gradients) -> list[Tensor | None]:
         """Return the mean gradient of each parameter; None for parameters without a gradient on any logical rank.
 
-        `last` are the gradients of the last logical rank, including those that were added. All processes call it. If a
-        gradient is missing in any process, a ModelError is raised in all of them.
+        `last` contains the gradients of the last logical rank of this process, including those that were added. All
+        processes call it. If a gradient is missing on any logical rank and `allows_unused` is False, ModelError is
+        raised in all processes.
         """
         step, self._step = self._step, None
         assert step is not None
@@ -238,7 +243,8 @@ class ExactReduction:
         return step.means
 
     def mean(self, terms: Sequence[Gradients], *, is_complete: bool) -> list[Tensor | None]:
-        """Return the mean of the gradients `terms` of this process's logical ranks. See `begin` and `finish`."""
+        """Return the mean gradient of each parameter over all logical ranks, without overlap with a backward pass.
+        `terms` contains the gradients of each logical rank of this process. See `begin` and `finish`."""
         self.begin(terms[:-1], is_complete=is_complete)
         return self.finish(terms[-1])
 
@@ -278,7 +284,8 @@ class ExactReduction:
             self._start_sum(step, index - 1)
 
     def _start_maxima(self, step: _Step, index: int) -> None:
-        """Start to reduce the exponents of the largest values in each block, and the properties of the parameters."""
+        """Start to reduce the exponents of the largest values in each block, and whether the gradients of each
+        parameter are present and complete."""
         bucket = self._buckets[index]
         maxima = torch.zeros(bucket.num_blocks, dtype=bucket.number_format.values, device=self._device)
         for piece in bucket.pieces:

@@ -132,15 +132,17 @@ class InterleavedRanksModel(LogicalRanksModel):
         return [{name: clone(buffer) for name, buffer in buffers.items()} for buffers in self._current_buffers()]
 
     def _install_buffers(self, rank: int) -> None:
-        """Install the buffers of an inactive logical rank. Of the active one, they are installed."""
+        """Install the stored buffers of a logical rank. The active one has none, because its buffers are installed."""
         for module, buffers in zip(self._modules_with_buffers, self._buffers_of.pop(rank, []), strict=False):
             buffers_by_name(module).update(buffers)
 
     @torch.no_grad()
     def _sum_of_rows(self, rows: list[Tensor]) -> Tensor:
-        """Return the sum over all logical ranks, given the `rows` of those of this process. All processes call it.
+        """Return the sum over all logical ranks. `rows` contains one tensor per logical rank of this process. All
+        processes call it.
 
-        The rows are added in the order of the logical ranks, so the result does not depend on the processes.
+        Each process adds up a table of the rows of all logical ranks, so the result does not depend on the number of
+        processes.
         """
         shape = rows[0].shape
         if any(row.shape != shape for row in rows):
@@ -174,8 +176,8 @@ class InterleavedRanksModel(LogicalRanksModel):
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        """Reduce the gradients at the end of the last backward pass of the step, after those of the other logical
-        ranks."""
+        """Reduce the gradients at the end of the last backward pass of the step. The backward passes of the other
+        logical ranks of this process must have ended."""
         self._turns.check_others_have_ended()
         others = [self._gradients[rank] for rank in self._local_ranks[:-1]]
         self._reduction.begin(others, is_complete=True)

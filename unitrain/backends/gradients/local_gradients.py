@@ -78,7 +78,8 @@ class LocalGradients:
         self._local_ids.add(id(parameter))
 
     def mark_reduced(self) -> None:
-        """Mark the gradients as reduced. Every rank calls this at the end of a backward pass that reduces them."""
+        """Mark the gradients of the reduced parameters as reduced, also in other trackers that share these parameters.
+        Every rank calls this at the end of a backward pass that reduces them."""
         local = self._local_ids
         if self._ids_outside_reducer:
             local &= self._ids_outside_reducer
@@ -94,15 +95,16 @@ class LocalGradients:
         return [parameter for parameter in self._parameters if id(parameter) in self._local_ids]
 
     def stop(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters, and end the tracking."""
         for handle in self._handles:
             handle.remove()
         self._local_ids.clear()
         LocalGradients._instances.discard(self)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError if `optimizer` has a parameter whose gradient is local or is never reduced, or if the last
-        batch belongs to a logical rank and the model was distributed without `logical_ranks`.
+        """Raise ModelError if `optimizer` has a parameter whose gradient is local and not zero, a parameter with a
+        gradient that belongs to no distributed model, or if the last batch belongs to a logical rank and the model was
+        distributed without `logical_ranks`.
         """
         if not self._has_logical_ranks:
             check_no_logical_rank()

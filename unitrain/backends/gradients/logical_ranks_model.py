@@ -40,7 +40,8 @@ class LogicalRanksModel(nn.Module, WrappedModel):
     """A module that accumulates the gradients of each logical rank separately, and reduces them exactly.
 
     In each step, the process runs the micro-batches of its logical ranks one logical rank after the other. All backward
-    passes but the last run inside `no_sync`. The last one leaves the mean over all logical ranks in every `.grad`.
+    passes but the last run inside `no_sync`. The last one leaves the mean over all logical ranks in every `.grad`, plus
+    the gradients that `.grad` contained before the step.
 
     Every logical rank starts the step with the buffers of logical rank 0. At the end of a step, process 0 has the
     buffers that logical rank 0 has written; `broadcast_buffers` and evaluation distribute them.
@@ -90,7 +91,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         self._active: int | None = None  # the logical rank whose gradients are in `.grad`
         self._has_backward = False  # whether a backward pass of the step has started
         self._gradients: dict[int, list[Tensor | None]] = {}  # gradients of complete logical ranks
-        self._earlier: list[Tensor | None] = []  # reduced gradients of an earlier backward pass
+        self._earlier: list[Tensor | None] = []  # the gradients in `.grad` before the step, such as reduced ones
         self._buffers_at_start: list[Tensor] = []
         self._buffers_of_rank_0: list[Tensor] = []
 
@@ -188,7 +189,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             self._active = self._local_ranks[0]
         if not self._has_backward:
             self._has_backward, self._earlier = True, self._take_gradients()
-        self._reduction.discard()  # that of a backward pass that raised an exception
+        self._reduction.discard()  # a reduction that an exception in an earlier backward pass interrupted
         if reduces:
             if self._reducer_group is not None:
                 self._reducer_group.expect_backward()
@@ -233,7 +234,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             self._discard_step()
 
     def _take_gradients(self) -> list[Tensor | None]:
-        """Return the gradients of this process, and set them to None."""
+        """Return the `.grad` of each parameter, and set it to None."""
         gradients = [parameter.grad for parameter in self._all_parameters]
         for parameter in self._all_parameters:
             parameter.grad = None
@@ -251,7 +252,7 @@ def check_logical_ranks_arguments(
     model: nn.Module, logical_ranks: Any, communicator: Communicator, *, shard: Shard, compression: Compression
 ) -> None:
     """Raise ConfigError for settings that `distributed_model` does not support with `logical_ranks`, and ModelError for
-    layers that it does not support."""
+    models that it does not support: with torch.nn.SyncBatchNorm, or compiled with sync_batch_norm."""
     check_logical_ranks("distributed_model(logical_ranks=...)", logical_ranks, communicator)
     for name, value in (("shard", shard), ("compression", compression)):
         if value != "none":
@@ -286,7 +287,7 @@ def check_logical_ranks_optimizer(model: Any, shard: Shard) -> None:
 
 
 def _gradient_hook(number: int, model: weakref.ref[LogicalRanksModel]) -> Callable[[Tensor], None]:
-    """Return the hook of a parameter. It has a weak reference, because parameters can outlive the wrapper."""
+    """Return the hook of a parameter. The hook has a weak reference to `model`, because parameters can outlive it."""
 
     def hook(parameter: Tensor) -> None:
         if (wrapper := model()) is not None:

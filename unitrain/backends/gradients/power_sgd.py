@@ -54,7 +54,8 @@ class PowerSGDCompressor(CompressionState):
     the same order.
     """
 
-    # Above this size, a checkpoint stores the mean of the errors of all ranks, which is as large as the model.
+    # If the errors of all ranks together take more bytes, a checkpoint stores only their mean over ranks, which has at
+    # most as many elements as the model.
     max_gathered_bytes = 4 << 30
 
     def __init__(self, settings: PowerSGD, model: nn.Module, communicator: Communicator) -> None:
@@ -199,8 +200,8 @@ class PowerSGDCompressor(CompressionState):
                 load(name, communicator.broadcast(own.to(communicator.device)))
 
     def _load_error(self, name: str, of_all_ranks: Tensor) -> None:
-        """Load this rank's error, or the mean error if the number of ranks has changed. Discard the error of a matrix
-        that is no longer compressed."""
+        """Load this rank's error, or the mean error if the number of ranks has changed or only the mean was saved.
+        Discard the error if the gradient is no longer compressed or error feedback is disabled."""
         if self._settings.error_feedback and name in self._shapes:
             same_size = len(of_all_ranks) == self._communicator.size
             self._errors[name] = of_all_ranks[self._communicator.rank].clone() if same_size else of_all_ranks.mean(0)

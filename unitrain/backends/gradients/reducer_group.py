@@ -91,7 +91,8 @@ class ReducerGroup(dist.ProcessGroup):
             self._check_bucket(bucket)
 
     def add_work(self, work: dist.Work) -> None:
-        """Wait at the end of the backward pass for `work`, the collective of a bucket."""
+        """Add `work`, the collective of a bucket, to those that are waited for at the end of the backward pass, by the
+        host or, if a stream waits, by the watchdog."""
         self._works.append(work)
 
     def raise_cause_of(self, error: BaseException) -> None:
@@ -99,7 +100,8 @@ class ReducerGroup(dist.ProcessGroup):
         self._monitor.raise_cause_of(error)
 
     def wait_for_ranks(self, work: dist.Work | None) -> None:
-        """Wait for `work` of this backward pass. Raises CollectiveTimeoutError, which names the missing ranks."""
+        """Wait for `work` of this backward pass. Raises CollectiveTimeoutError, which names the missing ranks, after a
+        timeout, or re-raises another rank's ModelError."""
         self._monitor.wait_for_ranks(work)
 
     @contextmanager

@@ -14,7 +14,8 @@ from unitrain.backends.base import Communicator
 
 @torch.no_grad()
 def synchronize_gradients(model: nn.Module, communicator: Communicator) -> None:
-    """Replace every `.grad` of `model` with its mean over ranks. All ranks call it after `loss.backward()`.
+    """Replace the `.grad` of each parameter of `model` that requires grad with its mean over ranks. All ranks call this
+    function after `loss.backward()`.
 
     A rank that does not use a parameter contributes a zero gradient. If no rank uses the parameter, its `.grad` remains
     None.

@@ -28,7 +28,7 @@ def register_first_backward_check(
     reduces_gradients: Callable[[], bool],
 ) -> None:
     """Register hooks that check the first backward pass, and raise ModelError on every rank if any rank does not use a
-    parameter of `model`.
+    parameter of `model` that requires grad.
 
     Args:
         wrapped: the module that the user calls.

@@ -1,4 +1,5 @@
-"""The base class of the modules that `distributed_model` returns."""
+"""The base class of the wrappers that `distributed_model` returns. LocalBackend returns the user's model itself, except
+with `logical_ranks`."""
 
 from __future__ import annotations
 
