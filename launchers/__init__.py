@@ -10,6 +10,7 @@ free port. The package imports neither torch nor the rest of unitrain, so a comm
 machine. Other packages can add launchers through the entry-point group `unitrain.launchers` (name -> build function).
 
 - `spec`: `LaunchSpec` (the request), `Command` (the result), and lookup of programs and modules
+- `errors`: `LaunchError` and suggestions for misspelled names
 - `registry`: launcher names, `build` and `build_local`
 - `torchrun`, `horovodrun`, `mpirun`, `srun`: one launcher each
 - `devices`: selection of GPUs, or of the number of processes on CPUs

@@ -4,8 +4,9 @@
 on this host and start the remote processes themselves. An agent per host terminates the processes that outlive the
 launcher: the ranks of horovodrun, and the local ranks of a killed mpirun.
 
-Both return a command that calls `main` in a new process, with the plan as JSON arguments. The plan contains only the
-names of forwarded variables; their values are sent over the connection.
+Both return a command that calls `main` in a new process, with the plan as JSON arguments. The plan contains the values
+of the variables in `Command.environment`, but only the names in the argument `forwarded` of `build_command`. The values
+of these names are sent over the connection.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def build_command(
 
 
 def add_cleanup(command: Command, spec: LaunchSpec) -> Command:
-    """Return the command that runs `command` on this host and terminates orphaned processes on all hosts of the spec.
+    """Return the command that runs `command` on this host, and terminates orphaned processes on all hosts with ranks.
 
     The environment of the spec must contain LAUNCH_ID_VARIABLE, which all processes of the launch inherit.
     """
     marker = f"{LAUNCH_ID_VARIABLE}={spec.environment[LAUNCH_ID_VARIABLE]}"
-    # The agents themselves must not inherit the variable, because they would kill each other.
+    # The agents must not inherit the variable, because an agent kills every process that has it.
     variables = {name: value for name, value in command.environment.items() if name != LAUNCH_ID_VARIABLE}
     used = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
     hosts: list[dict[str, object]] = [
@@ -109,7 +110,11 @@ def _main_command(
 
 
 def _differing_fields(host: dict[str, object], first: dict[str, object]) -> dict[str, object]:
-    """Return the fields of `host` that differ from `first`; for lists of equal length, only the differing items."""
+    """Return the fields of `host` that differ from `first`.
+
+    A list with the length of the list in `first` becomes a dictionary of the differing items by index, which is empty
+    if the lists are equal.
+    """
     differing: dict[str, object] = {}
     for field, value in host.items():
         common = first.get(field)
@@ -155,7 +160,8 @@ class Agents:
     def run(self) -> int:
         """Wait until all programs have exited. Return the exit code of the first failed program, or 0.
 
-        Must be called in the main thread.
+        The exit code is 128 + N if signal N killed the agent. After the first failure, the other programs receive
+        SIGTERM 5 s later, and are killed another 40 s later. Must be called in the main thread.
         """
         for number in _FORWARDED_SIGNALS:
             signal.signal(number, self._record_signal)

@@ -15,12 +15,13 @@ _SECRET_WORDS = {
     *("APIKEY", "AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASS", "PASSPHRASE", "PASSWD", "PASSWORD", "PAT"),
     *("SECRET", "SECRETS", "SSHPASS", "TOKEN"),
 }
-# For names such as PGPASSWORD and GITHUBTOKEN, which have no underscore before the word.
+# For names such as PGPASSWORD and GITHUBTOKEN, which do not have an underscore before the word. _PWD has one, so that
+# PWD is not a secret.
 _SECRET_SUFFIXES = ("APIKEY", "CREDENTIALS", "PASSPHRASE", "PASSWD", "PASSWORD", "SECRET", "TOKEN", "_PWD")
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 _FORWARDED_NAMES = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _FORWARDED_PREFIXES = ("PYTHON", "UNITRAIN_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
-# Launchers set these variables per rank. Forwarding a single value would assign the same rank to all processes.
+# Launchers set these variables on each rank. Forwarding a single value would assign the same rank to all processes.
 _RANK_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),
@@ -72,10 +73,11 @@ def merge_options(defaults: Iterable[Sequence[str]], options: Sequence[str]) -> 
 def parse_exports(
     texts: Iterable[str], environ: Mapping[str, str] | None = None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Parse the values of `-x`, each NAME or NAME=VALUE. Return the names to forward and the values to set.
+    """Parse the values of `-x`, each NAME or NAME=VALUE. Return all names, and the values of NAME=VALUE.
 
-    Raises LaunchError for invalid names, unset variables, and variables that the launcher sets per rank. Values that
-    are probably secret also raise LaunchError, because every user of the host can read the command line.
+    Raises LaunchError for invalid names, for NAME if the variable is not set, and for variables that the launcher sets
+    on each rank. NAME=VALUE with a value that is probably secret also raises LaunchError, because every user of the
+    host can read the command line.
     """
     environ = os.environ if environ is None else environ
     names: dict[str, None] = {}
@@ -116,6 +118,8 @@ def is_likely_secret(name: str, value: str = "") -> bool:
 
 
 def names_forwarded_by_default() -> list[str]:
-    """Return the sorted names of the variables that ranks on other hosts always receive: settings of Python and of the
-    libraries that unitrain uses. Users forward other variables with -x."""
+    """Return the sorted names of the variables that torchrun and mpirun forward to other hosts without -x.
+
+    They are the search paths, the virtual environment, and settings of Python and of libraries that unitrain uses.
+    """
     return sorted(name for name in os.environ if name in _FORWARDED_NAMES or name.startswith(_FORWARDED_PREFIXES))

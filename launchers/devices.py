@@ -1,6 +1,6 @@
 """Selection of devices for `unitrain launch --devices` and `unitrain.run(devices=...)`.
 
-The values have the same meaning as in Lightning's `Trainer(devices=...)`:
+Except for 0, which Lightning rejects, the values have the same meaning as in Lightning's `Trainer(devices=...)`:
 
     "3", 3                three devices: the first three GPUs, or three processes on a host without GPUs
     "-1", -1              all GPUs
@@ -37,8 +37,8 @@ _NVIDIA_SMI_TIMEOUT_SECONDS = 30
 class Devices:
     """The devices of the ranks on each host: `count` devices, or the GPUs with these `indices`.
 
-    A `count` of -1 selects all GPUs, and 0 selects the CPU. `is_argument` is true for an argument of `unitrain.run`,
-    and false for an option of `unitrain launch`.
+    With `indices`, `count` is their number. Otherwise, a `count` of -1 selects all GPUs, and 0 selects the CPU.
+    `is_argument` is true for an argument of `unitrain.run`, and false for an option of `unitrain launch`.
     """
 
     count: int
@@ -66,7 +66,7 @@ class Devices:
 class SelectedDevices:
     """The result of a selection: the number of ranks, the hosts with their slots, and variables for every rank.
 
-    `num_processes` is None if the selection does not determine it.
+    `num_processes` is None if the selection is the CPU and the user did not request a number of ranks.
     """
 
     num_processes: int | None
@@ -112,8 +112,9 @@ def select_devices(
     """Return the ranks and variables for `devices` on each of `hosts`, or on this host if `hosts` is empty.
 
     `num_processes` is the number of ranks that the user requested, or None. Raises LaunchError if `num_processes`
-    contradicts the selection, if this host lacks a selected GPU, and if Slurm selects the hosts. The GPUs of other
-    hosts are not queried; `unitrain.init()` reports a missing GPU on these hosts.
+    contradicts the selection, if this host lacks a selected GPU, and if Slurm selects the hosts. If `hosts` contains
+    another host, no GPUs are queried, and `unitrain.init()` reports a missing GPU. In this case, LaunchError is also
+    raised if CUDA_VISIBLE_DEVICES is set, and for the reasons listed in `select_devices_without_query`.
     """
     _check_not_selected_by_slurm(devices, launcher, hosts)
     if len(hosts) > 1 or not all(map(is_this_host, hosts)):
@@ -216,7 +217,10 @@ def _parse_indices(text: str) -> tuple[int, ...] | None:
 
 
 def _check_not_selected_by_slurm(devices: Devices, launcher: str, hosts: tuple[Host, ...]) -> None:
-    """Raise LaunchError if the ranks start on hosts selected by Slurm, which also sets CUDA_VISIBLE_DEVICES."""
+    """Raise LaunchError if Slurm selects the hosts of the ranks, because it also sets CUDA_VISIBLE_DEVICES.
+
+    An allocation of this host alone is permitted, except with srun.
+    """
     allocated = () if hosts else slurm.allocated_hosts(launcher) if launcher != "srun" else ()
     if launcher != "srun" and all(map(is_this_host, allocated)) and len(allocated) < 2:
         return

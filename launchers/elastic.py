@@ -28,7 +28,8 @@ class HostDiscoveryError(LaunchError):
 
 @dataclass(frozen=True)
 class ElasticRange:
-    """The allowed number of ranks of an elastic job. One rank runs on each slot of the reachable hosts."""
+    """The allowed number of ranks of an elastic job. One rank runs on each slot of the reachable hosts, up to
+    `max_ranks`."""
 
     min_ranks: int
     max_ranks: int

@@ -1,4 +1,4 @@
-"""Errors in a launch request, raised before any rank starts."""
+"""Errors in a launch request, and suggestions for misspelled names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""horovodrun: starts Horovod's ranks on all hosts over ssh, with the Gloo or the MPI controller."""
+"""horovodrun: starts ranks on all hosts, over ssh with the Gloo controller, or through mpirun with the MPI one."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 The agent reads its job from standard input as one line of JSON, so that variable values do not appear in a command
 line. Each further line is a heartbeat (empty) or the number of a signal to forward. When the job exits, the connection
 closes or heartbeats stop, the agent terminates the job and kills all its descendants, including descendants in other
-process groups. A job without a command is for a launcher that itself starts ranks on this host: the agent identifies
-their processes by a marker variable in the environment.
+process groups. If the job has a marker, "NAME=value", the agent also kills every process with this variable in its
+environment. A job without a command only has a marker: a launcher on another host starts the ranks on this host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def _find_job_processes(marker: str) -> list[int]:
-    """Return the descendants of this process and the processes with `marker` in their environment."""
+    """Return the IDs of the descendants of this process, and of the processes with `marker` in their environment."""
     children: dict[int, list[int]] = {}
     found: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -59,7 +59,8 @@ def _terminate_all(process: subprocess.Popen[bytes] | None, marker: str) -> None
 
 
 def main() -> int:
-    """Run the job read from standard input and return its exit code."""
+    """Run the job read from standard input. Return its exit code, 128 + N if signal N killed it, or 0 without a
+    command."""
     job = json.loads(sys.stdin.buffer.readline())
     # Orphaned descendants are reparented to this process, so that it can find them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

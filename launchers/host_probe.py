@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def probe_host(script: str, folder: str, packages: list[str], port: int) -> None:
-    """Print JSON: whether the script and its folder exist, versions, interfaces, and whether `port` is free.
+    """Print JSON: whether `folder` and the file `script` in it exist, versions, interfaces, and the port.
 
-    With port 0, find a free port.
+    The port is `port`, or null if it is not free. If `port` is 0, it is a free port.
     """
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for package in packages:

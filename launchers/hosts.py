@@ -41,7 +41,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a hostfile. Raises UnicodeDecodeError, and OSError (also for files of more than 16 MiB)."""
+    """Return the lines of a hostfile. Raises UnicodeDecodeError, and OSError (also for more than 2**24 characters)."""
     with path.open(encoding="utf-8") as file:
         text = file.read(_MAX_HOSTFILE_CHARACTERS + 1)
     if len(text) > _MAX_HOSTFILE_CHARACTERS:  # a device such as /dev/zero never ends
@@ -52,7 +52,8 @@ def read_lines(path: Path) -> list[str]:
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """Read a hostfile with one host per line: "name slots=4" as for Open MPI and Horovod, or "name:4".
 
-    If a host has several lines, its slots are added, because schedulers list a host once per slot. Raises LaunchError.
+    A host without a number has one slot; max_slots is ignored. If a host has several lines, its slots are added,
+    because schedulers list a host once per slot. Raises LaunchError.
     """
     try:
         lines = read_lines(path)

@@ -33,7 +33,7 @@ def build(spec: LaunchSpec) -> Command:
     Without hosts, the ranks run on this host, or on the hosts of the current Slurm allocation. Variables are forwarded
     by name, so that the command line shows no values. Unless MASTER_ADDR and MASTER_PORT are set, the rendezvous uses a
     free port if all ranks run on this host. Otherwise, it is on the first host, at the spec's port or 29500, or in a
-    Slurm allocation at `slurm.Allocation.port`. Horovod on this host alone does not need a rendezvous.
+    Slurm allocation at `slurm.Allocation.port`. If backend horovod runs on this host alone, no rendezvous is set.
     """
     spec.check_no_controller("mpirun")
     fix = "It is part of Open MPI: sudo apt-get install openmpi-bin"

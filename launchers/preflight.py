@@ -32,10 +32,12 @@ class _ProbeResult:
 
 
 def check_hosts(spec: LaunchSpec) -> int:
-    """Probe all hosts concurrently over ssh and return a free port of the first host for the rendezvous.
+    """Probe all hosts with ranks concurrently, other hosts over ssh. Return the port of the rendezvous on the first
+    host: MASTER_PORT if it is set, else a free port.
 
-    Raises LaunchError for the first host that is unreachable, lacks the script, its folder, Python or the interface, or
-    has different package versions than the first host, and if MASTER_PORT is in use.
+    Raises LaunchError for the first host that is unreachable, lacks the script, Python or the interface, or has
+    different package versions than the first host, and if MASTER_PORT is in use. A host must also have the current
+    folder if the path of the script is relative.
     """
     hosts = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
     port = user_master_port(spec.environment) or 0
@@ -84,7 +86,10 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
 
 
 def _required_file(spec: LaunchSpec) -> str:
-    """Return the path of the script or module that every host needs, relative to the current folder if possible."""
+    """Return the file that every host needs: the script as given, or the file of a module.
+
+    The path of a module is relative to the current folder if the module is in this folder. Raises LaunchError.
+    """
     if not spec.module:
         return str(Path(spec.script))
     found = find_module(spec.script)

@@ -18,7 +18,8 @@ _ENTRY_POINT_GROUP = "unitrain.launchers"
 
 
 def _build_without_launcher(spec: LaunchSpec) -> Command:
-    """Return the command for a single process. Raises LaunchError for several processes and for launcher options."""
+    """Return the command for a single process. Raises LaunchError for several processes or hosts, for another host, and
+    for options of launchers."""
     if spec.num_processes > 1 or len(spec.hosts) > 1:
         raise LaunchError(
             f"Without a launcher unitrain starts one process on this host, but -np requests {spec.num_processes}. "
@@ -69,7 +70,8 @@ def build_local(launcher: str | None, script: str, num_processes: int, backend: 
     several hosts.
 
     The exception is srun, which starts the ranks on the hosts of the allocation. If `launcher` is None, the backend's
-    default launcher is used. `fields` are additional fields of the LaunchSpec. Raises LaunchError.
+    default launcher is used, or torchrun for the backend of a plug-in. `fields` are additional fields of the
+    LaunchSpec. Raises LaunchError.
     """
     launcher = launcher or DEFAULT_LAUNCHERS.get(backend, "torchrun")
     # The host is named explicitly, because launchers otherwise use the hosts of the allocation.

@@ -16,8 +16,8 @@ def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment:
     """Return MASTER_ADDR and MASTER_PORT. Values that the user set, in `environment` or this process, take precedence.
 
     The rendezvous is at `port` of the first host, which runs rank 0. If the port is None, all ranks run on this host,
-    and a free port is chosen. Raises LaunchError for an invalid MASTER_PORT, and if the name of the first of several
-    hosts, such as localhost, refers to a different machine on the other hosts.
+    and a free port is chosen. Raises LaunchError for an invalid MASTER_PORT, and if the first of several hosts is named
+    localhost or 127.*, which refers to a different machine on each host, unless MASTER_ADDR is set.
     """
     settings = {**os.environ, **environment}
     user_port = user_master_port(environment)

@@ -32,10 +32,11 @@ class LaunchSpec:
         backend: Passed to the script as UNITRAIN_BACKEND.
         controller: The controller of horovodrun, "gloo" or "mpi".
         environment: Variables to set on every rank.
-        forwarded: Names of variables of this process to forward to every rank.
-        launcher_args: Options of the launcher. They override options derived from this spec.
-        elastic: The allowed number of ranks of an elastic job, or None. `unitrain launch` restarts the job; only with
-            torchrun on several hosts, torchrun restarts it.
+        forwarded: Names of variables to forward to every rank. A name that is also in `environment` has that value.
+        launcher_args: Options of the launcher, placed after the options derived from this spec. With mpirun and srun,
+            they replace default options of the same name.
+        elastic: The allowed number of ranks of an elastic job, or None. `unitrain launch` restarts the job, except with
+            torchrun on other hosts: the user then starts torchrun on each host, and torchrun restarts the job.
         max_restarts: The maximum number of restarts after a failure.
         interface: The network interface for communication between hosts, or None for the default route.
         port: The port of the rendezvous on the first host, or None for the default.
@@ -104,7 +105,7 @@ class LaunchSpec:
             names = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
             variables |= dict.fromkeys(names, self.interface)
         # By default, a rank of torchrun uses one thread, and a rank of horovodrun uses all cores. unitrain sets the
-        # same number under every launcher.
+        # same number under every launcher except srun, where it depends on the cores per task.
         threads = max(1, count_usable_cores() // self.processes_on_fullest_host)
         if "OMP_NUM_THREADS" not in os.environ:
             variables.setdefault("OMP_NUM_THREADS", str(threads))
@@ -160,8 +161,9 @@ def launcher_module_command(
 ) -> tuple[str, ...]:
     """Return the command that runs `module`, a launcher that needs `package`, with the interpreter `python`.
 
-    A program of this name on PATH may belong to a different environment, and would start the ranks with a different
-    Python. Raises MissingLauncherError with the `fix` if this Python lacks the package, except for a dry run.
+    The launcher's program on PATH is not used, because it may belong to a different environment and start the ranks
+    with a different Python. Raises MissingLauncherError with the `fix` if `python` is this interpreter and lacks the
+    package, except for a dry run.
     """
     if not is_dry_run and python == sys.executable and importlib.util.find_spec(package) is None:
         name = module.rpartition(".")[2]

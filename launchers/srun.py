@@ -29,14 +29,14 @@ def task_options(counts: Sequence[int]) -> list[str]:
     """
     return [
         *("--nodes", str(len(counts)), "--ntasks", str(sum(counts)), "--ntasks-per-node", str(max(counts))),
-        "--kill-on-bad-exit=1",  # terminate the job if a rank fails
+        "--kill-on-bad-exit=1",  # terminate the job step if a rank fails
     ]
 
 
 def build(spec: LaunchSpec) -> Command:
     """Return the command. It must run in an allocation, such as an sbatch script or the shell of salloc.
 
-    The first hosts in Slurm's order are used, as many as have enough tasks. Slurm distributes the ranks evenly on them.
+    The first hosts in Slurm's order that together have enough tasks are used. Slurm distributes the ranks evenly.
     The rendezvous is on the first host, at a port derived from the job ID (`slurm.Allocation.port`), unless MASTER_ADDR
     and MASTER_PORT are set. Raises LaunchError outside an allocation, if the spec names hosts (Slurm chooses them), and
     for more processes than tasks.

@@ -21,10 +21,10 @@ def build(spec: LaunchSpec) -> Command:
     """Return the command, which runs on this host. It is torchrun itself if all ranks run here.
 
     Otherwise, it starts torchrun on each host over ssh. If the spec does not name hosts in a Slurm allocation of
-    several hosts, it starts torchrun through srun on the hosts of the allocation. On one host, the rendezvous uses a
-    free port, so that two jobs do not collide; on several hosts, it is on the first host, at the spec's port, else at
-    `slurm.Allocation.port` in a Slurm allocation, else at 29500. Raises LaunchError for an elastic job on several
-    hosts.
+    several hosts, it starts torchrun through srun on the hosts of the allocation. On this host alone, the rendezvous
+    uses a free port, so that two jobs do not collide. Otherwise, it is at MASTER_ADDR and MASTER_PORT if they are set;
+    by default on the first host, at the spec's port, else at `slurm.Allocation.port` in a Slurm allocation, else at
+    29500. Raises LaunchError for an elastic job on other hosts.
     """
     spec.check_no_controller("torchrun")
     job = None
@@ -47,10 +47,10 @@ def build(spec: LaunchSpec) -> Command:
 
 
 def commands_per_host(spec: LaunchSpec) -> list[Command]:
-    """Return one command per host that runs processes, in host order. The rendezvous is on the first host.
+    """Return one command per host that runs processes, in host order.
 
     The commands contain the values of forwarded variables, except those that are probably secret. Raises LaunchError if
-    the name of the first of several hosts refers to a different machine on the other hosts.
+    the first of several hosts is named localhost or 127.*, and if the range of an elastic job does not fit the hosts.
     """
     counts = processes_per_host(spec.num_processes, spec.hosts)
     secrets = _secret_names(spec)
@@ -86,13 +86,15 @@ def c10d_rendezvous_options(
     run_id: str = "unitrain",
     settings: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return the options for one of several hosts of a job with restarts, which only the c10d rendezvous supports.
+    """Return the options for one of several hosts of a job with restarts, which the static rendezvous does not support.
 
     Args:
         nodes: "MIN:MAX" hosts.
+        processes: The number of ranks on this host.
         endpoint: The address and port of the rendezvous, which the first host serves.
-        local_address: The name by which the other hosts reach this host.
-        settings: Values of --rdzv-conf that the user has set.
+        is_first: Whether this host is the first one.
+        local_address: The name by which the other hosts reach this host, or None for torchrun's default.
+        settings: Values of --rdzv-conf that the user has set; is_host is ignored.
     """
     conf = {
         # The option is explicit, because torchrun compares the endpoint with the host's own name, which may resolve to

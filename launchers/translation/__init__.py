@@ -6,8 +6,8 @@
 
 A launcher's module parses its command line into a `Job` and builds its command line from a `Job`. Options that are not
 part of the job are stored in `Job.launcher_options`. The same launcher receives them unchanged; for other launchers,
-they are converted to equivalent options, or to a remark with an alternative. The package does not query the machine,
-except to read hostfiles that a command line names.
+they are converted to equivalent options or variables, or to a remark with an alternative. The package does not query
+the machine, except to read hostfiles that a command line names.
 
 - `dispatch`: `parse`, `build`, and the launchers that each of them supports
 - `job`: `Job` and `LauncherOption`

@@ -37,8 +37,8 @@ _TARGETS_WITH_DISCOVERY = ("horovodrun", "unitrain")
 def parse(line: str) -> Job:
     """Parse the command line `line` into a job.
 
-    UNITRAIN_BACKEND or the launcher determines the backend. Raises LaunchError for a command that is not a launcher,
-    and for unknown options.
+    The backend is UNITRAIN_BACKEND, else the backend of a `unitrain launch` command, else the default of the launcher.
+    Raises LaunchError for a command that is neither a launcher nor Python, and for unknown options.
     """
     directory = None
     if (match := _CD_PREFIX.match(line)) is not None:
@@ -69,7 +69,8 @@ def parse(line: str) -> Job:
 def build(job: Job, target: str, kind: str | None = None) -> Translation:
     """Build the command lines, batch script or Kubernetes manifest of a job for `target`.
 
-    `kind` is the kind of a Kubernetes job. Raises LaunchError for an unknown target and for a job that it cannot run.
+    `kind` is the kind of a Kubernetes job. Raises LaunchError for an unknown target, and for a job that `target` cannot
+    run.
     """
     if target not in TARGETS:
         raise LaunchError(f"Unknown target {target!r}. {did_you_mean(target, TARGETS)}Available: {', '.join(TARGETS)}.")
@@ -84,7 +85,7 @@ def build(job: Job, target: str, kind: str | None = None) -> Translation:
 
 
 def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:
-    """Return the launcher and the job of a command. Removes variables that configure the launcher itself."""
+    """Return the launcher and the job of a command. Remove torchrun's options (PET_*) from `variables`."""
     name, rest = words[0].rpartition("/")[2], words[1:]
     parsers: dict[str, Callable[[Sequence[str]], Job]] = {
         "torchrun": lambda rest: torchrun.parse([*_pop_torchrun_options(variables), *rest]),

@@ -48,7 +48,7 @@ _TOPICS = topic_by_option(
     variables="--config-file",
     diagnosis="--verbose",
 )
-# The variables that horovodrun sets for these options (horovod.runner.common.util.config_parser).
+# The variables, without HOROVOD_, that horovodrun sets for these options (horovod.runner.common.util.config_parser).
 _VARIABLE_BY_OPTION = {
     "--cycle-time-ms": "CYCLE_TIME", "--cache-capacity": "CACHE_CAPACITY", "--num-nccl-streams": "NUM_NCCL_STREAMS",
     "--autotune-log-file": "AUTOTUNE_LOG", "--autotune-warmup-samples": "AUTOTUNE_WARMUP_SAMPLES",
@@ -134,7 +134,7 @@ def _tuning_option(option: ParsedOption) -> LauncherOption:
 
 
 def _forwarded_option(option: ParsedOption) -> LauncherOption:
-    """Return an option that horovodrun passes to mpirun or to libraries, with its equivalent for mpirun or the
+    """Return an option that horovodrun passes on, with the equivalent options of mpirun or the variables of
     libraries."""
     other = LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "own"))
     value = option.values[0]

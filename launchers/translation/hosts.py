@@ -23,7 +23,8 @@ def format_hosts(hosts: Iterable[Host]) -> str:
 def read_hosts(text: str | None, file: str | None, option: str) -> tuple[Host, ...]:
     """Return the hosts in the value of a host option, or in a hostfile if `text` is None. Repeated hosts are merged.
 
-    `option` is the name of the hostfile option, for messages. Raises LaunchError.
+    The result is empty if `text` and `file` are None. `option` is the name of the hostfile option, for messages. Raises
+    LaunchError.
     """
     if text is not None:
         return _merge(parse_hosts(part)[0] for part in text.split(","))
@@ -88,7 +89,7 @@ def place_by_node(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
 
 
 def divide_evenly(size: int, num_hosts: int) -> tuple[int, ...]:
-    """Divide `size` processes evenly among `num_hosts` hosts, and return the number per host."""
+    """Divide `size` processes evenly among `num_hosts` hosts. Return the number per host; unused hosts are omitted."""
     return tuple(size // num_hosts + (index < size % num_hosts) for index in range(min(num_hosts, size)))
 
 

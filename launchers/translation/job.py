@@ -39,7 +39,7 @@ class Job:
 
     Attributes:
         counts: The number of processes per host, in rank order.
-        hosts: The names of the hosts; empty if a scheduler selects them, or for a single unnamed host.
+        hosts: The names of the hosts; empty if the command line does not contain them.
         environment: Variables to set on every rank.
         forwarded: Names of variables to forward to every rank.
         address: The address of the rendezvous; None for the first host.
@@ -109,7 +109,7 @@ class Job:
 
 
 def number(option: str, text: str, minimum: int = 1) -> int:
-    """Return the whole number in the value of `option`. Raise LaunchError for any other text."""
+    """Return the whole number in the value of `option`. Raise LaunchError for other text and below `minimum`."""
     if not (text.isascii() and text.isdecimal()) or int(text) < minimum:
         raise LaunchError(
             f"{option} must be a whole number of at least {minimum}, got {as_typed(text)!r}. Write a number, as in: "

@@ -55,7 +55,7 @@ class Pods:
 
 
 def build(job: Job, pods: Pods | None = None) -> Translation:
-    """Return a manifest for `kubectl apply -f` with one pod per host.
+    """Return a manifest for `kubectl apply -f` with one pod per host, and another pod for the mpirun of an MPIJob.
 
     A pod has two minutes between SIGTERM and SIGKILL, except in a TrainJob with a runtime other than DEFAULT_RUNTIME.
 
@@ -115,7 +115,7 @@ def check_namespace(name: str) -> None:
 
 
 def _check_runtime(pods: Pods, kind: str) -> None:
-    """Raise LaunchError for the runtime of a TrainJob that is invalid or belongs to another kind."""
+    """Raise LaunchError for an invalid runtime, for two runtimes, and for a runtime if `kind` is not TrainJob."""
     for option, name in (("--runtime", pods.runtime), ("--mpi-runtime", pods.mpi_runtime)):
         if name is None:
             continue

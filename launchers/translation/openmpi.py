@@ -93,7 +93,7 @@ def parse(words: Sequence[str]) -> Job:
         counts=counts,
         hosts=names,
         environment=variables,
-        # The other launchers always forward PATH.
+        # Other launchers do not need an option for PATH.
         forwarded=tuple(dict.fromkeys(name for name in forwarded if name != "PATH")),
         directory=directory,
         launcher_options=tuple(launcher_options),

@@ -110,7 +110,7 @@ class Options:
         self._options.append(option)
 
     def take_last(self, *names: str) -> str | None:
-        """Take the options of these names and return the value of the last one, which overrides the others."""
+        """Take the options of these names. Return the value of the last one, which overrides the others, or None."""
         taken = self.take_all(*names)
         return (taken[-1].values or ("",))[0] if taken else None
 

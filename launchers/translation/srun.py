@@ -227,7 +227,7 @@ def _parse_export(options: Options, notes: list[str]) -> tuple[dict[str, str], t
 
 
 def _sbatch_options(options: Options) -> list[LauncherOption]:
-    """Return the options that sbatch also has. Drops the options that `build` always sets."""
+    """Take and return the options that sbatch also has. Drop the options that `build` sets by default."""
     found: list[LauncherOption] = []
     for option in options.take_all("--kill-on-bad-exit", "--wait"):
         if option.values not in ((), ("1",)) if option.name == "--kill-on-bad-exit" else option.values != ("0",):

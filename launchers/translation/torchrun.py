@@ -14,7 +14,8 @@ from unitrain.launchers.translation.writing import Line, Translation, options_fo
 
 LAUNCHER = "torchrun"
 _ARITY = arity_table(
-    "--help --standalone --module --no-python --run-path --virtual-local-rank --use-env",  # of torch.distributed.launch
+    # --use-env is an option of torch.distributed.launch.
+    "--help --standalone --module --no-python --run-path --virtual-local-rank --use-env",
     "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --monitor-interval "
     "--start-method --event-log-handler --role --log-dir --redirects --tee --log-line-prefix-template "
     "--local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank --master-addr "

@@ -94,7 +94,7 @@ def has_expansion(word: str) -> bool:
 
 
 def as_typed(word: str) -> str:
-    """Return `word` as it was typed, for messages."""
+    """Return `word` without marks and the quotes inside them, for messages."""
     return _MARKED.sub(lambda match: match[1].strip('"'), word)
 
 

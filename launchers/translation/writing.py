@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from unitrain.launchers.translation.job import Job
 from unitrain.launchers.translation.words import join, quote
 
-# Variables that only Open MPI reads; horovodrun forwards them to it.
+# Variables that only Open MPI reads. horovodrun passes them to mpirun.
 _OPEN_MPI_PREFIXES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 _OPEN_MPI_LAUNCHERS = ("mpirun", "horovodrun")
 # The backend that a script without an explicit backend uses under each launcher; ddp under the others.
@@ -110,7 +110,11 @@ class Translation:
 
 
 def variables_for(job: Job, launcher: str) -> dict[str, str]:
-    """Return the variables of every rank under `launcher`, with the backend if the launcher's default differs."""
+    """Return the variables of every rank under `launcher`, with UNITRAIN_BACKEND if the launcher's default differs.
+
+    They include the variables of launcher options without an equivalent, and exclude variables that only Open MPI reads
+    if `launcher` does not use Open MPI.
+    """
     variables = dict(job.environment)
     if launcher not in _OPEN_MPI_LAUNCHERS:
         variables = {name: value for name, value in variables.items() if not is_open_mpi_variable(name)}
@@ -128,7 +132,10 @@ def is_open_mpi_variable(name: str) -> bool:
 
 
 def options_for(job: Job, launcher: str) -> tuple[list[str], list[str]]:
-    """Convert the launcher options to arguments of `launcher`, with a remark per option without an equivalent."""
+    """Convert the launcher options to arguments of `launcher`. Return the arguments and the remarks.
+
+    There is a remark for each option without equivalent options or variables, and for each omitted Open MPI variable.
+    """
     words: list[str] = []
     notes: list[str] = []
     if launcher not in _OPEN_MPI_LAUNCHERS:
