@@ -23,9 +23,9 @@ _MAX_COMPARED_PARTS = 100
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor on `device`, in containers of the same types.
 
-    Lists, tuples, named tuples, mappings and dataclasses are traversed; other objects are moved with their `to` method,
-    or returned unchanged if they have none. Batches are created on the CPU, so they are returned unchanged if `device`
-    is the CPU.
+    An object that has a `to` method is moved with this method, even if it is a container. Other lists, tuples, named
+    tuples, mappings and dataclasses are traversed, and any other object is returned unchanged. Batches are created on
+    the CPU, so they are returned unchanged if `device` is the CPU.
     """
     if device.type == "cpu":
         return batch
@@ -40,7 +40,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def copy_batch(batch: Any) -> Any:
     """Return `batch` with a copy of every tensor and array, in containers of the same types.
 
-    Other objects are copied with their `clone` method, or returned unchanged if they have none.
+    An object that has a `clone` method is copied with this method, even if it is a container. Any other object that is
+    not a container is returned unchanged.
     """
     if isinstance(batch, Tensor):
         clone = batch.clone()
@@ -96,7 +97,7 @@ def map_parts(function: Callable[[str, Any], Any], container: Any) -> Any:
 def _move_object(batch: Any, device: torch.device) -> Any:
     try:
         moved = batch.to(device, non_blocking=True)
-    except TypeError:  # most `to` methods take only the device
+    except TypeError:  # many `to` methods take only the device
         moved = batch.to(device)
     return batch if moved is None else moved  # some `to` methods move in place and return None
 
@@ -104,7 +105,8 @@ def _move_object(batch: Any, device: torch.device) -> Any:
 class CountedBatch(NamedTuple):
     """A batch with two counts: the number of items passed to the `collate_fn`, and the number of samples in the batch.
 
-    The counts differ if a `collate_fn` drops items. `state` is the state of a stateful dataset after the batch.
+    The counts differ if a `collate_fn` drops items. If the dataset yields batches, both are the number of samples.
+    `state` is the state of a stateful dataset after the batch.
     """
 
     item_count: int
@@ -126,12 +128,12 @@ class CountingCollate:
 
 
 def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
-    """Return the number of samples in `batch`, the result of a `collate_fn` for `items`; 0 if `batch` is None.
+    """Return the number of samples in `batch`, the result of a `collate_fn` for `items`; 0 for None or an empty list.
 
     If the batch is a list of samples, the number is its length. Any other batch consists of columns: the parts of a
     tuple, list, mapping or dataclass, or one tensor. If all columns have the same length (first dimension of a tensor,
-    or length of a list), and this length differs from the number of items, it is the number of samples. Otherwise the
-    number of samples is the number of items, even if the samples are in the second dimension.
+    or length of a list), and this length differs from the number of items, it is the number of samples. In all other
+    cases, and if the second dimension of all tensors indexes the samples, the number of samples is the number of items.
     """
     if batch is None:
         return 0
@@ -186,13 +188,16 @@ def _has_structure_of(part: Any, item: Any) -> bool:
         return False
     if isinstance(part, Mapping) and part.keys() != item.keys():
         return False
-    # Only the first parts are compared, because a list may be long.
+    # Only the first 100 parts are compared, because a list may be long.
     ours, theirs = (list(islice(_parts(one) or (), _MAX_COMPARED_PARTS)) for one in (part, item))
     return len(ours) == len(theirs) and all(_has_structure_of(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def _samples_are_in_dim_1(columns: list[Any], count: int, item: Any) -> bool:
-    """Return whether the second dimension of all tensors indexes the samples, as in [time, samples, features]."""
+    """Return whether the second dimension of all tensors indexes the samples, as in [time, samples, features].
+
+    This is assumed if the second dimension has size `count`, unless `item` has a tensor with the same remaining shape.
+    """
     tensors = [leaf for column in columns for leaf in leaves(column) if isinstance(leaf, Tensor) and leaf.ndim]
     shapes = {tuple(leaf.shape) for leaf in leaves(item) if isinstance(leaf, (Tensor, np.ndarray))}
     return bool(tensors) and all(
@@ -203,8 +208,8 @@ def _samples_are_in_dim_1(columns: list[Any], count: int, item: Any) -> bool:
 def count_batch_samples(batch: Any) -> int:
     """Return the size of the first dimension of the first tensor in `batch`, at any depth.
 
-    Raises DataError if the batch has no tensor, if its first tensor is 0-dim, or if it is a mapping whose tensors have
-    different first dimensions.
+    In a mapping, 0-dim tensors are skipped. Raises DataError if the batch has no tensor, if its first tensor is 0-dim,
+    or if it is a mapping whose values are tensors with different first dimensions.
     """
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
     if isinstance(batch, Mapping):
@@ -233,7 +238,7 @@ def count_batch_samples(batch: Any) -> int:
 
 
 def fingerprint(item: Any) -> int:
-    """Return a hash of the tensors, arrays, numbers and strings in `item`."""
+    """Return a hash of the dense tensors, arrays, real numbers and strings in `item`. Other parts are ignored."""
     number = 0
     for leaf in leaves(item):
         if isinstance(leaf, Tensor):

@@ -17,8 +17,8 @@ from unitrain.errors import ConfigError
 class BatchSizes(NamedTuple):
     """Batch size per rank and micro-batch (None if the data determines it), and micro-batches per step.
 
-    `global_batch_size` is set only if it is not batch_size * ranks * micro-batches; each step is then sharded as evenly
-    as possible.
+    `global_batch_size` is set only for an elastic job, in which it may differ from batch_size * ranks * micro-batches.
+    Each step of map-style data is then sharded as evenly as possible.
     """
 
     batch_size: int | None
@@ -95,9 +95,9 @@ def elastic_batch_sizes(
 ) -> BatchSizes:
     """Return the batch sizes of an elastic job on `size` ranks, with the global batch size of the first attempt.
 
-    `elastic_batch_size` is None in the first attempt; one of `batch_size` and `global_batch_size` is then set. The
-    number of samples per rank and micro-batch is at most `batch_size`, or that of the first attempt. With
-    `full_batches_only`, each rank and micro-batch has exactly that number of samples, and the global batch size is
+    `elastic_batch_size` is None in the first attempt; at least one of `batch_size` and `global_batch_size` is then set.
+    The number of samples per rank and micro-batch is at most `batch_size` or, if it is None, that of the first attempt.
+    With `full_batches_only`, each rank and micro-batch has exactly that number of samples, and the global batch size is
     approximate.
     """
     micro_batches = size * (gradient_accumulation_steps or 1)
@@ -127,7 +127,7 @@ def derive_batch_sizes(
 
     Two of the three arguments determine the third. If only `global_batch_size` is set, it is divided by the number of
     ranks; if only `batch_size` is set, gradients are not accumulated. Raises ConfigError if the arguments contradict
-    each other.
+    each other, or if `global_batch_size` cannot be divided exactly.
     """
     if global_batch_size is None:
         return BatchSizes(batch_size, gradient_accumulation_steps or 1)
@@ -159,11 +159,12 @@ def evaluation_batch_sizes(
     train_batch_size: int | None,
     size: int,
 ) -> tuple[int | None, int | None]:
-    """Return the evaluation batch size per rank, and the global batch size for `limit_batches`.
+    """Return the evaluation batch size per rank (None if it is unknown), and the size of the batches that
+    `limit_batches` counts (None for the batch size per rank).
 
     `batch_size` is the user's setting. Without it, evaluation uses the batch size of training: `train_batch_size` if it
-    is known, otherwise the global batch size divided by the micro-batches per step and the number of ranks. The limit
-    counts global batches, so the evaluated samples do not depend on the number of ranks.
+    is known, otherwise `global_batch_size` divided by the micro-batches per step and the number of ranks. The limit
+    then counts batches over all ranks. In both cases, the evaluated samples do not depend on the number of ranks.
     """
     if batch_size is not None or global_batch_size is None:
         return batch_size or train_batch_size, None
@@ -172,10 +173,10 @@ def evaluation_batch_sizes(
     return train_batch_size or -(-batch_size_of_all // size), batch_size_of_all
 
 
-def _raise_not_divisible(global_batch_size: int, micro_batches: int, product: str) -> NoReturn:
-    below = global_batch_size // micro_batches * micro_batches
-    choices = f"{below} or {below + micro_batches}" if below else str(micro_batches)
+def _raise_not_divisible(global_batch_size: int, divisor: int, product: str) -> NoReturn:
+    below = global_batch_size // divisor * divisor
+    choices = f"{below} or {below + divisor}" if below else str(divisor)
     raise ConfigError(
-        f"TrainConfig.global_batch_size {global_batch_size} is not divisible by {product} = {micro_batches}. "
+        f"TrainConfig.global_batch_size {global_batch_size} is not divisible by {product} = {divisor}. "
         f"Use global_batch_size={choices}."
     )

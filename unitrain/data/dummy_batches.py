@@ -23,7 +23,7 @@ from unitrain.randomness import IsolatedGenerators
 _MAX_BATCHES_AHEAD = 8
 # Exchanged instead of the number of items if a rank has no batch.
 NO_BATCH = -1
-# Exchanged to state whether a rank has a batch that can be used as a dummy batch.
+# Exchanged to state whether a rank has a batch that can be used as a dummy batch, or has failed to load a batch.
 _HAS_NO_DUMMY, _HAS_DUMMY, _HAS_FAILED = range(3)
 
 
@@ -38,12 +38,13 @@ def common_prefetch_count(prefetched: int, communicator: Communicator) -> int:
 
 
 class StepAligner:
-    """Gives all ranks the same number of steps, with dummy batches for ranks that have run out of batches.
+    """Gives all ranks the same number of steps, even if some ranks run out of batches earlier than others.
 
-    Batch sizes count samples, which may be fewer than the items passed to the `collate_fn`. The ranks load at most
-    `ahead` batches (at least one step) and exchange their sizes in one collective. With `copies_batches`, loaded
-    batches are copied, for datasets that reuse a batch's memory for the next batch. With `min_step_items`, a step with
-    fewer items ends the epoch. All ranks must make the same calls.
+    With `uneven` "weight", a rank without a batch gets a dummy batch; with "pad", it repeats its batches; with "drop",
+    the epoch ends before the first incomplete step. Batch sizes count samples, which may be fewer than the items passed
+    to the `collate_fn`. The ranks load at most `ahead` batches (at least one step) and exchange their sizes in one
+    collective. With `copies_batches`, loaded batches are copied, for datasets that reuse a batch's memory for the next
+    batch. With `min_step_items`, the epoch ends before a step with fewer items. All ranks must make the same calls.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class StepAligner:
     ) -> Generator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of `micro_batches`, whose sizes are planned in items.
 
-        The yielded micro-batches have the actual numbers of samples. Micro-batches without a sample on any rank are
+        The yielded micro-batches have the actual numbers of samples. Micro-batches in which no rank has a sample are
         skipped; `has_ended` becomes True at the end. Raises DataError on every rank if any rank cannot load its
         batches, or if an epoch has no sample and `has_started` is False.
         """
@@ -229,7 +230,10 @@ class StepAligner:
         return fetched
 
     def _exchange_counts(self, window: list[CountedBatch | None]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the numbers of items and of samples per batch, [ranks][window]; NO_BATCH for a missing batch."""
+        """Return the numbers of items and of samples per batch, [ranks][window]; NO_BATCH for a missing batch.
+
+        Raises DataError on every rank if `_fetch` has stored an error on any rank. All ranks call it.
+        """
         state = _HAS_FAILED if self._error is not None else _HAS_NO_DUMMY if self._dummy_batch is None else _HAS_DUMMY
         items = [NO_BATCH if counted is None else counted.item_count for counted in window]
         samples = [NO_BATCH if counted is None else counted.sample_count for counted in window]

@@ -24,7 +24,7 @@ from unitrain.randomness import SeedPurpose, derive_seed
 
 
 class EvaluationShard:
-    """This rank's shard of evaluation data: a contiguous part of the data, which may be empty.
+    """This rank's shard of evaluation data, which may be empty. A shard of map-style data is a contiguous part of it.
 
     Every sample is evaluated; `drop_last` of a DataLoader is ignored. Indices are drawn from a sampler once, so every
     evaluation uses the same samples. An iterable dataset is restarted for every evaluation, with the same random seed.
@@ -34,13 +34,15 @@ class EvaluationShard:
     ranks.
 
     With `limit_batches`, only the first `limit_batches` * `limit_batch_size` (default: `batch_size`) samples are
-    evaluated: the same samples for any number of ranks. With `stream` "own", `limit_batches` is the number of batches
-    per rank.
+    evaluated: the same samples for any number of ranks. With a batch_sampler, only its first `limit_batches` batches
+    are evaluated. For an iterable dataset with `stream` "own", `limit_batches` is the number of batches per rank.
 
-    `part_starts` are the positions in the data at which the parts of this process's logical ranks begin.
+    `part_starts` are the positions in the data at which the parts of this process's logical ranks begin; empty without
+    logical ranks.
 
-    All ranks create it; iterating does not communicate. Raises DataError, on all ranks, for data that is empty, differs
-    between ranks or cannot be sharded.
+    All ranks create it; iterating does not communicate. Raises DataError, on all ranks, for data that differs between
+    ranks or cannot be sharded, and for empty map-style data. Raises ConfigError for a missing or contradictory batch
+    size, and for an invalid number of logical ranks.
     """
 
     def __init__(
@@ -169,7 +171,8 @@ class EvaluationShard:
 
     @property
     def first_sample(self) -> int | None:
-        """The position of this rank's first sample in the data; None for an iterable dataset."""
+        """The position of this rank's first sample in the data; 0 if its shard is empty, None for an iterable
+        dataset."""
         if isinstance(self._source, StreamSource):
             return None
         return self._slices[0].start if self._slices else 0
@@ -185,8 +188,7 @@ class EvaluationShard:
 
     @property
     def stride_unit(self) -> StrideUnit | None:
-        """Whether samples or batches are assigned to ranks round-robin, as from a shared stream; None if neither
-        are."""
+        """The unit that is assigned to ranks round-robin, for a shared stream; None for any other data."""
         if not isinstance(self._source, StreamSource) or self._source.stream_kind == "own":
             return None
         return "batches" if self._source.batch_size is None else "samples"

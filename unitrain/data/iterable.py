@@ -41,10 +41,10 @@ class StreamSource:
     """Loads this rank's batches of an iterable dataset (stream), for any number of epochs.
 
     The items of a shared stream are sharded round-robin: item i belongs to rank i % size, and each worker collates the
-    batches that the loader fetches from it. A step therefore contains the same items for any number of ranks and
-    workers, and the number of items differs by at most 1 between ranks. Every rank and worker iterates over the entire
-    stream. If `batch_size` is None, each item is a batch; if the dataset loads batches by index, each rank loads only
-    its own batches. With `every_item`, `drop_last` is ignored.
+    batches that the loader fetches from it. With the same global batch size, a step therefore contains the same items
+    for any number of ranks and workers, and the number of items in a micro-batch differs by at most 1 between ranks.
+    Every rank and worker iterates over the entire stream. If `batch_size` is None, each item is a batch; if the dataset
+    loads batches by index, each rank loads only its own batches. With `every_item`, `drop_last` is ignored.
 
     If the dataset is stateful, each batch of training has the state after it, from which an iteration can resume. The
     states of a shared stream are at positions that are common to all ranks and workers. A stateful loader is a stream
@@ -114,7 +114,7 @@ class StreamSource:
 
     @property
     def workers(self) -> int:
-        """The number of processes that load batches."""
+        """The number of worker processes that load batches; 0 if this process or a stateful loader loads them."""
         return self._loader.num_workers
 
     @property
@@ -124,8 +124,8 @@ class StreamSource:
 
     @property
     def may_reuse_memory(self) -> bool:
-        """Whether the next batch may overwrite the memory of this one: the dataset yields batches and runs in this
-        process.
+        """Whether the next batch may overwrite the memory of this one: the dataset or a custom `collate_fn` creates the
+        batches, in this process.
 
         Batches from workers, and batches that torch collates from items, do not share memory.
         """
@@ -218,8 +218,8 @@ def open_stream(
 
 
 class _LoadedBatch(NamedTuple):
-    """A batch, the fingerprint of the first item in the stream, the worker that loaded the batch, and a snapshot of the
-    state of a stateful dataset after the batch.
+    """A batch, the fingerprint of the first item of a shared stream, the worker that loaded the batch, and a snapshot
+    of the state of a stateful dataset after the batch.
     """
 
     batch: CountedBatch
@@ -231,9 +231,9 @@ class _LoadedBatch(NamedTuple):
 class _Batches(IterableDataset[_LoadedBatch | None]):
     """Iterable over the batches that the current worker (or, without workers, this process) collates for one rank.
 
-    A DataLoader takes the first batch from worker 0. If an iteration resumes after a batch of another worker, all
-    workers up to that one first yield None, so that the order of the workers is the same as in the interrupted
-    iteration.
+    A DataLoader takes the first batch from worker 0. If an iteration over a stream of kind "own" resumes after a batch
+    of a worker other than the last, all workers up to that one first yield None, so that the order of the workers is
+    the same as in the interrupted iteration.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         self._batch_size, self._drop_last = batch_size, drop_last
         self._rank, self._size, self._kind, self._seed = rank, size, stream_kind, seed
         self._first_item: int | None = None
-        # In shared memory, because persistent workers have a copy of this object.
+        # In shared memory, because persistent workers keep their copies of this object.
         self._start = torch.zeros(3, dtype=torch.int64).share_memory_()
 
     def set_start(self, epoch: int, start: int, state: StreamState | None) -> None:

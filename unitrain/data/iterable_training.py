@@ -178,7 +178,7 @@ class TrainingStream(TrainingData):
         return None if own is None else StreamState.from_dict(own)
 
     def check_epoch_end(self, position: int) -> bool:
-        """Close the iterator and its workers, and return whether `position` is the end of the epoch; see TrainingData.
+        """Close the iterator, and return whether `position` is the end of the epoch; see TrainingData.
 
         If the next step is not loaded yet, this method tries to load it. A resumed run loads that step again, so the
         RNG state of this process is restored afterwards.
@@ -194,12 +194,12 @@ class TrainingStream(TrainingData):
         return is_exhausted
 
     def end_epoch(self) -> None:
-        """Close the iterator and its workers; see TrainingData."""
+        """Close the iterator, and terminate its workers unless they are persistent; see TrainingData."""
         self._steps.close()
 
 
 class _Steps(Iterator[tuple[Any, MicroBatch]]):
-    """Iterator over the micro-batches of one epoch; `position` is the end of the last yielded micro-batch.
+    """Iterator over the micro-batches of one epoch; `position` is the end of the step of the last yielded micro-batch.
 
     It has no reference cycle, so its workers terminate immediately after an error, without a garbage collection.
     """
@@ -244,11 +244,12 @@ class _Steps(Iterator[tuple[Any, MicroBatch]]):
         return item
 
     def close(self) -> None:
-        """Release the batches and terminate the workers."""
+        """Release the batches, and terminate the workers unless they are persistent."""
         self._steps.close()
 
     def _check_first_items(self) -> None:
-        """Log a warning if a shared stream does not start with the same item on every rank."""
+        """Log a warning on rank 0 if a shared stream does not start with the same item on every rank. All ranks call
+        it."""
         first_items = set(self._communicator.allgather_object(self._source.first_item)) - {None}
         if len(first_items) > 1 and self._communicator.rank == 0:
             _log.warning(

@@ -36,13 +36,14 @@ Data = Dataset[Any] | DataLoader[Any]
 class IndexedSource:
     """Loads batches by index from a Dataset or DataLoader.
 
-    `batch_size` is per rank; `shuffle` and `drop_last` are the user's settings for the training order. `sampler` is the
-    custom sampler of a DataLoader or, if the batch size is None, its batch_sampler. If `may_drop_samples` is True,
-    batches can have fewer samples than indices: use `counted_batches` instead of `batches`. Error messages name
-    `class_name` and its batch size parameter `setting`. With `seeds_batches`, pass `seeds` to `counted_batches`.
+    `batch_size` is per rank; `shuffle` and `drop_last` are the user's settings for the training order. A DataLoader's
+    own settings replace `shuffle`, `drop_last`, `num_workers` and `pin_memory`. `sampler` is the custom sampler of a
+    DataLoader or, if the batch size is None, its batch_sampler. If `may_drop_samples` is True, batches can have fewer
+    samples than indices: use `counted_batches` instead of `batches`. Error messages name `class_name` and its batch
+    size parameter `setting`. With `seeds_batches`, pass `seeds` to `counted_batches`.
 
-    Raises DataError for data without `__getitem__` and `__len__`, and ConfigError for a batch size that is missing or
-    differs from that of the DataLoader.
+    Raises DataError for data without `__getitem__` or a valid `__len__`, and for a DataLoader that cannot be sharded;
+    ConfigError for a batch size that is missing or differs from that of the DataLoader.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class IndexedSource:
             self._dataset.set_epoch(epoch)
 
     def batches(self, order: Tensor | list[Any], positions: Iterator[slice], worker_seed: int) -> Iterator[Any]:
-        """Yield the batch of the samples order[slice] for each non-empty slice in `positions`.
+        """Yield the batch of the samples order[slice] for each slice in `positions`. The slices must not be empty.
 
-        `order` is a tensor of indices, or a list of keys that are not integers. New workers are seeded with
+        `order` is a tensor of indices, or a list of keys that are not all integers. New workers are seeded with
         `worker_seed`; the generator of the user's DataLoader has no effect. Persistent workers start in the first call
         and keep their RNG state in later calls.
         """
@@ -119,10 +120,12 @@ class IndexedSource:
         worker_seed: int,
         seeds: Iterator[int] | None = None,
     ) -> Generator[CountedBatch]:
-        """Yield the same batches as `batches`, as `CountedBatch`. Closing the generator terminates the workers.
+        """Yield the same batches as `batches`, as `CountedBatch`. Closing the generator terminates the workers, unless
+        they are persistent.
 
         With `seeds`, each batch is loaded with the random number generators seeded with one of them, in this process or
-        in a worker, and the generators of this process do not change.
+        in a worker, and the generators of this process do not change. Indexing tensors uses no random numbers, so
+        `seeds` then has no effect.
         """
         if seeds is not None and self._seeds_batches:
             positions, ahead = tee(positions)
@@ -163,7 +166,7 @@ class IndexedSource:
     def _index_tensors(
         self, tensors: tuple[Tensor, ...], subset: Tensor | None, order: Tensor, positions: Iterator[slice]
     ) -> Iterator[Any]:
-        """Yield each batch by indexing the tensors once, which is much faster than stacking single samples.
+        """Yield each batch by indexing each tensor once, which is much faster than stacking single samples.
 
         Each batch is a copy. A view of a larger tensor would be cheaper, but memory alignment affects the rounding of
         some kernels, so a resumed run would not be bit-identical to an uninterrupted one.
@@ -179,7 +182,7 @@ class IndexedSource:
 
 
 class _Indices(Sampler[list[int]]):
-    """Batch sampler that yields the indices set for the next epoch."""
+    """Batch sampler that yields the lists of indices set for the next epoch."""
 
     batches: Iterator[list[int]] = iter(())
 
@@ -251,8 +254,8 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
 def _find_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
     """Return (tensors, None) for a TensorDataset, (tensors, indices) for a Subset of one; None for any other dataset.
 
-    Also return None if the indices of a Subset are out of range or not integers; the Subset then handles or rejects
-    them.
+    Also return None if the tensors are on different devices, or if the indices of a Subset are out of range or not
+    integers; the Subset then handles or rejects the indices.
     """
     if type(dataset) is Subset:
         inner = _find_tensors(dataset.dataset)
@@ -268,7 +271,8 @@ def _find_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | No
 
 
 def _subset_indices(indices: Any, length: int) -> Tensor | None:
-    """Return non-negative indices of a Subset of `length` samples; None unless they are integers in range."""
+    """Return the indices of a Subset of a dataset with `length` samples, as non-negative int64 [indices]; None unless
+    they are integers in range."""
     try:
         found = torch.as_tensor(indices)
     except (TypeError, ValueError, RuntimeError):
@@ -288,8 +292,9 @@ def _normalize_negative(indices: Tensor, length: int) -> Tensor:
 def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, class_name: str) -> int | None:
     """Return the batch size of a DataLoader, otherwise `batch_size`.
 
-    Return None if the DataLoader's dataset or batch_sampler creates the batches. Raises DataError for a DataLoader with
-    a custom `__iter__`, and ConfigError if the batch size is missing, or set both here and in the DataLoader.
+    Return None if a stateful loader, or the DataLoader's dataset or batch_sampler, creates the batches. Raises
+    DataError for any other DataLoader with a custom `__iter__`, and ConfigError if the batch size is missing, or
+    differs from that of the DataLoader.
     """
     if is_stateful_loader(data):
         if batch_size is not None:
@@ -327,7 +332,8 @@ def format_call(class_name: str, arguments: str) -> str:
 
 
 def is_stream(data: Any) -> bool:
-    """Return whether `data` is iterable only, or is indexed by batches of unknown size."""
+    """Return whether `data` is an iterable dataset, a stateful loader, or a DataLoader whose dataset returns a batch of
+    unknown size per index."""
     if isinstance(data, DataLoader):
         if is_stateful_loader(data):
             return True

@@ -22,10 +22,10 @@ class MicroBatch(NamedTuple):
 
     `positions` are indices into the order of the epoch. `samples` is the number of samples, 0 for a dummy batch.
     `step_samples` is the number of samples of all ranks in the optimizer step of this micro-batch; the step ends before
-    position `step_end`.
+    position `step_end`. `ends_step` is True for the last micro-batch of this process in the step.
 
-    With logical ranks, `logical_rank` is the one to which the micro-batch belongs, and `number` is its index among the
-    micro-batches of this logical rank in the step. `ends_step` is True for the last micro-batch of the process.
+    With logical ranks, `logical_rank` is the one to which the micro-batch belongs, and `number` is the index of the
+    micro-batch among those of this logical rank in the step.
 
     `data_state` of the last micro-batch of a step is the state of a stateful dataset after the step.
     """
@@ -44,7 +44,8 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
     """Return the indices of one epoch over all ranks, int64 [length].
 
     torch's DistributedSampler yields the same order with the same `seed` after `set_epoch(epoch)`, so a script that
-    used a DistributedSampler trains on the same batches.
+    used a DistributedSampler trains on the same batches, except for the samples that DistributedSampler repeats or
+    drops at the end of an epoch.
     """
     if not shuffle:
         return torch.arange(length)
@@ -66,8 +67,8 @@ def micro_batches_of_samples(
     Each step takes the next size * batch_size * gradient_accumulation_steps positions, or `global_batch_size` if it is
     set. The samples of a step depend only on this number of positions, not on the number of ranks. A step has as few
     micro-batches as possible, and the same number on every rank. Within a micro-batch, each rank takes every size-th
-    position, as with DistributedSampler, so the number of samples differs by at most 1 between ranks. If there are
-    fewer samples than ranks, the ranks without a sample use a dummy batch.
+    position, as with DistributedSampler, so the number of samples differs by at most 1 between ranks. If a micro-batch
+    has fewer samples than ranks, the ranks without a sample use a dummy batch.
     """
     samples_per_micro_batch = size * batch_size
     global_batch_size = global_batch_size or samples_per_micro_batch * gradient_accumulation_steps
@@ -93,8 +94,8 @@ def micro_batches_of_sampler(
     """Yield this rank's micro-batches for the batches of a batch_sampler.
 
     Batch i contains the positions bounds[i] to bounds[i + 1] - 1. Batches are assigned to ranks round-robin, starting
-    at position `start`. `uneven` determines how a last step with fewer batches than ranks is handled, as in
-    TrainConfig.
+    at position `start`. `uneven` determines how a last step with fewer than size * gradient_accumulation_steps batches
+    is handled, as in TrainConfig.
     """
     count = len(bounds) - 1
     per_step = size * gradient_accumulation_steps

@@ -21,8 +21,8 @@ class Prefetcher:
 
     On a GPU, the copy of the next batch overlaps with the computation of the current step. This requires GPU memory for
     one additional batch. Only copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded
-    while gradients are reduced. `fetching` and `copying` return context managers, in which such a batch is loaded, and
-    each batch is copied to a GPU.
+    while gradients are reduced: `fetching` returns the context manager in which it is loaded. `copying` returns the
+    context manager in which each batch is copied to a device other than the CPU.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Prefetcher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, items: Iterable[Item[InfoT]], *, ahead: bool, overlapped: bool = False) -> Iterator[Item[InfoT]]:
-        """Yield the pairs (batch, info) in `items`, with the batch on the device.
+        """Return an iterator over the pairs (batch, info) in `items`, with the batch on the device.
 
         `ahead` allows prefetching on a GPU. `overlapped` lets `overlapped_work` load the next batch on the CPU.
         """
@@ -114,8 +114,9 @@ def prefetch_one(
 ) -> Iterator[Item[InfoT]]:
     """Yield `begin_copy(item)` for each of `items`, with one item copied ahead.
 
-    The copy of the next item starts before the current one is yielded; `wait_for_copies` is called in between. Errors
-    of `items` or `begin_copy` are raised after the preceding item has been yielded.
+    `wait_for_copies` is called when only the copy of the current item is in progress. The copy of the next item then
+    starts, and the current item is yielded. Errors of `items` or `begin_copy` are raised after the preceding item has
+    been yielded.
     """
     error_to_raise: Exception | None = None
     prefetched = [begin_copy(item) for item in _take_next(items)]

@@ -17,14 +17,16 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.errors import DataError
 from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 
-# Maximum number of keys in an epoch. All keys are drawn at once, so infinite samplers must be detected.
+# Maximum number of elements (keys or batches) that a sampler may yield in an epoch. All of them are drawn at once, so
+# infinite samplers must be detected.
 MAX_DRAWN_KEYS = 50_000_000
 
 
 def custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
     """Return the sampler or batch_sampler that determines the order of `loader`; None for a default sampler.
 
-    Raises DataError for a sampler that shards the data, such as a DistributedSampler.
+    If the batch size of `loader` is None, a default sampler is also returned. Raises DataError for a sampler that
+    shards the data, such as a DistributedSampler.
     """
     sampler: Iterable[Any] = loader.sampler if loader.batch_size is not None else loader.batch_sampler or loader.sampler
     for part in _nested_samplers(sampler):
@@ -141,7 +143,7 @@ def _to_order(keys: list[Any]) -> Tensor | list[Any]:
 
 
 def _nested_samplers(sampler: Any) -> Iterator[Any]:
-    """Yield `sampler` and the samplers in its attributes, such as `BatchSampler.sampler`."""
+    """Yield `sampler` and the samplers in its attributes, at any depth, such as `BatchSampler.sampler`."""
     waiting, seen = [sampler], set()
     while waiting:
         part = waiting.pop()

@@ -40,20 +40,22 @@ class ShardedLoader:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Each iteration is the next epoch. Every sample is in exactly one batch on one rank, and all ranks yield the same
-    number of batches, for any length of the data. Multiply the mean loss of a batch by `loss_weight`, so that the
-    gradient averaged over ranks is the gradient of the mean loss over the samples of all ranks. A rank without samples
-    for a step yields a dummy batch with loss weight 0, which `sync_batch_norm` layers ignore.
+    Each iteration is the next epoch. With the default arguments, every sample is in exactly one batch on one rank. All
+    ranks yield the same number of batches, for any length of the data. Multiply the mean loss of a batch by
+    `loss_weight`, so that the gradient averaged over ranks is the gradient of the mean loss over the samples of all
+    ranks. A rank without samples for a batch yields a dummy batch with loss weight 0, which `sync_batch_norm` layers
+    ignore.
 
     Use `shuffle=False` for evaluation: the loader then yields every sample once, in order and without dummy batches.
-    The number of batches may differ between ranks and may be 0. Iterating calls no collectives.
+    The number of batches may differ between ranks and may be 0. Iterating then calls no collectives.
 
     All ranks must create the loader with the same arguments and iterate over it. With the same `seed` and epoch, N
     ranks with batches of B samples train on the same samples in each step as one rank with batches of N * B samples.
 
     Args:
         data: A Dataset, an IterableDataset or a DataLoader. A DataLoader's batch size, sampler, `collate_fn`,
-            `drop_last` and workers are used. If it was created with shuffle=False, its order is kept.
+            `drop_last` (only in training) and workers are used. If it was created with shuffle=False, its order is
+            kept.
         backend: The backend that `unitrain.init` returned, or the `replicas` of a Pipeline.
         batch_size: Samples per rank and batch. Required unless `data` is a DataLoader.
         shuffle: True to train in a new order in each epoch; False to evaluate in the order of the data.
@@ -71,7 +73,8 @@ class ShardedLoader:
             batches of the logical ranks of this process, and `ends_step` is True for the last one.
 
     With `logical_ranks`, the loader seeds the global random number generators of torch, numpy and Python for each
-    batch. Random numbers, such as those of dropout, then depend only on the seed, the step and the logical rank.
+    batch. In training, random numbers, such as those of dropout, then depend only on the seed, the step, the logical
+    rank and the number of the batch in the step.
 
     Raises, on every rank: ConfigError for arguments that are invalid, contradict each other or differ between ranks;
     DataError for data that is empty, cannot be sharded or differs between ranks.
@@ -155,8 +158,9 @@ class ShardedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the current iteration or, between iterations, of the next one. The first epoch is 0. Set it to
-        start at a different epoch.
+        """The epoch of the current iteration or, after a complete iteration, of the next one. The first epoch is 0. Set
+        it to start at a different epoch. It does not change in evaluation. After an iteration that stopped within its
+        epoch, it is still that epoch, and the next iteration begins the following epoch.
         """
         return self._epoch
 
@@ -174,14 +178,16 @@ class ShardedLoader:
     def loss_weight(self) -> float:
         """The factor for the mean loss of the last yielded batch: its samples * number of ranks / samples of the step.
 
-        A step consists of `gradient_accumulation_steps` batches (1 by default) on every rank or logical rank.
+        With logical ranks, it is the number of logical ranks. A step consists of `gradient_accumulation_steps` batches
+        (1 by default) on every rank or logical rank; the last step of an epoch may have fewer.
         """
         self._check_is_for_training("loss_weight")
         return self._loss_weight
 
     @property
     def ends_step(self) -> bool:
-        """Whether the last yielded batch ends its optimizer step; always True without gradient accumulation."""
+        """Whether the last yielded batch ends its optimizer step; always True without gradient accumulation and without
+        logical ranks."""
         self._check_is_for_training("ends_step")
         return self._ends_step
 
@@ -237,9 +243,11 @@ class ShardedLoader:
         self._set_position(self._epoch + 1, 0)
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
-        """Return the position after the last complete step. Any number of ranks can load it with `load_state_dict`.
+        """Return the position after the last complete step. Any number of ranks can load it with `load_state_dict`,
+        except within an epoch with stream="own", where the numbers of ranks and workers must be the same.
 
-        Call it after `optimizer.step()`, on any rank; the state is the same on all ranks.
+        Call it after `optimizer.step()`, on any rank. The state is the same on all ranks, except for the state of a
+        stateful dataset.
 
         With `all_ranks`, the state also contains the states of a stateful dataset on all ranks; every rank must call
         the method. Use it with stream="own", so that a resumed run does not read the items that were already used. With
@@ -256,7 +264,8 @@ class ShardedLoader:
         """Resume from `state`: the next iteration yields the remainder of its epoch. All ranks call it.
 
         Within an epoch, the remaining samples and their order are the same for any number of ranks and any batch size.
-        Raises CheckpointError if `state` is within an epoch and the order of the data differs.
+        Raises CheckpointError if `state` is not a result of `state_dict`, or if it is within an epoch and the order of
+        the data differs. With stream="own", the order depends on the numbers of ranks and workers.
         """
         self._check_is_for_training("load_state_dict()")
         problem = _describe_invalid_state(state)
@@ -282,7 +291,8 @@ class ShardedLoader:
         self._epoch, self._position, self._is_within_epoch, self._data_state = epoch, position, False, None
 
     def _check_same_position(self) -> None:
-        """Raise ConfigError on every rank if the positions differ between ranks: batches would overlap."""
+        """Raise ConfigError on every rank if the positions differ between ranks: batches would overlap. All ranks call
+        it."""
         found = gather_if_different(self._backend, (self._epoch, self._position)) or []
         if found:
             raise ConfigError(

@@ -41,8 +41,9 @@ class TrainingShard(TrainingData):
     `epoch_order` determines the order, unless rank 0 draws it from the DataLoader's sampler. With a batch_sampler, the
     ranks receive its batches round-robin, and `uneven` determines how the last step is handled, as in TrainConfig.
 
-    Raises on all ranks: DataError for data that is empty, has fewer samples than ranks (unless `allow_empty_ranks`),
-    differs between ranks or is not indexed; ConfigError for a missing or contradictory batch size.
+    Raises on all ranks: DataError for data that is empty, has fewer samples than ranks or logical ranks (unless
+    `allow_empty_ranks`) or, with `drop_last`, than a global batch, differs between ranks or is not indexed; ConfigError
+    for a missing or contradictory batch size.
     """
 
     def __init__(
@@ -130,7 +131,10 @@ class TrainingShard(TrainingData):
         return self._communicator.size > 1 and self._source.can_prefetch and self._aligner is None
 
     def steps_in_epoch(self, start: int = 0) -> int | None:
-        """Return the number of optimizer steps from position `start` to the end of an epoch, 0 after the end."""
+        """Return the number of optimizer steps from position `start` to the end of an epoch, 0 after the end.
+
+        Return None with a sampler without a length, and with a batch_sampler if `start` is not 0.
+        """
         length: int | None = self._source.length
         if self._source.sampler is not None:
             length = _sampler_length(self._source.sampler)
@@ -150,7 +154,7 @@ class TrainingShard(TrainingData):
         return None if length is None else self._find_epoch_end(length)
 
     def count_batches(self) -> int | None:
-        """Return the number of micro-batches per rank in one epoch; None with a sampler without a length."""
+        """Return the number of micro-batches of this process in one epoch; None with a sampler without a length."""
         source, size = self._source, self._num_shards
         length = source.length if source.sampler is None else _sampler_length(source.sampler)
         if length is None:
@@ -258,7 +262,8 @@ class TrainingShard(TrainingData):
         )
 
     def _find_epoch_end(self, length: int) -> int:
-        """Return the position at which an epoch of `length` samples ends."""
+        """Return the position at which an epoch of `length` samples ends. Raises DataError if `drop_last` would drop
+        all samples."""
         step_samples = self.global_batch_size
         # drop_last drops an incomplete last global batch.
         if not self._source.drop_last or step_samples is None:

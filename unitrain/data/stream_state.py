@@ -38,10 +38,10 @@ class StreamState:
     """State of this rank's iteration over a stream after one of its batches.
 
     Attributes:
-        snapshots: Pickled state of the dataset in each worker that has loaded a batch. A shared stream has the same
-            state in each worker, which has the key 0.
+        snapshots: Pickled state of the dataset in each worker that has loaded a batch. For a shared stream, all workers
+            have the same state, and the only key is 0.
         last_worker: The worker that loaded the last batch; -1 before the first batch.
-        position: The position after the batch, for a shared stream.
+        position: The position after the batch, for a shared stream; None for other streams and restored states.
         repeats: Whether the batch was repeated, with uneven="pad".
     """
 
@@ -51,7 +51,7 @@ class StreamState:
     repeats: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state in types that load with `weights_only=True`."""
+        """Return the state, without its position, in types that load with `weights_only=True`."""
         snapshots = {
             worker: {"state": pickle.loads(snapshot)} if snapshot else {} for worker, snapshot in self.snapshots.items()
         }
@@ -59,7 +59,7 @@ class StreamState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> StreamState:
-        """Return the state that `to_dict` converted."""
+        """Return the state that `to_dict` converted; its position is None."""
         snapshots = {
             worker: pickle.dumps(snapshot["state"]) if snapshot else END_OF_STREAM
             for worker, snapshot in state["snapshots"].items()
@@ -113,8 +113,8 @@ def take_snapshot(items: Any) -> bytes:
 def load_snapshot(items: Iterable[Any], snapshot: bytes) -> Iterable[Any]:
     """Return `items` with the state `snapshot`.
 
-    The result is a copy, so that later epochs do not start from the state. It has the same large arrays, shared
-    memory, and objects that cannot be copied, such as files. A loader is not copied: it starts from the state once.
+    The result is a copy, so that later epochs do not start from the state. It shares large arrays, shared memory, and
+    objects that cannot be copied, such as files, with `items`. A loader is not copied: it starts from the state once.
     After the end of the stream, the result is empty.
     """
     if snapshot == END_OF_STREAM:

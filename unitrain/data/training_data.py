@@ -22,7 +22,7 @@ class ShardSettings:
 
     Attributes:
         shuffle: Shuffle the samples in every epoch. Does not apply to iterable datasets.
-        drop_last: Train on full global batches only.
+        drop_last: Train on full global batches only or, with `stream` "own", on full batches of each worker only.
         elastic: The job keeps its global batch size for any number of ranks.
         elastic_batch_size: In later attempts of an elastic job, the batch sizes of the first attempt.
         allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to iterable datasets.
@@ -57,7 +57,7 @@ class ShardSettings:
         elastic_batch_size: ElasticBatchSize | None,
         interleaves_logical_ranks: bool = False,
     ) -> ShardSettings:
-        """Return the settings of `config`, and the given ones."""
+        """Return the settings of `config`, with the other arguments."""
         return cls(
             batch_size=config.batch_size,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -117,7 +117,7 @@ class TrainingData(ABC):
     """This rank's shard of the training data, for any number of epochs. All ranks make the same calls.
 
     `batch_size` is the number of samples per rank and micro-batch, `global_batch_size` the number per step over all
-    ranks in the current epoch, which `begin_epoch` sets; None if it is not known in advance.
+    ranks in the current epoch, which `begin_epoch` sets. Each is None if it is not known in advance.
     """
 
     batch_size: int | None
@@ -167,7 +167,8 @@ class TrainingData(ABC):
 
     @abstractmethod
     def count_batches(self) -> int | None:
-        """Return the number of micro-batches per rank in one epoch; None if it is unknown. Use it for display only."""
+        """Return the number of micro-batches of this process in one epoch; None if it is unknown. Use it for display
+        only."""
 
     @abstractmethod
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
@@ -199,7 +200,7 @@ class TrainingData(ABC):
         call has the same epoch and position.
 
         Otherwise, and on a rank whose state is missing, that call reads and skips the items before the position. The
-        results are the same.
+        results are the same if the items depend only on the seed and the epoch.
         """
 
     @abstractmethod

@@ -67,8 +67,8 @@ class WorkerInit:
             self.user_init(worker)
 
     def describe_activity(self, worker: int) -> str:
-        """Return the activity of `worker` as the predicate of a sentence, or "" if it is unknown. It is at most one
-        second old."""
+        """Return the activity of `worker` as the predicate of a sentence, or "" if it is unknown. It is at most about
+        one second old, or older if the worker holds the GIL."""
         if worker >= self.workers:
             return ""
         return bytes(self._reports[worker].tolist()).rstrip(b"\0").decode(errors="replace")
@@ -85,7 +85,8 @@ def _write_reports(report: Tensor) -> None:
 
 
 def _describe_activity(previous: tuple[int, str, float] | None) -> tuple[tuple[int, str, float] | None, str]:
-    """Return this worker's current fetch as (ID of its frame, its items, start time), and a description of it.
+    """Return this worker's current fetch as (ID of its frame, its items, start time), and a description of the fetch;
+    (None, "") if the worker is not fetching.
 
     `previous` is the fetch that the preceding call returned. If it is still in progress, its start time is kept.
     """
