@@ -46,7 +46,7 @@ class EarlyStopping(Callback):
         self._stop_if_patience_is_exhausted(trainer)
 
     def on_epoch_end(self, trainer: RunningTrainer, results: dict[str, float]) -> None:
-        """Compare the result with the best so far. Incomplete epochs are ignored."""
+        """Compare the result with the best so far. Incomplete epochs, and epochs without this result, are ignored."""
         result = results.get(self.monitor)
         if result is None or trainer.progress.sample:
             return

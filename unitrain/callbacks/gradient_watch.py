@@ -29,7 +29,7 @@ class GradientWatch(Callback):
         self._overflows = 0
 
     def on_before_optimizer_step(self, trainer: RunningTrainer) -> None:
-        """Check the gradients, which are equal on every rank except with `local_sgd`."""
+        """Check the gradients. They are equal on every rank, except with `local_sgd` and with sharded parameters."""
         if trainer.progress.step % self.every:
             return
         is_sharded = trainer.config.shard == "parameters"

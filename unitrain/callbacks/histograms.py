@@ -18,7 +18,7 @@ class Histograms(Callback):
     The gradients are those of the global batch, before clipping and without the fp16 loss scale (`wandb.watch` logs the
     gradients of one rank). With `local_sgd`, parameters and gradients are those of rank 0. Sharded gradients are
     gathered one at a time. The names are "parameters/NAME" and "gradients/NAME". The CSV logger ignores histograms.
-    Non-finite values are omitted. Each logged step copies all parameters to the host.
+    Non-finite values are omitted. Each logged step copies all logged parameters and gradients to the host.
     """
 
     def __init__(self, *, every: int = 1000, parameters: bool = True, gradients: bool = True) -> None:

@@ -74,7 +74,8 @@ class ExactMeans(Means):
             self._pending_tokens.append((loss if is_owned else detached_copy(loss), torch.as_tensor(count).detach()))
 
     def flush(self) -> None:
-        """Sum the pending batches. Raises a deferred TensorError of `add`, on this rank only."""
+        """Sum the pending batches. Raises a deferred TensorError of `add`, on this rank only. Synchronizes with the
+        device if batches are pending."""
         pending = self._pending if self.names else []  # torch cannot stack an empty list
         rows = [
             torch.stack(
@@ -93,8 +94,8 @@ class ExactMeans(Means):
         self._pending_tokens.clear()
 
     def local_sums(self) -> Tensor:
-        """Return four floats per name, which add up exactly to this rank's sum, followed by its number of samples or
-        tokens, float64 [4 * names + 1]."""
+        """Return four floats per name, which add up to this rank's sum, followed by its number of samples or tokens,
+        float64 [4 * names + 1]. The sum is exact unless it needs more than four floats; see `_MAX_PARTS`."""
         self.flush()
         rows: list[float] = []
         for exact in self._exact:

@@ -160,7 +160,7 @@ class MeanMetric:
     Sums are accumulated in float64. The number of batches may differ between ranks and may be 0.
 
     With `exact`, sums are exact, so for the same batches the result is bit-identical for any number of ranks. Use it
-    with logical ranks. It synchronizes with the device once per 100 batches.
+    with logical ranks. `update` then synchronizes with the device once per 100 batches.
     """
 
     def __init__(self, backend: Communicator, *, exact: bool = False) -> None:
@@ -172,9 +172,10 @@ class MeanMetric:
     def update(self, value: Tensor | float, count: Tensor | float = 1) -> None:
         """Add the mean `value` of `count` samples, tokens or pixels of this rank; or a tensor of `count` values.
 
-        This neither communicates nor synchronizes with the device. A `count` of 0 adds nothing. Raises TensorError for
-        a count that is not a single non-negative number, and for a value that is not numeric or has the wrong shape.
-        The shape may be checked only in `compute`, and is not compared with a count on a GPU.
+        This does not communicate and, unless the metric is `exact`, does not synchronize with the device. A `count` of
+        0 adds nothing. Raises TensorError for a count that is not a single non-negative number, and for a value that is
+        not numeric or has the wrong shape. The shape may be checked only in a later `update` or in `compute`, and is
+        not compared with a count on a GPU.
         """
         _check_value(value)
         if isinstance(count, Tensor):
@@ -242,7 +243,8 @@ def _check_value(value: Any) -> None:
 
 
 def _to_float64(value: Tensor | float, count: float | None, device: torch.device) -> Tensor:
-    """Return the mean of `value` as float64. Raises TensorError unless it has 1 or `count` elements."""
+    """Return the mean of `value` as float64. Raises TensorError for a complex `value`, and unless its shape is [] or
+    [count]; the shape is not checked if `count` is None or 0."""
     value = torch.as_tensor(value).detach()
     if value.is_complex() or (count is not None and count > 0 and value.shape not in ((), (count,))):
         raise TensorError(_invalid_value("The value", value, count or 0))

@@ -58,13 +58,14 @@ class RunningLoss:
         return self._means.local_sums().tolist()
 
     def mean_since_sync(self, ranks: Sequence[Sequence[float]], epoch: int, step: int) -> float:
-        """Return the mean since the last call, given the `local_sums` of all `ranks`.
+        """Return the mean since the last call, given the `local_sums` of all `ranks`; 0 if there were no tokens.
 
-        Raises NonFiniteLossError, on every rank, if the mean is not finite.
+        Raises, on every rank, NonFiniteLossError if the mean is not finite, and ModelError if the number of tokens is
+        negative, or is 0 although the sum is not.
         """
         total, count = _total(ranks)
         self.count_at_sync = count - self._synced_totals[1]
-        mean = _mean_or_nan(total - self._synced_totals[0], self.count_at_sync)
+        mean = _mean(total - self._synced_totals[0], self.count_at_sync)
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, ranks)
         self._synced_totals = (total, count)
@@ -75,7 +76,7 @@ class RunningLoss:
         local_sums = self.local_sums()
         (total,), count = self._means.totals(self._communicator)
         self._totals = (total, count)
-        mean = _mean_or_nan(total, count)
+        mean = _mean(total, count)
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, self._communicator.allgather_object(local_sums))
         return mean
@@ -112,7 +113,7 @@ def _total(ranks: Sequence[Sequence[float]]) -> tuple[float, float]:
     return exact_total(part for row in ranks for part in row[:-1]), sum(row[-1] for row in ranks)
 
 
-def _mean_or_nan(total: float, count: float) -> float:
+def _mean(total: float, count: float) -> float:
     if count < 0 or (count == 0 and total != 0):
         # Counts on a GPU are not checked per batch, which would synchronize with the device.
         raise ModelError(

@@ -45,12 +45,14 @@ def is_torchmetric(metric: object) -> bool:
 
 
 class TorchMetrics:
-    """Metrics that are updated together. All ranks must make the same calls, and return the same results.
+    """Metrics that are updated together. `compute` returns the same results on all ranks. The numbers of batches may
+    differ between ranks.
 
     A result equals that of a single metric updated with the batches of all ranks in rank order: sums use float64,
     concatenated states are in rank order, and mean states are weighted by their numbers of updates. The synchronization
-    settings of the metrics do not change; `compute` resets the metrics. Raises ConfigError for a metric that depends on
-    the order of batches, and MetricError, on every rank, for a metric that fails or has a non-numeric result.
+    settings of the metrics do not change; `compute` resets the metrics. The constructor raises ConfigError for a
+    Running metric, which depends on the order of batches. `compute` raises MetricError, on every rank, for a metric
+    that cannot be computed or has a non-numeric result.
 
     With `has_parts`, the states of the parts that `begin_part` separates are gathered and merged in their order. The
     result is then bit-identical for any division of the parts among ranks.
@@ -98,7 +100,8 @@ class TorchMetrics:
                 raise _metric_error(name, metric, where, error) from error
 
     def compute(self) -> dict[str, dict[str, float]]:
-        """Return the results per metric by name, and reset the metrics. All ranks call it."""
+        """Return the results per metric by name, and reset the metrics. All ranks call it. Results are nan if no rank
+        has updated the metrics."""
         communicator = self._communicator
         rank = communicator.rank if self._is_updated else communicator.size
         # The lowest rank with samples computes the result, because some metrics store properties of the samples outside
@@ -119,7 +122,8 @@ class TorchMetrics:
         return results
 
     def _merge_ranks(self) -> tuple[list[list[_States]], list[_States]]:
-        """Return the states of all ranks that are not merged yet, and those that an allreduce has merged."""
+        """Return the states of all ranks that are not merged yet, and those that an allreduce has merged. All ranks
+        call it."""
         states = [_read_states(metric) for metric in self._metrics.values()]
         reduced = self._reduce_states(states)
         gathers = any(values_by_name for metric_states in states for _, values_by_name in metric_states.values())
@@ -304,7 +308,8 @@ def _merge(values: list[tuple[int, Any]], reduction: Callable[..., Any] | None, 
     """Merge one state over ranks, according to the `reduction` of `add_state`. `values` contains a pair (number of
     updates, state) per rank.
 
-    Without a `reduction`, or with a custom one, tensors are stacked, as in torchmetrics, and the metric merges them.
+    Without a `reduction`, tensors are stacked, as in torchmetrics, and the metric merges them. A custom `reduction` is
+    called with the stacked tensors.
     """
     functions: Any = sys.modules["torchmetrics.utilities"]
     states = [state for _, state in values]
@@ -349,7 +354,8 @@ def _iterate_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _predict_result_names(name: str, metric: Any) -> Iterator[str]:
-    """Yield the names of a metric's results before training, if a metric without updates provides them."""
+    """Yield the names of a metric's results before training, or only `name` if a metric without updates cannot be
+    computed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # suppresses the warning that the metric was not updated

@@ -21,7 +21,8 @@ Metric = Callable[[Any, Any], Tensor | float]
 
 
 class UserMetrics:
-    """The metrics of a run by name. All ranks must make the same calls, and return the same results.
+    """The metrics of a run by name. `compute` returns the same results on all ranks. The numbers of batches may differ
+    between ranks.
 
     The result of a function is its mean over all samples. A torchmetrics object can have several results: for a metric
     "f1" they are named "f1_" followed by the key or index. A MetricCollection passed instead of a dictionary determines
@@ -54,7 +55,8 @@ class UserMetrics:
             self._torchmetrics.begin_part()
 
     def update(self, output: Any, target: Any, samples: int) -> None:
-        """Add a batch of `samples` samples. Raises TensorError if a function does not return numbers."""
+        """Add a batch of `samples` samples. Raises, on this rank only, TensorError if a function does not return
+        numbers, and MetricError if a torchmetrics object cannot be updated."""
         values = [_read_value(name, metric(output, target)) for name, metric in self._functions.items()]
         self._means.add(values, samples)
         if self._torchmetrics is not None:

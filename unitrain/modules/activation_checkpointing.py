@@ -26,9 +26,9 @@ def checkpoint_activations(model: nn.Module, blocks: type[nn.Module] | str | Seq
     the step time increases by at most the time of a forward pass. The results are the same: the RNG state of dropout is
     restored, and running statistics and other buffers are updated once. The keys of `state_dict` do not change.
 
-    Call it on every rank before `distributed_model`; it does not communicate. Raises ModelError if a block is not a
-    class, if the model has no module of that class, or if a block is a container without a forward method, such as
-    ModuleList.
+    Call it on every rank before `distributed_model`; it does not communicate. Raises ModelError if a block is neither a
+    class nor a class name, if the model has no module of that class, or if a block is a container without a forward
+    method, such as ModuleList.
     """
     fix = "Use checkpoint_activations(model, nn.TransformerEncoderLayer)"
     check_instance("checkpoint_activations(model)", model, nn.Module, "a torch.nn.Module", fix, error=ModelError)
@@ -116,8 +116,8 @@ class _RecordedBuffers(AbstractContextManager[None]):
 
 
 class _RestoredBuffers(AbstractContextManager[None]):
-    """Context of the recomputation, which starts with the same buffers as the first forward pass. Afterwards, the
-    context restores the current values.
+    """Context of the recomputation, which starts with the same buffers as the first forward pass. At the end, the
+    context restores the values that the buffers had before the recomputation.
 
     With a retained graph, every backward pass recomputes the activations, so the context may be entered several times.
     """

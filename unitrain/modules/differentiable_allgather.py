@@ -30,9 +30,9 @@ def differentiable_allgather(tensor: Tensor, communicator: Communicator) -> Tens
     `tensor[:micro_batch.samples]`, as in examples/contrastive.py, or use data that is sharded evenly.
 
     With grad mode enabled, the result requires grad even if this rank's tensor does not (for example, because it has no
-    samples), so that every rank participates in the backward pass. For integers, and in torch.no_grad(), use
-    `communicator.allgather`. Every rank must use the result in the same order relative to other collectives. Double
-    backward is supported.
+    samples), so that every rank participates in the backward pass. For integers and complex numbers, and in
+    torch.no_grad(), the function returns the result of `communicator.allgather`, without gradients. Every rank must use
+    the result in the same order relative to other collectives. Double backward is supported.
 
     Raises TensorError for a tensor that collectives do not support, and CollectiveMismatchError if the dtype, the shape
     (except dim 0) or the grad mode differs between ranks.

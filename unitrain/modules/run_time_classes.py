@@ -1,4 +1,4 @@
-"""Classes created at run time that replace the forward of a module, which remains the same object."""
+"""Classes created at run time that replace the forward of a module. The module remains the same object."""
 
 from __future__ import annotations
 

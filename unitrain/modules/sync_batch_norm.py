@@ -35,8 +35,9 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     ranks must call the layers in the same order, with any number of samples. With gradient accumulation, each
     micro-batch has its own statistics. Eval mode and single-rank runs do not communicate.
 
-    Call it on every rank, before training. Raises ModelError for a layer that overrides `forward`, and for a layer with
-    a process group.
+    Call it on every rank, before training. Layers that are already synchronized do not change. Raises ConfigError for
+    invalid arguments, and ModelError for a layer that overrides `forward`, a lazy layer without parameters, and a layer
+    with a process group.
     """
     check_model_and_communicator("sync_batch_norm", model, communicator)
     layers: dict[str, Any] = {
@@ -143,9 +144,9 @@ class SharedStatistics:
         """Return the mean and variance, float64 [channels], and the number of values per channel, over all ranks.
 
         `sums` are this rank's sums of the values and of their squares, float64 [channels] each, for `count` values per
-        channel in layer `number`. With `check`, the host synchronizes with the device, and raises an error on every
-        rank if ranks call different layers or if there are fewer than two values per channel. The number of values is a
-        float on CPUs.
+        channel in layer `number`. With `check`, and always on CPUs, the host synchronizes with the device, and raises
+        an error on every rank if ranks call different layers or if there are fewer than two values per channel. The
+        number of values is a float on CPUs.
         """
         if not self.includes_local_samples:
             # The sums are replaced instead of multiplied by 0, because 0 * nan is nan.
@@ -296,7 +297,7 @@ def _sums(x: Tensor) -> tuple[list[Tensor], int]:
 def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, values: Tensor | float) -> None:
     """Update the running statistics with the statistics of a batch with `values` values per channel, like BatchNorm."""
     layer.num_batches_tracked.add_(1)
-    # The result is float64, because 1.0 / integer tensor is float32. `item()` would synchronize with the device.
+    # `double()`, because 1.0 / integer tensor is float32. `item()` would synchronize with the device.
     momentum = 1.0 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
     for running, statistic, factor in (
         (layer.running_mean, mean, momentum),

@@ -24,8 +24,8 @@ class Forward:
     Otherwise, a batch is a pair (inputs, targets), and the model is called with the inputs; or a mapping, such as a
     dictionary or a BatchEncoding of transformers, and the model is called with its items as keyword arguments. `model`
     is the user's model, without wrappers. Raises ConfigError if `function` is not callable, DataError if a batch is
-    neither a pair nor a mapping, or has keys that the model does not accept, and ModelError if `function` does not
-    return a pair.
+    neither a pair nor a mapping, or is a mapping without tensors or with keys that the model does not accept, and
+    ModelError if `function` does not return a pair.
     """
 
     def __init__(self, function: ForwardFunction | None, model: nn.Module) -> None:
@@ -96,8 +96,8 @@ class Keywords:
         self._accepts_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
     def call(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """Return `model(**batch)`. Raises DataError if the batch has no tensor, or keys that the model does not
-        accept."""
+        """Return `model(**batch)`. Raises DataError if the batch has no tensor, if it has keys that the model does not
+        accept, or if the model fails on a batch that contains a list of tensors."""
         if not any(isinstance(leaf, Tensor) for leaf in leaves(batch)):
             kinds = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in batch.items())
             raise DataError(
@@ -119,8 +119,11 @@ class Keywords:
             ) from error
 
     def without_loss(self, output: Any) -> Any:
-        """Return `output` without the loss and the cache of a language model, which have no row per sample, if it is a
-        mapping or a dataclass."""
+        """Return `output` without the items that have no row per sample, if it is a mapping or a dataclass.
+
+        These are the loss, the cache of a language model, and other objects that are neither tensors nor containers. In
+        a dataclass, they are replaced by None.
+        """
         if isinstance(output, Mapping):
             kept = {key: value for key, value in output.items() if _is_predicted(key, value)}
             return type(output)(**kept) if is_dataclass(output) else kept

@@ -33,7 +33,7 @@ class Fragment:
             self.steps_until_merge -= 1
             if self.steps_until_merge == 0:
                 self._merge()
-            # Start the second of the two collectives of a transfer halfway, because both have the same size.
+            # Start the second of the two collectives of a compressed transfer halfway, because both have the same size.
             elif self.steps_until_merge == overlap_steps // 2:
                 for bucket in self.buckets:
                     if bucket.pending is not None:
@@ -51,8 +51,8 @@ class Fragment:
         self.steps_until_merge = overlap_steps
 
     def finish_transfer(self) -> dict[str, Tensor]:
-        """Wait for the transfer, and return the mean outer gradients by parameter name, to be merged later. All ranks
-        call it."""
+        """Wait for the transfer, and return the mean outer gradients by parameter name, to be merged later. Return an
+        empty dictionary if no transfer is in progress. All ranks call it."""
         return {
             name: part
             for bucket in self.buckets
@@ -73,8 +73,8 @@ class Fragment:
         """Load the state of the outer optimizer, this rank's compression error, and the results of transfers.
 
         `merges_in` contains the number of steps until the transfer of each parameter is merged. If the parameters of
-        this fragment are not all merged after the same number of steps, their transfers are discarded. The next outer
-        gradient then includes the changes of the discarded transfers.
+        this fragment are not all merged after the same number of steps, or if this run averages weights, their
+        transfers are discarded. The next outer gradient then includes the changes of the discarded transfers.
         """
         for bucket in self.buckets:
             bucket.load(outer, errors)

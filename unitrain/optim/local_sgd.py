@@ -52,10 +52,12 @@ class LocalSGD:
     ranks must make the same calls.
 
     Only parameters that are in `optimizer` and require grad are synchronized. Each rank keeps its own optimizer state.
-    The running statistics of normalization layers are averaged at each synchronization and in each step of the warm-up,
-    and the other buffers are broadcast from rank 0, unless `broadcast_buffers` is False.
+    Whenever `step` returns a number above 0, the running statistics of normalization layers are averaged, and their
+    counts of batches are broadcast from rank 0. The other buffers are also broadcast, unless `broadcast_buffers` is
+    False.
 
     Raises ConfigError or ModelError on every rank for invalid arguments, and if the arguments differ between ranks.
+    Raises UnsupportedError if the backend does not support `synchronous_ranks`.
     """
 
     def __init__(
@@ -120,10 +122,10 @@ class LocalSGD:
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Replace each `.grad` with its mean over the ranks that train synchronously: all ranks in the first
-        `warmup_steps` steps, and afterwards the `synchronous_ranks` of this group.
+        `warmup_steps` steps, and afterwards the ranks of this rank's synchronous group.
 
-        Call it after the last backward pass of each step, before gradients are clipped. If every rank trains
-        independently, it does nothing.
+        Call it after the last backward pass of each step, before gradients are clipped. If this rank trains
+        independently after the warm-up, the method does nothing.
         """
         if self._backend.size == 1:
             return
@@ -140,7 +142,8 @@ class LocalSGD:
 
         Return the number of steps since the previous synchronization if the ranks are synchronized, otherwise 0. In the
         first `warmup_steps` steps, this is 1. With fragments, it is the number of steps between two synchronizations of
-        the last fragment. Raises ModelError on every rank if a parameter that is not synchronized was trained.
+        the last fragment. Raises ModelError, on this rank only, if the optimizer contains a parameter that requires
+        grad but is not synchronized.
         """
         self._check_parameters()
         is_warm_up = self.is_warming_up
@@ -201,7 +204,7 @@ class LocalSGD:
         """Replace the weights and buffers on all ranks with their mean, without a step of the outer optimizer.
 
         Call it at the end of training. It waits for overlapped transfers, and does not merge them. If the last step
-        synchronized the ranks, this method does nothing. Training can continue afterwards.
+        made all weights equal on all ranks, this method does nothing. Training can continue afterwards.
         """
         for fragment in self._fragments:
             fragment.finish_transfer()
@@ -223,8 +226,8 @@ class LocalSGD:
         call it, between steps.
 
         It contains the state of the outer optimizer, the results of overlapped transfers, which this method waits for,
-        and each rank's optimizer state, error and, between two synchronizations, weights and buffers. Every rank sends
-        these to all other ranks, except for a sharded checkpoint, in which the entry "own" contains those of this rank.
+        and each rank's optimizer state, error and, between two synchronizations, weights and buffers. Each rank
+        broadcasts its own part. For a sharded checkpoint, it does not: the entry "own" contains this part instead.
         """
         own: dict[str, Any] = {"optimizer": self._optimizer.state_dict()["state"]}
         if not self._are_weights_equal:
@@ -233,7 +236,7 @@ class LocalSGD:
             assert weights is not None
             own["weights"] = dict(zip(self._weight_names(), weights, strict=True))
         own["errors"] = self._by_name([bucket.mean.error for bucket in self._buckets])
-        # Transfers are finished before the slice errors are read, because they change these.
+        # Transfers are finished before the slice errors are read, because a transfer changes the slice errors.
         pending = {name: part for one in self._fragments for name, part in one.finish_transfer().items()}
         outer = {
             "anchors": self._by_name([bucket.anchor for bucket in self._buckets]),
@@ -264,8 +267,9 @@ class LocalSGD:
         """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks call it. An empty state has no
         effect.
 
-        Load the state dicts of the model and the optimizer first. If the groups of ranks are unchanged, each rank
-        restores its own weights, optimizer state and error, and the run is bit-identical to an uninterrupted one.
+        Load the state dicts of the model and the optimizer first. If the number of ranks is unchanged, and the ranks of
+        each synchronous group were also in one group when the state was saved, each rank restores its own weights,
+        optimizer state and error. With unchanged groups, the run is bit-identical to an uninterrupted one.
         Otherwise, every rank loads the mean of the saved weights, optimizer states and errors. Raises CheckpointError
         on every rank if the state belongs to a different model or is not a result of `state_dict`.
         """
@@ -320,7 +324,7 @@ class LocalSGD:
             self.restart()
 
     def _check_parameters(self) -> None:
-        """Raise ModelError if the optimizer trains a parameter that is not synchronized."""
+        """Raise ModelError if the optimizer contains a parameter that requires grad but is not synchronized."""
         for parameter in optimizer_parameters(self._optimizer):
             if parameter.requires_grad and parameter not in self._synchronized:
                 name = next((name for name, one in self._model.named_parameters() if one is parameter), "a parameter")
@@ -351,7 +355,8 @@ class LocalSGD:
 
     @torch.no_grad()
     def _find_means(self) -> None:
-        """Compute the mean over ranks of the weights and buffers, unless it is known since the last step."""
+        """Set `_other_weights` to the mean over ranks of the weights and buffers, unless the mean was already computed
+        since the last step."""
         if self._other_weights is not None and self._versions == self._weight_versions():
             return
         own = [tensor.clone() for tensor in self._weights()]
@@ -373,7 +378,8 @@ class LocalSGD:
             copy_into(other, before)
 
     def _average_buffers(self) -> None:
-        """Average running statistics over ranks, and broadcast the other buffers from rank 0."""
+        """Average running statistics over ranks, and broadcast their integer counts and, if configured, the other
+        buffers from rank 0."""
         statistics, others = buffers_by_use(self._model)
         averaged = [buffer for buffer in statistics if buffer.is_floating_point()]
         counts = [buffer for buffer in statistics if not buffer.is_floating_point()]

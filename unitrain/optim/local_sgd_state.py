@@ -49,7 +49,7 @@ def _is_state_of_rank(state: Any) -> bool:
 
 
 def shapes_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
-    """Return the shapes of the tensors in each table of `state` that has parameter names."""
+    """Return the shapes of the tensors in each table of `state` whose keys are names of parameters or buffers."""
     return {
         kind: {name: list(tensor.shape) for name, tensor in table.items()}
         for kind, table in state.items()
@@ -58,7 +58,7 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
 
 
 def cpu_copy(value: Any) -> Any:
-    """Return `value` with its tensors, in nested dictionaries and lists, copied to the CPU."""
+    """Return `value` with its tensors, in nested dictionaries, lists and tuples, copied to the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -69,8 +69,8 @@ def cpu_copy(value: Any) -> Any:
 
 
 def mean_of_ranks(values: Sequence[Any]) -> Any:
-    """Return the mean of nested states of several ranks, without empty tables. Values that cannot be averaged are taken
-    from the first rank."""
+    """Return the mean of nested states of several ranks. Empty tables are ignored, and a key that another table lacks
+    is omitted. Values that cannot be averaged are taken from the first rank."""
     values = [value for value in values if not isinstance(value, dict) or value] or values
     first = values[0]
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):

@@ -56,7 +56,11 @@ def check_one_loss_kind(kinds: Collection[LossKind]) -> None:
 
 
 def read_loss(output: LossOutput) -> Loss:
-    """Convert the output of a loss function to a Loss. Raises ModelError unless loss and count are single numbers."""
+    """Convert the output of a loss function to a Loss.
+
+    Raises ModelError unless the loss is one floating-point number, and the count one finite number of at least 0. The
+    value of a count on a GPU is not checked.
+    """
     value, tokens = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not (isinstance(value, Tensor) and value.dim() == 0):
         found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -123,7 +127,8 @@ class LossWeighting:
         return self._kind is LossKind.SUM
 
     def weight_loss(self, loss: Loss, micro_batch: MicroBatch) -> Tensor:
-        """Return the weighted loss, to call backward on. The weight of a dummy batch is 0."""
+        """Return the weighted loss, to call backward on. The weight of a dummy batch is 0. Raises ModelError if the
+        kind of the loss differs from that of earlier losses or, in the first call, between ranks."""
         if self._kind is None:
             self._check_same_kind(loss.kind)
             self._kind = loss.kind
@@ -155,8 +160,8 @@ class LossWeighting:
             raise ModelError(f"loss_fn returned {' and '.join(texts)}. {_RETURN} Return the same on every rank.")
 
     def loss_scale(self) -> Tensor | None:
-        """Return the factor by which gradients are scaled until `finish_step`; None if losses are means over
-        samples."""
+        """Return the factor by which gradients are scaled until `finish_step`; None if losses are means over samples,
+        and before the first loss."""
         return None if self._tokens_per_sample is None else 1 / self._tokens_per_sample
 
     def overlapped_work(self) -> tuple[Callable[[], None], ...]:
@@ -186,7 +191,8 @@ class LossWeighting:
         self._local_tokens = self._total_tokens = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of tokens per sample by which losses are divided."""
+        """Return the number of tokens per sample by which losses are divided; empty if losses are means over
+        samples."""
         return {} if self._tokens_per_sample is None else {"tokens_per_sample": self._tokens_per_sample.item()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

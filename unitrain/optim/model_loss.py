@@ -32,10 +32,12 @@ class ModelLoss:
     sequence is not counted.
 
     With "auto", `average` and `shift_labels` follow from the class of the output, as transformers names it: language
-    models and token classification have a mean over tokens, and other outputs over samples. For integer labels of two
-    or more dimensions and an output of another class, "auto" raises ModelError.
+    models and token classification have a mean over tokens if the labels are integers of two or more dimensions. With
+    other labels, or none, the mean is over samples. For integer labels of two or more dimensions and an output of
+    another class, "auto" raises ModelError, unless `shift_labels` is set: the mean is then over tokens.
 
-    Raises ConfigError for invalid arguments, and ModelError for an output without a loss.
+    Raises ConfigError for invalid arguments, and ModelError for an output without a loss. With "tokens", also raises
+    ModelError for a batch without labels, and if `shift_labels` is None and does not follow from the class.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class PendingMean:
     """A mean over ranks whose transfer has started. All ranks call its methods in the same steps."""
 
     def __init__(self, transfer: Generator[None, None, Tensor] | None, mean: Tensor | None = None) -> None:
-        """`transfer` yields whenever it has started a collective, and returns the mean. If it is None, `mean` is the
-        result of an earlier transfer."""
+        """`transfer` yields twice, while collectives are in progress, and returns the mean. If it is None, `mean` is
+        the result of an earlier transfer."""
         self._transfer, self._mean = transfer, mean
         self.advance()
 
@@ -92,7 +92,8 @@ class OuterMean:
             self.slice_error = padded.view(outer.size, -1)[outer.index].clone()
 
     def _transfer(self, values: Tensor) -> Generator[None, None, Tensor]:
-        """Compute the mean in three parts. Between them, collectives are in progress."""
+        """Compute the mean in three parts. Between them, collectives are in progress: two with compression, otherwise
+        one. Ranks that are not the first of their group only receive the mean at the end."""
         groups, phase = self._groups, self._groups.start_phase()
         if groups.outer is None:
             yield

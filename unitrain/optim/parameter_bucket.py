@@ -25,8 +25,9 @@ class ParameterBucket:
     half precision, otherwise the dtype of the parameters.
 
     `anchor`, [elements], contains the weights after the last synchronization. `momentum`, [elements], is the momentum
-    of the outer optimizer. `pending` is an outer gradient whose mean is being transferred. Each is None if it is not
-    needed.
+    of the outer optimizer. `pending` is an outer gradient whose mean is being transferred. `anchor` is None if the
+    settings average weights, `momentum` is None before the first step of the outer optimizer and without momentum, and
+    `pending` is None if no transfer is in progress.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ParameterBucket:
         self.start_from_weights()
 
     def start_from_weights(self) -> None:
-        """Set the anchor to the current weights, which are equal on all ranks."""
+        """Set the anchor to the current weights, which are equal on all ranks, unless the settings average weights."""
         if not self._settings.averages_weights:
             self.anchor = self._flatten(self._parameters)
 

@@ -106,7 +106,8 @@ class Precision:
 
 
 def allow_tf32(allowed: bool | None) -> None:
-    """Allow or forbid TF32 for float32 matrix multiplications in this process; None keeps the setting."""
+    """Allow or forbid TF32 for float32 matrix multiplications and convolutions in this process; None keeps the
+    settings."""
     if allowed is not None:
         torch.backends.cuda.matmul.allow_tf32 = allowed
         torch.backends.cudnn.allow_tf32 = allowed

@@ -17,8 +17,8 @@ from unitrain.errors import CheckpointError, ConfigError, did_you_mean
 class EpochScheduler:
     """Steps `scheduler` after each epoch if `scheduler_interval` is "epoch". All ranks make the same calls.
 
-    ReduceLROnPlateau reads the result `config.monitor`, by default val_loss, or train_loss without validation. The
-    scheduler does not step after an epoch without this result. Raises ConfigError for contradictory settings.
+    ReduceLROnPlateau reads the result `config.monitor`, by default val_loss, or train_loss without validation. After an
+    epoch without this result, ReduceLROnPlateau does not step. Raises ConfigError for contradictory settings.
     """
 
     def __init__(self, scheduler: LRScheduler | PlannedScheduler | None, config: TrainConfig) -> None:
@@ -38,7 +38,8 @@ class EpochScheduler:
         self._monitor = config.monitor
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise ConfigError unless the monitored result is among `names`, the results of the run."""
+        """Raise ConfigError unless the monitored result is among `names`, the results of the run. Also raise it if
+        ReduceLROnPlateau would have to select one of several validation losses."""
         if self._monitor not in (None, *names):
             raise ConfigError(
                 f"TrainConfig.monitor {self._monitor!r} is not a result of this run. "
@@ -101,7 +102,8 @@ class PlannedScheduler:
         return {"total_steps": self._total_steps, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Store the state until `plan` builds the scheduler."""
+        """Store the state until `plan` builds the scheduler. Raises ValueError for the state of another kind of
+        scheduler."""
         if "total_steps" not in state:
             raise ValueError("its scheduler was not built from the number of steps")
         self._restored_state = state

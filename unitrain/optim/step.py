@@ -20,7 +20,8 @@ from unitrain.torch_compat import queue_backward_callback
 def backward(loss: Tensor, *overlapped: Callable[[], None]) -> None:
     """Run the backward pass of `loss`, and call the `overlapped` functions while gradients are reduced.
 
-    The functions may call collectives if all ranks pass the same functions.
+    The functions may call collectives if all ranks pass the same functions. They are not called if `loss` does not
+    require grad; torch then raises an error.
     """
 
     def queue_calls(gradient: Tensor) -> None:
