@@ -109,7 +109,7 @@ def _load_stage(
     by_stage: list[list[list[str]]],
     state: Mapping[str, Any],
 ) -> None:
-    """Load the entries that `state` contains for this stage into `optimizer`. `own` contains the names of its
+    """Load the entries that `state` contains for this stage into `optimizer`. `own` contains the names of this stage's
     parameters by group, and `by_stage` those of every stage."""
     groups = [[name for names in by_stage for name in names[number]] for number in range(len(own))]
     saved = state["param_groups"]
@@ -151,7 +151,8 @@ def _names_by_group(module: StageModule, optimizer: torch.optim.Optimizer) -> li
 
 
 def _join_groups(by_stage: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the parameter groups of the complete model. Raises ModelError if their settings differ between stages."""
+    """Return the parameter groups of the complete model. Raises ModelError if the number or the settings of the groups
+    differ between stages."""
     settings = [[{**group, "params": None} for group in groups] for groups in by_stage]
     for stage, found in enumerate(settings):
         if found != settings[0]:

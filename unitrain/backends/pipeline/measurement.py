@@ -27,12 +27,12 @@ class BlockCost:
     """Cost of one block for one micro-batch.
 
     Args:
-        seconds: time of its forward and backward pass.
+        seconds: time of its forward and backward pass, the minimum of several repetitions.
         state_bytes: weights, gradients, optimizer state (estimated as for Adam) and buffers.
         held_bytes: memory between its forward and backward pass: activations, and its output.
         extra_bytes: additional memory during its forward or backward pass, such as recomputed activations.
         input_bytes: size of its input.
-        can_start_stage: whether its input is a tensor that requires grad, so that a stage can start with it.
+        can_start_stage: whether its input is a tensor that requires grad, so that a stage can start with this block.
         is_trained: whether it has trainable parameters.
     """
 
@@ -83,7 +83,7 @@ def time_of_stage(costs: Sequence[BlockCost]) -> StageCost:
 
 def memory_of_stage(costs: Sequence[BlockCost], stages: int, micro_batches: int, schedule: str) -> StageCost:
     """Return the cost function of stages by peak bytes. A stage holds the activations of several micro-batches
-    concurrently."""
+    concurrently; their number depends on the schedule."""
 
     def cost(stage: int, start: int, stop: int) -> float:
         blocks = costs[start:stop]

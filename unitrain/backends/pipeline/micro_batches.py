@@ -109,8 +109,8 @@ def checksum(values: Any) -> int:
 
 
 def specification(tensor: Tensor) -> tuple[object, ...]:
-    """Return the properties that determine the shapes and dtypes between stages: the inputs' shapes and dtypes, and the
-    autocast settings."""
+    """Return the properties of a micro-batch of inputs that determine the shapes and dtypes of the tensors between
+    stages: its shape and dtype, and the autocast dtype, or None without autocast."""
     kind = tensor.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (tuple(tensor.shape), tensor.dtype, autocast)

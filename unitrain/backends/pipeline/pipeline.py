@@ -172,10 +172,12 @@ class Pipeline:
         `micro_batches` has fewer micro-batches. `loss_weight` is the attribute `loss_weight` of the ShardedLoader. The
         loss is float64 [], and is the same on every rank.
 
-        The first batch of each shape takes an additional forward pass, in which the stages exchange the shapes of their
-        outputs. Raises TensorError and ConfigError for invalid arguments, and DataError if the ranks of a replica have
-        different batches. With several stages, an error that does not occur on all ranks terminates the other ranks
-        within seconds, even if the caller handles it, because their stages cannot continue.
+        With several stages, the first micro-batch of each shape takes an additional forward pass, in which the stages
+        exchange the shapes of their outputs. Raises TensorError and ConfigError for invalid arguments, and ModelError
+        if a trained parameter of this stage has received no gradient and there are several replicas. With several
+        stages, raises DataError if the ranks of a replica have micro-batches of different shapes, or for the first
+        micro-batch of each shape, different values. An error that does not occur on all ranks then terminates the other
+        ranks within seconds, even if the caller handles it, because their stages cannot continue.
         """
         self._backend.check_collective_allowed("Pipeline.forward_backward")
 
@@ -260,7 +262,7 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load `state`, a state dict of the complete model. All ranks call it, with equal states.
 
-        Raises CheckpointError on every rank if a tensor is missing or unknown.
+        Raises CheckpointError on every rank if a tensor is missing, unknown or of a different shape.
         """
         call_on_all_ranks(self._backend, lambda: load_model_state(self._module, self._names, state))
 
@@ -285,11 +287,11 @@ class Pipeline:
         load_optimizer_state(self._backend, self._stages, self._module, optimizer, state)
 
     def _check(self, method: str, check: Callable[[], ResultT], ranks: Sequence[int]) -> ResultT:
-        """Return the result of `check`, which raises an error for invalid arguments. If it raises on only some of
-        `ranks`, the other ranks terminate.
+        """Return the result of `check`, which raises an error for invalid arguments.
 
-        Valid arguments require no communication, because an exchange between all ranks in each step would take too
-        long.
+        With one stage, an error on any rank is raised on all ranks. With several stages, if `check` raises on only some
+        of `ranks`, the other ranks terminate. Valid arguments then require no communication, because an exchange
+        between all ranks in each step would take too long.
         """
         if self._replica_group is None:
             return call_on_all_ranks(self._backend, check)

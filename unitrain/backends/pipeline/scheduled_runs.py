@@ -71,8 +71,9 @@ class ScheduledStageRuns(StageRuns):
     def _check_same_shapes(self, kind: str, inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Compare the shapes of the micro-batches with those of the previous stage. All ranks of the replica call it.
 
-        Each stage starts to send a small message to the next one; the returned function waits for it. Raises DataError
-        if the previous stage has different shapes or runs a different kind of pass.
+        Each stage but the last starts to send a small message to the next one; the returned function waits until it is
+        sent. Raises DataError if the previous stage has different shapes, dtypes or autocast settings, or runs a
+        different kind of pass.
         """
         own = _describe_batch(kind, inputs)
         wait_for_send = _nothing if self._is_last else self._group.start_send(own, self._group.index + 1, _BATCH_TAG)
@@ -95,8 +96,8 @@ class ScheduledStageRuns(StageRuns):
         key = (len(inputs), has_backward)
         if key not in self._schedules:
             stage = ShapedStage(self._module, self._group, self._device)
-            # torch's 1F1B needs as many micro-batches as stages. With fewer micro-batches, GPipe holds no more
-            # activations.
+            # torch's 1F1B needs at least as many micro-batches as stages. With fewer micro-batches, GPipe holds no more
+            # activations than 1F1B would.
             is_1f1b = has_backward and self._schedule == "1f1b" and len(inputs) >= self._group.size
             kind = Schedule1F1B if is_1f1b else ScheduleGPipe
             self._schedules[key] = (

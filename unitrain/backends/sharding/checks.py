@@ -18,7 +18,7 @@ _ALTERNATIVE = 'or use shard="state"'
 
 
 def check_shard_blocks(shard: str, blocks: Any, argument: str) -> None:
-    """Raise ConfigError unless `blocks` is a sequence or a positive integer, and is supported with `shard`.
+    """Raise ConfigError unless `blocks` is a list, a tuple or a positive integer, and is supported with `shard`.
 
     `argument` is the argument as the user writes it, for error messages.
     """
@@ -64,13 +64,14 @@ def check_sharded_parameters(
 
 
 def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]:
-    """Return the modules of `model` whose parameters are gathered together, by name.
+    """Return the modules inside `model` whose parameters are gathered together, by name. All other parameters form the
+    block of `model` itself, which is not returned.
 
-    These are the outermost modules of the classes `blocks` or, if `blocks` is a number, the innermost modules with at
-    least that many parameters. If `blocks` is empty, they are the outermost modules whose class occurs more than once,
-    such as the layers of a transformer. If `blocks` lists classes, raises ModelError for a block that shares parameters
-    with other modules. In the other cases, modules that share parameters are not selected. Also raises ModelError if
-    `blocks` exceeds the number of parameters of the model.
+    The modules are the outermost modules of the classes `blocks` or, if `blocks` is a number, the innermost modules
+    with at least that many parameter elements. If `blocks` is empty, they are the outermost modules whose class occurs
+    more than once, such as the layers of a transformer. If `blocks` lists classes, raises ModelError for a block that
+    shares parameters with other modules. In the other cases, modules that share parameters are not selected. Also
+    raises ModelError if `blocks` is a number and no module has that many elements.
     """
     is_by_class = bool(blocks) and not isinstance(blocks, int)
     if isinstance(blocks, int):

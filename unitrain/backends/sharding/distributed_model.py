@@ -178,7 +178,8 @@ class ShardedGradientModel(nn.Module, WrappedModel):
 
     @disable_compile
     def _prepare_backward(self, forward: CountedForward, gradient: Tensor) -> None:
-        """Start to reduce the gradients of the current backward pass. Called for each output that the pass reaches."""
+        """Start to reduce the gradients of the current backward pass, unless they are accumulated locally. Called for
+        each output that the pass reaches."""
         forward.mark_used()
         pending, backward = self._pending, current_backward()
         if backward == pending.last_backward or self._has_left:
@@ -190,9 +191,10 @@ class ShardedGradientModel(nn.Module, WrappedModel):
 
     def _update_trained_parameters(self, requires_grad: list[bool]) -> None:
         """Update the set of trained parameters, so that exactly the gradients of parameters that require grad are
-        reduced. All ranks call it.
+        reduced.
 
-        Raises ModelError on all ranks if their frozen parameters differ.
+        All ranks must call it, and raise ModelError if their frozen parameters differ. If some ranks do not call it,
+        because no parameter was frozen or unfrozen on them, the others raise CollectiveTimeoutError.
         """
         self._freeze_changes += 1
         names = [name for name, _ in self.module.named_parameters()]

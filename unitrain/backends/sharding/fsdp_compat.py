@@ -64,8 +64,8 @@ def compute_norms_of_infinite_order() -> None:
     aten: Any = torch.ops.aten
 
     def prepare(tensor: Any, order: float) -> Any:
-        """Return a reduced partial result. An empty local shard is replaced by an element that does not change the
-        norm."""
+        """Return `tensor`, reduced over ranks if it is a partial result. An empty local shard is replaced by an element
+        that does not change the norm."""
         if any(placement.is_partial() for placement in tensor.placements):
             kept = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
             return tensor.redistribute(placements=kept)

@@ -31,8 +31,8 @@ class ShardedGradient(Tensor):
     to `local`, and sets `unreduced` to None.
 
     Norms are computed for the complete gradient, so all ranks must compute them. One allreduce computes the norms of
-    all gradients of a model. `full_tensor()` returns the complete gradient. All operations raise ModelError if there is
-    an unreduced gradient.
+    all gradients of a model. `full_tensor()` returns the complete gradient. If there is an unreduced gradient, all
+    operations except zeroing, `detach` and the accumulation by autograd raise ModelError.
     """
 
     local: Tensor
@@ -117,7 +117,8 @@ class GradientGroup:
         self.gradients: list[ShardedGradient] = []
 
     def norm(self, gradient: ShardedGradient, order: float) -> Tensor:
-        """Return the norm of the complete `gradient`, a 0-dim tensor. All ranks call it with the same gradients."""
+        """Return the norm of the complete `gradient`, a 0-dim tensor. All ranks call it for the same gradient and
+        order."""
         gradient.check_reduced("norm")
         if order not in gradient._norms:
             # Compute the norms of all gradients, so that all ranks call the same allreduce: for unused gradients, such

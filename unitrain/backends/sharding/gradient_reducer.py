@@ -3,7 +3,7 @@
 A bucket of gradients is sent with one all-to-all: each rank receives the other ranks' values of the elements that it
 owns, and sums them in rank order. This transfers half as many bytes as an allreduce, for any partition of the elements.
 Horovod's all-to-all is slower than its allreduce, so the horovod backend uses an allreduce and keeps only this rank's
-shard of the result. Afterwards, the complete gradients of the bucket are freed.
+shard of the result. The complete gradients of a bucket are freed as soon as they have been copied into a send buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward, is_reached_by_backward
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-# Maximum number of buckets in flight. Further buckets wait, which bounds the memory.
+# Maximum number of buckets in flight. Further buckets wait, which bounds the memory. With `find_unused_parameters`, the
+# number is not limited.
 _MAX_IN_FLIGHT = 2
 
 
@@ -54,7 +55,8 @@ class _Bucket:
     """Gradients of the same dtype that are reduced together. `parameters` are indices of trained parameters.
 
     `shards` are ordered by owner, and their `index` is the index of the parameter. Rank r owns `splits[r]` elements.
-    `total` contains the mean of this rank's elements.
+    `total` contains the mean of this rank's elements. `missing` is the number of gradients that the current backward
+    pass has not computed yet.
     """
 
     number: int
@@ -71,7 +73,7 @@ class _InFlight:
     work: dist.Work | None
     sent: Tensor  # the transport reads it until the work is complete
     received: Tensor | None  # the values of all ranks after an all-to-all, as bytes; an allreduce overwrites `sent`
-    attached: set[int] = field(default_factory=set)
+    attached: set[int] = field(default_factory=set)  # parameters with a sharded `.grad`, to which the mean is added
 
 
 class GradientReducer:
@@ -85,8 +87,9 @@ class GradientReducer:
         on_local: called with each parameter whose gradient a backward pass has changed without completing it.
         on_reduced: called at the end of each backward pass that completes the gradients.
 
-    After a backward pass for which `begin` was called, every `.grad` is a ShardedGradient: the mean over ranks, plus
-    the earlier `.grad`. A sharded optimizer calls `assign` before the first backward pass. Each parameter without an
+    After a backward pass for which `begin` was called, the `.grad` of every trained parameter is a ShardedGradient: the
+    mean over ranks, plus the earlier `.grad`. With `find_unused_parameters`, parameters that no rank has used keep
+    their `.grad`. A sharded optimizer calls `assign` before the first backward pass. Each parameter without an
     optimizer is assigned to a single rank.
     """
 
@@ -310,7 +313,7 @@ class GradientReducer:
         """Start to reduce `bucket`, and free its gradients."""
         self._next = bucket.number + 1
         if self._finds_unused:
-            # Ranks may start different buckets, so waiting for the others here could deadlock.
+            # At this point, other ranks may not have started the buckets in flight, so waiting for them could deadlock.
             while self._in_flight and self._is_complete(self._in_flight[0]):
                 self._finish(self._in_flight.popleft())
         else:
@@ -373,12 +376,12 @@ class GradientReducer:
         return values
 
     def _is_complete(self, sent: _InFlight) -> bool:
-        """Return whether a bucket can be finished without waiting. On GPUs, this is unknown."""
+        """Return whether a bucket can be finished without waiting. Return False on GPUs, where this is unknown."""
         return not self._reducer_group.waits_on_stream and (sent.work is None or sent.work.is_completed())
 
     @torch.no_grad()
     def _finish(self, sent: _InFlight) -> None:
-        """Wait for a bucket, and add its mean to the shards of this rank."""
+        """Wait for a bucket, and store its mean over ranks in the shards of this rank, or add it to their gradients."""
         self._reducer_group.wait_for_ranks(sent.work)
         bucket, size = sent.bucket, self._communicator.size
         width = 2 if bucket.total.is_complex() else 1
@@ -412,7 +415,7 @@ class GradientReducer:
                 local.copy_(own)
 
     def _finish_backward(self) -> None:
-        """Reduce the remaining buckets at the end of the backward pass, and set every `.grad`."""
+        """Reduce the remaining buckets at the end of the backward pass, and set the `.grad` of the used parameters."""
         if not self._is_active or (current_backward() not in (-1, self._backward)):
             return
         self._is_active = False
@@ -442,7 +445,8 @@ class GradientReducer:
             end_of_backward.add(BackwardStage.MARK_REDUCED, self._on_reduced)
 
     def _used_on_any_rank(self) -> set[int]:
-        """Return the parameters that received a gradient on any rank. Others keep their `.grad`."""
+        """Return the indices of the parameters that received a gradient on any rank, which the ranks exchange only with
+        `find_unused_parameters`. Otherwise, return those of all trained parameters."""
         if not self._finds_unused:
             return set(self._trained)
         flags = torch.tensor(

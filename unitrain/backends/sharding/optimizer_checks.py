@@ -20,10 +20,11 @@ _INSEPARABLE = (torch.optim.LBFGS,)
 def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard) -> None:
     """Check the arguments of `distributed_optimizer`. Does not communicate.
 
-    Raises ConfigError for an unknown `shard`, and ModelError for parameters of a different model. With `shard="state"`
-    and "gradients", also raises ModelError for LBFGS, whose update of one parameter depends on others, and for a
-    parameter with gaps in its memory. With `shard="parameters"`, raises ModelError unless the optimizer is an
-    elementwise optimizer of torch.optim.
+    Raises ConfigError for an unknown `shard`, and ModelError for parameters of a different model and for an optimizer
+    that is already sharded with another setting. With `shard="state"` and "gradients", also raises ModelError for
+    LBFGS, whose update of one parameter depends on others, for a parameter with gaps in its memory, and for an
+    optimizer whose state dict methods do not call their hooks. With `shard="parameters"`, raises ModelError unless the
+    optimizer is an elementwise optimizer of torch.optim.
     """
     checks.check_optimizer_of_model(optimizer, model)
     checks.check_shard("distributed_optimizer", shard)

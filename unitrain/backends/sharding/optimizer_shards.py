@@ -116,7 +116,8 @@ class OptimizerShards:
     # --- the state dict ---
 
     def _complete_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return `state_dict` with complete tensors. All ranks call it."""
+        """Return `state_dict` with complete tensors, or in the format that a context manager of `state_format` selects.
+        All ranks call it."""
         parameters = list(_parameters_of(optimizer))
         state = dict(state_dict["state"])
         for index in sorted(key for key in state if isinstance(key, int)):
@@ -156,8 +157,8 @@ def _parameters_of(optimizer: Optimizer) -> Iterable[nn.Parameter]:
 
 
 def _select(parameter: nn.Parameter, entry: dict[str, Any], communicator: Communicator) -> dict[str, Any]:
-    """Return the state `entry` of `parameter`, which consists of complete tensors or DTensors, restricted to this
-    rank's rows.
+    """Return the state `entry` of `parameter`, restricted to this rank's rows. `entry` contains complete tensors or
+    DTensors.
     """
     if not isinstance(parameter, DTensor):
         return entry

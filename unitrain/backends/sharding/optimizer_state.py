@@ -118,7 +118,8 @@ class ShardedState:
         self, optimizer: Optimizer, communicator: Communicator, shard: Shard, reducer: GradientReducer | None
     ) -> None:
         self._communicator, self.shard, self._reducer = communicator, shard, reducer
-        self._gradients: list[tuple[nn.Parameter, ShardedGradient]] = []  # replaced by this rank's shards in a step
+        # Sharded gradients of completely owned parameters, which are replaced by plain tensors during a step.
+        self._gradients: list[tuple[nn.Parameter, ShardedGradient]] = []
         self._is_elementwise = type(optimizer) in ELEMENTWISE
         self._owned: dict[nn.Parameter, _OwnShard] = {}
         self._shards: dict[nn.Parameter, list[ParameterShard]] = {}
@@ -421,7 +422,8 @@ class ShardedState:
         return {**state_dict, "state": state}
 
     def _own_entry(self, parameter: nn.Parameter, entry: Any) -> Any:
-        """Return this rank's shard of the complete `entry`, the state of `parameter`, or None if it owns no shard."""
+        """Return this rank's shard of the complete `entry`, the state of `parameter`, or None if this rank owns no
+        shard."""
         if self._is_elementwise and isinstance(entry, dict):
             check_shapes(parameter, entry)
         owned = self._owned.get(parameter)

@@ -1,7 +1,8 @@
 """The collectives of `fully_shard`, which gather the parameters of a block and reduce its gradients.
 
 On CPUs, these collectives are composed of broadcasts and allreduces, which are faster than the native collectives; see
-`composed_collectives`. The monitor records the collectives, so that timeout errors name the missing ranks.
+`composed_collectives`. Small tensors, and tensors on many ranks, are gathered by the native allgather. The monitor
+records the collectives, so that timeout errors name the missing ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ParameterCollectives:
 
     def gather(self, output: Tensor, own: Tensor) -> dist.Work | None:
         """Start to gather every rank's `own`, [elements], into `output`, [ranks * elements]. `own` must be the view of
-        this rank's elements of `output`.
+        this rank's elements of `output`. Return None if the current stream waits for the result.
         """
         phase, size = self._record(GATHER, own), dist.get_world_size()
         if output.device.type == "cpu" and size <= MAX_BROADCASTING_RANKS and output.nbytes >= MIN_BROADCAST_BYTES:

@@ -2,6 +2,8 @@
 
 Each rank stores a shard of every parameter, its gradient and its optimizer state. The parameters of a block are
 all-gathered before its forward and backward pass and freed afterwards; its gradients are reduced in its backward pass.
+Only the parameters of the root block remain in memory between a forward pass with gradients and its backward pass,
+unless some parameters already have gradients.
 """
 
 from __future__ import annotations
@@ -138,7 +140,8 @@ class ShardedParameters:
         return any(after.grad is not None for _, after in self.replaced.values())
 
     def _copy_views(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Return `output` without views, if the parameters of the root block are freed after this forward pass.
+        """Return `output`. If the parameters of the root block are freed after this forward pass with gradients,
+        replace views by copies.
 
         An in-place operation on a view would discard the hook that gathers the parameters for the backward pass.
         """
@@ -261,7 +264,11 @@ class ShardedModel(nn.Module, WrappedModel):
         )
 
     def _check_trained_parameters(self) -> None:
-        """Raise ModelError on all ranks if parameters were frozen or unfrozen differently across ranks."""
+        """Raise ModelError if parameters were frozen or unfrozen differently across ranks.
+
+        Only ranks on which parameters were frozen or unfrozen since the last call communicate. If other ranks do not,
+        they raise CollectiveTimeoutError.
+        """
         requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         if requires_grad == self._requires_grad:
             return
@@ -272,7 +279,8 @@ class ShardedModel(nn.Module, WrappedModel):
 
     @disable_compile
     def _begin_backward(self, forward: CountedForward) -> None:
-        """Add the stages at the end of the current backward pass. Called for each output that the pass reaches."""
+        """Add functions that run at the end of the current backward pass. Called for each output that the pass
+        reaches."""
         forward.mark_used()
         backward = current_backward()
         if backward == self._last_backward:

@@ -1,4 +1,5 @@
-"""Partitioning of parameters into shards. Each rank updates its shards, and stores their optimizer state and gradients.
+"""Partitioning of parameters into shards. Each rank updates its shards, and stores their optimizer state and, with
+ZeRO-2, their gradients.
 
 Tensors are dense, and are divided in storage order. `flat_view` returns a view in this order.
 """

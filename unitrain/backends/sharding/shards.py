@@ -44,8 +44,8 @@ def shard_like(parameter: DTensor, complete: Tensor, communicator: Communicator)
 def make_state_dicts_complete(model: nn.Module, communicator: Communicator) -> None:
     """Make `state_dict` of `model` and its submodules return complete tensors, and `load_state_dict` accept them.
 
-    Afterwards, all ranks must call `state_dict`, which gathers the shards. `load_state_dict` does not communicate: each
-    rank selects its shard.
+    Afterwards, all ranks must call `state_dict`, which gathers the shards, unless `state_format` selects another
+    format. `load_state_dict` does not communicate: each rank selects its shard.
     """
 
     def gather(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -1,7 +1,8 @@
 """The optimizer state of one rank as chunks of tensors, for checkpoints that all ranks write and read independently.
 
 The state may be replicated, sharded by `ShardedState` (ZeRO-1), or consist of DTensors (FSDP2). Parameters are
-identified by their index in `param_groups`, as in `Optimizer.state_dict`. Nothing in this module communicates.
+identified by their index in `param_groups`, as in `Optimizer.state_dict`. Nothing in this module communicates, provided
+that optimizers of DTensors are passed inside `state_dicts_of_shards`.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def parameter_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 def load_own_state(optimizer: Optimizer, stored: StoredState) -> None:
     """Load this rank's portion of the state from `stored`. The hyperparameters do not change.
 
-    Raises ModelError on every rank if a shape does not match its parameter.
+    Raises ModelError on every rank if the state is sharded by element and a shape does not match its parameter.
     """
     sharded = sharded_state(optimizer)
     loaded = {key: value for key, value in stored.values().items() if not _is_entry(key, value)}

@@ -204,8 +204,8 @@ def _local_chunk(name: str, tensor: Any) -> _LocalChunk | None:
 
 
 def empty_like_local(tensor: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a new CPU tensor for this rank's elements of `tensor`, and the tensor that contains it: the same one, or a
-    DTensor with the placements of `tensor`.
+    """Return a new tensor for this rank's elements of `tensor`, and the tensor that contains it: the same tensor, on
+    the CPU, or a DTensor with the placements and the device of `tensor`.
     """
     if not is_distributed_tensor(tensor):
         empty = torch.empty(tensor.shape, dtype=dtype)
@@ -219,7 +219,8 @@ def empty_like_local(tensor: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def is_storable(value: Any) -> bool:
-    """Return whether `value` is a tensor that can be divided into chunks: strided and not quantized."""
+    """Return whether `value` is a tensor that can be divided into chunks: a DTensor, or a strided tensor, parameter or
+    buffer that is not quantized and of no other subclass."""
     if is_distributed_tensor(value):
         return True
     plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
