@@ -1,7 +1,9 @@
 """The `unitrain` command, with one module per subcommand.
 
 Subcommands are imported lazily, so that --help does not import torch. Each module defines the options and output of a
-command; its logic is in the package of the same name.
+command; the logic is in other packages, such as `unitrain.verify` and, for launch, submit and follow,
+`unitrain.supervisor`. `bench_*` contain the subcommands of bench and their shared options, and `available` detects
+backends.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _COMMANDS = {
 
 
 def split_words(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    """Callback of an option that contains other options: split the value like a shell. Raises BadParameter."""
+    """Callback of an option whose value contains options: split the value like a shell. Raises BadParameter."""
     if value is None:
         return None
     try:

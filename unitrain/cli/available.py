@@ -10,7 +10,7 @@ _CONTROLLERS = ("gloo", "mpi")
 
 
 def parse_backends(backends: str | None) -> list[str]:
-    """Return the distinct names in "ddp,horovod", or all backends for None. Raises UnknownBackendError."""
+    """Return the distinct names in "ddp,horovod", or all registered backends for None. Raises UnknownBackendError."""
     if backends is None:
         return registry.available()
     names = list(dict.fromkeys(name.strip() for name in backends.split(",")))

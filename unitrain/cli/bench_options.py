@@ -38,7 +38,10 @@ backends_option = click.option("--backends", metavar="NAME,...", help="Backends 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print usage errors, file errors and errors raised by ranks without a traceback."""
+    """Print LaunchError, UnitrainError and errors raised by ranks without a traceback of this process.
+
+    For an error of a rank that is not a unitrain error, the traceback of the rank is printed.
+    """
     try:
         yield
     except (launchers.LaunchError, ConfigError) as error:
@@ -57,7 +60,10 @@ def user_errors() -> Iterator[None]:
 
 
 def list_rank_sets(backends: str | None, ranks: int, device: str) -> tuple[list[RankSetSpec], list[tuple[str, str]]]:
-    """Return a spec per backend and transport except `local`, and (name, reason) per skipped backend."""
+    """Return a spec per backend (except `local`) and transport or controller, and (name, reason) per skipped one.
+
+    Raises ConfigError if no backend is available.
+    """
     from unitrain.bench.rank_sets import RankSetSpec
 
     names = [name for name in parse_backends(backends) if name != "local"]

@@ -124,7 +124,10 @@ def train(
 
 
 def _check_target(target: str, function: str) -> None:
-    """Raise ConfigError unless `target` names a built-in model or a function in an existing file or module."""
+    """Raise ConfigError unless `target` names a built-in model, a configuration file, or a function.
+
+    A file must exist; a module is not imported. Raises LaunchError if configuration files cannot be read.
+    """
     from unitrain.bench.models import BUILT_IN_MODELS
 
     if is_config_file(target):
@@ -146,7 +149,7 @@ def _check_target(target: str, function: str) -> None:
 def _parse_setting(text: str) -> dict[str, Any]:
     """Parse settings such as "precision=bf16,max_grad_norm=1".
 
-    Raises ConfigError for unknown settings of TrainConfig.
+    Raises ConfigError for unknown settings of TrainConfig, and for invalid values.
     """
     from unitrain.config import TrainConfig
 

@@ -56,7 +56,7 @@ def train(words: tuple[str, ...]) -> None:
 
 
 def _print_keys() -> None:
-    """Print all keys with their types and help texts, if jsonargparse is installed."""
+    """Print all keys with their types and help texts, or the reason if jsonargparse is not installed."""
     from unitrain.config_files.parser import keys_help
 
     try:

@@ -8,7 +8,8 @@ patching      patches as data, and functions that apply and display them
 build         execute a build plan
 check         report the capabilities and problems of the installed Horovod
 
-The modules do not read the process environment; their entry points receive it as a mapping.
+The entry points `machine.detect`, `plan.cache_folder`, `build.run` and `check.inspect` receive the environment as a
+mapping. By default, `check.inspect` uses the environment of this process.
 """
 
 __all__ = ["build", "check", "machine", "patches", "plan"]

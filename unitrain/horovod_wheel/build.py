@@ -76,12 +76,13 @@ def run(plan: BuildPlan, inherited: Mapping[str, str], reporter: Reporter, *, fo
     """Build the wheel (unless it is cached and `force` is False), run the install steps, and return the path of the
     wheel.
 
-    Raises HorovodBuildError with the failed step, the error in its output, and the path of the log.
+    Raises HorovodBuildError. If a command fails, the message contains the failed step, the error in its output, and the
+    path of the log.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     plan.sdist.parent.mkdir(parents=True, exist_ok=True)
     environment = plan.environment(inherited)
-    # A concurrent build of the same wheel waits here and then uses the cached wheel.
+    # A concurrent build of the same wheel waits here and then uses the cached wheel, unless `force` is true.
     with contextlib.ExitStack() as locks, plan.log.open("a") as log:
         _lock(plan.folder / "lock", locks)
         if force or find_cached(plan) is None:
@@ -124,7 +125,7 @@ def _run_in_shared_folder(
     *,
     force: bool,
 ) -> None:
-    """Run a step that fills a folder shared with other builds, unless the folder is complete.
+    """Run a step that fills a folder shared with other builds, unless the folder is complete and `force` is False.
 
     The folder is emptied first, and `step.completion_marker` is created in it last, so an interrupted step is repeated.
     Two locks protect the folder. Builds hold the first one, shared, until `locks` closes, so another build with `force`
@@ -230,7 +231,8 @@ def _patch(plan: BuildPlan) -> None:
 
 
 def _link(plan: BuildPlan) -> None:
-    """Create libnccl.so for the linker and libcudart.so for CMake: pip's CUDA wheels contain versioned names only."""
+    """Link libnccl.so for the linker and, with a toolkit from pip, libcudart.so and lib64 for CMake: pip's CUDA wheels
+    contain versioned names only."""
     assert plan.nccl is not None
     folder = plan.work / "nccl"
     (folder / "lib").mkdir(parents=True)

@@ -97,7 +97,10 @@ class Report:
 def inspect(
     python: str | None = None, environment: Mapping[str, str] | None = None, timeout_seconds: float = 120
 ) -> Report:
-    """Return the report on Horovod in `python`, by default this Python. Problems are reported, not raised."""
+    """Return the report on Horovod in `python`, by default this Python. Problems are reported, not raised.
+
+    `environment` is the environment of the probe, by default that of this process.
+    """
     # With -P, a folder named horovod in the working directory is not imported.
     command = (python or sys.executable, "-P", "-c", _PROBE)
     env = dict(environment) if environment is not None else None

@@ -168,7 +168,7 @@ def _detect_compiler(named: str | None, search_path: str) -> Tool | None:
 
 
 def _detect_cmake(named: str | None, search_path: str) -> Tool | None:
-    """Return the cmake next to this Python (from pip), otherwise the one on PATH, which is often older."""
+    """Return the cmake `named`, else the one next to this Python (from pip), else the one on PATH, often older."""
     python_folder = str(Path(sys.executable).parent)
     path = named or shutil.which("cmake", path=python_folder + os.pathsep + search_path)
     found = re.search(r"cmake version (\S+)", _run_and_read(path, "--version")) if path else None

@@ -1,8 +1,8 @@
 """The patches for the sources of Horovod 0.28.1.
 
-Patches of kind `build` are required to compile with current versions of torch, CMake and Python, and without a CUDA
-toolkit. Patches of kind `fix` correct run-time behavior; `unitrain horovod check` reports whether the installed Horovod
-includes them.
+Patches of kind `build` are required to build with current versions of torch, CMake and Python, without a CUDA toolkit,
+and in any folder, or to add the build record to the wheel. Patches of kind `fix` correct run-time behavior or add
+functions; `unitrain horovod check` reports whether the installed Horovod includes them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 # The upper bounds follow the newest tested versions. Versions between the bounds work.
 TOOLS = {"setuptools": "setuptools>=64,<85", "wheel": "wheel", "packaging": "packaging"}
 CMAKE = "cmake>=3.26,<5"
-# Duration of the parallel and the serial part of a build, measured on 2 cores (238 s of CPU time; 3% more with NCCL).
+# With N jobs, a build takes PARALLEL_SECONDS / N + SERIAL_SECONDS, as measured with 2 cores (238 s of CPU time; 3% more
+# with NCCL).
 PARALLEL_SECONDS, SERIAL_SECONDS = 220.0, 25.0
 
 
@@ -41,9 +42,9 @@ class BuildStep:
     """A step of a build: the command `argv`, or, if that is empty, the function `name` in `build`. The step is skipped
     if the file `completion_marker` exists.
 
-    `shared_folder` is the folder to which the step writes, if builds with other keys share it. This folder is locked
-    and emptied before the step. After the step, the file `completion_marker` is created in it and marks the step as
-    complete.
+    `shared_folder` is the folder to which the step writes, if builds with other keys share it. This folder is locked,
+    and emptied before the step unless the step is skipped. After the step, the file `completion_marker` is created in
+    the folder and marks the step as complete.
     """
 
     name: str
@@ -205,7 +206,10 @@ def _build_settings(machine: Machine, *, mpi: bool, cuda_home: str, nccl: str, j
 
 
 def _missing_tools(machine: Machine) -> Iterator[str]:
-    """Yield the build tools that are missing from this Python. They are installed into the build's working folder."""
+    """Yield the build tools that are missing from this Python, and CMake if it is missing or too old.
+
+    They are installed into the build's working folder.
+    """
     for module, requirement in TOOLS.items():
         if module not in machine.modules:
             yield requirement

@@ -1,4 +1,5 @@
-"""The patch with which the members of a process set create and remove it while Horovod runs, without other ranks."""
+"""The patch with which the members of a process set create and remove it while Horovod runs, without a call on other
+ranks."""
 
 from __future__ import annotations
 

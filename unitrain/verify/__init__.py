@@ -1,7 +1,7 @@
 """`unitrain verify`: train a script on every backend and compare the results numerically.
 
 runs               execute the runs of a verification sequentially
-commands           run a command with a time limit and terminate all processes it started (also used by `tune`)
+commands           run a command with a time limit and terminate all its processes (also used by `tune` and `memory`)
 train_function     the program of each rank if the target is a function instead of a script
 recorder           record the steps of a run (runs in the training processes)
 pipeline_recorder  record the steps of a Pipeline instead of a Trainer

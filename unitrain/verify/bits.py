@@ -27,7 +27,7 @@ class BitRow:
 
 
 def compare_bits(outcomes: Sequence[Outcome]) -> list[BitRow]:
-    """Compare all outcomes with the first successful one."""
+    """Compare all outcomes with the first successful one, the reference, and the ranks of each run with its rank 0."""
     reference: Record | None = None
     rows = []
     for outcome in outcomes:
@@ -51,7 +51,8 @@ def is_bit_equal(rows: Sequence[BitRow]) -> bool:
 
 
 def find_first_difference(record: Record, reference: Record) -> str:
-    """Return a description of the first step and value that differ from `reference`; empty if all bits are equal."""
+    """Return a description of the first difference from `reference`: an initial value, a value of a step, or the number
+    of steps. The description is empty if all bits are equal."""
     for name, digest in reference.first.start.items():
         if record.first.start.get(name) != digest:
             return f"the initial values of parameter {name} differ. Call torch.manual_seed(0) before the model is built"

@@ -50,12 +50,12 @@ def run_command(
     output: Path,
     timeout_seconds: float,
 ) -> CommandResult:
-    """Run `command`, which executes `script`, with these variables of `environment`. Write its output to the file
-    `output`.
+    """Run `command`, which executes `script`, and write its output to the file `output`.
 
-    After `timeout_seconds`, the ranks print their stacks and the command is terminated. All processes started by
-    the command are always terminated: its process group, and every process with the same value of `marker_variable` in
-    its environment, because launchers start ranks in separate process groups.
+    The command has the variables in `environment`, a new job key, and PYTHONFAULTHANDLER. After `timeout_seconds`, the
+    ranks print their stacks and the command is terminated. All processes started by the command are always terminated:
+    its process group, and every process with the same value of `marker_variable` in its environment, because launchers
+    start ranks in separate process groups.
     """
     started = time.monotonic()
     tag = f"{marker_variable}={environment[marker_variable]}".encode()
@@ -84,7 +84,10 @@ def run_command(
 
 
 def last_lines(output: str, max_lines: int = 16) -> list[str]:
-    """Return the last lines of the output before the launcher reports that a rank has exited."""
+    """Return at most `max_lines` lines before the launcher's report that a rank has exited.
+
+    Without such a report, they are the last lines of the output.
+    """
     lines = [line for line in output.splitlines() if _RANK_PREFIX.sub("", line).strip()]
     lines = [line for line in lines if not any(text in line for text in _OMITTED)]
     # Without a terminal, horovodrun prints its own traceback before its report of the exited ranks. Only the lines of

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from unitrain.verify.record import TENSORS_FILE, Record
 
-# Maximum difference relative to the change of a parameter during training or to the largest value of an optimizer
-# state. The key states whether the run used float64. Rounding errors are usually smaller; otherwise, `unitrain verify`
-# repeats the run in float64.
+# Maximum difference relative to the change of a parameter during training, to the largest value of an optimizer state,
+# or to the largest loss. The key states whether the run used float64. Rounding errors are usually smaller; otherwise,
+# `unitrain verify` repeats the run in float64.
 RELATIVE_TOLERANCE = {False: 1e-3, True: 1e-7}
 # A gradient that is zero in exact arithmetic (a bias before BatchNorm) is rounding noise in practice, and Adam
 # amplifies it. Differences are permitted up to this fraction of the largest change of a tensor of the same kind.
@@ -202,7 +202,7 @@ def _largest_value(tensor: Tensor) -> float:
 def _update_largest(
     largest: LargestDifference, left: Tensor, right: Tensor, name: str, scales: _Scales
 ) -> LargestDifference:
-    """Update `largest` with the difference between the tensors `left` and `right` named `name`."""
+    """Return `largest` updated with the difference between the tensors `left` and `right` named `name`."""
     if not left.numel():
         return largest
     eps = torch.finfo(right.dtype).eps if right.is_floating_point() else 0.0

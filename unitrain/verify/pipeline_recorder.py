@@ -49,7 +49,11 @@ class PipelineRecorder:
         self._reset_step()
 
     def override(self, arguments: PipelineArguments, backend: Backend) -> PipelineArguments:
-        """Make one process compute all stages, and convert the model to double precision if requested."""
+        """Return `arguments` modified for the recorded run.
+
+        A run with one process computes all stages on the batches of all replicas. If requested, the model and the data
+        are converted to double precision.
+        """
         model, stages = cast(Any, arguments.model), cast(Any, arguments.stages)
         if not isinstance(model, nn.Sequential) or not isinstance(stages, int):
             return arguments  # the Pipeline raises an error
@@ -77,7 +81,10 @@ class PipelineRecorder:
         backend.call_before_exit(self._write)
 
     def on_batch_start(self) -> None:
-        """End the previous step if an optimizer has stepped since the previous batch."""
+        """End the previous step if an optimizer has stepped since the previous batch.
+
+        After the requested number of steps, write the record and raise SystemExit.
+        """
         if not self._is_started:
             self._is_started = True
             self._start = {name: copy_to_cpu(parameter) for parameter, name in self._names.items()}

@@ -15,7 +15,7 @@ from unitrain.rank_records import read_rank_records, write_rank_record
 RECORDER = "unitrain.verify.recorder:create_recorder"
 TENSORS_FILE = "end.safetensors"
 _REQUEST = "request.json"
-# Sample digests are added modulo this number, so the sum does not depend on the assignment of samples to ranks.
+# Sums of sample digests are reduced modulo this number. A sum does not depend on the assignment of samples to ranks.
 _DIGEST_MODULUS = 2**64
 
 
@@ -23,9 +23,10 @@ _DIGEST_MODULUS = 2**64
 class RecordRequest:
     """Request to train `steps` steps and exit.
 
-    A run on fewer than `emulated_ranks` ranks accumulates gradients to match the global batch size of `emulated_ranks`
-    ranks. With `float64`, model and data are converted to double precision. With `bits`, a digest of the bits of each
-    tensor is recorded after each step.
+    A run on fewer than `emulated_ranks` ranks matches the global batch size of `emulated_ranks` ranks: it accumulates
+    gradients or, with synchronized BatchNorm, uses larger batches. This does not apply to a script that sets the global
+    batch size or logical ranks. With `float64`, model and data are converted to double precision. With `bits`, a digest
+    of the bits of each tensor is recorded after each step.
     """
 
     steps: int
@@ -122,7 +123,7 @@ class Record:
         return min(len(record.steps) for record in self.ranks)
 
     def losses(self) -> list[float]:
-        """Return the exact mean loss per step, over the samples or tokens of all ranks."""
+        """Return the mean loss per step over the samples or tokens of all ranks; 0 for a step without samples."""
         return [
             math.fsum(step.loss for step in parts) / weight
             if (weight := math.fsum(step.weight for step in parts))

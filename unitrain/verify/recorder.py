@@ -58,7 +58,9 @@ class Recorder(Callback):
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
         """Return `arguments` modified for the recorded run.
 
-        The length of the run is unchanged, because learning-rate schedules depend on it.
+        Except for `max_seconds`, which is removed, the settings of the length of the run are unchanged, because
+        learning-rate schedules depend on them. Raises ConfigError for local SGD, and with RecordRequest.bits if the
+        script does not set logical ranks.
         """
         config, model = arguments.config, arguments.model
         loss_fn, forward = arguments.loss_fn, arguments.forward
@@ -97,7 +99,10 @@ class Recorder(Callback):
         )
 
     def pipeline_overrides(self) -> PipelineRecorder:
-        """Return the recorder of a Pipeline, which a script may use instead of a Trainer."""
+        """Return the recorder of a Pipeline, which a script may use instead of a Trainer.
+
+        Raises ConfigError with RecordRequest.bits.
+        """
         if self._request.bits:
             raise ConfigError(
                 "unitrain verify --bits requires logical ranks, which a Pipeline does not support. Leave --bits out."
@@ -207,7 +212,10 @@ def _tensor_digests(trainer: Trainer) -> dict[str, str]:
 
 
 def _copy_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return copies of the parameters ("parameter NAME") and of the optimizer state ("state NAME KEY")."""
+    """Return copies of the parameters ("parameter NAME") and of the optimizer state ("state NAME KEY").
+
+    All ranks call it if parameters or the optimizer state are sharded.
+    """
     parameters = _parameters(trainer)
     found = {f"parameter {name}": copy_to_cpu(parameter) for name, parameter in parameters.items()}
     state = trainer.optimizer.state_dict()["state"]  # complete, even if the optimizer state is sharded

@@ -35,7 +35,7 @@ class Verification:
 
     `build_command(run, variables)` returns the launch command of a run with `variables` set on its ranks, and raises
     ConfigError if the run cannot be launched. `report_progress(text)` prints text without a line end. With `bits`, the
-    runs record a digest of the bits of each tensor after each step, for `run_all`.
+    runs record a digest of the bits of each tensor after each step, for `bits.compare_bits`.
     """
 
     script: str
@@ -79,7 +79,8 @@ class Verification:
         return groups
 
     def _run_backends(self, controllers: Mapping[str, Sequence[str | None]], size: int) -> Iterator[Outcome]:
-        """Run every backend on `size` ranks. On GPUs, a backend runs once per transport."""
+        """Run every backend except `local` on `size` ranks, once per controller. On GPUs, also run each other transport
+        of the backend if this run has a record."""
         for backend, choices in controllers.items():
             for controller in choices if backend != "local" else ():
                 run = Run(backend=backend, emulated_ranks=size, processes=size, controller=controller)
@@ -95,7 +96,8 @@ class Verification:
         """Run one process with the global batch size of `others`.
 
         The batch size of the script is multiplied by `size`. If the script divides its batch size by the number of
-        ranks, the global batch size would differ, and the run is repeated with the unmodified batch size.
+        ranks, the global batch size would differ, and the run is repeated with the unmodified batch size. Return the
+        repeated run if its global batch size is that of another run, otherwise the first one.
         """
         outcome = self._run(Run(backend="local", emulated_ranks=size, processes=1))
         batches = {

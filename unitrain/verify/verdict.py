@@ -47,7 +47,10 @@ class Outcome:
 
     @property
     def transport(self) -> str:
-        """The transport used by the run, else the requested transport, followed by the controller if it differs."""
+        """The transport used by the run, or else the requested transport or controller; empty if there is none.
+
+        A controller with a different name follows in parentheses.
+        """
         used = self.record.first.transport if self.record else self.run.transport or self.run.controller or ""
         controller = self.run.controller
         return f"{used} ({controller})" if controller not in (None, used) else used
@@ -84,7 +87,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """All groups, and (name, reason) per backend that is not available on this machine."""
+    """All groups, and (name, reason) per backend or controller that is not available on this machine."""
 
     groups: Sequence[Group]
     skipped: Sequence[tuple[str, str]] = field(default=())
@@ -99,8 +102,10 @@ class Verdict:
 def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, *, float64: bool) -> Group:
     """Compare the runs with the global batch size of `ranks` ranks with the best reference among them.
 
-    The reference is the single-process run, or the first run on several ranks if the single-process run must differ by
-    design (see `expected_difference`).
+    The reference is the first run, beginning with runs of a single process, whose results all others can have: they do
+    not differ by design (see `expected_difference`), or are within the tolerance. If there is none, the reference is a
+    run with the largest number of processes. Runs with a difference between ranks are candidates only if all runs have
+    one.
     """
     outcomes = [_fail_if_not_comparable(outcome) for outcome in outcomes]
     candidates = [(outcome, outcome.record) for outcome in outcomes if outcome.record is not None]
@@ -164,7 +169,8 @@ def expected_difference(record: Record, reference: Record) -> str | None:
     """Return the reason why two runs on different numbers of ranks differ by design, or None if their results must be
     the same.
 
-    The causes are settings that apply per rank or depend on the number of ranks.
+    The causes are settings that apply per rank or depend on the number of ranks. Runs on the same number of ranks must
+    have the same results.
     """
     if record.first.size == reference.first.size:
         return None
