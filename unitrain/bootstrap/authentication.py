@@ -102,7 +102,8 @@ def handshake(key: str | None, role: str, *, is_server: bool) -> Handshake:
 
 
 def authenticate(connection: socket.socket, key: str | None, role: str, *, is_server: bool) -> None:
-    """Run `handshake` on a blocking socket. Raises OSError if the connection is closed or times out."""
+    """Run `handshake` on a blocking socket. Raises the errors of `handshake`, and OSError if the connection is closed
+    or times out."""
     steps = handshake(key, role, is_server=is_server)
     try:
         to_send, num_bytes = next(steps)

@@ -27,7 +27,8 @@ _POLL_SECONDS = 0.02
 class MemoryFolder:
     """A new folder in shared memory that only this user can read. It is locked until it is closed.
 
-    `path` is None if this system has no writable /dev/shm. Also removes the folders of jobs that were killed.
+    `path` is None if this system has no writable /dev/shm. The constructor also removes this user's folders of jobs
+    that were killed.
     """
 
     def __init__(self, root: Path = _ROOT) -> None:

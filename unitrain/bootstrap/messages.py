@@ -16,7 +16,8 @@ _MAX_REPLACED_VALUES = 4
 
 
 class MessageStore:
-    """A torch Store whose values are signed with the job's key. Values without a valid signature are ignored.
+    """A torch Store whose values are signed with the job's key, if this process has one. `check` and `lines` ignore
+    values without a valid signature, `compare_set` replaces them, and `get` raises AuthenticationError.
 
     A signature is valid for one key in one `namespace`. The keys in `counters` are integers without a signature, so any
     program can change them.
@@ -41,7 +42,8 @@ class MessageStore:
         """Set `key` to `desired` unless a rank has already set it; return its text afterwards. `expected` must be
         empty.
 
-        A value of another program is replaced atomically, so all ranks return the same text.
+        A value of another program is replaced atomically, so all ranks return the same text. Only if the other program
+        writes repeatedly, or its value is not text, the value is replaced unconditionally.
         """
         assert not expected
         sealed, replaced = self._seal(key, desired), ""

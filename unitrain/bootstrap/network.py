@@ -18,7 +18,8 @@ _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 def local_address_for(host: str) -> str:
-    """Return this host's address on the route to `host`. No packet is sent. Raises OSError if there is no route."""
+    """Return this host's IPv4 address on the route to `host`. Apart from the resolution of a name, no packet is sent.
+    Raises OSError if the name does not resolve or there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # the port does not matter: connecting a datagram socket only selects the route
         return str(probe.getsockname()[0])
@@ -39,7 +40,8 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_with_address(address: str) -> str | None:
-    """Return the name of the interface with `address`, or None if there is none."""
+    """Return the name of the interface with `address`, or None if there is none. Any loopback address belongs to the
+    loopback interface."""
     for name, own in interfaces().items():
         if own == address or (is_loopback(own) and is_loopback(address)):
             return name
@@ -81,9 +83,10 @@ def is_loopback(address: str) -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at `port`, or at a free port if `port` is 0, on the address of `host`.
 
-    It listens on all interfaces if `host` does not resolve to an address of this machine that other hosts can reach.
-    For example, the name of a Kubernetes service resolves to an address of another machine, and Debian's installer maps
-    the host name to a loopback address. Raises OSError if the port is in use.
+    If `host` is "localhost" or a loopback address, the socket listens only there. It listens on all interfaces if
+    `host` is another name that does not resolve to an address of this machine that other hosts can reach. For example,
+    the name of a Kubernetes service resolves to an address of another machine, and Debian's installer maps the host
+    name to a loopback address. Raises OSError if the port is in use.
     """
     name = host.strip("[]")
     try:

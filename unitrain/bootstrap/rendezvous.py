@@ -122,7 +122,8 @@ class Rendezvous:
 
     @cached_property
     def node_positions(self) -> list[NodePosition]:
-        """Position of every rank on its host, in rank order. All ranks read it at the same time.
+        """Position of every rank on its host, in rank order. The first access communicates, so all ranks must read it.
+        Raises ConfigError on every rank if the ranks start different backends.
 
         It is derived from the values of all ranks, because launchers do not provide a reliable node rank: Horovod's is
         wrong if hosts have different numbers of ranks, and Open MPI provides none.
@@ -143,7 +144,8 @@ class Rendezvous:
 
     @cached_property
     def own_address(self) -> str | None:
-        """Address of this host for the other hosts, or None if it is unknown. All ranks read it at the same time."""
+        """Address of this host for the other hosts, or None if it is unknown. The first access communicates, so all
+        ranks must read it."""
         try:
             own = local_address_for(self.host)
         except OSError:
@@ -178,8 +180,9 @@ def connect_ranks(rank_info: RankInfo, timeout: timedelta, backend: str | None =
     """Connect the ranks of any launcher, and return when all are connected. All ranks call it the same number of times.
 
     Raises LauncherMismatchError if the launcher provides no rendezvous address, EnvironmentVariableError for an invalid
-    address, CollectiveTimeoutError, which names the missing ranks, and, on every rank, ConfigError if the ranks pass
-    different names of a `backend`.
+    address, CollectiveTimeoutError, which names the missing ranks, ConfigError if this rank needs too many file
+    descriptors or cannot listen at the address, and, on every rank, ConfigError if the ranks pass different names of a
+    `backend`.
     """
     environment.check_not_in_step_shell(rank_info)
     raise_descriptor_limit(rank_info)

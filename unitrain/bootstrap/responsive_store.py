@@ -26,8 +26,8 @@ class StoreNotRespondingError(dist.DistNetworkError):
 class ResponsiveStore:
     """A connection to a store. A request raises StoreNotRespondingError without a response within `timeout_seconds`.
 
-    A daemon thread sends the requests. While it waits for the response to an earlier request, further requests also
-    raise the error. After a late response, requests succeed again. `get` must only be called for existing keys.
+    A daemon thread sends the requests, one at a time. After a request has exceeded the limit, further requests also
+    raise the error until its late response arrives. `get` must only be called for existing keys.
     """
 
     def __init__(self, store: dist.Store, timeout_seconds: float) -> None:

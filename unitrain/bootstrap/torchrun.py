@@ -2,12 +2,13 @@
 
 It accepts torchrun's options. torchrun's "static" and "--standalone" rendezvous listen on all network interfaces, and
 "--standalone" also unpickles data that any host on the network can write. This module replaces both: a single host uses
-the loopback interface, and several hosts use the address of the first host. The rendezvous backends c10d and etcd
-remain unchanged.
+the loopback interface unless --rdzv-endpoint is set, and several hosts use the address of the first host. The
+rendezvous backends c10d and etcd remain unchanged.
 
-SIGUSR1 and SIGUSR2 are forwarded to the ranks. If the first failed rank exits with 75 because it was preempted, this
-process also exits with 75. After a signal such as SIGTERM, it exits with 128 plus the signal number (143), whereas
-torchrun prints a traceback and exits with 1. The summary of failed ranks is printed without torchrun's traceback.
+SIGUSR1 and SIGUSR2 are forwarded to the ranks, with --max-restarts as SIGTERM. If the first failed rank exits with 75
+because it was preempted, this process also exits with 75. After a signal such as SIGTERM, this process exits with 128
+plus the signal number (143), whereas torchrun prints a traceback and exits with 1. The summary of failed ranks is
+printed without torchrun's traceback.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def _create(parameters: RendezvousParameters) -> BoundRendezvous:
 
 
 def main() -> None:
-    """Run torchrun with this process's arguments. If a rank fails, print torchrun's summary and exit with 1."""
+    """Run torchrun with this process's arguments. If a rank fails, print torchrun's summary and exit with 1, or exit
+    with 75 if the rank was preempted."""
     try:
         with tempfile.TemporaryDirectory(prefix="unitrain-torchrun-") as folder:
             _main(folder)
@@ -159,7 +161,8 @@ def _run(options: Namespace) -> None:
 
 
 def _static_endpoint(options: Namespace, default_port: int) -> str:
-    """Return HOST:PORT of --rdzv-endpoint, with `default_port` if it has no port, or else of --master-addr.
+    """Return HOST:PORT of --rdzv-endpoint, with `default_port` if it has no port. Without --rdzv-endpoint, return that
+    of --master-addr and --master-port.
 
     Exits with an error if the endpoint is invalid, or if the other hosts would not know the port. torch's own static
     rendezvous raises an error for an endpoint without a port.

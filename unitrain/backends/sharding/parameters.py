@@ -266,8 +266,8 @@ class ShardedModel(nn.Module, WrappedModel):
     def _check_trained_parameters(self) -> None:
         """Raise ModelError if parameters were frozen or unfrozen differently across ranks.
 
-        Only ranks on which parameters were frozen or unfrozen since the last call communicate. If other ranks do not,
-        they raise CollectiveTimeoutError.
+        Only ranks on which parameters were frozen or unfrozen since the last call communicate. If these are not all
+        ranks, they raise CollectiveTimeoutError.
         """
         requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
         if requires_grad == self._requires_grad:
