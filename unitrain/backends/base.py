@@ -221,8 +221,9 @@ class Backend(Lifecycle, Communicator):
 
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Accumulate gradients locally inside this context. The next backward pass outside it reduces the accumulated
-        gradients.
+        """Return a context manager in which backward passes accumulate gradients locally. The next backward pass
+        outside it reduces the accumulated gradients. With sharded gradients or parameters, each backward pass inside it
+        is also reduced (see `distributed_model`).
         """
 
     @abstractmethod

@@ -19,8 +19,10 @@ ResultT = TypeVar("ResultT")
 class Turns(Generic[ResultT]):
     """Runs several functions in turns: exactly one runs at a time, until it calls `exchange` or returns.
 
-    The last function runs in the calling thread. Each of the others runs in its own thread, which has the same
-    thread-local settings of torch and ends before `run` returns. A single function needs no threads.
+    The last function runs in the calling thread. Each of the others runs in its own thread, which has the same context
+    variables, default device, autocast settings, number of threads and CUDA stream, and ends before `run` returns.
+    Other thread-local settings of torch, such as the grad mode, have their defaults in new threads. A single function
+    needs no threads.
 
     `combine` is called in the calling thread, when every function has called `exchange`, with the passed values in the
     order of the functions. `switch` is called in the calling thread with the index of a function before it starts or
@@ -99,7 +101,7 @@ class Turns(Generic[ResultT]):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether a function has raised an exception, so that the others must end."""
+        """Whether functions that have not ended must end, because another one has raised an exception."""
         return self._is_cancelled
 
     def _run_threads(self) -> None:
@@ -164,7 +166,7 @@ class _Thread(threading.Thread, Generic[ResultT]):
 
 @dataclass(frozen=True)
 class _ThreadSettings:
-    """Thread-local settings of torch that affect results, and those that `Turns` needs in all threads."""
+    """The thread-local settings of torch that new threads copy from the calling thread."""
 
     device: torch.device
     default_device: torch.device
@@ -188,7 +190,8 @@ class _ThreadSettings:
 
     @contextmanager
     def applied(self, *, is_new_thread: bool) -> Iterator[None]:
-        """Context manager that applies the settings to the current thread."""
+        """Context manager that applies the settings to the current thread. In it, each backward pass runs in the thread
+        that calls it, and autocast does not cache converted weights."""
         # In a new thread, OpenMP would use its default number of threads.
         torch.set_num_threads(self.num_threads)
         with ExitStack() as stack:
@@ -200,8 +203,8 @@ class _ThreadSettings:
             # entries of each other.
             for kind, (enabled, dtype) in self.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
-            # A backward pass runs in the thread that calls it, even on a GPU. Otherwise all backward passes would share
-            # one thread per GPU, which the first `exchange` would block.
+            # Without this setting, all backward passes would share one thread per GPU, which the first `exchange` would
+            # block.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 

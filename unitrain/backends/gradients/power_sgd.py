@@ -2,7 +2,7 @@
 
 torch also provides a comm hook for PowerSGD. That hook stores its state by bucket, so a run cannot resume with a
 different number of ranks. It starts collectives in callbacks, whose order may differ between ranks, so it fails over
-Gloo with more than one bucket. After an overflow, its error feedback contains inf or nan in all later steps. Here, the
+Gloo with more than one bucket. After an overflow, the hook's errors contain inf or nan in all later steps. Here, the
 state is stored by parameter, the caller starts the collectives and waits for them in the same order on every rank, and
 a step with an overflow does not change the state.
 """
