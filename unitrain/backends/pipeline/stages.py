@@ -28,8 +28,8 @@ class ShapedStage(PipelineStage):
     """A PipelineStage whose micro-batches may differ in shape. `inputs` and `outputs` are the shapes per micro-batch.
 
     torch's class allocates receive buffers of the same shape for all micro-batches, and keeps them. This class
-    allocates each buffer when it is needed, and releases it after the backward pass. Without backward passes, torch 2.14
-    keeps each buffer until the next batch. Checked with torch 2.14.
+    allocates each buffer when it is needed, and releases it after the backward pass. Without backward passes, a buffer
+    is kept until the next batch, except with torch 2.15. Checked with torch 2.14.
     """
 
     def __init__(self, module: StageModule, group: Subgroup, device: torch.device) -> None:
