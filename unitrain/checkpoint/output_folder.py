@@ -1,8 +1,8 @@
 """File access with synchronized errors, and the file `.job` in the output folder, which records the folder's job.
 
-A scheduler or `unitrain launch` restarts a failed job with the same job ID. If `.job` contains that ID, the new attempt
-resumes the run in the folder. The file also stores the batch sizes of the first attempt, which an elastic job keeps
-when its number of ranks changes.
+`unitrain launch` restarts a failed job with the same job ID. If `.job` contains that ID, the new attempt resumes the
+run in the folder. The file also stores the batch sizes of the first attempt, which an elastic job keeps when its number
+of ranks changes.
 """
 
 from __future__ import annotations

@@ -67,14 +67,18 @@ class CallOutcome:
 
     @classmethod
     def from_error(cls, error: BaseException) -> CallOutcome:
-        """Create the outcome of a call that raised `error`. The traceback omits the frames of this package."""
+        """Create the outcome of a call that raised `error`. The traceback starts after the frames of
+        `unitrain.functions`."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parent)):
             trace = trace.tb_next
         return cls(error=error, traceback="".join(format_exception(type(error), error, trace)))
 
     def write(self, folder: Path, rank: int) -> None:
-        """Store the outcome of `rank` in `folder`. Raises FunctionError for a result that cannot be pickled."""
+        """Store the outcome of `rank` in `folder`. Raises FunctionError for a result that cannot be pickled.
+
+        An error that cannot be pickled is replaced by a RuntimeError with its representation.
+        """
         try:
             content = cloudpickle.dumps(self)
         except Exception as error:
@@ -91,7 +95,8 @@ class CallOutcome:
 
     @staticmethod
     def load_all(folder: Path, size: int) -> dict[int, CallOutcome]:
-        """Return {rank: outcome} for all outcomes stored in `folder`."""
+        """Return {rank: outcome} for all outcomes stored in `folder`. An outcome that cannot be unpickled is replaced
+        by one with the error of unpickling it."""
         outcomes: dict[int, CallOutcome] = {}
         for rank in range(size):
             path = folder / f"{_OUTCOME}-{rank}"

@@ -23,8 +23,9 @@ _log = logging.getLogger(__name__)
 class BackgroundLogger:
     """Runs a logger in a thread: starts it, and executes its queued calls in order until one fails.
 
-    A logger that fails, hangs or is too slow is disabled with a warning, and the run continues without it. If `finish`
-    is not called, the logger is finished at interpreter exit.
+    A logger that fails, hangs or is too slow is disabled with a warning, and the run continues without it. A logger
+    that hangs is detected at the next `call` or `wait`. If `finish` is not called, the logger is finished at
+    interpreter exit.
     """
 
     def __init__(self, logger: Logger, run_info: RunInfo) -> None:

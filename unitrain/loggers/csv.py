@@ -29,7 +29,7 @@ class CSVLogger(Logger):
         self._path = select_folder(self, self.folder, output_dir) / "metrics.csv"
 
     def start(self, run_info: RunInfo) -> None:
-        """Remove the rows after `run_info.step`."""
+        """Remove the rows after `run_info.step`, or all rows if it is 0."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns, rows = self._read()
         self._write(row for row in rows if run_info.step and int(row["step"]) <= run_info.step)

@@ -17,7 +17,7 @@ _BINS = 64
 
 
 def check_image(image: Tensor) -> None:
-    """Raise TensorError unless `image` has the shape and dtype of an image."""
+    """Raise TensorError unless `image` has the shape and dtype (uint8, bool or floating point) of an image."""
     shape = list(image.shape) if isinstance(image, Tensor) else type(image).__name__
     is_image = isinstance(image, Tensor) and (
         image.dim() == 2 or (image.dim() == 3 and (image.shape[0] in _CHANNELS or image.shape[2] in _CHANNELS))
@@ -31,7 +31,8 @@ def check_image(image: Tensor) -> None:
 
 
 def to_pixels(image: Tensor) -> NDArray[Any]:
-    """Return `image` as a uint8 array [height, width, channels]. Floating-point values are clamped to [0, 1].
+    """Return `image` as a uint8 array [height, width, channels]. Values of other dtypes are clamped to [0, 1] and
+    multiplied by 255.
 
     If both the first and the last dimension could be channels, the first dimension is used.
     """
@@ -60,7 +61,8 @@ def to_histogram(values: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def check_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Raise ConfigError unless every row has a cell of a supported type for every column."""
+    """Raise ConfigError unless `columns` is a list of names, and every row has a cell of a supported type per
+    column."""
     are_names = not isinstance(columns, str) and all(isinstance(column, str) for column in columns)
     if not are_names or not len(columns):
         raise ConfigError(

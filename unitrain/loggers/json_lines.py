@@ -34,7 +34,7 @@ class JSONLinesLogger(Logger):
         self._path = select_folder(self, self.folder, output_dir) / "metrics.jsonl"
 
     def start(self, run_info: RunInfo) -> None:
-        """Remove the rows after `run_info.step`."""
+        """Remove the rows after `run_info.step`, or all rows if it is 0."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         drop_rows_after(run_info.step or -1, self._path)
 
@@ -54,9 +54,9 @@ class JSONLinesLogger(Logger):
 
 
 def append_row(row: dict[str, Any], path: Path) -> None:
-    """Append `row` to the file. nan and infinity, which JSON does not support, become null.
+    """Append `row` to the file. Values that are nan or infinite, which JSON does not support, become null.
 
-    Raises OSError for a FIFO or device.
+    Values in nested lists and dictionaries must be finite. Raises OSError for a FIFO or device.
     """
     check_is_regular(path)
     finite = {key: value if _is_json_value(value) else None for key, value in row.items()}
@@ -71,7 +71,7 @@ def last_row(path: Path) -> dict[str, Any] | None:
 
 
 def drop_rows_after(step: int, path: Path) -> None:
-    """Remove the rows after `step` and the corrupt lines from the file. A missing file is valid.
+    """Remove the rows after `step` and the corrupt lines from the file. Do nothing if it does not exist.
 
     After a power loss, a file may end with zeros or an incomplete row.
     """

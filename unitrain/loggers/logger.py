@@ -34,8 +34,8 @@ class Logger:
     """Base class for loggers. Override the methods that you need. They are called on rank 0 only.
 
     The Trainer's constructor calls `prepare`; its exceptions are raised on every rank. The other methods are called
-    sequentially in a background thread, so training does not wait for them. If one of them raises an exception or
-    hangs, a warning is logged and the run continues without this logger.
+    sequentially in a background thread, so training does not wait for them; only the end of a run waits, for a limited
+    time. If one of them raises an exception or hangs, a warning is logged and the run continues without this logger.
     """
 
     def prepare(self, output_dir: Path | None) -> None:
@@ -51,7 +51,7 @@ class Logger:
         """Log `values`, which may be nan or infinite, at `step` (completed optimizer steps)."""
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:
-        """Log an image: uint8 [height, width, channels] with 1, 3 or 4 channels. Does nothing by default."""
+        """Log an image: uint8 [height, width, channels] with 1, 3 or 4 channels."""
 
     def histogram(self, name: str, counts: NDArray[Any], edges: NDArray[Any], step: int) -> None:
         """Log a histogram: `counts`, int64 [bins], and bin `edges`, float64 [bins + 1]."""
@@ -60,7 +60,10 @@ class Logger:
         """Log a table. Cells are numbers, strings, booleans or None."""
 
     def finish(self, status: Status) -> None:
-        """Finish the run with `status`: complete, stopped early or failed with an exception. This is the last call."""
+        """Finish the run with `status`: complete, stopped early or failed with an exception.
+
+        This is the last call, unless `start` is called again to log further results.
+        """
 
 
 def import_package(module: str, logger: Logger, extra: str) -> Any:
@@ -75,7 +78,10 @@ def import_package(module: str, logger: Logger, extra: str) -> Any:
 
 
 def select_folder(logger: Logger, folder: str | Path | None, output_dir: Path | None, default: str = "") -> Path:
-    """Return `folder`, or else `default` in the output folder. Raises ConfigError if both folders are None."""
+    """Return `folder`, or else the subfolder `default` of the output folder (by default the output folder itself).
+
+    Raises ConfigError if both folders are None.
+    """
     name = type(logger).__name__
     validation.check_path(f"{name}(folder)", folder, f'Use {name}(folder="runs/first")', optional=True)
     if folder is not None:
@@ -88,7 +94,7 @@ def select_folder(logger: Logger, folder: str | Path | None, output_dir: Path | 
 
 
 class ServiceRun:
-    """The run ID at a tracking service and the last logged step per metric, saved in the output folder.
+    """The run ID at a tracking service and the last logged step per metric, saved in `folder`.
 
     Tracking services cannot remove values. If a resumed run repeats steps, the first values remain and are not logged
     again. Without a `folder`, nothing is saved.

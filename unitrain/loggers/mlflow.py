@@ -61,7 +61,7 @@ class MLflowLogger(Logger):
             self._client.update_run(self._service_run.id, status="RUNNING")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values that the service has not stored yet."""
+        """Log the values that were not logged before the run was resumed."""
         new = self._service_run.filter_unlogged(values, step)
         if new:
             now = int(time.time() * 1000)

@@ -13,7 +13,7 @@ from unitrain.loggers.logger import Logger, RunInfo, ServiceRun, Status, import_
 
 
 class WandbLogger(Logger):
-    """Logs to a run of `project`. Its files are in the folder `wandb` in `folder`, by default in the output folder.
+    """Logs to a run of `project`. Local files are written to `wandb` in `folder`, by default the output folder.
 
     `mode="offline"` does not use the network, and `wandb sync` uploads the folder later. A resumed run keeps its ID;
     offline, every start creates a separate folder with that ID. Values of repeated steps are not logged again. `config`
@@ -61,7 +61,7 @@ class WandbLogger(Logger):
         self._service_run.set_id(self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values that have not been logged yet."""
+        """Log the values that were not logged before the run was resumed."""
         self._log(dict(values), step)
 
     def image(self, name: str, image: NDArray[Any], step: int, caption: str | None) -> None:

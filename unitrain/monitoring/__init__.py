@@ -9,6 +9,7 @@ flight_record_file  the history as a file for torch's analyzer
 flight_recorder     history of this rank's recent collectives and backward passes
 rank_status         RankStatus: activity and source line of a rank, as data and as text
 stack_inspection    the user's line, the DataLoader worker and the function in a stack
+stalled_ranks       detection of ranks that wait for each other in different operations
 loop_counters       counts of backward passes and steps, compared between ranks
 peer_connection     connection that distinguishes a normal exit of the peer from a crash
 supervisor_client   a rank's connection to the `unitrain launch` that restarts its job

@@ -38,11 +38,12 @@ class RankProcess(NamedTuple):
 
 
 class FailureStore:
-    """Access to the reports of all ranks for one thread. Each thread needs a separate object.
+    """Access to the reports of all ranks.
 
-    Each object has a separate connection to the store, because waiting for a response blocks other users of a
-    connection. Every method raises dist.DistError if rank 0's process, which serves the store, has exited, or does not
-    respond within `timeout_seconds`.
+    Each object has a separate connection to the store. Waiting for a response blocks other users of the connection, so
+    a thread that must not be delayed needs a separate object. Every method raises dist.DistError if rank 0's process,
+    which serves the store, has exited, or does not respond within `timeout_seconds`; while a method collects statuses,
+    it returns those received so far instead.
     """
 
     def __init__(self, store: dist.Store, rank: int, timeout_seconds: float) -> None:
@@ -116,7 +117,7 @@ class FailureStore:
         return self._collect(f"{_REQUESTED_STATUS}/{self.messages.add(_REQUESTS, 1)}", ranks, while_waiting)
 
     def answer_requests(self, status: Callable[[], RankStatus]) -> None:
-        """Publish this rank's status for each request since the last call."""
+        """Publish this rank's status for each request since the last call, but for at most the latest 100."""
         num_requests = self.messages.add(_REQUESTS, 0) if self.messages.check([_REQUESTS]) else 0
         self._num_answered = max(self._num_answered, num_requests - _MAX_ANSWERED_REQUESTS)
         while self._num_answered < num_requests:
@@ -136,6 +137,6 @@ class FailureStore:
                 if while_waiting is not None:
                     while_waiting()
                 time.sleep(_POLL_SECONDS)
-        except dist.DistError:  # rank 0's process has exited: return the statuses received so far
+        except dist.DistError:  # rank 0's process has exited or does not respond: return the statuses received so far
             pass
         return statuses

@@ -236,9 +236,9 @@ def describe_differences(records_by_rank: Mapping[int, Sequence[FlightRecord]]) 
 def ranks_without(
     phase: GradientPhase | None, ranks: Sequence[int], records_by_rank: Mapping[int, Sequence[FlightRecord]]
 ) -> list[int]:
-    """Return the `ranks` that have not started `phase`, or all `ranks` if it is None.
+    """Return the `ranks` without `phase` among their latest records, or all `ranks` if it is None.
 
-    A rank that has started later operations has also started `phase`.
+    The records of a rank that has started `phase` and then a few later operations still contain `phase`.
     """
     if phase is None:
         return list(ranks)

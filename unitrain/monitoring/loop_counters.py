@@ -23,7 +23,7 @@ class Counts(NamedTuple):
 
 
 class LoopCounters:
-    """Counts backward passes, optimizer steps and forward passes of this rank, which must be equal on all ranks.
+    """Counts backward passes, optimizer steps and forward passes of this rank, and compares them with those of rank 0.
 
     The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the other ranks. If a
     rank skips a backward pass, its later gradients are averaged with those of different steps on the other ranks.

@@ -41,10 +41,10 @@ _POLL_SECONDS = 0.005
 class FailureMonitor:
     """Detects timeouts and failures of this rank and of the other ranks, and reports them.
 
-    A backend records its collectives, waits for them with `wait_for_ranks`, and reports its own failures. Its errors
-    name the missing ranks and the source lines that they are executing. All ranks must create their monitor at the same
-    time. With `polls`, which requires operations on CPU tensors, waits poll for a few milliseconds before they block.
-    `use_watchdog=False` omits the thread that detects failures of other ranks.
+    A backend records its collectives, waits for them with `wait_for_ranks`, and reports its own failures. Timeout
+    errors name the missing ranks and the source lines that these ranks are executing. All ranks must create their
+    monitor at the same time. With `polls`, which requires operations on CPU tensors, waits poll for a few milliseconds
+    before they block. `use_watchdog=False` omits the thread that detects failures of other ranks.
     """
 
     def __init__(self, rendezvous: Rendezvous, *, polls: bool, use_watchdog: bool = True) -> None:
@@ -63,8 +63,9 @@ class FailureMonitor:
         """Wait for `work` of the latest recorded operation, or of an earlier `phase`. Under NCCL, only the current CUDA
         stream waits.
 
-        `polls` overrides the constructor argument. Raises CollectiveTimeoutError, which names the missing ranks, or
-        re-raises the ModelError of another rank.
+        Do nothing if `work` is None. `polls` overrides the constructor argument. If the wait fails, raises
+        CollectiveTimeoutError, which names the missing ranks, for a timeout, the ModelError of another rank if it is
+        the cause, and otherwise the RuntimeError of the transport.
         """
         if work is None:
             return
@@ -113,10 +114,11 @@ class FailureMonitor:
         self._recorder.is_main_thread_waiting = True
 
     def set_deadline(self, is_done: Callable[[], bool], phase: GradientPhase) -> Deadline | None:
-        """Terminate the process, and report the missing ranks, unless `is_done` returns true within the timeout.
+        """Terminate the process, and report the missing ranks, unless `is_done` returns true within a few seconds more
+        than the timeout.
 
-        Use it for waits of the main thread that cannot be interrupted. The call takes about 1 µs. Return None without a
-        watchdog.
+        Use it for waits of the main thread that cannot be interrupted. The call takes about 1 µs. Without a watchdog,
+        do nothing and return None.
         """
         if self._watchdog is None:
             return None

@@ -67,7 +67,7 @@ class PeerConnection:
         return self._socket.fileno()
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Limit the time that `send` and `receive` may block."""
+        """Limit the time that `send` and `receive` may block; None removes the limit."""
         self._socket.settimeout(seconds)
 
     def enable_keepalive(self, idle_seconds: int, interval_seconds: int, probes: int) -> None:
@@ -83,7 +83,10 @@ class PeerConnection:
             self._socket.sendall(f"{message}\n".encode())
 
     def receive(self) -> str | Disconnect:
-        """Return the next message, or the reason why the connection was closed."""
+        """Return the next message, or the reason why the connection was closed.
+
+        A timeout counts as UNREACHABLE, and a line of more than _MAX_MESSAGE_BYTES as a closed connection.
+        """
         while b"\n" not in self._received:
             try:
                 part = self._socket.recv(64)

@@ -42,7 +42,10 @@ class Failure(NamedTuple):
 
     @classmethod
     def from_error(cls, error: BaseException, rank: int, text: str) -> Failure:
-        """Return the failure for an error that `rank` raises, of the rank with its cause if this is another one."""
+        """Return the failure with the error `text` for an `error` that `rank` raises.
+
+        If the error names another rank as its cause, the failure is attributed to that rank.
+        """
         cause = error.failed_rank if isinstance(error, UnitrainError) else None
         return cls(rank if cause is None else cause, text)
 
@@ -57,7 +60,7 @@ class RankStatus:
     `location` is the user's line ("train.py:41: code"). `operation` is the collective or gradient phase in which the
     rank waits, and `worker` the DataLoader worker that it waits for. `library_function` and `unitrain_function` are the
     functions that it executes. `detail` is the error of a failed rank, or the reason for a shutdown. `latest_entry` is
-    the latest operation and its line. `stack` contains the innermost frames as text, and `records` the history of
+    the latest operation and its line. `stack` contains the innermost frames as text, and `records` the latest
     operations.
     """
 

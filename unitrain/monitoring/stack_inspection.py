@@ -67,9 +67,10 @@ def describe_line(file: str, line: int) -> str:
 
 
 def describe_functions(stack: Sequence[FrameType]) -> tuple[str, str]:
-    """Return the library function that was called by user code or unitrain, and the unitrain function.
+    """Return the library function that the innermost frame of user code or unitrain calls, and the innermost unitrain
+    function that user code calls.
 
-    Each is empty if `stack` contains no such function.
+    Each is empty if there is no such function.
     """
     user = user_position(stack)
     unitrain = max((at for at, frame in enumerate(stack) if is_unitrain_frame(frame)), default=user)

@@ -86,8 +86,7 @@ class _SupervisorClient:
         if not self.is_started.is_set():
             remove_abandoned_folder()
             os._exit(0)
-        # Leave time for a last checkpoint after the supervisor has exited, because its child processes then also
-        # terminate.
+        # The launcher and its ranks must terminate with the supervisor. Leave this rank time for a last checkpoint.
         sys.stderr.write(f"unitrain: stopping rank {self._rank} because unitrain launch has ended\n")
         if not is_requested:
             os.kill(self._pid, signal.SIGTERM)
@@ -96,7 +95,9 @@ class _SupervisorClient:
         os._exit(1)
 
     def _wait_for_signal_handler(self) -> None:
-        """Wait until the program handles SIGTERM. Before that, the signal would terminate it without a checkpoint."""
+        """Wait until the program handles SIGTERM, but for at most 30 seconds. Before that, the signal would terminate
+        it without a checkpoint.
+        """
         deadline = time.monotonic() + _MAX_SIGNAL_DELAY_SECONDS
         while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -61,8 +61,8 @@ _PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", 
 class Watchdog:
     """Watchdog of this rank's main thread, active until `stop`. All ranks create it at the same time.
 
-    A rank that fails calls `report_failure`. The liveness check detects killed ranks: rank 0 reports the death of other
-    ranks, and the other ranks detect the death of rank 0.
+    A rank that fails calls `report_failure`. The liveness check detects killed ranks: rank 0 detects and reports killed
+    processes of other ranks, and each other rank detects a killed process of rank 0.
     """
 
     def __init__(self, rendezvous: Rendezvous, flight_recorder: FlightRecorder, loop_counters: LoopCounters) -> None:
@@ -260,7 +260,7 @@ class Watchdog:
 
     def _status_responder(self) -> Callable[[], None] | None:
         """Return a function that answers status requests of other ranks while the watchdog thread waits for these
-        ranks.
+        ranks. Return None in other threads, because the watchdog thread then answers.
         """
         if threading.current_thread() is not self._thread:
             return None
@@ -364,7 +364,10 @@ class Watchdog:
             self._report_failed_peer(Failure(rank, _PROCESS_ENDED))
 
     def _report_failed_peer(self, failure: Failure) -> None:
-        """Report `failure` of another rank, which cannot report it itself, and terminate this process."""
+        """Report `failure` of another rank, which cannot report it itself, and terminate this process.
+
+        A failure of rank 0 is not reported, because every rank detects it and rank 0 serves the store.
+        """
         self._reporter = threading.current_thread()
         if failure.rank == 0:  # the store may have terminated with that rank, or may never respond
             self._first_failure = self._first_failure or failure

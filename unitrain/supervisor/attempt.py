@@ -94,7 +94,7 @@ class SupervisedJob:
 
 
 class Attempt:
-    """A started launcher, and the connections to its ranks. Raises LaunchError if it cannot be started.
+    """A started launcher, and the connections to its ranks. Raises LaunchError if its command cannot be built.
 
     The attempt runs on `hosts`, or on the hosts of the job's spec if `hosts` is empty. With `standby`, its ranks import
     torch and then wait for `start`. `describe` returns the description of the attempt for rank 0.
@@ -134,7 +134,7 @@ class Attempt:
 
     @property
     def is_running(self) -> bool:
-        """Whether all ranks have called `unitrain.init`."""
+        """Whether all ranks have called `unitrain.init`, and none has shut its backend down."""
         return self.ranks.num_running == self.num_ranks
 
     @property

@@ -78,7 +78,9 @@ def check_module(name: str) -> None:
 
 
 def check_not_launched(fix: str) -> None:
-    """Raise LaunchError with `fix` if a launcher started this process, or if the job has several pods."""
+    """Raise LaunchError with `fix` if a launcher other than srun started this process, and LaunchError if the job has
+    several pods. For srun, see `check_started_once`.
+    """
     if (pods := environment.max_pods()) > 1:
         # Each pod would train separately.
         raise launchers.LaunchError(

@@ -17,7 +17,7 @@ _LOG_SECONDS = 1.0
 _FIRST_STATE_SECONDS, _MAX_STATE_SECONDS = 2.0, 10.0
 # The log may reach this host later than the state, through a network file system.
 _LAST_LOG_SECONDS = 3.0
-# A program that the job has left behind may write to the log without an end.
+# A program that the job has left behind may never stop writing to the log.
 _MAX_LAST_LOG_SECONDS = 300.0
 _COMMAND_TIMEOUT_SECONDS = 30
 _UNREACHABLE_LIMIT_SECONDS = 3600.0
@@ -105,7 +105,7 @@ def _follow(job: FollowedJob) -> int:
                 if unreachable_since is not None:
                     unreachable_since = None
                     _print("the scheduler responds again")
-                # A job that is requeued can be in a final state for a moment, so it must be seen twice.
+                # A job that is requeued can be in a final state for a moment, so a failure must be seen twice.
                 if status.exit_code is not None and (status.exit_code == 0 or status == ended):
                     _copy_rest_of_log(job)
                     _print(f"{job.name} {status.text}")

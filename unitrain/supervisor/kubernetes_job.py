@@ -109,7 +109,7 @@ class KubernetesJob(FollowedJob):
         self._log.close()
 
     def _get(self, *words: str) -> dict[str, Any] | None:
-        """Return objects as kubectl prints them, or None if the object does not exist."""
+        """Return objects as kubectl prints them, or None if the object does not exist. Raises UnreachableError."""
         done = run_client(["kubectl", "get", *words, *self._namespace, "--output", "json"])
         if done.returncode == 0:
             try:

@@ -110,7 +110,8 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     """Validate a request and return its plan. Starts no ranks.
 
     Except in a dry run, it creates the folder of --log-dir and, for a job with a fixed number of ranks on other hosts,
-    probes all hosts. For an elastic job, it runs the host discovery script. Raises LaunchError and ConfigError.
+    probes all hosts. For an elastic job, it runs the host discovery script, also in a dry run. Raises LaunchError and
+    ConfigError.
     """
     launcher, spec = _build_spec(request)
     if request.log_dir is not None:
@@ -145,7 +146,7 @@ def execute(plan: LaunchPlan) -> NoReturn:
     """Replace this process with the launcher, or supervise the launcher (restarts, an elastic job, --log-dir) and exit
     with its exit code.
 
-    Raises LaunchError if a restart of a supervised job cannot be launched.
+    Raises LaunchError if an attempt of a supervised job cannot be launched.
     """
     sys.stdout.flush()
     if not plan.names_other_hosts:

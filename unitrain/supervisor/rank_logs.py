@@ -1,7 +1,8 @@
 """One log file per rank, for `unitrain launch --log-dir`.
 
 The launcher runs `python rank_logs.py FOLDER SCRIPT ARGS...` on each rank. This program forks a process that copies the
-output to FOLDER/rank-N.log and prints it with the rank as a prefix, and then replaces itself with the script.
+output to FOLDER/rank-N.log and prints it, with the rank as a prefix unless the launcher adds one, and then replaces
+itself with the script.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def wrapper_arguments(folder: Path) -> tuple[str, ...]:
 
 
 def log_sizes(folder: Path) -> dict[str, int]:
-    """Return the current size in bytes of each log file in `folder`, to be called before a job appends to them."""
+    """Return the current size in bytes of each log file in `folder`. Call it before an attempt appends to the files."""
     return {path.name: path.stat().st_size for path in folder.glob("rank-*.log")}
 
 
@@ -39,7 +40,7 @@ def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_befor
     """Return a headline and the last log lines of the rank that failed first, or [] if that rank is unknown.
 
     The rank is `killed_rank`, else the rank that a log names as failed first, else the only rank with a traceback.
-    `sizes_before`, from `log_sizes`, excludes content from before the job.
+    `sizes_before`, from `log_sizes`, excludes content from before the last attempt.
     """
     logs: dict[int, str] = {}
     # The folder may contain other files, such as a renamed copy of a log.

@@ -107,7 +107,7 @@ class RankConnections:
 
     @property
     def has_disconnected_ranks(self) -> bool:
-        """Whether any rank has exited, or its host does not respond."""
+        """Whether any rank has exited, or the host of any rank does not respond."""
         return bool(self.crashed_ranks or self.unreachable or self._first_exit_was_normal)
 
     def start(self) -> None:
@@ -125,8 +125,8 @@ class RankConnections:
                 self._connections[0].send(SAVE_AND_EXIT)
 
     def exit_all_ranks(self, timeout_seconds: float) -> None:
-        """Request an immediate exit of all remaining ranks. Ranks still connected at the timeout count as
-        unreachable."""
+        """Wait briefly for the exit of all ranks, then request an immediate exit of the remaining ones. Ranks still
+        connected at the timeout count as unreachable."""
         with self._state_changed:
             self._is_exiting = True  # ranks that connect later also receive the request
             self._state_changed.wait_for(self._all_disconnected, _EXIT_DETECTION_SECONDS)
@@ -167,7 +167,7 @@ class RankConnections:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
-        """Authenticate a connection and wait until it is closed."""
+        """Authenticate a connection, and process its messages until it is closed."""
         with accepted:
             accepted.settimeout(_GREETING_TIMEOUT_SECONDS)
             try:

@@ -86,7 +86,10 @@ class SlurmJob(FollowedJob):
         return self._log is not None and self._log.copy()
 
     def _read_accounting(self) -> JobStatus:
-        """Return the state of a job that the controller has removed, from the accounting database."""
+        """Return the state of a job that the controller has removed, from the accounting database.
+
+        Raises JobGoneError if the final state cannot be read, and UnreachableError if sacct times out.
+        """
         gone = f"Slurm has no record of {self.name}, so its exit code is unknown"
         try:
             done = run_client(["sacct", *self._clusters, "-XnP", "-o", "State,ExitCode", "-j", self._id])

@@ -44,7 +44,7 @@ _CRASH_EXIT_SECONDS = 2.0
 
 
 class Supervisor:
-    """Runs a job until it succeeds, a signal terminates it, or the restarts are exhausted.
+    """Runs a job until it succeeds, a signal terminates it, its ranks are preempted, or the restarts are exhausted.
 
     `membership` selects the hosts of each attempt; without it, the hosts of the job are used. A host change does not
     count as a failure. `before_attempt` is called before each attempt.
@@ -157,7 +157,9 @@ class Supervisor:
         return (code if code >= 0 else 128 - code), ranks
 
     def _begin_attempt(self, waiting_seconds: float) -> Callable[[], AttemptInfo]:
-        """Count an attempt, and return the function that describes it. The first one starts with this process."""
+        """Count an attempt, and return the function that describes it. The age of the first attempt is that of this
+        process, without the time of waiting for hosts.
+        """
         self._num_attempts += 1
         number, reason, started = self._num_attempts, self._restart_reason, time.monotonic()
         if number == 1:
