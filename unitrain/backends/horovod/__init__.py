@@ -25,10 +25,10 @@ def register_process_group() -> None:
     """Make `torch.distributed.init_process_group("horovod")` available under any launcher. Every rank must call this
     function before `init_process_group`.
 
-    It also sets those of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT that the launcher has not set,
-    because torch reads them. Under horovodrun and mpirun without MASTER_ADDR, it starts Horovod to choose the address.
-    Further calls do nothing. Raises BackendUnavailableError if Horovod is missing or was built for a different torch
-    version.
+    It also sets the variables that torch reads and the launcher has not set: RANK, WORLD_SIZE and LOCAL_RANK, and under
+    horovodrun, under mpirun and without a launcher, MASTER_ADDR and MASTER_PORT. Under horovodrun and mpirun without
+    MASTER_ADDR, it starts Horovod to choose the address. Further calls do nothing. Raises BackendUnavailableError if
+    Horovod is missing or was built for a different torch version.
     """
     from unitrain.backends import registry
 

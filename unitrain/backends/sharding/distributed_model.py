@@ -193,8 +193,9 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         """Update the set of trained parameters, so that exactly the gradients of parameters that require grad are
         reduced.
 
-        All ranks must call it, and raise ModelError if their frozen parameters differ. If some ranks do not call it,
-        because no parameter was frozen or unfrozen on them, the others raise CollectiveTimeoutError.
+        All ranks must call it. Raises ModelError on all ranks if their frozen parameters differ. If some ranks do not
+        call it, because no parameter was frozen or unfrozen on them, raises CollectiveTimeoutError on the ranks that
+        call it.
         """
         self._freeze_changes += 1
         names = [name for name, _ in self.module.named_parameters()]
