@@ -107,7 +107,8 @@ def hierarchical_allreduce(num_ranks: int, size: float, network: Network, per_ho
     The algorithm is a ring reducescatter within each host, ring allreduces between hosts, and a ring allgather within
     each host. With g ranks on each of N hosts, the ring allreduces cost 2(N-1) (alpha + n/N beta) + (N-1)/N n/g gamma:
     each of the g ranks reduces n/g bytes with the corresponding ranks of the other hosts, and the g ranks share the
-    link of their host.
+    link of their host. Ranks that fit on one host use a ring within the host. Raises ConfigError if `num_ranks` is
+    larger than `per_host` and not a multiple.
     """
     if num_ranks <= per_host:
         return ring_allreduce(num_ranks, size, host)

@@ -248,9 +248,10 @@ def compare_with_measured(
     networks: Mapping[tuple[str, str], FittedNetwork],
     requested: Mapping[str, Cost],
 ) -> list[dict[str, Any]]:
-    """Return the measured and the predicted step time per measured backend on several ranks.
+    """Return the measured and the predicted step time per measured backend, number of ranks (from 2) and algorithm.
 
-    Rows with settings are skipped, because the model does not include their changes of computation or communication.
+    The prediction uses the bucket sizes of DistributedDataParallel. Rows with settings are skipped, because the model
+    does not include their changes of computation or communication.
     """
     found = []
     for row in trained["rows"]:

@@ -30,7 +30,7 @@ _CHARACTERS, _LENGTH = 96, 64
 
 
 def resolve(target: str) -> tuple[str, int]:
-    """Resolve `target` (a built-in model or a function) to a function and the default number of steps per turn."""
+    """Return the function of a built-in model, or `target` itself for other targets, and the default steps per turn."""
     if target not in BUILT_IN_MODELS:
         return target, _DEFAULT_STEPS
     function, steps = BUILT_IN_MODELS[target]

@@ -17,13 +17,13 @@ PHASES = ("data", "forward", "backward", "exposed", "optimizer")
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """Write a result of the `rounds` module as JSON."""
+    """Write a result of the `rounds` module, or a prediction, as JSON. Create the folder of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def read(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """Read a result from a file. Raises ReportError if the file is not a result of this `kind`."""
+    """Read a result from a file. Raises ReportError if it is not a result of this `kind`, or of any kind for None."""
     remedy = f"Create one with: unitrain bench {kind or 'train'} --json {path}"
     try:
         result: Any = json.loads(path.read_text())

@@ -31,7 +31,7 @@ def create_console() -> Console:
 
 
 def collectives(result: dict[str, Any]) -> Table:
-    """Return a row per operation and size: time, algorithm and bus bandwidth per backend, and the lower bounds."""
+    """Return a table with a row per operation and size: time and bandwidths per backend, and the lower bounds."""
     ranks = result["ranks"]
     nodes = "one host" if result["num_nodes"] == 1 else f"{result['num_nodes']} hosts"
     rounds = len(result["rows"][0]["seconds"]) if result["rows"] else 0
@@ -67,7 +67,7 @@ def collectives(result: dict[str, Any]) -> Table:
 
 
 def train(result: dict[str, Any]) -> Table:
-    """Return a row per setting, number of ranks and backend: throughput, efficiency, and time per phase."""
+    """Return a table with a row per setting, number of ranks and backend: throughput, efficiency, time, and memory."""
     rounds = len(result["rows"][0]["seconds"])
     table = create_table(
         f"{result['target']}: {result['parameters']:,} parameters, {result['device']}; medians of {rounds} rounds of "
@@ -94,7 +94,7 @@ def train(result: dict[str, Any]) -> Table:
 
 
 def differences_table(found: list[Difference]) -> Table:
-    """Return a row per measurement shared by two results."""
+    """Return a table with a row per measurement shared by two results."""
     table = create_table(
         "ratio: time before / time after (above 1, the second result is faster); in brackets: lower and upper quartile"
     )
@@ -112,7 +112,7 @@ def differences_table(found: list[Difference]) -> Table:
 
 
 def prediction(result: dict[str, Any]) -> Table:
-    """Return a row per number of ranks: step time, exposed communication and efficiency."""
+    """Return a table with a row per number of ranks: step time, exposed communication and efficiency."""
     model = result["model"]
     table = create_table(
         f"{model['parameters']:,.0f} parameters of {model['bytes_per_parameter']:g} bytes, "

@@ -23,7 +23,7 @@ from unitrain.optim.forward import Forward
 from unitrain.optim.model_loss import ModelLoss
 from unitrain.torch_compat import queue_backward_callback
 
-# After the timed steps of a turn, this fraction of the steps is repeated to time the phases of a step.
+# After the timed steps of a turn, this fraction of the steps, but at least the minimum, is repeated to time the phases.
 _PROFILED_FRACTION = 0.25
 _MIN_PROFILED_STEPS = 3
 _PROCESS_STATUS = Path("/proc/self/status")
@@ -117,7 +117,7 @@ _prepared: dict[str, _PreparedTraining] = {}
 def take_turn(
     backend: Backend, target: str, settings: Mapping[str, Any], batch_size: int | None, steps: int
 ) -> TrainTurn:
-    """Train `target` for `steps` steps, at least 2, with `settings` of TrainConfig.
+    """Train `target` for `steps` steps (at least 2) with `settings` of TrainConfig, then repeat some to time phases.
 
     All ranks must call it. `target` is passed to `factories.call_training_function`. The first turn creates the model,
     and later turns continue its training. Checkpoints, validation, schedulers, loggers and callbacks are disabled.

@@ -99,8 +99,8 @@ class ParsedConfig:
 def parse(argv: Sequence[str]) -> ParsedConfig:
     """Parse the command line of `unitrain train`: files, followed by options --key value.
 
-    Inserts the folders of modules into sys.path, and imports the modules that the values name. The options --help and
-    --print_config print and exit. Raises ConfigError, or MissingDependencyError without jsonargparse.
+    Inserts the folders of modules into sys.path, and imports the modules that the values name. The options --help,
+    --KEY.help and --print_config print and exit. Raises ConfigError, or MissingDependencyError without jsonargparse.
     """
     jsonargparse = _import_jsonargparse()
     count = next((number for number, argument in enumerate(argv) if argument.startswith("-")), len(argv))

@@ -87,9 +87,10 @@ class ConfigFile:
         return f"{self.path}, line {entry.line}"
 
     def find(self, names: Sequence[str], value: str | None = None) -> Entry | None:
-        """Return the deepest entry whose key starts with the first of `names` and contains the others in order.
+        """Return the first entry whose key starts with the first of `names` and contains the others in order.
 
-        If several match, the one with this `value` is preferred.
+        If several entries match, one with this `value` is preferred. If none matches, the last of `names` are left out
+        until one matches. Return None if the file does not contain the first of `names`.
         """
         for count in range(len(names), 0, -1):
             found = [entry for entry in self.entries if _contains(entry.key, names[:count])]

@@ -21,7 +21,7 @@ _MAX_OUTPUT_LINES = 15
 
 
 class ExaminationError(UnitrainError):
-    """The ranks failed to start or to connect to each other."""
+    """The ranks failed to start or to connect to each other, or the variables of the launcher are invalid."""
 
 
 def examine(timeout_seconds: float) -> dict[str, Any] | None:

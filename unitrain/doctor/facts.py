@@ -50,8 +50,8 @@ class Facts:
 
     `machine` identifies the running kernel, even across containers with different names. `name_addresses` are the
     addresses to which the host's own name resolves, and `cores` the core numbers available to this process. `horovod`
-    is None if Horovod is not installed, and on all ranks except the first per host. `has_job_key` is true if this
-    process signs its messages.
+    is None if Horovod is not installed, and on all ranks except the first per host. `open_files` and `locked_memory`
+    are limits; without a limit, they are -1 and None. `has_job_key` is true if this process signs its messages.
     """
 
     host: str

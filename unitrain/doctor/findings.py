@@ -18,7 +18,7 @@ _MIN_FREE_BYTES = 2 * _GIB
 _MIN_OPEN_FILES = 4096
 _MIN_LOCKED_MEMORY_BYTES = 1 * _GIB
 _MAX_CLOCK_OFFSET_SECONDS = 1.0
-# Variables that are allowed to differ between ranks or hosts.
+# Prefixes of the variables that are allowed to differ between ranks or hosts.
 _PER_RANK_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOROVOD_", "UNITRAIN_", "TORCHELASTIC", "TORCH_NCCL_ASYNC")
 
 

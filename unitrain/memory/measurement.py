@@ -23,7 +23,7 @@ def measure(
     """Run `script` with `args` under `unitrain launch` on this host, and return the record of each rank.
 
     The run ends after the requested steps, and is terminated after `timeout_seconds`. Raises ConfigError with the last
-    lines of the output if the record of any rank is missing.
+    lines of the output if the run fails, or if the record of any rank is missing.
     """
     with tempfile.TemporaryDirectory(prefix="unitrain-memory-") as name:
         folder = Path(name)

@@ -37,8 +37,9 @@ class ModuleCall:
 class SavedStorage:
     """A storage that one or more saved tensors share.
 
-    `index` is its position in the order of saving, from 1. `stacks` are the modules that saved it, from the outermost
-    to the innermost, for each saved tensor. `holders` is the number of saved tensors that still exist.
+    `index` is its position in the order of saving, from 1; for an argument of a module that was not saved, it is the
+    number of storages saved before. `stacks` are the modules that saved it, from the outermost to the innermost, for
+    each saved tensor. `holders` is the number of saved tensors that still exist.
     """
 
     storage: weakref.ref[torch.UntypedStorage]

@@ -26,7 +26,8 @@ def arguments(call: cst.Call, parameters: Sequence[str]) -> dict[str, cst.Arg] |
 
 
 def literal(argument: cst.Arg | None) -> object:
-    """Return the value of a literal argument: a number, string, boolean or None. Return `...` for other expressions."""
+    """Return the value of a literal argument: a number, string, boolean or None. Return None for a missing argument,
+    and `...` for other expressions."""
     if argument is None:
         return None
     value = argument.value

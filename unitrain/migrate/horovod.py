@@ -18,7 +18,7 @@ _PROPERTIES = ("rank", "size", "local_rank", "local_size")
 _OPERATIONS = {"Average": "mean", "Sum": "sum", "Min": "min", "Max": "max", "Product": "product"}
 _COMPRESSIONS = {"Compression.fp16": '"fp16"', "Compression.none": '"none"'}
 _WRAPPERS = ("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state")
-# Positional parameters of Horovod's collectives, and the parameters that have no effect on the result.
+# The first positional parameters of Horovod's collectives, in order.
 _COLLECTIVES = {
     "allreduce": ("tensor", "average", "name", "compression", "op"),
     "allreduce_": ("tensor", "average", "name", "op"),
@@ -125,7 +125,7 @@ def _operation(script: Script, operation: cst.Arg | None, average: cst.Arg | Non
 
 @dataclass
 class _Wrapping:
-    """The statements that wrap one optimizer, and their arguments."""
+    """The statement that wraps an optimizer with DistributedOptimizer, and the arguments of the call."""
 
     call: cst.Call
     statement: Statement

@@ -81,7 +81,7 @@ def _convert_calls(edits: Edits, libraries: list[str]) -> None:
 
 
 def _refuse_unknown(edits: Edits) -> None:
-    """Refuse each reference to one of the libraries that no rule converted."""
+    """Refuse each reference to one of the libraries that no rule converts or keeps."""
     script = edits.script
     for node, name in script.imported_references():
         if any(one in edits.converted for one in (node, *script.ancestors(node))):

@@ -177,7 +177,7 @@ class Script:
         return [one for one in _walk(node) if isinstance(one, cst.Call)]
 
     def uses_name(self, name: str) -> bool:
-        """Return whether the script uses `name` as a variable or an argument of a function."""
+        """Return whether the script uses `name` as a variable or a parameter of a function."""
         return any(
             isinstance(node, cst.Name)
             and node.value == name

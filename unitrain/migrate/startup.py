@@ -1,7 +1,8 @@
 """Placement of the `unitrain.init` call and of the shutdown of the backend.
 
-If the script shuts down its process group, `unitrain.init` replaces the call that starts it. Otherwise, or if the rank
-is read earlier, the call of the main function is moved into `with unitrain.init() as backend:`.
+`unitrain.init` replaces the call that starts the ranks if this call is at the top level of the module, or if the script
+shuts down its process group. In a function, it is placed before earlier reads of the rank in the same block. Otherwise,
+the call of the main function is moved into `with unitrain.init() as backend:`.
 """
 
 from __future__ import annotations

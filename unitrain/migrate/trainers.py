@@ -20,7 +20,7 @@ _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_p
 
 
 def convert(edits: Edits) -> None:
-    """Refuse settings for which another process group is needed, and calls that end the process group."""
+    """Refuse settings that need another process group, add a comparison of the ranks, and remove `end_training`."""
     script = edits.script
     for node in script.nodes:
         if not isinstance(node, cst.Call):

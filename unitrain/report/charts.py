@@ -98,7 +98,10 @@ class LineChart:
 
 @dataclass(frozen=True)
 class TimeChart:
-    """Stacked bars of seconds by phase, one bar per label. Bars are horizontal, or `vertical` for numeric labels."""
+    """Stacked bars of times by phase, one bar per label. Bars are horizontal, or `vertical` for numeric labels.
+
+    The unit of `seconds` is that of `x_label`, or seconds for vertical bars.
+    """
 
     title: str
     labels: Sequence[str]

@@ -181,7 +181,7 @@ def total_seconds(record: RunRecord) -> float:
 
 
 def last_step(record: RunRecord) -> int:
-    """Return the number of recorded optimizer steps."""
+    """Return the largest recorded number of optimizer steps since the start of the run, or 0."""
     return max((row["step"] for row in [*record.epochs, *record.steps]), default=0)
 
 

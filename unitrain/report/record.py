@@ -35,9 +35,9 @@ class RunRecord:
 
 
 def read_records(folders: list[Path]) -> list[RunRecord]:
-    """Read the record of the run in each folder. The names are distinct.
+    """Read the record of the run in each folder. The names are distinct unless a folder is repeated.
 
-    Raises ReportError if a folder does not exist or contains no run, or if a line of the history is invalid.
+    Raises ReportError if a folder does not exist or contains no run, or if its history or goodput file is invalid.
     """
     folders = [Path(folder) for folder in folders]
     names = [folder.resolve().name for folder in folders]

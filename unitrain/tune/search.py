@@ -20,8 +20,8 @@ Measure = Callable[[Settings], float]
 # If the settings have no effect, either side of a pair is faster with probability 1/2. Then 7 or 8 of 8 pairs favor the
 # settings in 3.5% of all checks.
 PAIRS, _MAX_DISAGREEING_PAIRS = 8, 1
-# Minimum gain in a single pair for which a setting is measured again, and minimum gain for which it is combined with
-# others.
+# Minimum gain in a single pair for which a setting is measured again, also the minimum median gain in the final check;
+# and minimum gain for which a setting is combined with others.
 _PROMISING_RATIO, _MIN_RATIO_TO_COMBINE = 1.01, 1.02
 _REPETITIONS = 2
 _TYPICAL_PROMISING = 4  # expected number of promising settings, to estimate the duration of a search
@@ -52,10 +52,11 @@ class Gain:
 
 @dataclass
 class SearchResult:
-    """The fastest `settings`, and their `gain` in new pairs of runs.
+    """The fastest `settings`, and the `gain` of the best settings in new pairs of runs.
 
-    `ratios` contains the ratios of all measured settings. `skipped` is the number of values that were not measured
-    within the time limit; if it is nonzero, `seconds_needed` estimates the time to measure all values.
+    `settings` is empty if the gain is not significant, and `gain` is None if no settings were promising. `ratios`
+    contains the ratios of all measured settings, without the final check. `skipped` is the number of values that were
+    not measured within the time limit; if it is nonzero, `seconds_needed` estimates the time to measure all values.
     """
 
     settings: Settings = field(default_factory=dict)
@@ -66,7 +67,7 @@ class SearchResult:
 
 
 def list_tunables(backend_tunables: Sequence[Tunable], threads: int | None, cores_per_rank: int) -> list[Tunable]:
-    """Return the backend's tunables and a tunable for the number of threads per rank.
+    """Return the backend's tunables and, if ranks compute on the CPU, a tunable for the number of threads per rank.
 
     `threads` is the default number of threads per rank, or None on a GPU.
     """
@@ -102,8 +103,8 @@ def search(
     """Search for the fastest settings for about `budget_seconds`. The settings are empty if no gain is significant.
 
     The search first measures each value separately, and measures promising values again. It then combines the best
-    values one at a time. The final check takes a large fraction of the time. `run_seconds` is the estimated duration of
-    one measurement. `seed` makes the random order of the pairs reproducible.
+    values one at a time. The final check of the best settings takes a large fraction of the time, and may exceed it.
+    `run_seconds` is the estimated duration of one measurement. `seed` makes the random order of the pairs reproducible.
     """
     start_time = clock()
     generator = random.Random(seed)

@@ -156,7 +156,7 @@ def remove_tuned(run: TunedRun, file: Path = TUNED_FILE) -> None:
 
 
 def torch_version() -> str:
-    """Return the installed torch version without importing torch."""
+    """Return the installed torch version, or "" if torch is missing. torch is not imported."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -51,8 +51,9 @@ class Tuner:
     ) -> None:
         """Search for about `search_seconds`, save a significant gain, and report the result.
 
-        `report` receives results, and `report_run` receives a line per run. Raises ConfigError if a run fails, or if
-        the file of tuned settings cannot be read or written.
+        With `with_compression`, then time gradient compression, which takes additional time. `report` receives results,
+        and `report_run` receives a line per run of the search. Raises ConfigError if a run fails, or if the file of
+        tuned settings cannot be read or written.
         """
         check_file()  # before the runs, whose results would be lost
         start_time = time.monotonic()
