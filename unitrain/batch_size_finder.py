@@ -90,11 +90,13 @@ def find_batch_size(
     After the first trial, one optimizer step with `initial` samples per rank creates the optimizer state. At the end,
     the model, its buffers, the optimizer and the random number generators are the same as before.
 
-    With a sharded optimizer (`shard="state"`), this step communicates. If it runs out of memory, that rank raises
-    ConfigError, and the other ranks raise the error of a failed rank.
+    This optimizer step reduces gradients over ranks and, with a sharded optimizer (`shard="state"`), also communicates
+    in the update. If a rank runs out of memory in a part that communicates, that rank raises ConfigError, and the other
+    ranks raise the error of a failed rank. Otherwise, every rank raises ConfigError.
 
-    Raises ConfigError on every rank for invalid arguments, for a Trainer whose forward pass communicates
-    (`sync_batch_norm`, and `shard` "gradients" and "parameters"), and if not even `initial` samples fit.
+    Raises ConfigError on every rank for invalid arguments, for a Trainer whose forward or backward pass communicates
+    (`sync_batch_norm`, and `shard` "gradients" and "parameters") or uses `local_sgd` or PowerSGD, and if not even
+    `initial` samples fit.
     """
     check_trial(trainer, _NAME)
     backend = trainer.backend
@@ -136,7 +138,7 @@ def find_batch_size(
 
 
 class _Search:
-    """Tries batch sizes. All ranks make the same calls. `reason` describes the last batch size that did not fit."""
+    """Tries batch sizes. All ranks make the same calls. `reason` states why `try_size` last returned False."""
 
     def __init__(self, trainer: Trainer, data: Data, limit_bytes: int | None) -> None:
         self.trials: list[BatchSizeTrial] = []
@@ -145,8 +147,11 @@ class _Search:
         self._memory: ProcessMemory = call_on_all_ranks(trainer.backend, lambda: process_memory(trainer.backend.device))
 
     def try_size(self, batch_size: int) -> bool:
-        """Run a forward and backward pass, and return whether it fits in memory on all ranks. Return False and add no
-        trial if the data has too few samples."""
+        """Run a forward and backward pass, and return whether it fits in memory on all ranks.
+
+        Return False without a pass if the extrapolated memory is far above the limit. Return False and add no trial if
+        the data has too few samples. If a rank fails with another error, all ranks raise one.
+        """
         backend, limit = self._trainer.backend, self._limit_bytes
         if (expected := self._extrapolate(batch_size)) and limit and expected > _MAX_EXCESS * limit:
             self.reason = f"{batch_size} samples would need about {expected / 2**20:.0f} MiB"
@@ -211,8 +216,8 @@ class _Search:
         self._trainer.backend.unwrap(self._trainer.model).zero_grad(set_to_none=True)
 
     def _run(self, batch_size: int) -> tuple[int | None, bool, Exception | None]:
-        """Return the number of samples of the tested batch, whether this rank ran out of memory, and any other
-        error."""
+        """Return the number of samples of the tested batch (None if none was loaded), whether this rank ran out of
+        memory, and any other error."""
         samples: int | None = None
         with self._resized(batch_size) as (data, trainer):
             trial = TrialSteps(trainer, data, _NAME)  # raises the same error on every rank
@@ -231,7 +236,8 @@ class _Search:
 
     @contextmanager
     def _resized(self, batch_size: int) -> Iterator[tuple[Data, Trainer]]:
-        """Context manager in which the Trainer has this batch size, without gradient accumulation."""
+        """Context manager in which the Trainer has this batch size, without gradient accumulation. Yields the data and
+        the Trainer; a DataLoader is replaced by one with this batch size and without a sampler."""
         trainer, data = self._trainer, self._data
         config = trainer.config
         given: Any = data
@@ -249,7 +255,8 @@ class _Search:
             trainer.config = config
 
     def _extrapolate(self, batch_size: int) -> float | None:
-        """Return the expected peak memory in bytes, which is a linear function of the batch size; None if unknown."""
+        """Return the expected peak memory in bytes, as a linear function of the batch size through the two largest
+        trials; None with fewer than two trials."""
         if len(self.trials) < 2:
             return None
         first, second = sorted(self.trials, key=lambda trial: trial.batch_size)[-2:]

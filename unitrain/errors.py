@@ -1,4 +1,5 @@
-"""All errors that unitrain raises intentionally.
+"""The errors that unitrain raises intentionally, except those of `unitrain.launchers`, which has its own classes. A few
+other modules define subclasses for their own use.
 
 The first sentence of a message states what was requested and found; the second suggests a fix that can be pasted. Each
 class also subclasses a builtin exception, so that `except ValueError` in a user's script catches it.
@@ -41,7 +42,7 @@ PREEMPTED_EXIT_CODE = 75
 
 
 class UnitrainError(Exception):
-    """Base of all errors that unitrain raises intentionally.
+    """Base of the errors in this module, except Preempted.
 
     Attributes:
         failed_rank: The rank with the cause of the error, if this rank raises the error because of that rank. Otherwise

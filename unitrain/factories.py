@@ -1,4 +1,6 @@
-"""Call training functions that are named on a command line and return the arguments of `Trainer` and `fit`."""
+"""Calls of training functions that a command line names. A training function returns the arguments of `Trainer` and
+`fit`.
+"""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def init(
         timeout_seconds: the timeout of the rendezvous and of every later collective.
 
     All ranks call it, and may call it again after `shutdown`. Raises UnknownBackendError, BackendUnavailableError,
-    LauncherMismatchError, ConfigError if a backend is already in use, or CollectiveTimeoutError, which names the
-    missing ranks.
+    LauncherMismatchError, EnvironmentVariableError, ConfigError for an invalid argument or if a backend is already in
+    use, or CollectiveTimeoutError, which names the missing ranks.
     """
     is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
     if not (is_number and 0 < timeout_seconds <= _MAX_TIMEOUT_SECONDS):

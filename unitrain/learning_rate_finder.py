@@ -101,10 +101,11 @@ def find_learning_rate(
     losses and a suggested learning rate. All ranks call it.
 
     The learning rate increases by a constant factor per step. It applies to the first parameter group; the learning
-    rates of other groups keep their ratio to it. `lr_scaling` applies as in `fit`, at its full factor. The test ends
-    early if the smoothed loss exceeds `divergence_factor` times its minimum, or if the loss is not finite. The result
-    does not depend on the backend, and for equal global batches not on the number of ranks, except for rounding errors
-    and layers such as dropout and BatchNorm.
+    rates of other groups keep their ratio to it (if the first group has learning rate 0, it applies to all groups).
+    `lr_scaling` applies as in `fit`, at its full factor. The test ends early if the smoothed loss exceeds
+    `divergence_factor` times its minimum, or if the loss is not finite. The result does not depend on the backend, and
+    for equal global batches not on the number of ranks, except for rounding errors and layers such as dropout and
+    BatchNorm.
 
     Afterwards, the model, its buffers, the optimizer, the scheduler, the random number generators and the training
     progress are the same as before, and the learning rates are not changed: set the suggestion yourself. Callbacks and

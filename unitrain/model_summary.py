@@ -103,7 +103,8 @@ def summarize(model: nn.Module, inputs: Any, *, max_depth: int | None = None) ->
     number generators do not change. The activations are those of the current mode: call `model.train()` first for
     training. Does not communicate, so a single rank may call it. Call it before the model is distributed.
 
-    Raises ModelError for a model that is wrapped or has lazy parameters, and ConfigError for an invalid `max_depth`.
+    Raises ModelError for a model that is wrapped, has lazy parameters or does not accept the `inputs`, and ConfigError
+    for an invalid `max_depth`.
     """
     check_unwrapped_model("summarize(model)", model)
     validation.check_integer(
@@ -202,7 +203,8 @@ class _Recorder:
         return tensor
 
     def _keep(self, tensor: Tensor) -> int:
-        """Return the bytes of the storage of `tensor` if it was not seen before, otherwise 0."""
+        """Return the bytes of the storage of `tensor` if the storage was not seen before, otherwise 0. For a tensor
+        with another layout than strided, return its number of elements times their size."""
         if tensor.layout != torch.strided:
             return tensor.numel() * tensor.element_size()
         storage = tensor.untyped_storage()

@@ -53,8 +53,8 @@ class Outputs:
     def add(self, output: Any, samples: int) -> None:
         """Add the output of a batch of `samples` samples.
 
-        Raises ModelError if it cannot be concatenated: it contains objects other than tensors, its first dimension is
-        not `samples`, or its structure differs from earlier batches.
+        Raises ModelError if the output cannot be concatenated: it contains objects other than tensors and None, the
+        first dimension of a tensor is not `samples`, or the output differs in structure from earlier batches.
         """
         layout, specs, tensors = split_output(output, samples)
         if self._batches:

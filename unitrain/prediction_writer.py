@@ -1,7 +1,7 @@
 """Writes the model outputs of all ranks to files in dataset order, without holding them in memory.
 
 Format: a folder with one NumPy file per output tensor and `predictions.json`. The rows of each file are the samples in
-dataset order, so the files are the same for any number of ranks.
+dataset order, so the files are the same for any number of ranks. With stream="own", the rows are in rank order.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PredictionWriter:
                 raise FileExistsError(errno.EEXIST, "It is a symbolic link", str(unfinished))
             unfinished.mkdir(parents=True, exist_ok=True)
             while not lock.acquire(_LOCK_SECONDS):
-                pass  # it raises CheckpointError when its limit is reached
+                pass  # `acquire` raises CheckpointError when its time limit is reached
             check_folder()  # another job may have completed it
             left = [path for path in unfinished.iterdir() if path.name != LOCK_FILE]  # by a killed job
             own = [path for path in left if path.suffix in (".npy", _TOKEN_SUFFIX) or path.name == MANIFEST]
@@ -229,7 +229,7 @@ class PredictionFiles:
         return self._unfinished / (name if is_final else f"rank-{self._communicator.rank}.{name}")
 
     def _offset(self, index: int, row: int) -> int:
-        """Return the position of a row of this rank in the file of an output."""
+        """Return the byte position of a row of this rank in the file of an output."""
         spec = self._specs[index]
         if self._first_row is None:
             return row * _row_bytes(spec)

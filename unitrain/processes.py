@@ -101,8 +101,8 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
 def terminate_workers_with_rank() -> None:
     """Make sure that every DataLoader worker forked by this process from now on terminates when this process does.
 
-    This includes workers of the user's DataLoaders, but not spawned workers; the Trainer's spawned workers call
-    `terminate_with_parent`.
+    This includes workers of the user's DataLoaders, but not spawned workers. Spawned workers of unitrain's own
+    DataLoaders call `terminate_with_parent` through `WorkerInit`.
     """
     if not hasattr(os, "register_at_fork"):
         return

@@ -18,7 +18,7 @@ def write_rank_record(folder: Path, rank: int, fields: dict[str, Any]) -> None:
 def read_rank_records(folder: Path) -> list[dict[str, Any]] | None:
     """Read the records of all ranks from `folder`, in rank order. Return None if the record of a rank is missing.
 
-    Each record contains the number of ranks as "size".
+    Each record contains its rank as "rank" and the number of ranks as "size".
     """
     found = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
     found.sort(key=lambda fields: fields["rank"])

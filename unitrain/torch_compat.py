@@ -1,8 +1,9 @@
 """Private torch APIs that unitrain uses; `backends/sharding/fsdp_compat.py` has those of FSDP2.
 
-Each entry states the torch versions that it was checked with. No other module uses private torch APIs, with two
-exceptions: `backends/ddp.py` imports torch._dynamo early, and `horovod_wheel/machine.py` calls
-torch._C._cuda_getArchFlags, because that package works without the rest of unitrain.
+Each entry for a private API states the torch versions that it was checked with. No other module uses private torch
+APIs, with three exceptions: `backends/ddp.py`, `supervisor/standby_rank.py` and `testing/fork_server.py` import
+torch._dynamo early; `horovod_wheel/machine.py` calls torch._C._cuda_getArchFlags, because that package works without
+the rest of unitrain; and `callbacks/memory_snapshot.py` calls functions of torch.cuda.memory that torch documents.
 """
 
 from __future__ import annotations
@@ -496,8 +497,8 @@ def ddp_finds_all(tensors: list[Tensor], output: Any) -> bool:
 
 
 def bucket_bytes(module: nn.Module) -> int:
-    """Return the total bucket size of a DistributedDataParallel in bytes; 0 for other modules, or if gradients are
-    views of the buckets. Checked with torch 2.14.
+    """Return the total bucket size of a DistributedDataParallel in bytes; 0 for other modules, if gradients are views
+    of the buckets, and after `release_groups`. Checked with torch 2.14.
     """
     if not isinstance(module, DistributedDataParallel) or module.gradient_as_bucket_view:
         return 0

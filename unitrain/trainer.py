@@ -74,7 +74,8 @@ class Trainer(LoggingMethods):
     `result_names` are the names of the results of `fit`, and `last_loss` is the loss of this rank's last micro-batch:
     the mean, or the sum if `loss_fn` returns a pair.
 
-    Raises ConfigError, ModelError, CheckpointError or MissingDependencyError (for a logger) on every rank.
+    Raises ConfigError, ModelError, UnsupportedError, CheckpointError or MissingDependencyError (for a logger) on every
+    rank.
     """
 
     def __init__(
@@ -279,9 +280,10 @@ class Trainer(LoggingMethods):
 
         All ranks call it and return all outputs, so each host needs enough memory for one copy per rank. The result has
         the structure of the model's (or `forward`'s) output: lists, tuples, mappings and dataclasses of tensors whose
-        first dimension indexes the samples. Targets are ignored; without `forward` they may be missing. Every rank
-        evaluates its shard with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank. Raises
-        DataError, ConfigError, or ModelError for outputs that cannot be concatenated, on every rank.
+        first dimension indexes the samples. Targets are ignored; without `forward` they may be missing. For a mapping
+        as batch, the loss and the cache of a language model are omitted from the output. Every rank evaluates its shard
+        with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank. Raises DataError, ConfigError,
+        or ModelError for outputs that cannot be concatenated, on every rank.
 
         With `writer`, each rank writes its outputs to files as it computes them, and `predict` returns the folder.
         """
@@ -418,7 +420,7 @@ class Trainer(LoggingMethods):
         loss."""
         self._forward.check_same_keys(self.backend, batch)
         is_dummy, ends_step = not micro_batch.samples, micro_batch.ends_step
-        # With logical ranks, only the buffers of logical rank 0 are kept, which never has a dummy batch.
+        # With logical ranks, only the buffers of logical rank 0 are kept, and logical rank 0 never has a dummy batch.
         is_excluded = is_dummy and self.config.logical_ranks is None
         begin_micro_batch(self.config.seed, self.progress.epoch, micro_batch, self.config.logical_ranks)
         with (
@@ -443,7 +445,8 @@ class Trainer(LoggingMethods):
         return loss
 
     def _end_local_step(self, local: LocalSGD) -> None:
-        """Synchronize the weights if a synchronization is due, and update their average."""
+        """Synchronize the weights if a synchronization is due, and update the weight average after a
+        synchronization."""
         if (steps := local.step()) and self._weight_average is not None:
             with local.synchronized_weights():
                 self._weight_average.update(steps)

@@ -235,8 +235,8 @@ class TrainingRun:
     ) -> None:
         """Save a checkpoint of the run. `model` is the user's module. `results` are the results of the epoch so far.
 
-        With `in_memory`, the checkpoint is written to the memory of this host instead of the disk, unless a restarted
-        job could not read it there.
+        With `in_memory`, the checkpoint is written to the memory of this host instead of the disk. If a restarted job
+        could not read it there, no checkpoint is written.
 
         At the end of an epoch, `row` is the row for the history, which is written after the checkpoint. If the run is
         killed in between, the resumed run takes the row from the checkpoint.
@@ -303,8 +303,8 @@ class TrainingRun:
         return {"data": state}
 
     def check_weights(self, model: nn.Module) -> None:
-        """Raise ModelError on every rank if a rank has changed the weights of `model`, the user's module. With local
-        steps, ranks train different weights. All ranks call it.
+        """Raise ModelError on every rank if the weights of `model`, the user's module, differ between ranks. All ranks
+        call it. With local steps, nothing is compared, because the ranks train different weights.
 
         The first difference by rounding errors logs a warning and ends the checks of this run.
         """

@@ -1,4 +1,5 @@
-"""Training steps outside of `fit`, which leave the model, the optimizer and the random numbers unchanged."""
+"""Training steps outside of `fit`, and a context manager that restores the model, the optimizer and the random number
+generators after them."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ class TrialSteps:
         return self.trainer.step_parts.prefetch(self.shard.micro_batches(epoch), ahead=self.shard.can_prefetch)
 
     def forward_backward_locally(self, batch: Any, micro_batch: MicroBatch) -> None:
-        """Run the forward and backward pass of a micro-batch on this rank only, without communication."""
+        """Run the forward and backward pass of a micro-batch on this rank only, without communication. The loss is not
+        weighted."""
         trainer = self.trainer
         begin_micro_batch(trainer.config.seed, trainer.progress.epoch, micro_batch, trainer.config.logical_ranks)
         with trainer.backend.no_sync(trainer.model):
@@ -161,7 +163,7 @@ class TrialSteps:
         self._update(step, self._lr_factor)
 
     def _mean_loss(self) -> float:
-        """Return the mean loss of the step over the samples or tokens of all ranks."""
+        """Return the mean loss of the step over the samples or tokens of all ranks; 0 if there were no tokens."""
         total, count = self.trainer.backend.allreduce(self._sums, "sum").tolist()
         self._sums.zero_()
         return float(total / count) if count else 0.0
@@ -172,7 +174,8 @@ def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
     """Context manager that restores the state of `trainer` bit for bit: the model with its buffers and modes, the
     optimizer, the loss scale, the random number generators of this process, and those of a DataLoader.
 
-    The copy is in host memory.
+    In the context, the model is in training mode, and the generators are seeded as at the start of `fit`. The copy of
+    the state is in host memory.
     """
     model, optimizer = trainer.backend.unwrap(trainer.model), trainer.optimizer
     tensors = [local_shard(tensor) for tensor in (*model.parameters(), *model.buffers())]

@@ -20,7 +20,11 @@ _MAX_TEXT_CHARACTERS = 400  # longer than most paths
 
 
 def describe_value(value: object) -> str:
-    """Format `value` for a message: its repr if that is short and equal on every rank, otherwise its type."""
+    """Format `value` for a message, with the same result on every rank.
+
+    Strings, numbers and paths are shown completely (the start of a string above 400 characters), lists, tuples and
+    dictionaries if their repr is short, and other objects by their class.
+    """
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, str) and len(value) > _MAX_TEXT_CHARACTERS:

@@ -36,8 +36,8 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     micro-batch has its own statistics. Eval mode and single-rank runs do not communicate.
 
     Call it on every rank, before training. Layers that are already synchronized do not change. Raises ConfigError for
-    invalid arguments, and ModelError for a layer that overrides `forward`, a lazy layer without parameters, and a layer
-    with a process group.
+    invalid arguments, and ModelError for a layer that overrides `forward`, a lazy layer before its first forward, and a
+    layer with a process group.
     """
     check_model_and_communicator("sync_batch_norm", model, communicator)
     layers: dict[str, Any] = {
