@@ -92,8 +92,8 @@ class Checkpointer:
         self._last_saved = time.monotonic()
 
     def prepare(self) -> Path | None:
-        """Create the output folder. If the run resumes from it, return its path, or that of a newer checkpoint in
-        memory; otherwise None.
+        """Create the output folder. If the run resumes from this folder, return its path, or the path of a newer
+        checkpoint in memory; otherwise return None.
 
         The run resumes if `TrainConfig.resume` selects this folder, or if an earlier attempt of this job wrote to it.
         """

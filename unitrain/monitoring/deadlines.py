@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from unitrain.monitoring.failure_store import Shutdown
 
-# Time within which ranks must complete a collective after the exit of rank 0's process, which serves the store. Without
-# the store, it is unknown whether rank 0 took part in that collective.
+# Time for which a rank may wait in a collective after the exit of rank 0's process, which serves the store. Without the
+# store, it is unknown whether rank 0 took part in that collective.
 _UNKNOWN_PARTICIPATION_SECONDS = 30.0
 
 

@@ -22,6 +22,7 @@ _FORMAT_VERSION = "2.10"
 _FILE_PREFIX = "flight_record_rank_"
 # The analyzer accepts only the names of a few libraries, but does not use the name.
 _LIBRARY = "gloo"
+# Other gradient phases, such as those of pipelines, are written as "all_reduce".
 _OPERATIONS = {
     "allreduce": "all_reduce", "allgather": "all_gather_v", "reducescatter": "reduce_scatter_v",
     "broadcast": "broadcast", "barrier": "barrier", "broadcast_object": "broadcast",

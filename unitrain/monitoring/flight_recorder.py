@@ -79,7 +79,8 @@ class CollectiveCall:
 
 class GradientPhase(NamedTuple):
     """A phase of a step. `kind` is "backward", "bucket rebuild", "parameter broadcast", "parameter allgather",
-    "gradient reducescatter" or "outer gradient"; each kind is numbered separately."""
+    "gradient reducescatter", "outer gradient", "pipeline step" or "pipeline forward". `kind` and `number` together
+    identify a phase."""
 
     kind: str
     number: int
@@ -94,7 +95,7 @@ class GradientPhase(NamedTuple):
 
 
 class FlightEntry(NamedTuple):
-    """An operation, the user's line that called it, and the time at which it started, in ns since the epoch."""
+    """An operation, the user's line that called it, and the time at which it started, in ns since 1970."""
 
     position: int
     operation: CollectiveCall | GradientPhase

@@ -137,7 +137,7 @@ def _list_threads() -> list[str]:
 
 
 def _read_schedstat(paths: list[str]) -> dict[str, tuple[int, int]]:
-    """Return the nanoseconds on a core, and on a run queue, by path."""
+    """Return the nanoseconds on a core and the nanoseconds on a run queue, by path. Unreadable files are left out."""
     found = {}
     for path in paths:
         if numbers := _read(path).split():
@@ -146,7 +146,7 @@ def _read_schedstat(paths: list[str]) -> dict[str, tuple[int, int]]:
 
 
 def _longest_wait(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]]) -> float:
-    """Return the longest time on a run queue, in seconds, of the busy ones among the threads that are in both."""
+    """Return the longest time on a run queue between two readings, in seconds, of the busy threads in both of them."""
     changes = [
         (ran - before[path][0], waited - before[path][1]) for path, (ran, waited) in now.items() if path in before
     ]

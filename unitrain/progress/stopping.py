@@ -60,7 +60,7 @@ class StopCoordinator:
 
     @property
     def is_first_exchange(self) -> bool:
-        """Whether no exchange has been made since the start of `fit`."""
+        """Whether neither `exchange` nor `start_timing` has been called since the start of `fit`."""
         return self._timing_start is None
 
     def start_timing(self, step: int) -> None:
