@@ -159,9 +159,9 @@ def _check_settings(
     """Raise CheckpointError if the names of the hyperparameters show that another optimizer wrote the checkpoint; log a
     warning if values differ.
 
-    A checkpoint with other names is accepted if it has "lr" and lacks no name, or has no additional name, as between
-    versions of torch. The checkpoint's values are used, because schedulers and callbacks may have changed them during
-    the run.
+    Different versions of torch have different names. Therefore, names other than "lr" may be missing from the
+    checkpoint, or the checkpoint may have additional names, but not both. The checkpoint's values are used, because
+    schedulers and callbacks may have changed them during the run.
     """
     for number, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
         missing = [name for name in current_settings if name not in saved_settings and name != "initial_lr"]

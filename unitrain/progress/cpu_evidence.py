@@ -182,8 +182,8 @@ class ProcessTimes:
         return cls(time.perf_counter(), found)
 
     def describe_since(self, before: ProcessTimes) -> str:
-        """Return the two processes that used the most CPU time since `before`, such as "python (process 17) used 48% of
-        a core". Processes that used less than 5 % of a core are omitted, so the text may be empty."""
+        """Return at most two processes that used the most CPU time since `before`, such as "python (process 17) used
+        48% of a core". Processes that used less than 5 % of a core are omitted, so the text may be empty."""
         elapsed = max(self.time - before.time, 1e-9)
         used = {
             pid: (seconds - before.seconds[pid][0]) / elapsed

@@ -4,8 +4,8 @@
     history.jsonl   one row per epoch: results, learning rate, and time per phase of the training loop
     steps.jsonl     one row per sync point: mean loss since the last one, and slow ranks with causes (`slow`), if any
 
-Every row contains the current `step`, and `epochs`, the number of epochs trained so far: fractional within an epoch, and
-null there if the length of the data is unknown. Lists named `*_seconds` have one value per rank.
+Every row contains the current `step`, and `epochs`, the number of epochs trained so far. Within an epoch, `epochs` is
+fractional, or null if the length of the data is unknown. Lists named `*_seconds` have one value per rank.
 """
 
 from __future__ import annotations
