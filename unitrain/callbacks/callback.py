@@ -65,7 +65,7 @@ class Callback:
     # The hooks declare `trainer` as Any, so that mypy accepts overrides that annotate it as unitrain.Trainer.
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Called before `fit` trains its first step."""
+        """Called before `fit` trains its first step, also if the run is already complete."""
 
     def on_micro_batch_end(self, trainer: Any, batch: Any, micro_batch: MicroBatch, loss: Loss) -> None:
         """Called after the forward and backward pass of a micro-batch. `batch` is this rank's batch, on its device.
@@ -77,7 +77,8 @@ class Callback:
     def on_before_optimizer_step(self, trainer: Any) -> None:
         """Called when the gradients of the global batch are complete, before they are clipped.
 
-        With fp16, they are still multiplied by the loss scale.
+        With fp16, they are still multiplied by the loss scale. With `local_sgd`, after the warm-up, they are the
+        gradients of this rank or of its synchronous group.
         """
 
     def on_step_end(self, trainer: Any) -> None:
@@ -91,7 +92,8 @@ class Callback:
         """
 
     def on_fit_end(self, trainer: Any) -> None:
-        """Called at the end of `fit`, after its last checkpoint, even after an exception.
+        """Called at the end of `fit`, after its last checkpoint, even if an exception ended `fit` in or after
+        `on_fit_start`.
 
         `fit` returns when the hooks of all ranks have returned.
         """
@@ -101,7 +103,8 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned. The Trainer's constructor calls it on every rank."""
+        """Restore the state that `state_dict` returned. If the run is resumed from a checkpoint with this state, the
+        Trainer's constructor calls it on every rank."""
 
 
 class Callbacks:

@@ -41,7 +41,8 @@ class StreamState:
         snapshots: Pickled state of the dataset in each worker that has loaded a batch. For a shared stream, all workers
             have the same state, and the only key is 0.
         last_worker: The worker that loaded the last batch; -1 before the first batch.
-        position: The position after the batch, for a shared stream; None for other streams and restored states.
+        position: The position after the batch, for a shared stream; None for other streams, before the first batch and
+            in restored states.
         repeats: Whether the batch was repeated, with uneven="pad".
     """
 
