@@ -41,10 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Terminated processes leave temporary files behind. pytest keeps its own folders in the usual place.
 
-    A shell starts background jobs with SIGINT ignored, which the processes of tests would inherit.
+    A shell starts background jobs with SIGINT ignored, and nohup starts programs with SIGHUP ignored. The processes of
+    tests would inherit this.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if not hasattr(config, "workerinput"):  # the process that starts the workers of pytest-xdist
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         folder = tempfile.TemporaryDirectory(prefix="unitrain-tests-", ignore_cleanup_errors=True)

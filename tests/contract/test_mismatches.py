@@ -14,7 +14,7 @@ from launches import running_ranks
 from preload import preloaded
 
 from unitrain.backends.base import Backend
-from unitrain.errors import CollectiveMismatchError, ConfigError
+from unitrain.errors import CollectiveMismatchError, ConfigError, EnvironmentVariableError
 from unitrain.monitoring.flight_recorder import (
     CollectiveCall,
     FlightRecord,
@@ -125,22 +125,29 @@ def test_ranks_in_different_operations_end_long_before_the_timeout(backend: str,
     assert ", at train.py:10: backend.allreduce(torch.ones(2)). Call the same collectives" in together
 
 
-def set_debug_on_rank_1(backend: Backend) -> str:
+def set_on_rank_1(backend: Backend, name: str, values: list[str]) -> str:
     import os
 
-    os.environ["UNITRAIN_DEBUG"] = str(backend.rank)
+    os.environ[name] = values[backend.rank]
     try:
         backend.distributed_model(build())
-    except ConfigError as error:
+    except (ConfigError, EnvironmentVariableError) as error:
         return str(error)
+    finally:
+        del os.environ[name]
     raise AssertionError("it was accepted")
 
 
-def test_different_debug_settings_are_an_error() -> None:
+def test_different_environment_variables_are_an_error() -> None:
     with RankGroup("ddp", 2) as group:
-        errors = group.run(set_debug_on_rank_1)
-    assert errors[0] == errors[1]
-    assert "UNITRAIN_DEBUG=False on rank 0 and UNITRAIN_DEBUG=True on rank 1" in errors[0]
+        errors = group.run(set_on_rank_1, "UNITRAIN_DEBUG", ["0", "1"])
+        assert errors[0] == errors[1]
+        assert "UNITRAIN_DEBUG=False on rank 0 and UNITRAIN_DEBUG=True on rank 1" in errors[0]
+        errors = group.run(set_on_rank_1, "UNITRAIN_BUCKETS_MB", ["1,25", "1,5"])
+        assert errors[0] == errors[1]
+        assert "UNITRAIN_BUCKETS_MB=(1, 25) on rank 0 and UNITRAIN_BUCKETS_MB=(1, 5) on rank 1" in errors[0]
+        errors = group.run(set_on_rank_1, "UNITRAIN_BUCKETS_MB", ["1,25", "1"])
+        assert all("UNITRAIN_BUCKETS_MB must be the sizes" in error for error in errors), errors
 
 
 def test_the_flight_recorder_keeps_the_lines_of_callers() -> None:

@@ -202,6 +202,11 @@ def test_each_changed_line_has_a_reason_in_the_original_script() -> None:
         ("optimizer.synchronize()\nx = 1", "x = 1"),
         ("with optimizer.skip_synchronize():\n    optimizer.step()", "optimizer.step()"),
         ("torch.cuda.synchronize()", "torch.cuda.synchronize()"),
+        ("torch.cuda.current_stream().synchronize()", "torch.cuda.current_stream().synchronize()"),
+        (
+            "event = torch.cuda.Event()\nevent.record()\nevent.synchronize()",
+            "event = torch.cuda.Event()\nevent.record()\nevent.synchronize()",
+        ),
     ],
 )
 def test_call_of_horovod_is_converted(line: str, converted: str) -> None:

@@ -262,6 +262,11 @@ class Failing(Regression):
         return super().forward(ids.float(), labels)
 
 
+class OutOfMemory(Failing):
+    def forward(self, ids: Any, labels: Tensor) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+
 def test_items_that_the_model_does_not_accept_are_rejected() -> None:
     found = message(lambda: make(Regression()).fit(Rows(text="hello", number=3)))
     assert found == (
@@ -279,6 +284,8 @@ def test_lists_instead_of_tensors_are_rejected() -> None:
     found = message(lambda: make(Failing()).fit(items))  # type: ignore[arg-type]
     assert found.startswith("DataError: Failing.forward failed on a batch in which 'ids' is a list of 3 tensors: Attr")
     assert 'dataset.set_format("torch")' in found
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no memory$"):
+        make(OutOfMemory()).fit(items)  # type: ignore[arg-type]
     loader = DataLoader([{"inputs": "text"}] * 4, batch_size=2)
     found = message(lambda: make(Regression(), batch_size=None).fit(loader))
     assert found.startswith("DataError: The batch is a dict without tensors ('inputs': list). Let the samples contain")

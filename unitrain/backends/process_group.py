@@ -152,6 +152,7 @@ class ProcessGroupBackend(
         self.check_running("distributed_model")
         call_on_all_ranks(self, check)
         is_debugging = call_on_all_ranks(self, environment.is_debug_enabled)
+        bucket_megabytes = call_on_all_ranks(self, read_bucket_megabytes)
         checks.check_same_settings(
             self,
             "distributed_model",
@@ -161,7 +162,7 @@ class ProcessGroupBackend(
             broadcast_buffers=broadcast_buffers,
             compression=compression,
             logical_ranks=logical_ranks,
-            **{environment.DEBUG_VARIABLE: is_debugging},
+            **{environment.DEBUG_VARIABLE: is_debugging, BUCKETS.variable: bucket_megabytes},
         )
         checks.check_same_model(self, model)
         checks.check_no_embedding_renorm(model)

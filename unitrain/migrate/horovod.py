@@ -348,6 +348,8 @@ def _convert_synchronize(edits: Edits) -> None:
         member = node.func.attr.value
         if script.imported_name(node.func) is not None or member not in ("synchronize", "skip_synchronize"):
             continue
+        if member == "synchronize" and not _may_be_optimizer(script, node.func.value):
+            continue  # such as the stream in torch.cuda.current_stream().synchronize()
         statement = script.statement(node)
         if member == "synchronize" and statement is not None and assigned_value(statement) is node:
             edits.remove_statement(statement)
@@ -359,6 +361,20 @@ def _convert_synchronize(edits: Edits) -> None:
             edits.explain(node, "the gradients are already reduced when backward returns")
         else:
             edits.refuse(node, "The gradients are already reduced when backward returns: remove it")
+
+
+def _may_be_optimizer(script: Script, value: cst.BaseExpression) -> bool:
+    """Return whether `value` may be an optimizer: a variable to which no assignment assigns another object of torch."""
+    if not isinstance(value, cst.Name | cst.Attribute):
+        return False
+    text = script.text(value)
+    assigned = [
+        assigned_value(statement)
+        for statement in {script.statement(node) for node in script.nodes if isinstance(node, cst.Call)}
+        if statement is not None and text in map(script.text, targets(statement))
+    ]
+    names = [script.called_name(call) or "" for call in assigned if isinstance(call, cst.Call)]
+    return not any(name.startswith("torch.") and not name.startswith("torch.optim.") for name in names)
 
 
 def _body(statement: Statement) -> list[Statement]:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import gather_if_different
 from unitrain.data.batch import leaves, map_parts
-from unitrain.errors import ConfigError, DataError, ModelError
+from unitrain.errors import ConfigError, DataError, ModelError, UnitrainError
 
 # (model, batch) -> (output, target), the arguments of the loss function and the metrics.
 ForwardFunction = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -111,7 +112,7 @@ class Keywords:
         except Exception as error:
             # default_collate turns lists of numbers into lists with one tensor per position.
             transposed = [key for key, value in batch.items() if _is_list_of_tensors(value)]
-            if not transposed or isinstance(error, DataError | ModelError):
+            if not transposed or isinstance(error, UnitrainError | torch.OutOfMemoryError | MemoryError):
                 raise
             raise DataError(
                 f"{self._name} failed on a batch in which {transposed[0]!r} is a list of "
