@@ -400,6 +400,13 @@ def test_data_that_cannot_be_sharded_is_rejected(data: Any, message: str) -> Non
             TrainingShard(data, simulate_rank(rank, 4), ShardSettings(batch_size=batch_size))
 
 
+def test_data_with_fewer_samples_than_logical_ranks_is_rejected() -> None:
+    with pytest.raises(
+        DataError, match=r"has 3 samples, fewer than the 4 logical ranks\. Use logical_ranks=3, or use more data"
+    ):
+        TrainingShard(Numbers(3), simulate_rank(0, 2), ShardSettings(batch_size=2, logical_ranks=4))
+
+
 def test_missing_or_contradicting_batch_size_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"^A TensorDataset was given without a batch size\. Use TrainConfig\(batch_size="

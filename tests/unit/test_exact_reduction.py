@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Lock
@@ -15,7 +16,7 @@ from torch import Tensor
 from unitrain.backends.gradients.exact_reduction import ExactReduction
 from unitrain.backends.logical_ranks import local_logical_ranks
 from unitrain.errors import ModelError
-from unitrain.metrics.exact_sums import ExactSum, total
+from unitrain.metrics.exact_sums import ExactMeans, ExactSum, total
 
 Term = list[Tensor | None]
 SHAPES = [(5, 3), (), (40_000,), (0, 2), (2, 3, 4, 4)]
@@ -278,3 +279,14 @@ def test_exact_sums() -> None:
     assert total([math.inf, 1.0]) == math.inf
     assert math.isnan(total([math.inf, -math.inf]))
     assert math.isnan(total([math.nan, 1.0]))
+
+
+def test_exact_means_do_not_keep_the_losses_of_all_batches() -> None:
+    means = ExactMeans(("loss",), torch.device("cpu"))
+    losses = [torch.tensor(float(number)) for number in range(250)]
+    first = weakref.ref(losses[0])
+    for loss in losses:
+        means.add_loss(loss, 2, torch.tensor(3.0), is_owned=True)
+    del loss, losses
+    assert first() is None
+    assert means.state() == {"exact": [[31_125.0]], "samples": 0, "tokens": [750.0]}

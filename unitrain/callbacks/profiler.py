@@ -76,7 +76,7 @@ class Profiler(Callback):
         activities = [ProfilerActivity.CPU]
         if trainer.backend.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities, **self.options)
+        self._profile = torch.profiler.profile(**{"activities": activities, **self.options})
         self._profile.start()
 
     def _stop(self, trainer: RunningTrainer) -> None:

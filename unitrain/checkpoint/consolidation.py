@@ -52,6 +52,8 @@ def _write(path: Path, file: Path, *, average: bool) -> WrittenFile:
     if not file.exists():
         raise CheckpointError(
             f"Checkpoint '{path}' has no averaged weights: its run has no ema_decay. Leave --average out."
+            if average
+            else f"Checkpoint '{path}' contains no weights: its model has neither parameters nor buffers."
         )
     files.flush(file)
     return WrittenFile(file.stat().st_size, files.sha256(file))

@@ -7,6 +7,7 @@ files, and folders of Accelerate's `save_state`.
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,4 +150,5 @@ def _single_state(path: Path, found: Any) -> dict[str, Any] | None:
 def _parse_number(found: Any) -> int | None:
     if isinstance(found, Tensor) and found.numel() == 1:
         found = found.item()
-    return int(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+    is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    return int(found) if is_number else None

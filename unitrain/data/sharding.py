@@ -85,9 +85,11 @@ class TrainingShard(TrainingData):
         self.begin_epoch(0)
         if source.sampler is None:
             if source.length < self._num_shards and not settings.allow_empty_ranks:
+                is_logical = self._logical_ranks is not None
+                fix = f"Use logical_ranks={source.length}" if is_logical else f"Start at most {source.length} ranks"
                 raise DataError(
-                    f"The training data has {source.length} samples, fewer than the {self._num_shards} ranks. "
-                    f"Start at most {source.length} ranks, or use more data."
+                    f"The training data has {source.length} samples, fewer than the {self._num_shards} "
+                    f"{'logical ranks' if is_logical else 'ranks'}. {fix}, or use more data."
                 )
             self._find_epoch_end(source.length)
         self._end = 0

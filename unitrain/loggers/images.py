@@ -63,14 +63,19 @@ def to_histogram(values: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
 def check_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Raise ConfigError unless `columns` is a list of names, and every row has a cell of a supported type per
     column."""
-    are_names = not isinstance(columns, str) and all(isinstance(column, str) for column in columns)
-    if not are_names or not len(columns):
+    is_list = isinstance(columns, Sequence) and not isinstance(columns, str)
+    if not is_list or not columns or not all(isinstance(column, str) for column in columns):
         raise ConfigError(
             f"trainer.log_table({name!r}) needs a list of column names, got {columns!r}. "
             'Use trainer.log_table("samples", ["label", "predicted"], [[7, 1]]).'
         )
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise ConfigError(
+            f"trainer.log_table({name!r}) needs a list of rows, got a {type(rows).__name__}. "
+            'Use trainer.log_table("samples", ["label", "predicted"], [[7, 1]]).'
+        )
     for number, row in enumerate(rows):
-        if isinstance(row, str) or len(row) != len(columns):
+        if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != len(columns):
             raise ConfigError(
                 f"Row {number} of trainer.log_table({name!r}) is {row!r}, but the columns are {list(columns)}. "
                 "Give each row a cell for each column."

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unitrain.backends.base import Communicator
-from unitrain.metrics.means import Means, detached_copy, sum_of_batch
+from unitrain.metrics.means import MAX_PENDING_BATCHES, Means, detached_copy, sum_of_batch
 
 # Number of values that represent a sum in `local_sums`. The sum of float32 values whose exponents differ by up to 135
 # needs at most this many.
@@ -72,6 +72,8 @@ class ExactMeans(Means):
             self.add((loss,), samples, is_owned=is_owned)
         elif samples:
             self._pending_tokens.append((loss if is_owned else detached_copy(loss), torch.as_tensor(count).detach()))
+            if len(self._pending_tokens) >= MAX_PENDING_BATCHES:
+                self.flush()
 
     def flush(self) -> None:
         """Sum the pending batches. Raises a deferred TensorError of `add`, on this rank only. Synchronizes with the

@@ -19,7 +19,7 @@ from unitrain.validation import check_boolean, check_instance, describe_value
 
 # Maximum number of batches that are stored before they are summed. Larger values are faster; smaller values save
 # memory.
-_MAX_PENDING_BATCHES = 100
+MAX_PENDING_BATCHES = 100
 _MAX_INTEGER = 2**63 - 1
 
 
@@ -47,7 +47,7 @@ class Means:
         if samples:
             copies = [value if is_owned and isinstance(value, Tensor) else detached_copy(value) for value in values]
             self._pending.append((samples, copies))
-            if len(self._pending) == _MAX_PENDING_BATCHES:
+            if len(self._pending) == MAX_PENDING_BATCHES:
                 self.flush()
 
     def add_loss(self, loss: Tensor, samples: int, count: Tensor | float | None, *, is_owned: bool = False) -> None:

@@ -56,7 +56,7 @@ class Standby:
         self._served, self._running_since = running, None
         try:
             self._attempt = Attempt(self._job, running.hosts, standby=True)
-        except LaunchError as error:
+        except (LaunchError, OSError) as error:  # OSError: for example, too many processes or open files
             click.echo(f"unitrain: cannot start standby ranks: {error}", err=True)
 
     def take(self, hosts: tuple[Host, ...], describe: Callable[[], AttemptInfo]) -> Attempt | None:
