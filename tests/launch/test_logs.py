@@ -81,6 +81,15 @@ def test_the_first_failed_rank_is_found_in_the_logs(tmp_path: Path) -> None:
     assert last_lines_of_failed_rank(tmp_path, 5, {}) == []
 
 
+def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+    trace = "Traceback (most recent call last):\nValueError: x\n"
+    with (tmp_path / "rank-0.log").open("wb") as file:
+        file.truncate(2**40)  # a sparse file
+        file.seek(2**40)
+        file.write(f"\n{trace}".encode())
+    assert last_lines_of_failed_rank(tmp_path, None, {"rank-0.log": 5})[-1] == "  ValueError: x"
+
+
 def test_lines_of_an_earlier_run_in_the_same_folder_are_ignored(tmp_path: Path) -> None:
     """Runs append to the files, and one with fewer ranks leaves those of the others as they are."""
     for rank in (0, 7):

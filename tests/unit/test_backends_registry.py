@@ -58,13 +58,14 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (metadata / "entry_points.txt").write_text(
         "[unitrain.backends]\nmodest = modest_plugin:ModestBackend\nddp = modest_plugin:ModestBackend\n"
         "broken = broken_plugin:BrokenBackend\n"
+        "misnamed = json:Missing\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.usefixtures("plugins")
 def test_installed_package_adds_a_backend_but_replaces_no_built_in_one() -> None:
-    assert unitrain.available_backends() == ["broken", "ddp", "horovod", "local", "modest"]
+    assert unitrain.available_backends() == ["broken", "ddp", "horovod", "local", "misnamed", "modest"]
     with unitrain.init("modest") as backend:
         assert (backend.name, backend.rank, backend.size) == ("modest", 0, 1)
     assert registry.load("ddp").__module__ == "unitrain.backends.ddp"
@@ -78,6 +79,10 @@ def test_missing_library_of_a_backend_is_reported_with_a_fix() -> None:
         "Backend 'broken' cannot be loaded: No module named 'a_library_nobody_has'. "
         "Install the packages that 'broken_plugin' needs."
     )
+    with pytest.raises(
+        BackendUnavailableError, match=r"^Backend 'misnamed' cannot be loaded: .* no attribute 'Missing'"
+    ):
+        unitrain.init("misnamed")
 
 
 def test_unknown_backend_is_rejected_with_a_suggestion() -> None:

@@ -38,7 +38,7 @@ def load(name: str) -> type[Backend]:
         loaded: type[Backend] = entry.load()
     except BackendUnavailableError:
         raise
-    except ImportError as error:
+    except (ImportError, AttributeError, OSError) as error:  # a module, class or shared library is missing
         fix = _FIXES.get(name, f"Install the packages that {entry.value.partition(':')[0]!r} needs.")
         raise BackendUnavailableError(f"Backend {name!r} cannot be loaded: {error}. {fix}") from error
     return loaded

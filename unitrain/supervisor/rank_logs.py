@@ -22,6 +22,7 @@ from unitrain.bootstrap import environment
 
 _FAILED_FIRST = re.compile(r"unitrain: rank (\d+) failed first")
 _MAX_LINES = 20
+_MAX_BYTES = 2**24  # of the end of a log that are read after a failure; a log may be larger than the memory
 # The copying process ignores signals that terminate a job. It exits when the rank closes its output.
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -46,8 +47,8 @@ def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_befor
     # The folder may contain other files, such as a renamed copy of a log.
     for path in sorted(folder.glob("rank-*.log")):
         number = path.stem.removeprefix("rank-")
-        if number.isdecimal() and path.is_file() and (new := path.read_bytes()[sizes_before.get(path.name, 0) :]):
-            logs[int(number)] = new.decode(errors="replace")
+        if number.isdecimal() and path.is_file() and (new := _read_end(path, sizes_before.get(path.name, 0))):
+            logs[int(number)] = new
     named = [int(number) for text in logs.values() for number in _FAILED_FIRST.findall(text)[-1:]]
     with_traceback = [rank for rank, text in logs.items() if "Traceback (most recent call last)" in text]
     rank = killed_rank
@@ -62,6 +63,13 @@ def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_befor
         f"unitrain: last lines of rank {rank}, from {folder / f'rank-{rank}.log'}:",
         *(f"  {line}" for line in lines),
     ]
+
+
+def _read_end(path: Path, start: int) -> str:
+    """Return the content from position `start`, but at most the last 16 MiB."""
+    with path.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _MAX_BYTES))
+        return file.read(_MAX_BYTES).decode(errors="replace")
 
 
 def main(folder: Path, program: list[str]) -> None:
