@@ -21,6 +21,7 @@ from preload import preloaded
 
 import unitrain
 from unitrain.errors import ConfigError, FunctionError
+from unitrain.functions.call import CallOutcome
 
 SETUP = """
 import torch
@@ -239,3 +240,20 @@ def test_import_does_not_import_torch() -> None:
     shown = "import sys, unitrain; unitrain.run; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
+
+
+class TwoArgumentsError(Exception):
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(f"{name} {number}")
+
+
+def test_an_exception_that_cannot_be_unpickled_keeps_its_text_traceback_and_time(tmp_path: Path) -> None:
+    try:
+        raise TwoArgumentsError("item", 31)
+    except TwoArgumentsError as error:
+        outcome = CallOutcome.from_error(error)
+    outcome.write(tmp_path, 1)
+    (found,) = CallOutcome.load_all(tmp_path, 2).values()
+    assert repr(found.error) == "RuntimeError(\"TwoArgumentsError('item 31')\")"
+    assert 'raise TwoArgumentsError("item", 31)' in found.traceback
+    assert found.time == outcome.time

@@ -77,10 +77,12 @@ class CallOutcome:
     def write(self, folder: Path, rank: int) -> None:
         """Store the outcome of `rank` in `folder`. Raises FunctionError for a result that cannot be pickled.
 
-        An error that cannot be pickled is replaced by a RuntimeError with its representation.
+        An error that cannot be pickled or unpickled is replaced by a RuntimeError with its representation.
         """
         try:
             content = cloudpickle.dumps(self)
+            if self.error is not None:
+                pickle.loads(content)  # fails if the constructor takes other arguments than those in `args`
         except Exception as error:
             if self.error is None:
                 raise FunctionError(
@@ -108,6 +110,6 @@ class CallOutcome:
 def _read(path: Path) -> CallOutcome:
     try:
         outcome: CallOutcome = pickle.loads(path.read_bytes())
-    except Exception as error:  # for example, the constructor arguments of an exception class differ from `args`
+    except Exception as error:  # for example, a class that only the rank can import
         return CallOutcome(error=error, traceback=f"{path.name} cannot be unpickled: {type(error).__name__}: {error}")
     return outcome
