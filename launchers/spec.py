@@ -19,6 +19,7 @@ from unitrain.launchers.rendezvous import parse_port
 
 # Prevents a typo such as -np 80000 from starting processes until the host runs out of memory.
 MAX_PROCESSES_PER_HOST = 4096
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")  # of the configuration files that `unitrain train` runs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.errors import ConfigError, did_you_mean
+from unitrain.launchers.spec import CONFIG_SUFFIXES
 
-CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 FIT = ("train_data", "val_data")
 _REQUIRED = ("model", "optimizer", "config", "train_data")
 

@@ -40,6 +40,7 @@ from unitrain.optim.model_loss import ModelLoss
 from unitrain.optim.precision import Precision
 from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory, planned_scheduler
 from unitrain.optim.step import ParameterUpdate, backward, block_gradients
+from unitrain.planned_steps import remaining_steps, total_scheduler_steps
 from unitrain.prediction_writer import PredictionWriter
 from unitrain.progress.reporter import LoggingMethods, RunReporter
 from unitrain.progress.run_metrics import RunMetrics
@@ -229,7 +230,7 @@ class Trainer(LoggingMethods):
         limit = config.limit_val_batches
         validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in named.items()}
         if isinstance(self._scheduler, PlannedScheduler):
-            self._scheduler.plan(self._run.total_scheduler_steps(shard), self.backend)
+            self._scheduler.plan(total_scheduler_steps(self.config, self.progress, shard), self.backend)
         self._run.start(shard)
         self._discard_partial_step()
         if self._local is not None:
@@ -241,7 +242,10 @@ class Trainer(LoggingMethods):
             self.checkpointer.release_folder_at_end(),
             stopping,
             self._reporter.report_run(
-                self.progress.step, run.remaining_steps(shard), run.description, is_complete=run.is_complete
+                self.progress.step,
+                remaining_steps(self.config, self.progress, shard),
+                run.description,
+                is_complete=run.is_complete,
             ),
             self._run_metrics.report_fit(run.description, is_new_run=not run.continues_in_folder),
         ):

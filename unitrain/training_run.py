@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unitrain import randomness
-from unitrain.accumulation import epochs_with_equal_steps
 from unitrain.backends.base import Backend
 from unitrain.backends.capabilities import SupportsPowerSGD, require_capability
 from unitrain.backends.checks import check_same_weights
@@ -164,67 +163,6 @@ class TrainingRun:
             return False
         self.progress.end_epoch()
         return True
-
-    def remaining_steps(self, data: TrainingData) -> int | None:
-        """Return the number of remaining optimizer steps; None if the length of the data is unknown."""
-        if self._config.max_steps is not None:
-            return max(0, self._config.max_steps - self.progress.step)
-        first, last = self.progress.epoch, self._config.max_epochs or 0
-        total = 0
-        try:
-            for epochs in epochs_with_equal_steps(self._config.gradient_accumulation_steps, first, last):
-                steps = self._steps_in_epochs(data, epochs)
-                if steps is None:
-                    return None
-                total += steps[0] + (len(epochs) - 1) * steps[1]
-        finally:
-            data.begin_epoch(first)
-        return total
-
-    def _steps_in_epochs(self, data: TrainingData, epochs: range) -> tuple[int, int] | None:
-        """Return the number of remaining steps in the first of `epochs`, which have equal settings, and the number in
-        each of the others; None if the length of the data is unknown. The current epoch of `data` changes."""
-        limit, is_current = self._config.limit_train_steps, epochs[0] == self.progress.epoch
-        data.begin_epoch(epochs[0])
-        in_each = data.steps_in_epoch()
-        in_first = data.steps_in_epoch(self.progress.position) if is_current else in_each
-        if in_first is None or in_each is None:
-            return None
-        if limit is not None:
-            in_first = min(in_first, limit - (self.progress.step_in_epoch if is_current else 0))
-            in_each = min(in_each, limit)
-        return in_first, in_each
-
-    def total_scheduler_steps(self, data: TrainingData) -> int | None:
-        """Return the number of scheduler steps in the complete run; None if the length of the data is unknown.
-
-        With `scheduler_interval="epoch"`, an incomplete last epoch counts, too.
-        """
-        if self._config.scheduler_interval == "epoch":
-            return self._total_epochs(data)
-        remaining = self.remaining_steps(data)
-        return None if remaining is None else self.progress.step + remaining
-
-    def _total_epochs(self, data: TrainingData) -> int | None:
-        if self._config.max_steps is None:
-            return self._config.max_epochs
-        total = first = self.progress.epoch
-        left = max(0, self._config.max_steps - self.progress.step)
-        try:
-            # Each epoch has at least one step.
-            for epochs in epochs_with_equal_steps(self._config.gradient_accumulation_steps, first, first + left):
-                steps = self._steps_in_epochs(data, epochs)
-                if steps is None:
-                    return None
-                in_first, in_each = max(1, steps[0]), max(1, steps[1])
-                needed = 1 + math.ceil(max(0, left - in_first) / in_each)
-                total += min(needed, len(epochs))
-                if needed <= len(epochs):
-                    break
-                left -= in_first + (len(epochs) - 1) * in_each
-        finally:
-            data.begin_epoch(first)
-        return total
 
     @property
     def stored_batch_size(self) -> ElasticBatchSize | None:

@@ -10,6 +10,7 @@ from unitrain.launchers.arguments import is_likely_secret, parse_launcher_args
 from unitrain.launchers.devices import parse_devices, select_devices_without_query
 from unitrain.launchers.elastic import parse_elastic
 from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.spec import CONFIG_SUFFIXES
 from unitrain.launchers.translation.hosts import format_hosts, place_processes, read_hosts
 from unitrain.launchers.translation.job import Job, LauncherOption
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
@@ -28,7 +29,6 @@ SYNTAX = Syntax(
 )
 _TOPICS = topic_by_option(output="--log-dir", elastic="--elastic --elastic-timeout --host-discovery-script")
 _TARGET = "unitrain"
-_CONFIG_SUFFIXES = (".yaml", ".yml", ".json")  # those of unitrain.factories, which `unitrain train` runs
 _DEFAULT_LAUNCHERS = {"ddp": "torchrun", "horovod": "horovodrun"}
 
 
@@ -79,7 +79,7 @@ def parse(words: Sequence[str]) -> Job:
     program = ("python", *options.program)
     if options.take_flag("--module"):
         program = ("python", "-m", *options.program)
-    elif Path(options.program[0]).suffix in _CONFIG_SUFFIXES:
+    elif Path(options.program[0]).suffix in CONFIG_SUFFIXES:
         program = ("python", "-m", "unitrain", "train", *options.program)
     return Job(
         program=program,

@@ -4,6 +4,7 @@
     python -m tests.support.slow_tests results.xml
 
 lists the tests in the results that take long and are not in the file, and the lines that match no test in the results.
+Use the results of `make test` to find tests to add, and those of `make test-all` to find lines to remove.
 """
 
 from __future__ import annotations

@@ -429,7 +429,7 @@ def digest_bits(tensor: Tensor) -> Tensor:
     content = as_bytes(tensor)
     if missing := -len(content) % 8:
         content = torch.nn.functional.pad(content, (0, missing))
-    elif content.storage_offset() % 8:
+    elif content.storage_offset() % 8 or content.data_ptr() % 8:
         content = content.clone()
     words = content.view(torch.int64)  # added without a conversion, which would take several times as long
     whole = len(words) // _WORDS_PER_ROW * _WORDS_PER_ROW

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from unitrain.errors import ConfigError, did_you_mean
-from unitrain.factories import CONFIG_SUFFIXES
+from unitrain.launchers.spec import CONFIG_SUFFIXES
 
 Key = tuple[str | int, ...]
 # Aliases in aliases can multiply the values of a small file.

@@ -71,7 +71,7 @@ def check_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
         )
     if not isinstance(rows, Sequence) or isinstance(rows, str):
         raise ConfigError(
-            f"trainer.log_table({name!r}) needs a list of rows, got a {type(rows).__name__}. "
+            f"trainer.log_table({name!r}) needs a list of rows, got {type(rows).__name__}. "
             'Use trainer.log_table("samples", ["label", "predicted"], [[7, 1]]).'
         )
     for number, row in enumerate(rows):

@@ -13,7 +13,7 @@ from pathlib import Path
 from unitrain import launchers
 from unitrain.bootstrap import environment
 from unitrain.errors import did_you_mean
-from unitrain.factories import CONFIG_SUFFIXES
+from unitrain.launchers.spec import CONFIG_SUFFIXES
 
 _MAIN = Path(__file__).parent.parent / "__main__.py"
 _RANK_LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "mpirun_rsh", "mpiexec", "jsrun")

@@ -1,0 +1,77 @@
+"""The number of optimizer steps, epochs and scheduler steps of a run, from its configuration and its data."""
+
+from __future__ import annotations
+
+import math
+
+from unitrain.accumulation import epochs_with_equal_steps
+from unitrain.config import TrainConfig
+from unitrain.data.training_data import TrainingData
+from unitrain.progress.training_progress import TrainingProgress
+
+
+def remaining_steps(config: TrainConfig, progress: TrainingProgress, data: TrainingData) -> int | None:
+    """Return the number of remaining optimizer steps; None if the length of the data is unknown."""
+    if config.max_steps is not None:
+        return max(0, config.max_steps - progress.step)
+    first, last = progress.epoch, config.max_epochs or 0
+    total = 0
+    try:
+        for epochs in epochs_with_equal_steps(config.gradient_accumulation_steps, first, last):
+            steps = _steps_in_epochs(config, progress, data, epochs)
+            if steps is None:
+                return None
+            total += steps[0] + (len(epochs) - 1) * steps[1]
+    finally:
+        data.begin_epoch(first)
+    return total
+
+
+def total_scheduler_steps(config: TrainConfig, progress: TrainingProgress, data: TrainingData) -> int | None:
+    """Return the number of scheduler steps in the complete run; None if the length of the data is unknown.
+
+    With `scheduler_interval="epoch"`, an incomplete last epoch counts, too.
+    """
+    if config.scheduler_interval == "epoch":
+        return _total_epochs(config, progress, data)
+    remaining = remaining_steps(config, progress, data)
+    return None if remaining is None else progress.step + remaining
+
+
+def _total_epochs(config: TrainConfig, progress: TrainingProgress, data: TrainingData) -> int | None:
+    if config.max_steps is None:
+        return config.max_epochs
+    total = first = progress.epoch
+    left = max(0, config.max_steps - progress.step)
+    try:
+        # Each epoch has at least one step.
+        for epochs in epochs_with_equal_steps(config.gradient_accumulation_steps, first, first + left):
+            steps = _steps_in_epochs(config, progress, data, epochs)
+            if steps is None:
+                return None
+            in_first, in_each = max(1, steps[0]), max(1, steps[1])
+            needed = 1 + math.ceil(max(0, left - in_first) / in_each)
+            total += min(needed, len(epochs))
+            if needed <= len(epochs):
+                break
+            left -= in_first + (len(epochs) - 1) * in_each
+    finally:
+        data.begin_epoch(first)
+    return total
+
+
+def _steps_in_epochs(
+    config: TrainConfig, progress: TrainingProgress, data: TrainingData, epochs: range
+) -> tuple[int, int] | None:
+    """Return the number of remaining steps in the first of `epochs`, which have equal settings, and the number in each
+    of the others; None if the length of the data is unknown. The current epoch of `data` changes."""
+    limit, is_current = config.limit_train_steps, epochs[0] == progress.epoch
+    data.begin_epoch(epochs[0])
+    in_each = data.steps_in_epoch()
+    in_first = data.steps_in_epoch(progress.position) if is_current else in_each
+    if in_first is None or in_each is None:
+        return None
+    if limit is not None:
+        in_first = min(in_first, limit - (progress.step_in_epoch if is_current else 0))
+        in_each = min(in_each, limit)
+    return in_first, in_each
