@@ -21,6 +21,7 @@ from unitrain.checkpoint.checkpointer import Checkpointer, TrainingState
 from unitrain.checkpoint.consolidation import consolidate_model
 from unitrain.checkpoint.sharded_files import StoredOptimizerState, collect_shard, load_module
 from unitrain.checkpoint.writer import CheckpointWriter, Retention
+from unitrain.errors import CheckpointError
 from unitrain.testing import RankGroup
 
 WIDTH = MIN_DIVIDED_ELEMENTS // 16 + 3  # so that weights are divided among ranks, within a row
@@ -259,9 +260,52 @@ def fully_sharded(backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
+def load_after_a_step(backend: Backend, folder: str) -> str | None:
+    """Load a sharded optimizer state in the process that wrote it, with and without an error on one rank."""
+    model: nn.Module = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model = backend.distributed_model(model, shard="parameters")
+    backend.distributed_optimizer(optimizer, model, shard="parameters")
+
+    def step() -> None:
+        model(torch.ones(2, 7)).sum().backward()
+        optimizer.step()
+
+    def moments() -> list[Tensor]:
+        return [entry["exp_avg"].clone() for entry in optimizer.state.values()]
+
+    step()
+    config = TrainConfig(max_steps=1, shard="parameters", output_dir=folder, async_checkpoints=False)
+    checkpointer, path = Checkpointer(config, backend), Path(folder) / "step-000000001"
+    training, manifest = {"scheduler": None}, {"step": 1}
+    checkpointer.save(
+        TrainingState(step=1, model=model, optimizer=optimizer, average=None, training=training, manifest=manifest)
+    )
+    expected = moments()
+    step()
+    checkpointer.load_optimizer_state(path, optimizer)
+    found = moments()
+    assert len(found) == 4
+    assert all(map(torch.equal, found, expected))
+    step()
+    with pytest.MonkeyPatch.context() as patch:
+        if backend.rank == 1:  # as if the file system of one host fails
+            patch.setattr(StoredOptimizerState, "read", lambda *_: open("/missing/file"))
+        try:
+            checkpointer.load_optimizer_state(path, optimizer)
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
 def test_distributed_tensors_are_written_and_read_by_the_ranks_that_hold_them(tmp_path: Path) -> None:
     with RankGroup("ddp", 2) as group:
-        group.run(write_distributed_tensors, str(tmp_path))
+        (tmp_path / "several").mkdir()
+        (tmp_path / "loaded").mkdir()
+        group.run(write_distributed_tensors, str(tmp_path / "several"))
+        for error in group.run(load_after_a_step, str(tmp_path / "loaded"), timeout_seconds=30):
+            assert error is not None
+            assert "No such file" in error
 
 
 @pytest.fixture

@@ -132,7 +132,8 @@ class Checkpointer:
         # Only rank 0 reads the positions of the tensors, so that the other ranks open only the files that they need.
         found = on_rank_zero(communicator, task, fix, lambda: StoredOptimizerState.open(path))
         stored: StoredOptimizerState = communicator.broadcast_object(found)
-        on_all_ranks(communicator, task, fix, lambda: load_own_state(optimizer, stored))
+        with state_dicts_of_shards():
+            on_all_ranks(communicator, task, fix, lambda: load_own_state(optimizer, stored))
 
     def load_average(self, path: Path, average: nn.Module) -> None:
         """Load the averaged weights of sharded checkpoint `path` into `average` on every rank."""
