@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -323,6 +324,21 @@ def frozen_blocks_join_a_trained_stage(backend: Backend, stages: int) -> None:
     trained = [name for name, parameter in pipeline.named_parameters() if parameter.grad is not None]
     assert trained
     assert not any(name.startswith("0.") for name in trained)
+
+
+def forward_keeps_no_activations(backend: Backend, stages: int) -> None:
+    """After a forward pass, also one with fewer micro-batches, no stage holds inputs or outputs of its blocks."""
+    model = build()
+    pipeline = pipeline_of(backend, model, stages, balance="memory")
+    activations: list[weakref.ref[Tensor]] = []
+    for block in model:
+        block.register_forward_hook(lambda _, inputs, output: activations.extend(map(weakref.ref, (*inputs, output))))
+    pipeline.eval()
+    for samples in (8, 3):
+        output = pipeline.forward(data(samples).tensors[0])
+        assert len(output) == samples
+    assert activations
+    assert not any(reference() is not None for reference in activations)
 
 
 def different_batches_in_one_replica_raise(backend: Backend, stages: int) -> str:

@@ -53,6 +53,7 @@ def test_pipeline_trains_as_one_process(
         cases.autocast_keeps_the_dtype_of_parameters,
         cases.tied_parameters_in_one_stage_are_allowed,
         cases.frozen_blocks_join_a_trained_stage,
+        cases.forward_keeps_no_activations,
         cases.rejects_what_cannot_be_divided,
         cases.invalid_values_on_the_last_rank_raise_on_every_rank,
     ],

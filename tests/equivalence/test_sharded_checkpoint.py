@@ -290,7 +290,7 @@ def load_after_a_step(backend: Backend, folder: str) -> str | None:
     step()
     with pytest.MonkeyPatch.context() as patch:
         if backend.rank == 1:  # as if the file system of one host fails
-            patch.setattr(StoredOptimizerState, "read", lambda *_: open("/missing/file"))
+            patch.setattr(StoredOptimizerState, "read", lambda *_: Path("/missing/file").read_bytes())
         try:
             checkpointer.load_optimizer_state(path, optimizer)
         except CheckpointError as error:

@@ -47,7 +47,7 @@ class ScheduledStageRuns(StageRuns):
     def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor | None:
         losses: list[Tensor] = []
         with self._waiting(_STEP, inputs):
-            schedule = self._prepare(inputs, targets, has_backward=True)
+            _, schedule = self._prepare(inputs, targets, has_backward=True)
             schedule.step(
                 arg_mbs=self._arguments(inputs),
                 target_mbs=list(targets) if self._is_last else None,
@@ -58,8 +58,10 @@ class ScheduledStageRuns(StageRuns):
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         with self._waiting(_FORWARD, inputs):
-            schedule = self._prepare(inputs, (), has_backward=False)
-            return self._broadcast_output(schedule.step(arg_mbs=self._arguments(inputs)))
+            stage, schedule = self._prepare(inputs, (), has_backward=False)
+            output = schedule.step(arg_mbs=self._arguments(inputs))
+            stage.release_activations()
+            return self._broadcast_output(output)
 
     @contextmanager
     def _waiting(self, kind: str, inputs: Sequence[Tensor]) -> Iterator[None]:
@@ -91,8 +93,10 @@ class ScheduledStageRuns(StageRuns):
     def _arguments(self, inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         return [(values,) for values in inputs] if self._is_first else [()] * len(inputs)
 
-    def _prepare(self, inputs: Sequence[Tensor], targets: Sequence[Target], *, has_backward: bool) -> Any:
-        """Return the schedule for these micro-batches, with the shapes of the tensors between stages."""
+    def _prepare(
+        self, inputs: Sequence[Tensor], targets: Sequence[Target], *, has_backward: bool
+    ) -> tuple[ShapedStage, Any]:
+        """Return the stage and the schedule for these micro-batches, with the shapes of the tensors between stages."""
         key = (len(inputs), has_backward)
         if key not in self._schedules:
             stage = ShapedStage(self._module, self._group, self._device)
@@ -113,7 +117,7 @@ class ScheduledStageRuns(StageRuns):
                 self._shapes[found] = self._exchange_shapes(values, checksum(content))
             shapes.append(self._shapes[found])
         stage.inputs, stage.outputs = [shape for shape, _ in shapes], [shape for _, shape in shapes]
-        return schedule
+        return stage, schedule
 
     def _loss(self, output: Any, target: Target) -> Tensor:
         with self._group.monitor.computing():
@@ -149,9 +153,11 @@ class ScheduledStageRuns(StageRuns):
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices):
-            output = self._module(inputs)
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            try:
+                output = self._module(inputs)
+            finally:
+                for buffer, value in buffers:
+                    buffer.copy_(value)
         if self._is_last:
             return output if isinstance(output, Tensor) else torch.empty(0)
         is_sent = isinstance(output, Tensor) and output.is_floating_point() and output.dtype in DTYPES

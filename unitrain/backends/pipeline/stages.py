@@ -28,8 +28,8 @@ class ShapedStage(PipelineStage):
     """A PipelineStage whose micro-batches may differ in shape. `inputs` and `outputs` are the shapes per micro-batch.
 
     torch's class allocates receive buffers of the same shape for all micro-batches, and keeps them. This class
-    allocates each buffer when it is needed, and releases it after the backward pass. Without backward passes, a buffer
-    is kept until the next batch, except with torch 2.15. Checked with torch 2.14.
+    allocates each buffer when it is needed, and releases it after the backward pass. Without backward passes, call
+    `release_activations` after each batch. Checked with torch 2.14.
     """
 
     def __init__(self, module: StageModule, group: Subgroup, device: torch.device) -> None:
@@ -79,6 +79,14 @@ class ShapedStage(PipelineStage):
         if not self.is_last:
             release_receive_buffers(self.grad_recv_info[bwd_chunk_id])
         return result
+
+    def release_activations(self) -> None:
+        """Release the inputs and outputs of all micro-batches, which torch keeps until the next batch if there are no
+        backward passes."""
+        self.clear_runtime_states()
+        if not self.is_first:
+            for received in self.args_recv_info.values():
+                release_receive_buffers(received)
 
 
 def _contiguous(operations: list[Any]) -> list[Any]:
