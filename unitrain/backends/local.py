@@ -49,9 +49,11 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._accumulating = self._has_accumulated = False
+        self._accumulating: set[int] = set()  # ids of the models that are inside no_sync
+        self._has_accumulated = False
         self._compression_states = CompressionStates()
         self._end_compression: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+        self._end_first_check: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
         self._gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
         self._shards: WeakKeyDictionary[nn.Module, Shard] = WeakKeyDictionary()
         self._logical_rank_models: WeakSet[LogicalRanksModel] = WeakSet()
@@ -139,9 +141,11 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         validation.check_boolean("distributed_model(find_unused_parameters=...)", find_unused_parameters)
         validation.check_boolean("distributed_model(broadcast_buffers=...)", broadcast_buffers)
         check_shard_blocks(shard, shard_blocks, "distributed_model(shard_blocks=...)")
+        inner = self.unwrap(model)
         if logical_ranks is not None:
             check_logical_ranks_arguments(model, logical_ranks, self, shard=shard, compression=compression)
             checks.check_no_embedding_renorm(model)
+            self._end_tracking(inner)
             distributed = create_logical_ranks_model(
                 model,
                 self,
@@ -158,24 +162,33 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
                 model, shard_blocks, find_unused_parameters=find_unused_parameters, compression=compression
             )
         checks.check_no_embedding_renorm(model)
+        self._end_tracking(inner)
+        model_id = id(inner)  # the functions below must not keep the model in memory
         if not find_unused_parameters:
-            register_first_backward_check(
-                model, model, self.allgather_object, lambda: not self._accumulating and not self._is_shut_down
+            self._end_first_check[inner] = register_first_backward_check(
+                model,
+                model,
+                self.allgather_object,
+                lambda: model_id not in self._accumulating and not self._is_shut_down,
             )
-        inner = self.unwrap(model)
-        # The model may have been distributed before, with other arguments.
-        if (end_compression := self._end_compression.pop(inner, None)) is not None:
-            end_compression()
-        if (previous := self._gradients.pop(inner, None)) is not None:
-            previous.stop()
         compressor = self._compression_states.create(compression, inner, self)
         if compressor != "none":
-            self._end_compression[inner] = compress_each_backward(model, compressor, lambda: not self._accumulating)
-        self._gradients[inner] = gradients = LocalGradients(inner, lambda: self._accumulating)
+            self._end_compression[inner] = compress_each_backward(
+                model, compressor, lambda: model_id not in self._accumulating
+            )
+        self._gradients[inner] = gradients = LocalGradients(inner, lambda: model_id in self._accumulating)
         self._shards[inner] = shard
         if self._has_accumulated:
             gradients.track()
         return model
+
+    def _end_tracking(self, inner: nn.Module) -> None:
+        """Remove the hooks of an earlier `distributed_model` of the same model, with other arguments."""
+        for end_functions in (self._end_first_check, self._end_compression):
+            if (end := end_functions.pop(inner, None)) is not None:
+                end()
+        if (gradients := self._gradients.pop(inner, None)) is not None:
+            gradients.stop()
 
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
         pass  # one rank holds all parameters
@@ -204,19 +217,21 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
             return distributed.no_sync()
         is_distributed = isinstance(model, nn.Module) and distributed in self._gradients
         checks.check_no_sync_model(model, is_distributed)
-        return self._accumulate()
+        return self._accumulate(distributed)
 
     @contextmanager
-    def _accumulate(self) -> Iterator[None]:
+    def _accumulate(self, inner: nn.Module) -> Iterator[None]:
         if not self._has_accumulated:
             self._has_accumulated = True
             for gradients in self._gradients.values():
                 gradients.track()
-        was_accumulating, self._accumulating = self._accumulating, True
+        was_accumulating = id(inner) in self._accumulating
+        self._accumulating.add(id(inner))
         try:
             yield
         finally:
-            self._accumulating = was_accumulating
+            if not was_accumulating:
+                self._accumulating.discard(id(inner))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         checks.check_is_module("unwrap(model)", model)

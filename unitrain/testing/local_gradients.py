@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from unitrain.backends.base import Backend
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, may_raise_unsupported_error, raises
-from unitrain.testing.models import FEATURES, assert_gradients, assert_reduced, backward, batch, build, compute_loss
+from unitrain.testing.models import (
+    FEATURES,
+    assert_gradients,
+    assert_reduced,
+    backward,
+    batch,
+    build,
+    compute_loss,
+    gradients,
+)
 from unitrain.testing.models import mean_gradients as mean_of_ranks
 from unitrain.testing.parameters import TwoHeads
 
@@ -53,6 +62,29 @@ def step_after_backward_inside_no_sync_raises(backend: Backend) -> None:
         backward(wrapped, backend.rank, 2)  # this backward pass reduces all accumulated gradients
         optimizer.step()
         assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+
+
+@contract
+@may_raise_unsupported_error
+def no_sync_applies_to_its_model_only(backend: Backend) -> None:
+    """Two models are trained in the same loop, like those of a GAN."""
+    model, wrapped, optimizer = _distribute_model_and_optimizer(backend)
+    other, other_wrapped, other_optimizer = _distribute_model_and_optimizer(backend, compression="fp16")
+    expected = build()
+    backward(backend.distributed_model(expected, compression="fp16"), backend.rank)
+    with backend.no_sync(wrapped):
+        with backend.no_sync(other_wrapped):
+            pass
+        backward(wrapped, backend.rank)
+        backward(other_wrapped, backend.rank)
+    assert_gradients(other, gradients(expected), tolerance=0)
+    other_optimizer.step()
+    _assert_step_raises(backend, model, optimizer)
+
+    two_heads = TwoHeads()
+    with backend.no_sync(wrapped):
+        loss = compute_loss(backend.distributed_model(two_heads)(batch(backend.rank), "left"))
+        raises(ModelError, "received no gradient on every rank", loss.backward)
 
 
 @contract
@@ -357,6 +389,14 @@ def model_can_be_distributed_twice(backend: Backend) -> None:
         assert_gradients(model, mean_of_ranks(backend, twin, lambda m, rank, step=step: backward(m, rank, step)))
         optimizer.step()
     assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])
+
+
+@contract
+def model_distributed_again_uses_the_new_arguments(backend: Backend) -> None:
+    model, twin = TwoHeads(), TwoHeads()
+    backend.distributed_model(model)
+    wrapped = backend.distributed_model(model, find_unused_parameters=True)
+    assert_reduced(backend, wrapped, model, twin, lambda m, rank: compute_loss(m(batch(rank), "left")).backward())
 
 
 @contract

@@ -15,7 +15,7 @@ from unitrain.backends.gradients.exact_reduction import ExactReduction
 from unitrain.backends.logical_ranks import LogicalRank, local_logical_ranks, set_current_logical_rank
 from unitrain.errors import ConfigError, ModelError
 from unitrain.modules.buffers import broadcast_buffers
-from unitrain.testing.cases import contract, raises
+from unitrain.testing.cases import contract, may_raise_unsupported_error, raises
 from unitrain.testing.models import batch, build, compute_loss
 
 _LOGICAL_RANKS = 5
@@ -128,6 +128,19 @@ def logical_ranks_have_the_same_gradients_on_any_number_of_processes(backend: Ba
             assert parameter.grad is not None
             assert expected is not None
             assert torch.equal(parameter.grad, expected)
+
+
+@contract
+@may_raise_unsupported_error
+def model_distributed_again_with_logical_ranks_is_not_compressed(backend: Backend) -> None:
+    model, twin = _network(), _network()
+    backend.distributed_model(model, compression="bf16")
+    wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)
+    _run_step(backend, wrapped, range(1), {})
+    for parameter, expected in zip(model.parameters(), _expected_gradients(twin, range(1), {}), strict=True):
+        assert parameter.grad is not None
+        assert expected is not None
+        assert torch.equal(parameter.grad, expected)
 
 
 @contract

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -28,7 +29,8 @@ class LocalGradients:
 
     - If every backward pass outside `no_sync` leaves all gradients reduced, as on a single rank, call `track` at the
       first `no_sync`, because no gradient is local before that. The hooks call `is_accumulating`, which returns whether
-      the current backward pass runs inside `no_sync`. If it does not, no gradient is local afterwards.
+      the model is inside `no_sync`. If neither it nor another model with the same parameter is, no gradient is local
+      after the backward pass.
     - A reducer that determines itself which gradients are local calls `mark_local` and `mark_reduced` instead of
       `track`.
     """
@@ -64,10 +66,33 @@ class LocalGradients:
         """Register the hooks. Further calls do nothing."""
         if not self._handles:
             self._handles = [
-                register_gradient_hook(parameter, _gradient_hook(id(parameter), self._local_ids, self._is_accumulating))
+                register_gradient_hook(parameter, self._create_hook(id(parameter)))
                 for parameter in self._parameters
                 if parameter.is_floating_point() or parameter.is_complex()
             ]
+
+    def _create_hook(self, key: int) -> Callable[[Tensor], None]:
+        """Return the hook of the parameter with the id `key`. It has a weak reference to this object, because
+        parameters can outlive it."""
+        local, weak_self = self._local_ids, weakref.ref(self)
+        if self._is_accumulating is None:
+            return lambda _: local.add(key)
+
+        def on_gradient(_: Tensor) -> None:
+            if (tracker := weak_self()) is not None and tracker._accumulates(key):
+                local.add(key)
+            else:
+                local.clear()
+
+        return on_gradient
+
+    def _accumulates(self, key: int) -> bool:
+        """Return whether this model, or another one with the same parameter, is inside `no_sync`."""
+        trackers = [self, *self._trackers_with_shared_parameters] if self._has_shared_parameters else [self]
+        return any(
+            key in tracker._names and tracker._is_accumulating is not None and tracker._is_accumulating()
+            for tracker in trackers
+        )
 
     def set_reduced_parameters(self, reduced: Iterable[Tensor]) -> None:
         """Restrict `mark_reduced` to the parameters in `reduced`, whose gradients the reducer reduces."""
@@ -174,19 +199,6 @@ def step_pre_hook(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..
         return (args[0], closure_with_check, *args[2:]), kwargs
 
     return before_step  # type: ignore[no-any-return]
-
-
-def _gradient_hook(key: int, local: set[int], is_accumulating: Callable[[], bool] | None) -> Callable[[Tensor], None]:
-    """Return a hook that adds `key`, the id of a parameter, to `local`, or clears `local` if the current backward pass
-    leaves all gradients reduced."""
-
-    def on_gradient(_: Tensor) -> None:
-        if is_accumulating is None or is_accumulating():
-            local.add(key)
-        else:
-            local.clear()
-
-    return on_gradient
 
 
 def register_gradient_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:

@@ -26,9 +26,9 @@ def register_first_backward_check(
     model: nn.Module,
     allgather: Callable[[list[str]], list[list[str]]],
     reduces_gradients: Callable[[], bool],
-) -> None:
+) -> Callable[[], None]:
     """Register hooks that check the first backward pass, and raise ModelError on every rank if any rank does not use a
-    parameter of `model` that requires grad.
+    parameter of `model` that requires grad. Return a function that ends the check.
 
     Args:
         wrapped: the module that the user calls.
@@ -51,18 +51,13 @@ def register_first_backward_check(
         last_used[parameter] = current_backward()
 
     def on_end_of_backward() -> None:
-        nonlocal is_active
         # Autograd graph task IDs increase, so a nested backward pass has a larger ID.
         reached = {parameter for parameter in names if last_used.get(parameter, -1) >= checked_backward}
         if not is_active or not reached:
             return
-        is_active = False
         # The user may have frozen parameters since the hooks were registered.
         unused = [parameter for parameter in names if parameter.requires_grad and parameter not in reached]
-        for handle in handles:
-            handle.remove()
-        for parameter in names:
-            drop_empty_gradient_hooks(parameter)
+        stop()
         unused_by_rank = allgather([names[parameter] for parameter in unused])
         if unused:
             # Other ranks wait for these gradients: reduce zeros, so that all ranks complete this backward pass.
@@ -83,8 +78,17 @@ def register_first_backward_check(
             for tensor in tensors_requiring_grad(output):
                 tensor.register_hook(on_output_gradient)
 
+    def stop() -> None:
+        nonlocal is_active
+        is_active = False
+        for handle in handles:
+            handle.remove()
+        for parameter in names:
+            drop_empty_gradient_hooks(parameter)
+
     handles.append(wrapped.register_forward_hook(on_forward))
     handles.extend(parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in names)
+    return stop
 
 
 def raise_unused(unused_by_rank: list[list[str]], *, can_be_allowed: bool = True) -> None:
