@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import pytest
 import torch
 from preload import preloaded
 from requirements import needs_mpi
-from torch import nn
+from torch import Tensor, nn
 
 import unitrain
 from unitrain.backends.base import Backend, Shard
 from unitrain.bootstrap import environment
-from unitrain.errors import ConfigError
+from unitrain.errors import ConfigError, Preempted
 from unitrain.testing import RankGroup
 from unitrain.testing.models import batch, build, compute_loss
 
@@ -119,21 +120,35 @@ def test_a_failing_exit_function_ends_the_local_backend() -> None:
     unitrain.init("local").shutdown()
 
 
+@pytest.mark.parametrize(
+    ("error", "is_called"),
+    [(SystemExit(), True), (SystemExit(0), True), (SystemExit(1), False), (Preempted("SIGTERM"), False)],
+    ids=repr,
+)
+def test_exit_functions_are_called_if_the_block_exits_successfully(error: BaseException, is_called: bool) -> None:
+    called: list[Tensor] = []
+    backend = unitrain.init("local")
+    backend.call_before_exit(lambda: called.append(backend.allreduce(torch.ones(()))))
+    with pytest.raises(type(error)), backend:
+        raise error
+    assert called == [torch.ones(())] * is_called
+
+
 def report_of_exit_function(backend: Backend) -> list[str]:
-    """Return the failures that a failing exit function reports to the other ranks."""
+    """Return the failures that a failing exit function reports to the other ranks, for several exits of the block."""
     reported = list[str]()
     backend.report_failure = lambda error: reported.append(str(error))  # type: ignore[method-assign]
     backend.call_before_exit(fail)
-    try:
-        backend.__exit__(None, None, None)
-    except OSError:
-        return reported
-    raise AssertionError("no error was raised")
+    for error in (None, SystemExit(), SystemExit(0)):
+        with suppress(OSError):
+            backend.__exit__(None if error is None else SystemExit, error, None)
+            raise AssertionError(f"the exit function was not called after {error!r}")
+    return reported
 
 
 def test_a_failing_exit_function_is_reported_to_the_other_ranks() -> None:
     with RankGroup("ddp", 2) as group:
-        assert group.run(report_of_exit_function) == [["disk full"]] * 2
+        assert group.run(report_of_exit_function) == [["disk full"] * 3] * 2
 
 
 def test_local_models_can_be_trained_after_the_shutdown() -> None:

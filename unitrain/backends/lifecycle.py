@@ -64,7 +64,8 @@ class Lifecycle(ABC):
         """Report `error` of this rank to the other ranks, which then terminate within seconds. Any rank may call it."""
 
     def call_before_exit(self, function: Callable[[], object]) -> None:
-        """Call `function` at the end of the `with` block, before the shutdown, unless the block raises an exception."""
+        """Call `function` at the end of the `with` block, before the shutdown, unless the block raises an exception
+        other than SystemExit(0)."""
         self._exit_functions = (*self._exit_functions, function)
 
     def _call_exit_functions(self) -> None:
@@ -77,15 +78,19 @@ class Lifecycle(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if is_successful_exit(error):
             try:
                 self._call_exit_functions()
             except BaseException as failure:
                 self.report_failure(failure)
                 raise
-        is_successful_exit = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is None or is_successful_exit or isinstance(error, Preempted):
+        if error is None or is_successful_exit(error) or isinstance(error, Preempted):
             self.shutdown()
         else:
             # A shutdown would close connections, and the launcher would report the wrong rank as failed.
             self.report_failure(error)
+
+
+def is_successful_exit(error: BaseException | None) -> bool:
+    """Return whether a `with` block that raises `error` ends without a failure: None, or SystemExit with code 0."""
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))

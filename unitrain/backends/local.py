@@ -30,6 +30,7 @@ from unitrain.backends.gradients.logical_ranks_model import (
     check_logical_ranks_optimizer,
 )
 from unitrain.backends.gradients.unused_parameters import register_first_backward_check
+from unitrain.backends.lifecycle import is_successful_exit
 from unitrain.backends.sharding.checks import check_shard_blocks, check_sharded_parameters
 from unitrain.backends.sharding.optimizer_checks import check_sharded_optimizer
 from unitrain.bootstrap.devices import choose_device
@@ -240,7 +241,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
-            if error is None:
+            if is_successful_exit(error):
                 self._call_exit_functions()
         finally:
             self.shutdown()  # even after an exception, because with one rank the launcher cannot report the wrong rank
