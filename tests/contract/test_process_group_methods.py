@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from groups import nightly
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from unitrain.backends.base import Backend
@@ -351,9 +352,24 @@ def timed_out_operation(backend: Backend) -> list[str]:
     return [message]
 
 
-def test_the_timeout_of_a_call_raises_the_error_of_torch() -> None:
+def aborted_operation(backend: Backend) -> list[str]:
+    """Rank 1 does not start the operation for which rank 0 would wait until the timeout."""
+    group, message = dist.new_group([0, 1]), ""
+    work = dist.all_reduce(torch.ones(2), group=group, async_op=True) if backend.rank == 0 else None
+    distributed_c10d._abort_process_group(group)
+    if work is not None:
+        with pytest.raises(dist.DistBackendError) as caught:
+            work.wait()
+        message = str(caught.value)
+    backend.barrier()
+    return [message]
+
+
+def test_the_timeout_of_a_call_raises_the_error_of_torch_and_abort_does_not_wait() -> None:
     with RankGroup("horovod", 2) as group:
         ((message,), _) = group.run(timed_out_operation)
+        ((aborted,), _) = group.run(aborted_operation, timeout_seconds=20)
+    assert aborted == "Horovod's allreduce was aborted, because this rank has aborted its process group."
     assert "Horovod's allreduce timed out after 0.4 s" in message
 
 

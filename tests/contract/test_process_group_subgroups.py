@@ -319,8 +319,35 @@ def counts_of_process_sets(backend: Backend) -> list[int]:
     return counts
 
 
+def resources_of_failed_groups(backend: Backend) -> list[int]:
+    """Return the numbers of process sets and threads after each of two failed attempts to create a group."""
+    from horovod.torch.mpi_ops import _basics
+
+    from unitrain.backends.horovod import process_group
+
+    counts = []
+    for _ in range(2):
+        if backend.rank < 2:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(process_group, "PointToPoint", no_sockets)
+                with pytest.raises(RuntimeError, match="no sockets"):
+                    dist.new_group([0, 1], use_local_synchronization=True)
+        deadline = time.monotonic() + 10
+        while _basics.MPI_LIB_CTYPES.horovod_number_of_process_sets() > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        backend.barrier()
+        counts.append(_basics.MPI_LIB_CTYPES.horovod_number_of_process_sets())
+        counts.append(sum(thread.name == "unitrain-horovod" for thread in threading.enumerate()))
+    return counts
+
+
+def no_sockets(*_: Any) -> None:
+    raise RuntimeError("no sockets")
+
+
 def test_destroying_a_group_removes_its_process_set_on_all_ranks() -> None:
     with RankGroup("horovod", 3) as group:
+        assert group.run(resources_of_failed_groups) == [[1, 1, 1, 1]] * 3
         assert group.run(counts_of_process_sets) == [[1, 2, 1, 2, 1, 2, 1]] * 3
 
 

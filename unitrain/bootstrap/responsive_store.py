@@ -67,6 +67,10 @@ class ResponsiveStore:
         """See torch.distributed.Store."""
         return self._call(lambda: self._store.add(key, number))
 
+    def clone(self) -> dist.Store:
+        """See torch.distributed.Store."""
+        return self._call(self._store.clone)
+
     def _call(self, request: Callable[[], _ResultT]) -> _ResultT:
         with self._mutex:
             if not self.is_responding:

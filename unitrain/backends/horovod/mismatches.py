@@ -17,19 +17,20 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from unitrain.bootstrap.responsive_store import ResponsiveStore, call_with_limit
+from unitrain.bootstrap.responsive_store import ResponsiveStore
 from unitrain.errors import CollectiveMismatchError
 
 _MAX_REPORTED = 16  # pending operations per report; only the oldest one can be a mismatch
 _STORE_TIMEOUT_SECONDS = 2.0  # for a response of the store, so that a stopped rank 0 does not delay the timeout
+_OPERATIONS_ON_ROWS = ("alltoall", "sparse_allreduce")  # the number of rows may differ between ranks
 
 
 class Operation(NamedTuple):
     """An operation that a rank has started.
 
     `position` is its index in the sequence of the rank's operations. `kind` must be equal on all ranks, such as
-    "allreduce.torch.float32.5", which ends with the number of elements, or with the number of bytes per row if the
-    number of rows may differ between ranks.
+    "allreduce.torch.float32.5", which ends with the number of elements, or with the number of bytes per row for
+    operations on rows.
     """
 
     position: int
@@ -37,6 +38,8 @@ class Operation(NamedTuple):
 
     def describe(self) -> str:
         operation, _, dtype, size = self.kind.split(".")
+        if operation in _OPERATIONS_ON_ROWS:
+            return f"{operation} with {int(size):,} bytes per row"
         return f"{operation} of {int(size):,} {'bytes' if dtype == 'uint8' else f'{dtype} elements'}"
 
 
@@ -45,6 +48,7 @@ class MismatchDetector:
 
     def __init__(self, store: dist.Store, rank: int, pending: Callable[[], Sequence[Operation]]) -> None:
         self._group_store, self._generation = store, 0
+        self._cloning: ResponsiveStore | None = None  # `store`, until it is cloned
         self._store: ResponsiveStore | None = None
         self._rank, self._pending = rank, pending
         self._suspected: tuple[Operation, Operation] | None = None
@@ -65,7 +69,8 @@ class MismatchDetector:
             if self._store is None:
                 # This is a second connection, because a store serves one call at a time, and another thread may be
                 # waiting in a call.
-                clone = call_with_limit(self._group_store.clone, _STORE_TIMEOUT_SECONDS)
+                self._cloning = self._cloning or ResponsiveStore(self._group_store, _STORE_TIMEOUT_SECONDS)
+                clone, self._cloning = self._cloning.clone(), None
                 prefix = f"mismatches.{self._generation}"
                 self._store = ResponsiveStore(dist.PrefixStore(prefix, clone), _STORE_TIMEOUT_SECONDS)
             if self._store.check(["error"]):

@@ -108,6 +108,14 @@ class HorovodProcessGroup(OperationStarter):
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
         super().__init__(store, rank, ranks, timeout)
+        try:
+            self._connect(store, rank, ranks, timeout)
+        except BaseException:
+            self.abort()
+            raise
+        self._sequence_number = 0
+
+    def _connect(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
         self._messages = PointToPoint(store, rank, ranks, timeout)
         for device in ("cpu", *_gpu_devices()):
             # C++ code calls this transport for operations that this class does not define.
@@ -119,7 +127,6 @@ class HorovodProcessGroup(OperationStarter):
         # As soon as this constructor returns, the rank that serves the store may destroy the group, and with it the
         # store, from which the other ranks read the addresses of the transport. Therefore, wait for all ranks.
         self.barrier(None).wait()
-        self._sequence_number = 0
 
     # --- collectives with torch.distributed's signatures: lists of tensors, results in place ---
 
@@ -424,12 +431,20 @@ class HorovodProcessGroup(OperationStarter):
         return self._sequence_number
 
     def shutdown(self) -> None:
+        """Wait until all operations of this rank have finished or timed out, and release the resources of the group."""
         self._completions.stop()
+        self._release_process_set()
+
+    def abort(self) -> None:
+        """Release the resources of the group without waiting for other ranks. Pending operations raise
+        DistBackendError."""
+        self._completions.abort()
+        self._release_process_set()
+
+    def _release_process_set(self) -> None:
         if not self._is_shut_down:
             self._is_shut_down = True
             remove_process_set(self._ranks)
-
-    abort = shutdown
 
 
 def _join_all(works: list[list[HorovodWork]], tensors: list[Tensor]) -> dist.Work:

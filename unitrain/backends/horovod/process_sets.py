@@ -85,12 +85,16 @@ def remove_process_set(ranks: Sequence[int]) -> None:
     """Release the process set of `ranks`, once per call of `add_process_set`.
 
     Horovod removes the process set when all its members have released it. This function does not wait for them, but it
-    waits for a limited time while another process set is created.
+    waits for a limited time while another process set is created. After Horovod has been shut down, which removes all
+    process sets, this function does not access Horovod.
     """
-    if len(ranks) == hvd.size():
+    if not hvd.is_initialized():
+        forget_process_sets()
         return
     key = tuple(ranks)
     with _lock:
+        if key not in _users:  # the process set of all ranks, or of an earlier start of Horovod
+            return
         _users[key] -= 1
         if _users[key] > 0:
             return

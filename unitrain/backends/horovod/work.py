@@ -98,11 +98,15 @@ class HorovodWork(Work):
         self._deadline = time.monotonic() + timeout.total_seconds()
 
     def poll(self) -> bool:
-        """Return whether this Work is complete. Complete it if the operation has finished or timed out, or if another
-        rank waits for a different operation. Only `CompletionQueue` calls this method."""
+        """Return whether this Work is complete. Complete it if the operation has finished or timed out, if its group
+        was aborted, or if another rank waits for a different operation. Only `CompletionQueue` calls this method."""
         if self._done:
             return True
         if not hvd.poll(self._handle):
+            if self._completions is not None and self._completions.is_aborted:
+                message = f"Horovod's {self._name} was aborted, because this rank has aborted its process group."
+                self._complete(dist.DistBackendError(message))
+                return True
             now = time.monotonic()
             if now < self._deadline:
                 if now < self._next_mismatch_check or self._find_mismatch is None:
@@ -282,6 +286,8 @@ class CompletionQueue:
         self._last_backward = -1
         self._added = threading.Event()
         self._stopping = False
+        self.is_aborted = False
+        """Whether works that are not complete fail."""
         self._thread = threading.Thread(target=self._run, name="unitrain-horovod", daemon=True)
         self._thread.start()
 
@@ -317,10 +323,21 @@ class CompletionQueue:
         return [work.started for work in list(self._works) if work.started is not None and not work.is_completed()]
 
     def stop(self) -> None:
-        """Wait until all works added so far are complete, and stop the thread."""
+        """Wait until all works added so far are complete, and stop the thread.
+
+        In the callback of a work, return immediately: the thread stops later, because these works cannot be completed
+        before the callback returns.
+        """
         self._stopping = True
         self._added.set()
-        self._thread.join()
+        if self._completer != threading.get_ident():
+            self._thread.join()
+
+    def abort(self) -> None:
+        """Stop the thread. Works whose operations have not finished raise DistBackendError. The operations remain
+        pending in Horovod."""
+        self.is_aborted = True
+        self.stop()
 
     def _finish_backward(self) -> None:
         _poll_until(lambda: self._poll() or not self._works, None)

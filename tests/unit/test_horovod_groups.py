@@ -1,0 +1,127 @@
+"""Parts of Horovod's process group that do not require several ranks: completion of works, process sets, mismatches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unitrain.backends.horovod import mismatches
+from unitrain.backends.horovod import work as horovod_work
+from unitrain.backends.horovod.mismatches import MismatchDetector, Operation
+from unitrain.backends.horovod.process_sets import remove_process_set
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Return the handles of the operations that other ranks have also started."""
+    handles: set[int] = set()
+    monkeypatch.setattr(horovod_work.hvd, "poll", lambda handle: handle in handles)
+    monkeypatch.setattr(horovod_work.hvd, "synchronize", lambda handle: torch.ones(2))
+    return handles
+
+
+def start(completions: horovod_work.CompletionQueue, handle: int) -> horovod_work.HorovodWork:
+    work = horovod_work.HorovodWork("allreduce", handle, [], CPU, None, timedelta(seconds=5), completions)
+    completions.add(work)
+    return work
+
+
+def test_abort_does_not_wait_for_pending_operations(finished: set[int]) -> None:
+    finished.add(1)
+    completions = horovod_work.CompletionQueue()
+    works = [start(completions, handle) for handle in (1, 2, 3)]
+    works[0].wait()
+    errors: list[Any] = []
+
+    def wait_in_thread() -> None:
+        try:
+            works[1].wait()
+        except Exception as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait_in_thread)
+    waiting.start()
+    started = time.monotonic()
+    completions.abort()
+    waiting.join()
+    assert time.monotonic() - started < 2
+    for error in (*errors, works[2].exception()):
+        assert isinstance(error, dist.DistBackendError)
+        assert str(error) == "Horovod's allreduce was aborted, because this rank has aborted its process group."
+    assert len(errors) == 1
+    assert works[0].is_success()
+
+
+@pytest.mark.parametrize("completer", ["unitrain-horovod", "MainThread"])
+def test_a_callback_may_stop_the_queue(finished: set[int], monkeypatch: pytest.MonkeyPatch, completer: str) -> None:
+    """The thread that first polls after an operation has finished runs the callback."""
+    poll = horovod_work.hvd.poll
+    monkeypatch.setattr(
+        horovod_work.hvd, "poll", lambda handle: threading.current_thread().name == completer and poll(handle)
+    )
+    completions = horovod_work.CompletionQueue()
+    work = start(completions, 1)
+    results: list[Any] = []
+
+    def stop(_: Any) -> None:
+        try:
+            results.append(completions.stop())
+        except Exception as error:
+            results.append(error)
+
+    work.get_future().add_done_callback(stop)
+    finished.add(1)
+    work.wait()
+    completions.stop()
+    assert results == [None]
+
+
+def test_a_process_set_may_be_removed_after_horovod_was_shut_down() -> None:
+    remove_process_set([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("allreduce.torch.float32.5000", "allreduce of 5,000 float32 elements"),
+        ("allgather.torch.uint8.5000", "allgather of 5,000 bytes"),
+        ("alltoall.torch.uint8.4096", "alltoall with 4,096 bytes per row"),
+        ("sparse_allreduce.torch.uint8.12", "sparse_allreduce with 12 bytes per row"),
+    ],
+)
+def test_operations_are_described_with_their_size(kind: str, text: str) -> None:
+    assert Operation(0, kind).describe() == text
+
+
+def test_a_store_that_does_not_respond_blocks_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mismatches, "_STORE_TIMEOUT_SECONDS", 0.05)
+    responds = threading.Event()
+
+    class Store(dist.HashStore):
+        def clone(self) -> dist.Store:
+            responds.wait()
+            return self
+
+    def report(rank: int) -> MismatchDetector:
+        return MismatchDetector(store, rank, lambda: [Operation(0, f"allreduce.torch.float32.{rank}")])
+
+    store = Store()
+    root, other = report(0), report(1)
+    before = threading.active_count()
+    for _ in range(5):
+        assert other.find() is None
+    assert threading.active_count() <= before + 1
+    responds.set()
+    assert root.find() is None
+    deadline = time.monotonic() + 10
+    while (error := other.find()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "rank 0 waits for allreduce of 0 float32 elements, and rank 1 for allreduce of 1 float32" in str(error)
