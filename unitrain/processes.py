@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+_TERMINATE_SECONDS = 5.0
 _KILL_TIMEOUT_SECONDS = 5.0
 _PARENT_POLL_SECONDS = 1.0
 # Signals that schedulers send to every process of a job before preemption. DataLoader workers ignore them, because the
@@ -95,6 +96,21 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def end_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
+    """Terminate `process`, a launcher and session leader, and after 5 s call `kill_processes`.
+
+    A launcher that receives SIGTERM also terminates its ranks on other hosts. A killed srun does not.
+    """
+    try:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(_TERMINATE_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        kill_processes(process, tag)
 
 
 @functools.cache

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +15,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from hosts import Host, hosts
-from requirements import needs_hosts, needs_mpi
+from launches import SECONDS, running_launcher
+from requirements import needs_hosts, needs_mpi, needs_open_mpi
 
 from unitrain.cli import unitrain
+from unitrain.doctor import examination
 from unitrain.doctor.facts import Facts, Gpu
 from unitrain.doctor.findings import RankReport, find_problems
 from unitrain.doctor.peers import PeerChecks
+from unitrain.processes import find_processes
 
 GIB = 2**30
 HOROVOD = {"version": "0.28.1", "cpu_operations": ["gloo"], "gpu_operations": [], "problems": []}
@@ -246,6 +251,51 @@ def test_a_program_that_launch_lacks_is_not_reported_as_an_invalid_option(
     assert result.exit_code == 1
     message = result.output.partition("Error: ")[2]
     assert message.startswith("unitrain launch cannot start the ranks: ssh, which is needed to reach other hosts")
+
+
+# A `sitecustomize` module with which the ranks of mpirun hang.
+HANGING_RANKS = """
+import os, time
+from pathlib import Path
+if "OMPI_COMM_WORLD_RANK" in os.environ:
+    Path(__file__).with_name("rank-" + os.environ["OMPI_COMM_WORLD_RANK"]).touch()
+    time.sleep(300)
+"""
+# The same for `unitrain launch`, after it has started a process in another session.
+HANGING_LAUNCH = """
+import subprocess, sys, time
+from pathlib import Path
+if "launch" in sys.orig_argv:
+    subprocess.Popen(["sleep", "300"], start_new_session=True)
+    Path(__file__).with_name("started").touch()
+    time.sleep(300)
+"""
+
+
+@needs_open_mpi
+def test_a_signal_to_doctor_terminates_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGING_RANKS)
+    command = [sys.executable, "-m", "unitrain", "doctor", "--launch", "-np 2 --launcher mpirun"]
+    with running_launcher(command, {"PYTHONPATH": str(tmp_path)}, fresh=True) as launch:
+        deadline = time.monotonic() + SECONDS
+        while not (tmp_path / "rank-0").exists() or not (tmp_path / "rank-1").exists():
+            assert launch.process.poll() is None, launch.output()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.process.wait(15) == 128 + signal.SIGTERM
+        launch.wait_until_all_exited(5)
+
+
+def test_a_launch_that_hangs_is_terminated_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGING_LAUNCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("UNITRAIN_TEST_LAUNCH", tmp_path.name)
+    monkeypatch.setattr(examination, "_LAUNCH_SECONDS", 2.0)
+    with pytest.raises(examination.ExaminationError, match="The launch did not finish within 3 s"):
+        examination.examine_launch(("-np", "2"), timeout_seconds=1)
+    assert (tmp_path / "started").exists()
+    assert list(find_processes(f"UNITRAIN_TEST_LAUNCH={tmp_path.name}".encode())) == []
 
 
 @needs_hosts

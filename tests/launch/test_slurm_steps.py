@@ -237,3 +237,38 @@ def test_verify_runs_on_this_host_of_an_allocation(
     done = found[0].run([*allocate, sys.executable, "-m", "unitrain", *verify], variables)
     assert done.returncode == 1, done.stdout
     assert (tmp_path / "hosts").read_text().split() == ["h1", "h1"], done.stdout
+
+
+# A `sitecustomize` module with which the ranks of srun hang.
+HANGING_RANKS = """
+import os, sys, time
+from pathlib import Path
+if "--marked-json" in sys.orig_argv and "launch" not in sys.orig_argv:
+    Path(__file__).with_name("rank-" + os.environ["SLURM_PROCID"]).touch()
+    time.sleep(300)
+"""
+
+
+def test_ranks_of_srun_on_other_hosts_do_not_outlive_doctor(
+    tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+) -> None:
+    found, variables = allocated
+    (tmp_path / "sitecustomize.py").write_text(HANGING_RANKS)
+    doctor = [sys.executable, "-m", "unitrain", "doctor", "--launch", "--launcher srun"]
+    # The end of the shell would also end the steps of its allocation.
+    shell = (
+        f"cd {tmp_path}; {shlex.join(doctor)} & until [ -e rank-0 ] && [ -e rank-1 ]; do sleep 0.1; done; "
+        "kill $!; wait $!; echo $? > status; until [ -e checked ]; do sleep 0.1; done"
+    )
+    allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", "timeout", "90", "sh", "-c", shell]
+    with found[0].start(allocate, variables | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, fresh=True) as shell_process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "status").exists() or any(
+            "--marked-json" in command for command in found[1].find_processes().values()
+        ):
+            if time.monotonic() > deadline:
+                pytest.fail(str(found[1].find_processes()))
+            time.sleep(0.1)
+        (tmp_path / "checked").touch()
+        shell_process.wait(20)
+    assert (tmp_path / "status").read_text() == "143\n"

@@ -9,6 +9,7 @@ import click
 
 from unitrain.cli import split_words
 from unitrain.errors import UnitrainError
+from unitrain.processes import exit_on_termination_signals
 
 
 @click.command()
@@ -42,6 +43,7 @@ def doctor(launch: tuple[str, ...] | None, as_json: bool, timeout_seconds: float
 
     try:
         if launch is not None:
+            exit_on_termination_signals()
             click.echo("Checking all ranks. This takes some seconds.", err=True)
             report = examine_launch(launch, timeout_seconds)
         else:

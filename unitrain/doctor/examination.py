@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,9 +15,11 @@ from typing import Any
 import unitrain
 from unitrain.bootstrap import environment
 from unitrain.errors import LauncherMismatchError, UnitrainError
+from unitrain.processes import end_processes
 
 # Marks the report of rank 0 in the output of a launcher. The launcher may prefix each line.
 MARKER = "unitrain doctor report: "
+_LAUNCH_ID_VARIABLE = "UNITRAIN_DOCTOR"  # identifies the processes of a launch
 _LAUNCH_SECONDS = 60.0
 _MAX_OUTPUT_LINES = 15
 
@@ -60,7 +64,8 @@ def examine(timeout_seconds: float) -> dict[str, Any] | None:
 def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, Any]:
     """Launch ranks with these options of `unitrain launch`, and return the report.
 
-    Raises ExaminationError if the launch fails.
+    All processes of the launch are terminated before the function returns or raises. Raises ExaminationError if the
+    launch fails.
     """
     program = str(Path(unitrain.__file__).with_name("__main__.py"))
     command = [
@@ -68,21 +73,35 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
         program, "doctor", "--marked-json", "--timeout-seconds", f"{timeout_seconds:g}",
     ]  # fmt: skip
     # With backend horovod, the launcher would not provide a rendezvous address.
-    variables = {"UNITRAIN_BACKEND": environment.get_variable("UNITRAIN_BACKEND") or "ddp"}
+    variables = {
+        "UNITRAIN_BACKEND": environment.get_variable("UNITRAIN_BACKEND") or "ddp",
+        _LAUNCH_ID_VARIABLE: secrets.token_hex(8),
+    }
     launch_timeout_seconds = timeout_seconds + _LAUNCH_SECONDS
-    try:
-        done = subprocess.run(
+    # In files, because processes that outlive the launcher would keep a pipe open.
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as stdout,
+        tempfile.TemporaryFile("w+", errors="replace") as stderr,
+    ):
+        process = subprocess.Popen(
             command,
             env=environment.copy() | variables,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=launch_timeout_seconds,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired as expired:
-        raise ExaminationError(
-            f"The launch did not finish within {launch_timeout_seconds:g} s. Allow more with --timeout-seconds."
-        ) from expired
+        try:
+            exit_code = process.wait(launch_timeout_seconds)
+        except subprocess.TimeoutExpired as expired:
+            raise ExaminationError(
+                f"The launch did not finish within {launch_timeout_seconds:g} s. Allow more with --timeout-seconds."
+            ) from expired
+        finally:
+            end_processes(process, f"{_LAUNCH_ID_VARIABLE}={variables[_LAUNCH_ID_VARIABLE]}".encode())
+        stdout.seek(0)
+        stderr.seek(0)
+        done = subprocess.CompletedProcess(command, exit_code, stdout.read(), stderr.read())
     for line in done.stdout.splitlines():
         _, found, report = line.partition(MARKER)
         if found:

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from unitrain.bootstrap.authentication import new_key
 from unitrain.bootstrap.environment import JOB_KEY_VARIABLE
-from unitrain.processes import find_processes, kill_processes
+from unitrain.processes import end_processes, find_processes
 
-_TERMINATE_SECONDS = 5.0
 _STACK_SECONDS = 1.0
 _BETWEEN_RANKS_SECONDS = 0.05  # delay between ranks, to avoid interleaved stacks
 # Python prints the stacks of all threads on abort or crash.
@@ -74,11 +73,8 @@ def run_command(
         except subprocess.TimeoutExpired:
             _print_stacks(tag, script)
             text = output.read_text(errors="replace")
-            process.terminate()  # launchers forward the signal to the ranks
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_TERMINATE_SECONDS)
         finally:
-            kill_processes(process, tag)
+            end_processes(process, tag)
     text = output.read_text(errors="replace") if text is None else text
     return CommandResult(exit_code, time.monotonic() - started, text)
 
