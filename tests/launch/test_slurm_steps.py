@@ -215,26 +215,25 @@ def test_functions_run_on_this_host_of_an_allocation(
     assert "unitrain.run starts ranks on this machine only, but srun starts them on h1, h2." in done.stdout
 
 
-VERIFIED = """
+COUNTED = """
 import socket
 from pathlib import Path
 
 with Path(__file__).with_name("hosts").open("a") as hosts:
     hosts.write(socket.gethostname() + " ")
-
-def training():
-    raise SystemExit("no training")
+raise SystemExit("no training")
 """
 
 
-def test_verify_runs_on_this_host_of_an_allocation(
-    tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
+@pytest.mark.parametrize("command", [["verify", "--backends", "ddp", "--cpu"], ["memory", "--backend", "ddp"]])
+def test_verify_and_memory_run_on_this_host_of_an_allocation(
+    command: list[str], tmp_path: Path, allocated: tuple[list[Host], dict[str, str]]
 ) -> None:
     found, variables = allocated
-    (tmp_path / "verified.py").write_text(VERIFIED)
-    verify = ["verify", "--backends", "ddp", "-np", "2", "--cpu", f"{tmp_path}/verified.py:training"]
+    (tmp_path / "script.py").write_text(COUNTED)
     allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1"]
-    done = found[0].run([*allocate, sys.executable, "-m", "unitrain", *verify], variables)
+    script = str(tmp_path / "script.py")
+    done = found[0].run([*allocate, sys.executable, "-m", "unitrain", *command, "-np", "2", script], variables)
     assert done.returncode == 1, done.stdout
     assert (tmp_path / "hosts").read_text().split() == ["h1", "h1"], done.stdout
 

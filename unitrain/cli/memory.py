@@ -87,7 +87,9 @@ def memory(
     from unitrain.memory.record import MemoryRequest
 
     exit_on_termination_signals()
-    options = ["-np", str(num_processes), *(["--backend", backend] if backend else [])]
+    # The host is named explicitly, because launchers otherwise use the hosts of a Slurm allocation.
+    this_host = ["-np", str(num_processes), "-H", f"localhost:{num_processes}"]
+    options = [*this_host, *(["--backend", backend] if backend else [])]
     try:
         check_host_memory()
         records = measure(
