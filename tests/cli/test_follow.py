@@ -138,6 +138,47 @@ def test_submit_follows_a_trainjob_until_it_fails(cluster: Path, monkeypatch: py
     assert "logs --follow --timestamps --namespace team train-node-0-0" in calls
 
 
+@pytest.mark.parametrize("cut", ["T00:00:01Z line 1", "T00:00:01Z li", "T00:00:01Z", "T00:00:01Z line 1.\n2026"])
+def test_lines_that_a_lost_connection_cuts_are_printed_once(
+    cut: str, cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_LAST_LOG_SECONDS", 1.0)
+    log = "".join(f"2026-01-01T00:00:0{second}Z line {second}.\n" for second in range(4))
+    (cluster / "log").write_text(log)
+    first = log[: log.index(cut) + len(cut)]
+    kubectl = KUBECTL.replace(
+        "    since = words[",
+        f"""
+    if not (folder / "cut").exists():
+        (folder / "cut").touch()
+        print({first!r}, end="")
+        sys.exit()
+    since = words[""",
+    )
+    write_program(cluster, "kubectl", kubectl)
+    running = [pod(0, "Running", **container("running"))]
+    answers(cluster, ({}, running), (conditions(Complete="Done"), running))
+    result = run("follow", "--to", "kubernetes", "train")
+    assert result.exit_code == 0, result.output
+    assert [line for line in result.stdout.splitlines() if not line.startswith("unitrain: ")] == [
+        f"line {second}." for second in range(4)
+    ]
+
+
+def test_incomplete_last_line_is_printed_once(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_LAST_LOG_SECONDS", 1.0)
+    kubectl = 'print("".join(line + chr(10) for line in lines[:3]), end="")'
+    assert kubectl in KUBECTL
+    write_program(cluster, "kubectl", KUBECTL.replace(kubectl, 'print(chr(10).join(lines), end="")'))
+    (cluster / "log").write_text("2026-01-01T00:00:00Z line 0\n2026-01-01T00:00:01Z line 1")
+    running = [pod(0, "Running", **container("running"))]
+    answers(cluster, ({}, running), (conditions(Complete="Done"), running))
+    result = run("follow", "--to", "kubernetes", "train")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-2:] == ["line 0", "line 1"]
+    assert result.stdout.count("line") == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "resource", "succeeded"),
     [
@@ -221,6 +262,26 @@ def test_exit_code_of_a_slurm_job(
     write_program(cluster, "sacct", f"echo '{state} by 0|{code}'")
     result = run("follow", "--to", "slurm", "7")
     assert (result.exit_code, states(result)) == (expected, [f"job 7 {text}"])
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("sacct: error: Problem talking to the database: Connection refused", "is completed"),
+        ("Slurm accounting storage is disabled", "exit code is unknown"),
+    ],
+)
+def test_failure_of_sacct_is_retried_unless_accounting_is_disabled(error: str, expected: str, cluster: Path) -> None:
+    write_program(cluster, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    answered = f"[ -e {cluster}/called ] && echo 'COMPLETED|0:0' && exit"
+    write_program(cluster, "sacct", f"{answered}; touch {cluster}/called; echo '{error}' >&2; exit 1")
+    result = run("follow", "--to", "slurm", "7")
+    is_retried = "disabled" not in error
+    assert result.exit_code == (0 if is_retried else 1)
+    retries = [f"the scheduler does not respond, retrying: {error}", "the scheduler responds again"]
+    found = states(result)
+    assert found[:-1] == (retries if is_retried else [])
+    assert found[-1].endswith(expected)
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo"])

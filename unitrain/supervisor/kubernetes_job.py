@@ -128,13 +128,15 @@ class _PodLog:
     """The log of a pod, which `kubectl logs --follow` writes to a pipe.
 
     kubectl ends when the container ends, when the log is rotated, and when it loses its connection. It is then started
-    again, at the time of the last line.
+    again, at the time of the last line. A last line without a newline may be the start of a longer one. It is written
+    if kubectl prints it twice in succession, or when the log is closed.
     """
 
     def __init__(self, namespace: Sequence[str]) -> None:
         self._namespace = namespace
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
+        self._unwritten = b""  # the last line without a newline that the previous kubectl printed
         self._last_time = b""
         self._lines_at_last_time: set[bytes] = set()
 
@@ -159,7 +161,10 @@ class _PodLog:
             except BlockingIOError:
                 break
             if not chunk:
-                self.close()
+                if self._rest == self._unwritten:
+                    is_new |= self._write_incomplete(self._rest)
+                self._unwritten = self._rest
+                self._stop()
                 break
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
@@ -167,18 +172,26 @@ class _PodLog:
         return is_new
 
     def close(self) -> None:
-        """Terminate kubectl."""
+        """Terminate kubectl, and write the last line if it has no newline."""
+        self._write_incomplete(self._rest or self._unwritten)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._rest = b""
         if self._process is None:
             return
-        if self._rest:
-            self._write(self._rest)
-        self._rest = b""
         process, self._process = self._process, None
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         assert process.stdout is not None
         process.stdout.close()
         process.wait()
+
+    def _write_incomplete(self, line: bytes) -> bool:
+        """Write a line without a newline, unless it ends within the time or is the start of a line that was written."""
+        if b" " not in line or any(written.startswith(line) for written in self._lines_at_last_time):
+            return False
+        return self._write(line)
 
     def _write(self, line: bytes) -> bool:
         """Write a line without its time, unless it was written before kubectl was started again."""

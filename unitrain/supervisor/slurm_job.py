@@ -88,16 +88,19 @@ class SlurmJob(FollowedJob):
     def _read_accounting(self) -> JobStatus:
         """Return the state of a job that the controller has removed, from the accounting database.
 
-        Raises JobGoneError if the final state cannot be read, and UnreachableError if sacct times out.
+        Raises UnreachableError if sacct fails or times out, for example because the database is being restarted, and
+        JobGoneError if there is no accounting, or if it has no final state of the job.
         """
         gone = f"Slurm has no record of {self.name}, so its exit code is unknown"
         try:
             done = run_client(["sacct", *self._clusters, "-XnP", "-o", "State,ExitCode", "-j", self._id])
         except LaunchError:
             raise JobGoneError(gone) from None
+        if done.returncode != 0 and "accounting storage is disabled" not in done.stderr:
+            raise UnreachableError(done.stderr.strip() or f"sacct exited with {done.returncode}")
         state, _, code = done.stdout.strip().partition("\n")[0].partition("|")
         state = state.partition(" ")[0]  # CANCELLED by 1000
-        if done.returncode != 0 or state not in _FINAL_STATES:
+        if state not in _FINAL_STATES:
             raise JobGoneError(gone)
         return _final_status(state, code)
 
