@@ -14,7 +14,7 @@ import pytest
 from unitrain.loggers.background import BackgroundLogger
 from unitrain.loggers.csv import CSVLogger
 from unitrain.loggers.json_lines import JSONLinesLogger
-from unitrain.loggers.logger import Logger, RunInfo
+from unitrain.loggers.logger import Logger, RunInfo, ServiceRun
 from unitrain.loggers.mlflow import MLflowLogger
 from unitrain.loggers.tensorboard import TensorBoardLogger
 from unitrain.loggers.wandb import WandbLogger
@@ -198,3 +198,60 @@ def test_csv_and_json_lines_drop_an_unfinished_line(tmp_path: Path) -> None:
         )
         run(make(), tmp_path, 11, 12, offset=0.5)
         assert rounded(read(tmp_path)) == expected(dict.fromkeys(range(1, 13), 0.5))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "4,0.2\n",  # the end is missing
+        "2,0.25,0.1,0.3,4\n",  # two rows without the newline between them
+        "\0\0\0\n",
+        f"{chr(0) * 200_000}\n",  # longer than a cell that the csv module accepts
+        "4\0,0.25,4.25,0.1\n",
+        "\udcff,,,\n",
+    ],
+)
+def test_csv_skips_damaged_rows(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(CSVLogger(), tmp_path, 0, 4, offset=0.25)
+    path = tmp_path / "metrics.csv"
+    header, *rows = path.read_text().splitlines(keepends=True)
+    assert header == "step,loss,even,rate\n"
+    text = "".join([header, *rows[:3], damage, *rows[3:]])
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    run(CSVLogger(), tmp_path, 4, 5, offset=0.25)
+    assert rounded(logger_output.from_csv(tmp_path)) == expected(dict.fromkeys(range(1, 6), 0.25))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"'{path}' has 1 damaged line, which can happen after a power loss. The damaged lines are skipped."
+    )
+
+
+@pytest.mark.parametrize("header", ["\0\0\0\n", "loss\n", f"{chr(0) * 200_000}\n", ""])
+def test_csv_with_a_damaged_header_starts_again(header: str, tmp_path: Path) -> None:
+    run(CSVLogger(), tmp_path, 0, 3, offset=0.25)
+    path = tmp_path / "metrics.csv"
+    path.write_text(header + path.read_text().partition("\n")[2])
+    run(CSVLogger(), tmp_path, 3, 5, offset=0.25)
+    assert rounded(logger_output.from_csv(tmp_path)) == expected({4: 0.25, 5: 0.25})
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"", b"\0\0\0", b'{"id": "a", "ste', b"[]", b'{"id": "a"}', b'{"id": "a", "steps": {"loss": "x"}}', b"\xff"],
+)
+def test_damaged_file_of_a_tracking_service_starts_another_run(
+    damaged: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_at_service = ServiceRun("mlflow", tmp_path, 0)
+    run_at_service.set_id("a")
+    run_at_service.mark_logged(["loss"], 3)
+    resumed = ServiceRun("mlflow", tmp_path, 2)
+    assert (resumed.id, resumed.filter_unlogged(["loss", "rate"], 3)) == ("a", ["rate"])
+    (tmp_path / ".mlflow.json").write_bytes(damaged)
+    assert not caplog.records
+    again = ServiceRun("mlflow", tmp_path, 2)
+    assert (again.id, again.filter_unlogged(["loss", "rate"], 3)) == (None, ["loss", "rate"])
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"'{tmp_path / '.mlflow.json'}', ")
+    again.set_id("b")
+    assert ServiceRun("mlflow", tmp_path, 2).id == "b"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unitrain.loggers.json_lines import check_is_regular
+from unitrain.loggers.json_lines import check_is_regular, warn_of_damaged_lines
 from unitrain.loggers.logger import Logger, RunInfo, select_folder
 
 
@@ -45,12 +45,30 @@ class CSVLogger(Logger):
             csv.DictWriter(file, self._columns).writerow({"step": step, **values})
 
     def _read(self) -> tuple[list[str], list[dict[str, Any]]]:
-        """Return the columns and the complete rows."""
+        """Return the columns and the complete rows. Damaged rows are skipped with a warning. An incomplete last row is
+        skipped without a warning."""
         check_is_regular(self._path)
-        text = self._path.read_text() if self._path.exists() else ""
-        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-        rows = list(reader)
-        return list(reader.fieldnames or ["step"]), rows
+        text = self._path.read_text(errors="replace") if self._path.exists() else ""
+        reader = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+        columns: list[str] = []
+        rows, damaged = [], 0
+        while True:
+            try:
+                cells = next(reader)
+                if "step" in columns:
+                    row = dict(zip(columns, cells, strict=True))
+                    int(row["step"])
+                    rows.append(row)
+                elif "step" in cells:
+                    columns = cells
+                else:
+                    damaged += 1
+            except StopIteration:
+                break
+            except (csv.Error, ValueError):
+                damaged += 1
+        warn_of_damaged_lines(self._path, damaged)
+        return columns or ["step"], rows
 
     def _write(self, rows: Iterable[dict[str, Any]]) -> None:
         rewritten = self._path.with_name("metrics.csv.unfinished")

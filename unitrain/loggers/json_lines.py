@@ -98,14 +98,19 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
             rows.append({**row, "step": int(row["step"])})
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             damaged += 1
-    if damaged:
+    warn_of_damaged_lines(path, damaged)
+    return rows
+
+
+def warn_of_damaged_lines(path: Path, number: int) -> None:
+    """Log a warning that `number` lines of the file are damaged, unless it is 0."""
+    if number:
         _log.warning(
             "'%s' has %d damaged %s, which can happen after a power loss. The damaged lines are skipped.",
             path,
-            damaged,
-            "line" if damaged == 1 else "lines",
+            number,
+            "line" if number == 1 else "lines",
         )
-    return rows
 
 
 def check_is_regular(path: Path) -> None:

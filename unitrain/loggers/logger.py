@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from unitrain import validation
 from unitrain.errors import ConfigError, MissingDependencyError
 
 Status = Literal["finished", "stopped", "failed"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,15 @@ class ServiceRun:
         self.id: str | None = None
         self._previous_steps: dict[str, int] = {}
         if step and self._path is not None and self._path.exists():
-            saved = json.loads(self._path.read_text())
-            self.id, self._previous_steps = saved["id"], saved["steps"]
+            try:
+                saved = json.loads(self._path.read_text())
+                self.id, self._previous_steps = saved["id"], {name: int(last) for name, last in saved["steps"].items()}
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                _log.warning(
+                    "'%s', which contains the ID of the run at the tracking service, is damaged, which can happen "
+                    "after a power loss (%s: %s). The values are logged to a new run.",
+                    *(self._path, type(error).__name__, error),
+                )
         self._last_steps = dict(self._previous_steps)
 
     def set_id(self, run_id: str) -> None:
