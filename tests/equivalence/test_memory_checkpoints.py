@@ -145,6 +145,19 @@ def test_restarted_run_resumes_from_disk_otherwise(
         assert parameters == undisturbed
 
 
+def test_corrupt_checkpoints_on_disk_do_not_hide_one_in_memory(
+    group: RankGroup, undisturbed: list[str], tmp_path: Path
+) -> None:
+    group.run(partial(run, kill_after=ON_DISK_EVERY, checkpoint_format="sharded"), str(tmp_path))
+    on_disk = tmp_path / "run" / f"step-{ON_DISK_EVERY:09d}"
+    shutil.copytree(on_disk, tmp_path / "run" / f"step-{STEPS - 1:09d}")  # it has the name of another step
+    with (on_disk / "training.pt").open("r+b") as file:
+        file.write(b"damaged")
+    for steps, parameters in group.run(partial(run, checkpoint_format="sharded"), str(tmp_path)):
+        assert steps == list(range(ON_DISK_EVERY + 1, STEPS + 1))
+        assert parameters == undisturbed
+
+
 @pytest.mark.parametrize("case", ["the folder was removed", "of another run"])
 def test_a_checkpoint_in_memory_of_an_earlier_run_is_not_loaded(
     case: str, group: RankGroup, undisturbed: list[str], tmp_path: Path

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -298,21 +300,77 @@ def load_after_a_step(backend: Backend, folder: str) -> str | None:
     return None
 
 
-def test_distributed_tensors_are_written_and_read_by_the_ranks_that_hold_them(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankGroup]:
     with RankGroup("ddp", 2) as group:
-        (tmp_path / "several").mkdir()
-        (tmp_path / "loaded").mkdir()
-        group.run(write_distributed_tensors, str(tmp_path / "several"))
-        for error in group.run(load_after_a_step, str(tmp_path / "loaded"), timeout_seconds=30):
-            assert error is not None
-            assert "No such file" in error
+        yield group
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    with RankGroup("ddp", 2) as group:
-        group.run(write_distributed_tensors, str(tmp_path))
-    return tmp_path / "step-000000001"
+@pytest.fixture(scope="module")
+def checkpoint(pair: RankGroup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("distributed")
+    pair.run(write_distributed_tensors, str(folder))
+    return folder / "step-000000001"
+
+
+def test_distributed_tensors_are_written_and_read_by_the_ranks_that_hold_them(checkpoint: Path) -> None:
+    assert files.find_corruption(checkpoint) is None
+
+
+def test_optimizer_state_is_loaded_after_a_step(pair: RankGroup, tmp_path: Path) -> None:
+    for error in pair.run(load_after_a_step, str(tmp_path), timeout_seconds=30):
+        assert error is not None
+        assert "No such file" in error
+
+
+def verify_saved_and_best(backend: Backend, folder: str) -> list[list[str]]:
+    """Return the files that this rank verifies when it saves the same step again, and when it finds the best one of
+    several checkpoints; and the steps that were reported as written.
+    """
+    model = nn.Linear(3, 3)
+    config = TrainConfig(
+        max_steps=9, output_dir=folder, checkpoint_format="sharded", keep_best="val_loss", keep_last=9,
+        async_checkpoints=False,
+    )  # fmt: skip
+    reported: list[str] = []
+    checkpointer = Checkpointer(config, backend, lambda step, path, seconds: reported.append(str(step)))
+
+    def save(step: int, loss: float) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        manifest = {"step": step, "epoch": step, "sample": 0, "results": {"val_loss": loss}}
+        checkpointer.save(
+            TrainingState(step=step, model=model, optimizer=optimizer, average=None, training={}, manifest=manifest)
+        )
+
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.1), (4, 0.2), (5, float("nan"))):
+        save(step, loss)
+    verified: list[str] = []
+
+    def digest(path: Path, digest: Any = files.sha256) -> Any:
+        verified.append(str(path.relative_to(folder)))
+        return digest(path)
+
+    with mock.patch.object(files, "sha256", digest):
+        save(5, 0.0)
+        again = list(verified)
+        if backend.rank == 0:
+            (Path(folder) / "step-000000003" / "training.pt").write_bytes(b"")
+        verified.clear()
+        assert checkpointer.find_best().name == "step-000000002"
+    return [again, verified, reported]
+
+
+def test_all_ranks_verify_the_files_of_saved_and_best_checkpoints(pair: RankGroup, tmp_path: Path) -> None:
+    (again, best, reported), (other_again, other_best, other_reported) = pair.run(verify_saved_and_best, str(tmp_path))
+    names = ["model/rank-00000.safetensors", "model/rank-00001.safetensors", "training.pt"]
+    assert (reported, other_reported) == (["1", "2", "3", "4", "5"], [])
+    assert sorted(again + other_again) == [f"step-000000005/{name}" for name in names]
+    # Checkpoint 3 has the same result as 2, but is damaged. The remaining checkpoints are worse, so nothing reads them.
+    newest_best = [name for name in best + other_best if name.startswith("step-000000002")]
+    assert sorted(newest_best) == [f"step-000000002/{name}" for name in names]
+    assert {name.partition("/")[0] for name in best + other_best} <= {"step-000000002", "step-000000003"}
+    assert other_again
+    assert other_best
 
 
 def test_a_model_that_does_not_match_is_rejected(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,10 +20,10 @@ from unitrain.backends.sharding.state_chunks import load_own_state, parameter_gr
 from unitrain.backends.sharding.state_format import state_dicts_of_shards, state_dicts_on_rank
 from unitrain.backends.sharding.tensor_chunks import is_distributed_tensor
 from unitrain.backends.synchronized_errors import call_on_all_ranks, raise_on_all_ranks
-from unitrain.checkpoint import files, loading, output_folder, sharded_files
+from unitrain.checkpoint import files, loading, output_folder
 from unitrain.checkpoint.folder_lock import FolderLock
 from unitrain.checkpoint.memory import MemoryCheckpoints
-from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_all_ranks, on_rank_zero
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE, find_on_rank_zero, on_all_ranks, on_rank_zero
 from unitrain.checkpoint.sharded_files import AVERAGE_FOLDER, StoredOptimizerState, collect_shard, load_module
 from unitrain.checkpoint.writer import (
     MAX_WAIT_PER_COLLECTIVE_SECONDS,
@@ -38,6 +39,8 @@ COMPRESSION_STATE, AVERAGE = "gradients", "average"
 # Parts of the training state that only rank 0 returns, because they may be much larger than the model.
 _RANK_ZERO_PARTS = (COMPRESSION_STATE, loading.LOCAL_SGD)
 _FIX = "Read it with the versions of torch and unitrain that wrote it."
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,18 +301,18 @@ class Checkpointer:
             )
         self.wait()
 
-        def find() -> Path:
-            found = self._retention.find_best_checkpoint(folder)
-            if found is None:
-                raise CheckpointError(
-                    f"No checkpoint in '{folder}' has a finite result {name!r}. Train an epoch first: trainer.fit(...)."
-                )
-            return found
+        def find(check: Callable[[Path], str | None]) -> Path:
+            # From the best checkpoint to the first valid one, because verifying all of them may take minutes.
+            for path in self._retention.sort_by_result(files.list_checkpoints(folder)):
+                if (damaged := check(path)) is None:
+                    return path
+                _log.warning("Checkpoint '%s' is skipped: %s.", path, damaged)
+            raise CheckpointError(
+                f"No checkpoint in '{folder}' has a finite result {name!r}. Train an epoch first: trainer.fit(...)."
+            )
 
         fix = "Check that the folder is readable."
-        task = f"look for the best checkpoint in '{folder}'"
-        path: Path = self._communicator.broadcast_object(on_rank_zero(self._communicator, task, fix, find))
-        return path
+        return find_on_rank_zero(self._communicator, f"look for the best checkpoint in '{folder}'", fix, find)
 
 
 def load_checkpoint(
@@ -381,24 +384,10 @@ def find_checkpoint(path: Path, communicator: Communicator, *, required: bool) -
     checkpoints are corrupt, if there is none and `required` is True, or if a checked one has a newer format.
     """
 
-    def check(checkpoint: Path) -> str | None:
-        if not sharded_files.is_sharded(checkpoint):
-            return files.find_corruption(checkpoint)
-        communicator.broadcast_object(checkpoint)
-        found = communicator.allgather_object(files.find_corruption(checkpoint, 0, communicator.size))
-        return next((reason for reason in found if reason is not None), None)
+    def find(check: Callable[[Path], str | None]) -> Path | None:
+        return files.find_newest_valid(path, required=required, check=check)
 
-    def find() -> Path | None:
-        try:
-            return files.find_newest_valid(path, required=required, check=check)
-        finally:
-            communicator.broadcast_object(None)  # ends the loop of the other ranks
-
-    if communicator.rank != 0:
-        while (checkpoint := communicator.broadcast_object(None)) is not None:
-            communicator.allgather_object(files.find_corruption(checkpoint, communicator.rank, communicator.size))
-    found: Path | None = communicator.broadcast_object(on_rank_zero(communicator, f"restore from '{path}'", _FIX, find))
-    return found
+    return find_on_rank_zero(communicator, f"restore from '{path}'", _FIX, find)
 
 
 def _load_modules(

@@ -182,26 +182,27 @@ def _check_format(path: Path) -> None:
         )
 
 
-def is_written(target: Path, manifest_fields: dict[str, Any]) -> bool:
-    """Return whether `target` is a valid checkpoint of the training position in `manifest_fields`.
+def has_position(target: Path, manifest_fields: dict[str, Any]) -> bool:
+    """Return whether `target` is a checkpoint, possibly corrupt, of the training position in `manifest_fields`.
 
     For example, a run that resumes from its last checkpoint and has no steps left would save it again.
     """
-    position_fields = ("step", "epoch", "sample")
-    return find_corruption(target) is None and all(
-        read_manifest(target).get(name) == manifest_fields.get(name) for name in position_fields
+    manifest = read_manifest(target)
+    return bool(manifest) and all(
+        manifest.get(name) == manifest_fields.get(name) for name in ("step", "epoch", "sample")
     )
 
 
-def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], manifest_fields: dict[str, Any]) -> None:
-    """Write a checkpoint atomically, unless `target` already contains it (`is_written`).
+def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], manifest_fields: dict[str, Any]) -> bool:
+    """Write a checkpoint atomically, unless `target` already contains it (`has_position`) and is valid. Return whether
+    it was written.
 
     `manifest_fields` are JSON values for the manifest, in addition to versions and digests. Raises CheckpointError for
     state that `torch.load(..., weights_only=True)` rejects; OSError and the errors of torch.save and safetensors are
     not converted.
     """
-    if is_written(target, manifest_fields):
-        return
+    if has_position(target, manifest_fields) and find_corruption(target) is None:
+        return False
     training = plain_state(training)
     staging_folder = target.with_name(f".{target.name}.unfinished")
     remove(staging_folder)
@@ -216,6 +217,7 @@ def write(target: Path, model: dict[str, Tensor], training: dict[str, Any], mani
     for name in (MODEL, TRAINING, "."):
         flush(staging_folder / name)
     publish(staging_folder, target)
+    return True
 
 
 def save_object(value: Any, path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from unitrain.backends.base import Backend, Communicator
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files
-from unitrain.checkpoint.output_folder import on_rank_zero
+from unitrain.checkpoint.output_folder import find_on_rank_zero
 from unitrain.checkpoint.writer import CheckpointWriter, Retention, wait_for_earlier_writer
 from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
@@ -61,8 +61,8 @@ class MemoryCheckpoints:
         return cls(folder, communicator, asynchronous=config.async_checkpoints)
 
     def find_newer(self, disk_folder: Path, *, continues: bool) -> Path | None:
-        """Return the newest valid checkpoint in memory if it is newer than those in `disk_folder`, else None. All ranks
-        call it.
+        """Return the newest valid checkpoint in memory if it is newer than the valid ones in `disk_folder`, else None.
+        All ranks call it.
 
         Unless the run `continues`, remove the checkpoints of an earlier run with the same output folder, which would
         otherwise remain the newest ones. Checkpoints of a different run than those in `disk_folder` are ignored. The
@@ -70,7 +70,7 @@ class MemoryCheckpoints:
         """
         wait_for_earlier_writer(self._folder, self._communicator)
 
-        def find() -> Path | None:
+        def find(check: Callable[[Path], str | None]) -> Path | None:
             self._folder.mkdir(exist_ok=True)
             files.remove_unfinished(self._folder)
             on_disk = files.list_checkpoints(disk_folder)
@@ -79,7 +79,8 @@ class MemoryCheckpoints:
                 if not continues:
                     files.remove(path)
                     continue
-                if on_disk and path.name <= on_disk[0].name:
+                # The files on disk are verified only if they would hide this checkpoint.
+                if any(check(newer) is None for newer in on_disk if newer.name >= path.name):
                     return None
                 damage = files.find_corruption(path)
                 if damage is None and run_ids and files.read_manifest(path).get(files.RUN_ID) not in run_ids:
@@ -89,13 +90,11 @@ class MemoryCheckpoints:
                 _log.warning("Checkpoint '%s' is skipped: %s.", path, damage)
             return None
 
-        path: Path | None = None
         try:
-            path = on_rank_zero(self._communicator, "read checkpoints in memory", _FIX, find)
-        except CheckpointError as error:
+            return find_on_rank_zero(self._communicator, "read checkpoints in memory", _FIX, find)
+        except CheckpointError as error:  # raised on every rank
             self._disable(error)
-        found: Path | None = self._communicator.broadcast_object(path)
-        return found
+        return None
 
     def save(self, save: Callable[[CheckpointWriter], None]) -> None:
         """Call `save` with the writer of these checkpoints. After a failure, no more checkpoints are written."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.bootstrap import environment
-from unitrain.checkpoint import files
+from unitrain.checkpoint import files, sharded_files
 from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.errors import CheckpointError
 from unitrain.regular_files import read_regular_file, replace_file
@@ -55,6 +55,43 @@ def on_all_ranks(communicator: Communicator, task: str, fix: str, action: Callab
         error.__cause__ = caught
     raise_on_all_ranks(communicator, error)
     return result
+
+
+def find_on_rank_zero(
+    communicator: Communicator, task: str, fix: str, find: Callable[[Callable[[Path], str | None]], _ResultT]
+) -> _ResultT:
+    """Run `find` on rank 0, and return its result on every rank. All ranks call it.
+
+    The argument of `find` is a function that returns the reason why a checkpoint is corrupt, or None. Each rank
+    verifies a part of the files of a sharded checkpoint. Raises CheckpointError like `on_rank_zero`.
+    """
+
+    def check(checkpoint: Path) -> str | None:
+        if not sharded_files.is_sharded(checkpoint):
+            return files.find_corruption(checkpoint)
+        communicator.broadcast_object(checkpoint)
+        return find_corruption_on_all_ranks(checkpoint, communicator)
+
+    def find_and_end() -> _ResultT:
+        try:
+            return find(check)
+        finally:
+            communicator.broadcast_object(None)  # ends the loop of the other ranks
+
+    if communicator.rank != 0:
+        while (checkpoint := communicator.broadcast_object(None)) is not None:
+            find_corruption_on_all_ranks(checkpoint, communicator)
+    found: _ResultT = communicator.broadcast_object(on_rank_zero(communicator, task, fix, find_and_end))
+    return found
+
+
+def find_corruption_on_all_ranks(checkpoint: Path, communicator: Communicator) -> str | None:
+    """Return the reason why `checkpoint` is corrupt, or None, on every rank. All ranks call it.
+
+    Each rank verifies a part of the files.
+    """
+    found = communicator.allgather_object(files.find_corruption(checkpoint, communicator.rank, communicator.size))
+    return next((reason for reason in found if reason is not None), None)
 
 
 def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[ElasticBatchSize]]:

@@ -22,7 +22,7 @@ from torch import nn
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.checkpoint import files, sharded_files
-from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE, find_corruption_on_all_ranks, on_rank_zero
 from unitrain.checkpoint.sharded_files import StateShard
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.errors import CheckpointError
@@ -60,17 +60,20 @@ class Retention:
         if self.last is None:
             return []
         valid = [path for path in files.list_checkpoints(newest.parent) if path <= newest and files.read_manifest(path)]
-        kept = {*valid[: self.last], *self._milestones(valid), *self._best(valid)}
+        kept = {*valid[: self.last], *self._milestones(valid), *self.sort_by_result(valid)[:1]}
         return [path for path in reversed(valid) if path not in kept]
 
-    def find_best_checkpoint(self, folder: Path) -> Path | None:
-        """Return the checkpoint in `folder` with the best result, and among equal results the newest.
+    def sort_by_result(self, checkpoints: list[Path]) -> list[Path]:
+        """Return those of `checkpoints`, which are sorted newest first, that have a finite result named `best`.
 
-        Return None if no checkpoint has a finite result.
+        The best one is first. Among equal results, newer checkpoints come first.
         """
-        return next(
-            iter(self._best([path for path in files.list_checkpoints(folder) if not files.find_corruption(path)])), None
-        )
+        results = {path: files.read_manifest(path).get("results") for path in checkpoints}
+        found = {path: kept.get(self.best) for path, kept in results.items() if isinstance(kept, dict)}
+        numbers = {
+            path: result for path, result in found.items() if isinstance(result, int | float) and math.isfinite(result)
+        }
+        return sorted(numbers, key=lambda path: numbers[path], reverse=self.mode == "max")  # keeps the order of equals
 
     def apply(self, newest: Path) -> None:
         """Remove obsolete checkpoints. Each is renamed first, so a partially removed checkpoint is never loaded."""
@@ -88,17 +91,6 @@ class Retention:
 
     def _is_milestone(self, epoch: Any) -> bool:
         return self.every is not None and isinstance(epoch, int) and epoch % self.every == 0
-
-    def _best(self, checkpoints: list[Path]) -> list[Path]:
-        results = {path: files.read_manifest(path).get("results") for path in checkpoints}
-        found = {path: kept.get(self.best) for path, kept in results.items() if isinstance(kept, dict)}
-        numbers = {
-            path: result for path, result in found.items() if isinstance(result, int | float) and math.isfinite(result)
-        }
-        if not numbers:
-            return []
-        # `min` and `max` return the first of equal values, which is the newest checkpoint.
-        return [(min if self.mode == "min" else max)(numbers, key=lambda path: numbers[path])]
 
 
 # The last writer in this process that wrote to a folder, by folder.
@@ -199,8 +191,9 @@ class CheckpointWriter:
 
             def write(state: tuple[dict[str, Any], dict[str, Any]]) -> None:
                 started = time.monotonic()
-                files.write(target, *state, manifest)
-                self._finish(step, target, started)
+                if files.write(target, *state, manifest):
+                    self._report(step, target, started)
+                self._retention.apply(target)
 
             self._start(target, state, copied, write)
         self._wait_if_synchronous()
@@ -216,17 +209,20 @@ class CheckpointWriter:
         target = files.checkpoint_path(self._folder, step)
         staging_folder = sharded_files.staging_path(target)
 
-        def prepare() -> str | None:
-            if files.is_written(target, manifest):
-                return None
+        def prepare() -> str:
             files.remove(staging_folder)
             staging_folder.mkdir()
             return secrets.token_hex(8)
 
-        task = f"write checkpoint '{target}'"
-        token = self._communicator.broadcast_object(on_rank_zero(self._communicator, task, CHECK_WRITABLE, prepare))
-        if token is None:
-            return
+        def call(action: Callable[[], str | None]) -> Any:
+            task = f"write checkpoint '{target}'"
+            return self._communicator.broadcast_object(on_rank_zero(self._communicator, task, CHECK_WRITABLE, action))
+
+        token = call(lambda: None if files.has_position(target, manifest) else prepare())
+        if token is None:  # the checkpoint exists, unless it is corrupt
+            if find_corruption_on_all_ranks(target, self._communicator) is None:
+                return
+            token = call(prepare)
         self.current = writing = _PendingWrite()
 
         def copied() -> tuple[StateShard, dict[str, Any]]:
@@ -238,7 +234,8 @@ class CheckpointWriter:
             if rank == 0:
                 abandoned = writing.abandoned
                 if sharded_files.commit(target, *state, manifest, size=size, token=token, abandoned=abandoned):
-                    self._finish(step, target, started)
+                    self._report(step, target, started)
+                    self._retention.apply(target)
 
         self._start(target, (shard, training), copied, write)
         self._wait_if_synchronous()
@@ -268,11 +265,10 @@ class CheckpointWriter:
 
         threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True).start()
 
-    def _finish(self, step: int, target: Path, started: float) -> None:
-        """Report a checkpoint that is written, and remove obsolete ones."""
+    def _report(self, step: int, target: Path, started: float) -> None:
+        """Report a checkpoint that is written."""
         if self._on_written is not None:
             self._on_written(step, target, time.monotonic() - started)
-        self._retention.apply(target)
 
     def _wait_if_synchronous(self) -> None:
         self._is_busy = True
