@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from unitrain.backends.base import Communicator
 from unitrain.backends.sharding.forward_passes import align_forward_passes
 from unitrain.backends.synchronized_errors import call_on_all_ranks
+from unitrain.data.batch import BatchInfo
 from unitrain.data.evaluation_shard import EvaluationShard
 from unitrain.data.prefetch import Prefetcher
 from unitrain.data.seeded_batches import seed_batches
@@ -65,16 +67,17 @@ class Evaluation:
         """
         device = self._communicator.device
         losses = create_means(("loss",), device, exact=self._exact)
-        position = first = shard.first_seeded_sample or 0
+        own_samples = current_part = 0
         loss_kinds: set[LossKind] = set()
 
         def evaluate_shard() -> None:
-            nonlocal position
+            nonlocal own_samples, current_part
             self._metrics.reset()
-            for batch, samples in self._batches(shard, shard):
-                if position in shard.part_starts:
+            for batch, (samples, position) in self._batches(shard, shard):
+                if (part := bisect(shard.part_starts, position)) != current_part:
                     self._metrics.begin_part()
-                position += samples
+                    current_part = part
+                own_samples += samples
                 with self._precision.autocast():
                     output, target = self._forward(self._model, batch)
                     loss = read_loss(self._loss_fn(output, target))
@@ -93,7 +96,7 @@ class Evaluation:
             check_one_loss_kind({kind for kind, is_used in zip(LossKind, on_any_rank.tolist(), strict=True) if is_used})
         results = losses.reduce(self._communicator)
         if math.isnan(results["loss"]):  # on every rank
-            samples = self._communicator.allreduce(torch.tensor([position - first]), "sum")
+            samples = self._communicator.allreduce(torch.tensor([own_samples]), "sum")
             if not samples:
                 raise DataError(
                     "The data for evaluation contains no samples, so its means are undefined. Pass data with at least "
@@ -118,7 +121,7 @@ class Evaluation:
         """Add the outputs of this rank's batches to `outputs`."""
 
         def predict_shard() -> None:
-            for batch, samples in self._batches(shard, shard.batches_without_drops()):
+            for batch, (samples, _) in self._batches(shard, shard.batches_without_drops()):
                 if not samples:
                     outputs.add_empty()
                     continue
@@ -129,10 +132,12 @@ class Evaluation:
         with self._evaluating():
             call_on_all_ranks(self._communicator, predict_shard)
 
-    def _batches(self, shard: EvaluationShard, batches: Iterable[tuple[Any, int]]) -> Iterable[tuple[Any, int]]:
+    def _batches(
+        self, shard: EvaluationShard, batches: Iterable[tuple[Any, BatchInfo]]
+    ) -> Iterable[tuple[Any, BatchInfo]]:
         prefetched = self._prefetch(batches, ahead=shard.can_prefetch)
         aligned = align_forward_passes(self._model, prefetched, self._communicator)
-        return aligned if shard.first_seeded_sample is None else seed_batches(aligned, shard.first_seeded_sample)
+        return seed_batches(aligned) if shard.seeds_batches else aligned
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

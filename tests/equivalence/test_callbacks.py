@@ -265,7 +265,7 @@ def test_gradient_watch_names_the_first_non_finite_parameter() -> None:
 
     with pytest.raises(NonFiniteGradientError, match=r"'2\.weight' is inf in step 3\. 1 of 4 parameters"):
         make(LOCAL, [Poison(), GradientWatch()]).fit(data())
-    trainer = make(LOCAL, [Poison(), GradientWatch(every=3)])  # checks steps 1 and 4
+    trainer = make(LOCAL, [Poison(), GradientWatch(every=2)])  # checks steps 2 and 4
     with pytest.raises(NonFiniteGradientError, match=r"'0\.weight' is nan in step 4"):
         trainer.fit(data())
     with pytest.raises(ConfigError, match=r"GradientWatch\.every"):

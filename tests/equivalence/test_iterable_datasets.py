@@ -615,8 +615,8 @@ def test_workers_end_with_the_epoch(settings: dict[str, Any]) -> None:
 def evaluate(backend: Backend, length: int, workers: int, batch_size: int) -> tuple[list[int], float]:
     loader: Any = DataLoader(Shuffled(length), batch_size=batch_size, num_workers=workers, drop_last=True)
     taken = [
-        number for _ in range(2) for batch, samples in EvaluationShard(loader, backend) for number in batch[0].tolist()
-        if samples == len(batch[0])
+        number for _ in range(2) for batch, info in EvaluationShard(loader, backend) for number in batch[0].tolist()
+        if info.samples == len(batch[0])
     ]  # fmt: skip
     model = Network()
     config = TrainConfig(max_epochs=1, progress="off")

@@ -16,7 +16,18 @@ from typing import Any
 import pytest
 import torch
 from groups import ci, nightly
-from logical_ranks_training import BATCH, LOGICAL_RANKS, STEPS, VARIANTS, Digests, Noisy, build, digest, train
+from logical_ranks_training import (
+    BATCH,
+    LOGICAL_RANKS,
+    STEPS,
+    VARIANTS,
+    Confidence,
+    Digests,
+    Noisy,
+    build,
+    digest,
+    train,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -179,6 +190,9 @@ def check_errors(backend: Backend, folder: str) -> None:
         fit(DataLoader(data, BATCH, collate_fn=lambda items: default_collate(items[:1])))
     with pytest.raises(DataError, match="An iterable dataset is not supported with logical_ranks"):
         unitrain.ShardedLoader(Items(), backend, batch_size=2, logical_ranks=LOGICAL_RANKS)
+    on_one_rank: Any = Items() if backend.rank == 0 else data
+    with pytest.raises(DataError, match="An iterable dataset is not supported with logical_ranks"):
+        unitrain.ShardedLoader(on_one_rank, backend, batch_size=2, shuffle=False, logical_ranks=LOGICAL_RANKS)
     fit(Noisy(), batch_size=BATCH, output_dir=folder)
     with pytest.raises(CheckpointError, match=r"has logical_ranks=4, but TrainConfig\.logical_ranks is None"):
         fit(Noisy(), batch_size=BATCH, output_dir=folder, resume=True, logical_ranks=None)
@@ -267,3 +281,38 @@ def evaluate_without_metrics(backend: Backend) -> None:
 
 def test_validation_without_metrics_returns_the_loss(group: RankGroup) -> None:
     group.run(evaluate_without_metrics)
+
+
+class Incomplete(Noisy):
+    """The same samples, of which some are None: a few, and all in the first batch of the second logical rank."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return None if index in (1, 8, 15, 16, 17, 33, 50) else sample
+
+
+def drop_none(items: list[Any]) -> Any:
+    kept = [item for item in items if item is not None]
+    return default_collate(kept) if kept else None
+
+
+def evaluate_with_dropped_samples(backend: Backend) -> tuple[dict[str, str], list[list[float]]]:
+    """Return the results of an evaluation in which random numbers choose the branches of the model, and this rank's
+    batches of a loader with random numbers drawn after each."""
+    data = DataLoader(Incomplete(), BATCH, collate_fn=drop_none)
+    model, optimizer, loss_fn, _ = build("unused")
+    config = TrainConfig(max_steps=1, logical_ranks=LOGICAL_RANKS, find_unused_parameters=True, progress="off")
+    metrics = {"confidence": Confidence()}
+    trainer = Trainer(model, optimizer, loss_fn, backend=backend, metrics=metrics, config=config)
+    results = {name: value.hex() for name, value in trainer.evaluate(data).items()}
+    loader = unitrain.ShardedLoader(data, backend, shuffle=False, logical_ranks=LOGICAL_RANKS)
+    return results, [[*inputs.flatten().tolist(), float(torch.rand(()))] for inputs, _ in loader]
+
+
+def test_an_evaluation_with_dropped_samples_has_the_same_bits(
+    group: RankGroup, route_groups: dict[tuple[str, int], RankGroup]
+) -> None:
+    ((expected, batches),) = route_groups["local", 1].run(evaluate_with_dropped_samples)
+    found = group.run(evaluate_with_dropped_samples)
+    assert [results for results, _ in found] == [expected] * group.size
+    assert [batch for _, own in found for batch in own] == batches

@@ -252,9 +252,9 @@ def test_evaluation_shards_are_contiguous_in_rank_order(size: int, length: int, 
     ]
     parts = [list(share) for share in shares]
     assert [int(i) for batches in parts for (_, _, index), _ in batches for i in index] == list(range(length))
-    totals = [sum(count for _, count in batches) for batches in parts]
+    totals = [sum(info.samples for _, info in batches) for batches in parts]
     assert max(totals) - min(totals) <= 1
-    assert all(count <= batch_size for batches in parts for _, count in batches)
+    assert all(info.samples <= batch_size for batches in parts for _, info in batches)
 
 
 def test_prediction_keeps_every_dtype() -> None:

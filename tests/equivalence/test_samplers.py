@@ -243,7 +243,7 @@ def test_run_resumes_within_an_epoch(group: RankGroup, make: Callable[[], Any], 
 def evaluated(backend: Backend, make: Callable[[], Any], workers: int) -> list[list[int]]:
     data = loader(make, backend.size, workers, TensorDataset(torch.arange(LENGTH), TARGETS))
     share = EvaluationShard(data, backend)
-    return [[int(i) for batch, samples in share for i in batch[0] if samples == len(batch[0])] for _ in range(2)]
+    return [[int(i) for batch, info in share for i in batch[0] if info.samples == len(batch[0])] for _ in range(2)]
 
 
 @pytest.mark.parametrize("make", [weighted, subset, replaced, fewer, fewer_drawn, first, buckets, wrapped])
@@ -318,6 +318,9 @@ def test_sampler_keys_may_have_any_type() -> None:
     words = {"a": 1, "b": 2, "c": 3}
     share = TrainingShard(DataLoader(words, batch_size=2, sampler=["c", "a", "b"]), LOCAL)  # type: ignore[arg-type]
     assert [batch.tolist() for batch, _ in share.micro_batches(0)] == [[3, 1], [2]]
+    hashes = {2**64 - 1: 1, 2: 2}
+    share = TrainingShard(DataLoader(hashes, batch_size=2, sampler=[2, 2**64 - 1]), LOCAL)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch, _ in share.micro_batches(0)] == [[2, 1]]
 
 
 def test_drop_last_of_a_sampler_drops_an_incomplete_global_batch() -> None:

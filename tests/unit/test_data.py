@@ -364,9 +364,9 @@ def test_every_sample_is_evaluated_once(size: int, make: Callable[[int], Dataset
     for length in range(1, 3 * size + 2):
         shares = [list(EvaluationShard(make(length), simulate_rank(rank, size), batch_size=2)) for rank in range(size)]
         assert [int(i) for share in shares for batch, _ in share for i in batch[1]] == list(range(length))
-        counts = [sum(samples for _, samples in share) for share in shares]
+        counts = [sum(info.samples for _, info in share) for share in shares]
         assert max(counts) - min(counts) <= 1
-        assert all(len(batch[1]) == samples for share in shares for batch, samples in share)
+        assert all(len(batch[1]) == info.samples for share in shares for batch, info in share)
 
 
 class Stream(IterableDataset[int]):

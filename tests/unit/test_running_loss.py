@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from unitrain.backends.base import ReduceOp
 from unitrain.backends.local import LocalBackend
 from unitrain.errors import ModelError, NonFiniteLossError
 from unitrain.metrics.running_loss import RunningLoss
@@ -112,6 +116,46 @@ def test_mean_since_sync_is_over_all_ranks() -> None:
     loss.add(torch.tensor(1.0), 3)
     loss.finish_step()
     assert loss.mean_since_sync([loss.local_sums(), [5.0, 1.0]], 1, 1) == 8 / 4
+
+
+class ThreeRanks(LocalBackend):
+    """A rank whose two peers have the sums 0.2 and 0.3, and one token each. The backend adds them up with rounding."""
+
+    PEERS = ([0.2, 1.0], [0.3, 1.0])
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp = "mean") -> torch.Tensor:
+        return tensor + torch.tensor(self.PEERS[0]).double() + torch.tensor(self.PEERS[1]).double()
+
+
+def token_loss(communicator: LocalBackend, value: float) -> RunningLoss:
+    """Return the running loss after one step with one token."""
+    loss = RunningLoss(communicator)
+    loss.add(torch.tensor(value, dtype=torch.float64), 1, 1.0)
+    loss.finish_step()
+    return loss
+
+
+def test_mean_since_sync_is_zero_after_an_epoch_if_its_first_steps_have_no_tokens() -> None:
+    ranks = ThreeRanks(torch.device("cpu"))
+    loss = token_loss(ranks, 0.1)
+    rows = [loss.local_sums(), *ranks.PEERS]
+    assert loss.mean_since_sync(rows, 1, 1) == pytest.approx(0.2)
+    assert loss.epoch_mean(1, 1) != sum_exactly(rows) / 3  # the sums are rounded differently
+    loss.start_epoch()
+    loss.add(torch.tensor(0.0), 1, 0.0)
+    loss.finish_step()
+    assert loss.mean_since_sync([loss.local_sums(), [0.0, 0.0], [0.0, 0.0]], 2, 2) == 0.0
+
+
+def test_mean_since_sync_is_zero_after_a_resume_on_fewer_ranks_if_the_first_steps_have_no_tokens() -> None:
+    states = [token_loss(LOCAL, value).state_dict()["ranks"][0] for value in (0.1, 0.2, 0.3)]
+    loss = RunningLoss(LOCAL)
+    loss.load_state_dict({"steps": 1, "seen": [sum_exactly([[0.1, 1.0], *ThreeRanks.PEERS]), 3.0], "ranks": states})
+    assert sync_mean(loss, 1, 1) == 0.0
+
+
+def sum_exactly(rows: Sequence[Sequence[float]]) -> float:
+    return math.fsum(row[0] for row in rows)
 
 
 @pytest.mark.parametrize("count", [0.0, -3.0])

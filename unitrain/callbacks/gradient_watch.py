@@ -30,7 +30,7 @@ class GradientWatch(Callback):
 
     def on_before_optimizer_step(self, trainer: RunningTrainer) -> None:
         """Check the gradients. They are equal on every rank, except with `local_sgd` and with sharded parameters."""
-        if trainer.progress.step % self.every:
+        if (trainer.progress.step + 1) % self.every:
             return
         is_sharded = trainer.config.shard == "parameters"
         gradients = {

@@ -115,6 +115,16 @@ class CountedBatch(NamedTuple):
     state: StreamState | None = None
 
 
+class BatchInfo(NamedTuple):
+    """The number of samples in a batch for evaluation, and its position in the data: the index of its first item.
+
+    For an iterable dataset, the position counts the items of this rank.
+    """
+
+    samples: int
+    position: int
+
+
 class CountingCollate:
     """A `collate_fn` that calls the user's `collate_fn` and returns the result as a `CountedBatch`."""
 
@@ -134,20 +144,25 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
     tuple, list, mapping or dataclass, or one tensor. If all columns have the same length (first dimension of a tensor,
     or length of a list), and this length differs from the number of items, it is the number of samples. In all other
     cases, and if the second dimension of all tensors indexes the samples, the number of samples is the number of items.
+    If the items are vectors, a list of vectors may be either: it consists of columns if one has an element per item.
     """
     if batch is None:
         return 0
     count = len(items)
     item = next((one for one in items if one is not None), None)
     parts = _parts(batch)
+    columns = [batch] if parts is None else list(parts)
+    has_full_column = any(_length(column) == count for column in columns)
     if isinstance(batch, (list, tuple)):
         if not batch:
             return 0
         given = {id(item) for item in items}
-        if item is not None and all(id(part) in given or _has_structure_of(part, item) for part in batch):
+        is_ambiguous = has_full_column and isinstance(item, (Tensor, np.ndarray)) and item.ndim == 1
+        if item is not None and all(
+            id(part) in given or (_has_structure_of(part, item) and not is_ambiguous) for part in batch
+        ):
             return len(batch)  # a list of samples, such as [first_item, second_item]
-    columns = [batch] if parts is None else list(parts)
-    if any(_length(column) == count for column in columns):
+    if has_full_column:
         return count  # no sample was dropped
     lengths = [found for column in columns if (found := _possible_sample_counts(column))]
     common = [length for length in (lengths[0] if lengths else ()) if all(length in found for found in lengths)]

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.logical_ranks import check_logical_ranks, local_logical_ranks
+from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.config import StreamKind, TrainConfig
-from unitrain.data.batch import CountedBatch
+from unitrain.data.batch import BatchInfo, CountedBatch
 from unitrain.data.batch_size import evaluation_batch_sizes
 from unitrain.data.iterable import StreamSource, open_stream
 from unitrain.data.loading import Data, IndexedSource, check_is_indexed, check_same_data, is_stream, open_source
@@ -37,8 +38,8 @@ class EvaluationShard:
     evaluated: the same samples for any number of ranks. With a batch_sampler, only its first `limit_batches` batches
     are evaluated. For an iterable dataset with `stream` "own", `limit_batches` is the number of batches per rank.
 
-    `part_starts` are the positions in the data at which the parts of this process's logical ranks begin; empty without
-    logical ranks.
+    `part_starts` are the positions in the data at which the parts of this process's logical ranks begin, in ascending
+    order; empty without logical ranks.
 
     All ranks create it; iterating does not communicate. Raises DataError, on all ranks, for data that differs between
     ranks or cannot be sharded, and for empty map-style data. Raises ConfigError for a missing or contradictory batch
@@ -63,10 +64,10 @@ class EvaluationShard:
         self._rank, self._has_logical_ranks = communicator.rank, logical_ranks is not None
         check_logical_ranks(f"{class_name}(logical_ranks=...)", logical_ranks, communicator)
         self._source: IndexedSource | StreamSource
-        self.part_starts: frozenset[int] = frozenset()
+        self.part_starts: tuple[int, ...] = ()
+        if logical_ranks is not None:
+            call_on_all_ranks(communicator, lambda: check_is_indexed(data))
         if is_stream(data):
-            if logical_ranks is not None:
-                check_is_indexed(data)
             self._source = open_stream(
                 data,
                 communicator,
@@ -122,7 +123,7 @@ class EvaluationShard:
             self._slices = [slice(start, min(start + step, part.stop)) for part in parts for start in part[::step]]
             starts = [part.start for part in parts]
         if logical_ranks is not None:
-            self.part_starts = frozenset(starts)
+            self.part_starts = tuple(starts)
 
     @classmethod
     def from_config(
@@ -163,11 +164,10 @@ class EvaluationShard:
         return self._source.batch_size
 
     @property
-    def first_seeded_sample(self) -> int | None:
-        """With logical ranks, `first_sample`: the caller seeds the random number generators for each batch with its
-        position in the data. None without logical ranks.
-        """
-        return self.first_sample if self._has_logical_ranks else None
+    def seeds_batches(self) -> bool:
+        """Whether the caller seeds the random number generators for each batch with its position: with logical
+        ranks."""
+        return self._has_logical_ranks
 
     @property
     def first_sample(self) -> int | None:
@@ -193,15 +193,20 @@ class EvaluationShard:
             return None
         return "batches" if self._source.batch_size is None else "samples"
 
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number of samples), and skip batches without samples."""
+    def __iter__(self) -> Iterator[tuple[Any, BatchInfo]]:
+        """Yield (batch, info), and skip batches without samples."""
         with closing(self._counted_batches()) as batches:
-            yield from ((counted.batch, counted.sample_count) for counted in batches if counted.sample_count)
+            position = self.first_sample or 0
+            for items, samples, batch, _ in batches:
+                if samples:
+                    yield batch, BatchInfo(samples, position)
+                position += items
 
-    def batches_without_drops(self) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number of samples), also for batches without samples. Raises DataError, on this rank only, if
-        the collate_fn dropped a sample."""
+    def batches_without_drops(self) -> Iterator[tuple[Any, BatchInfo]]:
+        """Yield (batch, info), also for batches without samples. Raises DataError, on this rank only, if the collate_fn
+        dropped a sample."""
         with closing(self._counted_batches()) as batches:
+            position = self.first_sample or 0
             for items, samples, batch, _ in batches:
                 if samples != items:
                     raise DataError(
@@ -210,7 +215,8 @@ class EvaluationShard:
                         "dataset, for example with torch.utils.data.Subset(dataset, indices), or let collate_fn keep "
                         "all of them."
                     )
-                yield batch, samples
+                yield batch, BatchInfo(samples, position)
+                position += items
 
     def _counted_batches(self) -> Generator[CountedBatch]:
         if isinstance(self._source, StreamSource):

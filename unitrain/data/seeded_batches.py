@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import Dataset
 
+from unitrain.data.batch import BatchInfo
 from unitrain.randomness import IsolatedGenerators, seed_evaluation_batch, seed_generators
 
 ItemT = TypeVar("ItemT")
@@ -64,10 +65,8 @@ def isolate_generators(batches: Iterator[ItemT]) -> Iterator[ItemT]:
         yield batch
 
 
-def seed_batches(batches: Iterable[tuple[ItemT, int]], position: int) -> Iterator[tuple[ItemT, int]]:
-    """Yield (batch, number of samples) for evaluation, and seed the global generators for each batch with its position
-    in the data. The first batch starts at `position`."""
-    for batch, samples in batches:
-        seed_evaluation_batch(position)
-        position += samples
-        yield batch, samples
+def seed_batches(batches: Iterable[tuple[ItemT, BatchInfo]]) -> Iterator[tuple[ItemT, BatchInfo]]:
+    """Yield `batches` for evaluation, and seed the global generators for each batch with its position in the data."""
+    for batch, info in batches:
+        seed_evaluation_batch(info.position)
+        yield batch, info

@@ -207,10 +207,10 @@ class ShardedLoader:
         """
         if isinstance(self._shard, EvaluationShard):
             batches = self._prefetcher(self._shard, ahead=self._shard.can_prefetch)
-            if self._shard.first_seeded_sample is not None:
-                batches = seed_batches(batches, self._shard.first_seeded_sample)
-            for batch, samples in batches:
-                self._num_samples = samples
+            if self._shard.seeds_batches:
+                batches = seed_batches(batches)
+            for batch, info in batches:
+                self._num_samples = info.samples
                 yield batch
             return
         if not torch.is_grad_enabled():

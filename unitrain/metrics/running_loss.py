@@ -13,6 +13,9 @@ from unitrain.errors import ModelError, NonFiniteLossError
 from unitrain.metrics.exact_sums import total as exact_total
 from unitrain.metrics.means import create_means, detached_copy
 
+# Maximum relative difference between sums of the same losses in different orders.
+_MAX_ROUNDING_ERROR = 1e-9
+
 
 class RunningLoss:
     """Accumulates the micro-batch losses of an epoch. All ranks must make the same calls, and return the same means.
@@ -65,7 +68,10 @@ class RunningLoss:
         """
         total, count = _total(ranks)
         self.count_at_sync = count - self._synced_totals[1]
-        mean = _mean(total - self._synced_totals[0], self.count_at_sync)
+        total_at_sync = total - self._synced_totals[0]
+        if not self.count_at_sync and abs(total_at_sync) <= _MAX_ROUNDING_ERROR * abs(total):
+            total_at_sync = 0.0  # a resumed run may add up the same losses in another order
+        mean = _mean(total_at_sync, self.count_at_sync)
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, ranks)
         self._synced_totals = (total, count)
@@ -83,9 +89,10 @@ class RunningLoss:
 
     def start_epoch(self) -> None:
         """Start an epoch. Call it after `epoch_mean` of the preceding epoch."""
-        total, count = self._totals
-        # The next `mean_since_sync` also includes the last epoch's steps after its last sync point.
-        self._synced_totals, self._totals = (self._synced_totals[0] - total, self._synced_totals[1] - count), (0.0, 0.0)
+        total, count = (synced - of_epoch for synced, of_epoch in zip(self._synced_totals, self._totals, strict=True))
+        # The next `mean_since_sync` also includes the last epoch's steps after its last sync point. Without such steps,
+        # the difference of the totals, which are rounded differently, is not exactly 0.
+        self._synced_totals, self._totals = (total if count else 0.0, count), (0.0, 0.0)
         self._means.clear()
         self.steps = 0
 

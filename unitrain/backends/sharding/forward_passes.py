@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
@@ -12,6 +12,13 @@ from torch import nn
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 
+
+class _Info(Protocol):
+    @property
+    def samples(self) -> int: ...
+
+
+InfoT = TypeVar("InfoT", bound=_Info)
 # References to the functions are weak, because they hold the models.
 _functions: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
 
@@ -30,9 +37,10 @@ def forward_without_batch(model: nn.Module) -> Callable[[], None] | None:
 
 
 def align_forward_passes(
-    model: nn.Module, batches: Iterable[tuple[Any, int]], communicator: Communicator
-) -> Iterable[tuple[Any, int]]:
-    """Return an iterable over the (batch, number of samples) pairs in `batches`, whose number may differ between ranks.
+    model: nn.Module, batches: Iterable[tuple[Any, InfoT]], communicator: Communicator
+) -> Iterable[tuple[Any, InfoT]]:
+    """Return an iterable over the (batch, info) pairs in `batches`, whose number may differ between ranks.
+    `info.samples` is the number of samples in the batch.
 
     If the parameters of `model` are sharded, all ranks call this function, and run one forward pass without gradients
     for each batch with samples. If a rank has no such batch when others have one, the iterable makes it take part in
@@ -43,12 +51,12 @@ def align_forward_passes(
 
 
 def _aligned(
-    take_part: Callable[[], None], batches: Iterable[tuple[Any, int]], communicator: Communicator
-) -> Iterator[tuple[Any, int]]:
+    take_part: Callable[[], None], batches: Iterable[tuple[Any, InfoT]], communicator: Communicator
+) -> Iterator[tuple[Any, InfoT]]:
     iterator = iter(batches)
     while True:
         fetched = call_on_all_ranks(communicator, lambda: next(iterator, None))
-        computes = fetched is not None and fetched[1] > 0
+        computes = fetched is not None and fetched[1].samples > 0
         flags = communicator.allreduce(torch.tensor([fetched is not None, computes], dtype=torch.uint8), "max")
         some_rank_has_batch, some_rank_computes = flags.tolist()
         if not some_rank_has_batch:
