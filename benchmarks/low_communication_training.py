@@ -18,32 +18,44 @@ import unitrain
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, LENGTH, loss_per_character, paragraphs
 
-__all__ = ["BATCH", "LENGTH", "PEAK_LR", "Method", "build", "methods"]
+__all__ = ["ALONE", "BATCH", "LENGTH", "PEAK_LR", "Method", "build", "methods"]
 
 WIDTH, LAYERS, BATCH = 128, 3, 16  # samples per rank
 PEAK_LR = 2e-3
+ALONE = "without communication"
 DILOCO: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 @dataclass(frozen=True)
 class Method:
-    """Synchronous training with gradient `compression`, or local steps."""
+    """Synchronous training with gradient `compression`, or local steps.
+
+    `prediction` is the method's name in `unitrain bench predict`. Without communication, every rank trains alone.
+    """
 
     compression: Any = "none"
     local: unitrain.LocalSGDConfig | None = None
+    prediction: str | None = None
+    communicates: bool = True
 
 
 def methods(steps: int) -> dict[str, Method]:
     """Return the methods by name, with `steps` local steps."""
     return {
-        "synchronous": Method(),
-        "synchronous, bf16": Method("bf16"),
+        ALONE: Method(communicates=False),
+        "synchronous": Method(prediction="synchronous"),
+        "synchronous, bf16": Method("bf16", prediction="bf16"),
         "synchronous, PowerSGD": Method(unitrain.PowerSGD(rank=4, start_step=20)),
-        "local SGD": Method(local=unitrain.LocalSGDConfig(steps=steps)),
-        "DiLoCo": Method(local=unitrain.LocalSGDConfig(steps=steps, **DILOCO)),
-        "DiLoCo, bf16": Method(local=unitrain.LocalSGDConfig(steps=steps, compression="bf16", **DILOCO)),
-        "DiLoCo, int8": Method(local=unitrain.LocalSGDConfig(steps=steps, compression="int8", **DILOCO)),
+        "local SGD": _local("local-sgd", steps),
+        "DiLoCo": _local("local-sgd", steps, **DILOCO),
+        "DiLoCo, bf16": _local("local-sgd-bf16", steps, compression="bf16", **DILOCO),
+        "DiLoCo, int8": _local("local-sgd-int8", steps, compression="int8", **DILOCO),
+        "DiLoCo, streaming": _local("streaming", steps, fragments=5, overlap_steps=5, **DILOCO),
     }
+
+
+def _local(prediction: str, steps: int, **settings: Any) -> Method:
+    return Method(local=unitrain.LocalSGDConfig(steps=steps, **settings), prediction=prediction)
 
 
 def build() -> nn.Module:
@@ -77,7 +89,7 @@ def train(backend: unitrain.Backend, method: Method, steps: int, evaluate_every:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps + 1, pct_start=0.1)
     local = None if method.local is None else unitrain.LocalSGD(model, optimizer, backend, method.local)
     wrapped = model
-    if local is None:
+    if local is None and method.communicates:
         wrapped = backend.distributed_model(model, compression=method.compression)
         backend.distributed_optimizer(optimizer, wrapped)
     generator = torch.Generator().manual_seed(1000 * seed + backend.rank)

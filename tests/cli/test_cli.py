@@ -33,7 +33,7 @@ OPTIONS = {
     "unitrain bench predict": {
         "MEASURED", "--train", "--parameters", "--step-seconds", "--backward-share", "--bytes-per-parameter",
         "--bucket-bytes", "--latency", "--bandwidth", "--algorithms", "--ranks", "--ranks-per-host", "--host-latency",
-        "--host-bandwidth", "--servers", "--json", "--output",
+        "--host-bandwidth", "--servers", "--methods", "--local-steps", "--json", "--output",
     },
     "unitrain launch": {
         "--backend", "--launcher", "-np", "-n", "--num-processes", "--devices", "-H", "--hosts", "--gloo", "--mpi",
@@ -71,7 +71,7 @@ OPTIONS = {
     },
     "unitrain doctor": {"--launch", "--json", "--timeout-seconds", "--marked-json"},
     "unitrain horovod check": {"--json"},
-    "unitrain tune": {"--launch", "--minutes", "--seconds", "--compression", "SCRIPT", "ARGS"},
+    "unitrain tune": {"--launch", "--minutes", "--seconds", "--compression", "--local-sgd", "SCRIPT", "ARGS"},
     "unitrain report": {"--output", "--png", "--goodput", "RUN_DIR..."},
     "unitrain follow": {"--to", "--cluster", "--namespace", "--kind", "JOB"},
 }  # fmt: skip

@@ -45,7 +45,7 @@ from unitrain.tune.tuned_settings import (
     remove_tuned,
     torch_version,
 )
-from unitrain.tune.tuning import Tuner, describe_compression, save_and_describe
+from unitrain.tune.tuning import LOCAL_STEPS, Tuner, describe_changes, save_and_describe
 
 SIZES = Tunable("SIZE", "", "1", ("2", "3"))
 COLORS = Tunable("COLOR", "", "red", ("green",))
@@ -148,9 +148,11 @@ def test_a_gain_is_significant_only_if_the_pairs_agree() -> None:
 
 
 def test_a_consistent_loss_is_not_reported_as_noise() -> None:
-    assert describe_compression("fp16", Gain([1.2] * PAIRS)).endswith("Use it if the numbers may change.")
-    assert describe_compression("fp16", Gain([0.8] * PAIRS)).endswith("Training is slower with it.")
-    assert describe_compression("fp16", Gain([0.8, 1.2] * 4)).endswith("The difference is within the noise.")
+    assert describe_changes({"compression": "fp16"}, Gain([1.2] * PAIRS)).endswith("Use it if the numbers may change.")
+    assert describe_changes({"compression": "fp16"}, Gain([0.8] * PAIRS)).endswith("Training is slower with it.")
+    assert describe_changes({"compression": "fp16"}, Gain([0.8, 1.2] * 4)).endswith(
+        "The difference is within the noise."
+    )
 
 
 def test_a_log_line_that_contains_the_marker_is_not_a_result() -> None:
@@ -362,9 +364,47 @@ def test_a_script_is_tuned(tmp_path: Path) -> None:
     assert "were not tried for lack of time" in output
 
 
-def train_16_steps(monkeypatch: pytest.MonkeyPatch, warmup: int) -> None:
-    """Train in this process with a timer that measures 5 steps after `warmup` steps."""
-    request = TrialRequest(name="run", warmup=warmup, seconds=1e-9).serialize()
+def test_local_steps_are_timed_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole periods of 25 steps are timed, and settings that a script cannot use do not end the command."""
+    script = tmp_path / "digits.py"
+    shutil.copy(Path(__file__).parents[2] / "examples" / "digits.py", script)
+    options, reported = ("-np", "2", "--backend", "ddp"), []
+    args = ("--device", "cpu")
+    tuner = Tuner(options, str(script), args, step_seconds=0.01, timeout_seconds=120, folder=tmp_path)
+    for name, value in preloaded({}).items():
+        monkeypatch.setenv(name, value)
+    for changes in LOCAL_STEPS[1:]:
+        result = tuner.run({}, changes)
+        assert (result.size, result.steps) == (2, 25)
+        reported.append(describe_changes(changes, Gain([1.2] * PAIRS)).partition(": ")[0])
+    assert reported == [
+        'TrainConfig(local_sgd=LocalSGDConfig(steps=25, outer_lr=0.7, outer_momentum=0.9, compression="int8"))',
+        "TrainConfig(local_sgd=LocalSGDConfig(steps=25, outer_lr=0.7, outer_momentum=0.9, fragments=5, "
+        "overlap_steps=5))",
+    ]
+    with pytest.raises(ConfigError, match="sync_batch_norm"):
+        tuner.run({}, {**LOCAL_STEPS[0], "sync_batch_norm": True})
+
+
+@pytest.mark.parametrize(("steps", "timed"), [(1, 5), (3, 6), (6, 6), (8, None)])
+def test_the_timed_steps_contain_whole_periods_of_local_steps(
+    steps: int, timed: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script's own setting has the same effect. 7 of the 16 steps remain after the warm-up."""
+    expected = SystemExit if timed is not None else ConfigError
+    with pytest.raises(expected) as raised:
+        train_16_steps(monkeypatch, 9, {"local_sgd": {"steps": steps}})
+    if timed is None:
+        assert "it needs 17" in str(raised.value)
+        return
+    result = trial.TrialResult.parse_output(capsys.readouterr().out)
+    assert result is not None
+    assert result.steps == timed
+
+
+def train_16_steps(monkeypatch: pytest.MonkeyPatch, warmup: int, changes: Mapping[str, object] | None = None) -> None:
+    """Train in this process with a timer that measures at least 5 steps after `warmup` steps."""
+    request = TrialRequest(name="run", warmup=warmup, seconds=1e-9, changes=changes or {}).serialize()
     monkeypatch.setenv(OVERRIDES_VARIABLE, overrides_setting(TIMER, request))
     model = nn.Linear(4, 1)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))

@@ -181,8 +181,8 @@ def predict(
 ) -> dict[str, Any]:
     """Return the predicted step per (name, algorithm) and number of ranks, as plain data."""
     work = model.work(bucket)
-    rows, fits = [], []
-    for (name, algorithm), (network, fitted) in networks.items():
+    rows = []
+    for (name, algorithm), (network, _) in networks.items():
         for size in ranks:
             step = predict_step(
                 work,
@@ -200,20 +200,31 @@ def predict(
                     "efficiency": step.efficiency,
                 }
             )
-        fits.append(
-            {
-                "name": name,
-                "algorithm": algorithm,
-                "alpha": network.alpha,
-                "beta": network.beta,
-                "median_error": None if fitted is None else fitted.median_error,
-                "max_error": None if fitted is None else fitted.max_error,
-                "points": []
-                if fitted is None
-                else [[point.size, point.measured, point.predicted] for point in fitted.points],
-            }
-        )
-    return {"kind": "prediction", "unitrain": __version__, "model": vars(model), "networks": fits, "rows": rows}
+    return {
+        "kind": "prediction",
+        "unitrain": __version__,
+        "model": vars(model),
+        "networks": describe_networks(networks),
+        "rows": rows,
+    }
+
+
+def describe_networks(networks: Mapping[tuple[str, str], FittedNetwork]) -> list[dict[str, Any]]:
+    """Return the parameters of each network and the errors of its fit, as plain data."""
+    return [
+        {
+            "name": name,
+            "algorithm": algorithm,
+            "alpha": network.alpha,
+            "beta": network.beta,
+            "median_error": None if fitted is None else fitted.median_error,
+            "max_error": None if fitted is None else fitted.max_error,
+            "points": []
+            if fitted is None
+            else [[point.size, point.measured, point.predicted] for point in fitted.points],
+        }
+        for (name, algorithm), (network, fitted) in networks.items()
+    ]
 
 
 def _allreduce(cost: Cost, ranks: int, network: Network) -> Callable[[float], float]:

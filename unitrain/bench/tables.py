@@ -137,6 +137,32 @@ def prediction(result: dict[str, Any]) -> Table:
     return table
 
 
+def method_prediction(result: dict[str, Any]) -> Table:
+    """Return a table with a row per network, number of ranks and method: step time, exposed communication, and bytes
+    sent per step."""
+    model = result["model"]
+    table = create_table(
+        f"{model['parameters']:,.0f} parameters, {format_seconds(model['step_seconds'])} per step on one rank, "
+        f"{result['local_steps']} local steps"
+    )
+    has_names = any(row["name"] for row in result["rows"])
+    for heading in (["network"] if has_names else []) + ["method"]:
+        table.add_column(heading)
+    for heading in ("ranks", "step", "exposed", "sent per step", "speedup"):
+        table.add_column(heading, justify="right")
+    for row in result["rows"]:
+        table.add_row(
+            *([row["name"]] if has_names else []),
+            row["method"],
+            f"{row['ranks']:,}",
+            format_seconds(row["step_seconds"]),
+            format_seconds(row["exposed_seconds"]) if row["exposed_seconds"] else "0",
+            format_bytes(round(row["sent_bytes"])),
+            f"{row['speedup']:.2f}",
+        )
+    return table
+
+
 def table_notes(result: dict[str, Any]) -> list[str]:
     """Return the notes to print below a table. Notes of a prediction are the fitted networks and their errors."""
     notes = []
@@ -157,6 +183,7 @@ def table_notes(result: dict[str, Any]) -> list[str]:
                 f"largest error {fit['max_error']:.0%}"
             )
         notes.append(line)
+    notes += [f"{method}: TrainConfig({setting})" for method, setting in result.get("settings", {}).items() if setting]
     notes += [
         f"{point['name']} on {point['ranks']} ranks: measured {format_seconds(point['measured'])} per step, predicted "
         f"{format_seconds(point['predicted'])} ({point['algorithm']}): {point['relative_error']:+.0%}"

@@ -17,6 +17,9 @@ from unitrain.cli.bench_options import (
 )
 from unitrain.errors import ConfigError
 
+_RANKS = "1,2,4,8,16,32,64,128,256,512,1024"
+_RANKS_OF_METHODS = 8
+
 
 @click.command()
 @click.argument("measured", required=False, type=click.Path(path_type=Path))
@@ -49,14 +52,28 @@ from unitrain.errors import ConfigError
 )
 @click.option("--algorithms", metavar="NAME,...", help="Allreduce algorithms. [default: ring; with --latency, all]")
 @click.option(
-    "--ranks",
-    metavar="N,...",
-    default="1,2,4,8,16,32,64,128,256,512,1024",
-    show_default=True,
-    help="Numbers of ranks to predict.",
+    "--methods",
+    metavar="NAME,...",
+    help='Compare methods of communication, or "all": synchronous, bf16, local-sgd, local-sgd-bf16, local-sgd-int8, '
+    "streaming and, with --ranks-per-host, local-sgd-hosts.",
 )
 @click.option(
-    "--ranks-per-host", type=click.IntRange(min=1), metavar="N", help="Ranks per host, for the hierarchical algorithm."
+    "--local-steps",
+    type=click.IntRange(min=1),
+    default=25,
+    show_default=True,
+    help="Steps between two synchronizations, with --methods.",
+)
+@click.option(
+    "--ranks",
+    metavar="N,...",
+    help=f"Numbers of ranks to predict. [default: {_RANKS}; with --methods, the measured number, or 8]",
+)
+@click.option(
+    "--ranks-per-host",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ranks per host, for the hierarchical algorithm and local-sgd-hosts.",
 )
 @click.option("--host-latency", type=click.FloatRange(min=0), metavar="SECONDS", help="Latency within a host.")
 @click.option(
@@ -78,7 +95,9 @@ def predict(
     latency: float | None,
     bandwidth: float | None,
     algorithms: str | None,
-    ranks: str,
+    methods: str | None,
+    local_steps: int,
+    ranks: str | None,
     ranks_per_host: int | None,
     host_latency: float | None,
     host_bandwidth: float | None,
@@ -86,19 +105,23 @@ def predict(
     json_file: Path | None,
     output: Path | None,
 ) -> None:
-    """Predict step time and scaling efficiency on up to 1,024 ranks.
+    """Predict step time and scaling efficiency on up to 1,024 ranks, or compare methods of communication.
 
     The prediction uses an alpha-beta model (unitrain/bench/cost_model.py), which is fitted to MEASURED, a result of
     bench collectives, or defined by --latency and --bandwidth. The allreduce of a bucket overlaps with the rest of the
     backward pass. The model ignores stragglers and data loading, so the prediction is a lower bound on the step time.
 
+    With --methods, the table has the step time and the bytes that a rank sends per step with gradient compression and
+    with local steps (TrainConfig.local_sgd), which change the results of training.
+
     \b
       unitrain bench predict here.json --train trained.json
       unitrain bench predict here.json --parameters 25.6e6 --step-seconds 0.3
       unitrain bench predict --latency 10e-6 --bandwidth 2.5 --parameters 138e6 --step-seconds 0.42
+      unitrain bench predict here.json --parameters 25.6e6 --step-seconds 0.3 --methods all
     """
     with user_errors():
-        from unitrain.bench import cost_model, cost_prediction, results
+        from unitrain.bench import cost_model, cost_prediction, method_prediction, results
 
         is_described = latency is not None or bandwidth is not None
         if (measured is not None) == is_described or (latency is None) != (bandwidth is None):
@@ -117,6 +140,9 @@ def predict(
                 "--ranks-per-host, --host-latency and --host-bandwidth must be used together. "
                 "Use --ranks-per-host 8 --host-latency 5e-6 --host-bandwidth 20"
             )
+        if methods is not None and (algorithms is not None or output is not None):
+            given = "--algorithms" if algorithms is not None else "--output"
+            raise ConfigError(f"--methods compares methods in a table, for a ring. Leave {given} out")
         if output is not None:
             check_can_draw(output)
         hosts = None
@@ -124,6 +150,7 @@ def predict(
             host_network = cost_model.Network(alpha=host_latency, beta=1e-9 / host_bandwidth)
             hosts = cost_prediction.HostLayout(ranks=ranks_per_host, network=host_network)
         known = [*cost_model.ALGORITHMS, *([cost_model.HIERARCHICAL] if hosts is not None else [])]
+        known = known if methods is None else ["ring"]
         selected = (
             [part.strip() for part in algorithms.split(",")] if algorithms else known if measured is None else ["ring"]
         )
@@ -151,10 +178,21 @@ def predict(
                 step_seconds=step_seconds,
                 backward_share=backward_share,
             )
-        sizes = parse_numbers("--ranks", ranks)
-        predicted = cost_prediction.predict(
-            model, networks, cost_functions, sizes, parse_bytes("--bucket-bytes", bucket_bytes)
-        )
-        if trained is not None:
-            predicted["measured"] = cost_prediction.compare_with_measured(model, trained, networks, cost_functions)
+        bucket = parse_bytes("--bucket-bytes", bucket_bytes)
+        if methods is not None:
+            measured_ranks = _RANKS_OF_METHODS if result is None else result["ranks"]
+            sizes = parse_numbers("--ranks", ranks or str(measured_ranks))
+            if methods.strip() == "all":
+                names = [name for name in method_prediction.METHODS if name != method_prediction.HOSTS or hosts]
+            else:
+                names = [part.strip() for part in methods.split(",")]
+            method_prediction.check_methods(names, hosts, sizes)
+            predicted = method_prediction.predict_methods(
+                names, model, networks, sizes, local_steps=local_steps, hosts=hosts, bucket=bucket
+            )
+        else:
+            sizes = parse_numbers("--ranks", ranks or _RANKS)
+            predicted = cost_prediction.predict(model, networks, cost_functions, sizes, bucket)
+            if trained is not None:
+                predicted["measured"] = cost_prediction.compare_with_measured(model, trained, networks, cost_functions)
     show_and_save(predicted, json_file, output)

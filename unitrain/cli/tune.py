@@ -41,10 +41,21 @@ _STARTUP_SECONDS = 120.0
 @click.option(
     "--compression", is_flag=True, help="Also time gradient compression, which changes the numerical results."
 )
+@click.option(
+    "--local-sgd",
+    is_flag=True,
+    help="Also time low-communication training (TrainConfig.local_sgd), which changes the numerical results.",
+)
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def tune(
-    launch: tuple[str, ...], minutes: float, seconds: float, compression: bool, script: Path, args: tuple[str, ...]
+    launch: tuple[str, ...],
+    minutes: float,
+    seconds: float,
+    compression: bool,
+    local_sgd: bool,
+    script: Path,
+    args: tuple[str, ...],
 ) -> None:
     """Search for settings that reduce the step time of SCRIPT, which must use unitrain.Trainer, or be a configuration
     file of `unitrain train`.
@@ -82,6 +93,7 @@ def tune(
             tuner.tune(
                 minutes * 60,
                 with_compression=compression,
+                with_local_steps=local_sgd,
                 report=click.echo,
                 report_run=partial(Console(stderr=True, highlight=False).print, markup=False),
             )

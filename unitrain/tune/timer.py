@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
 from unitrain.callbacks.callback import Callback
 from unitrain.config import CHECKPOINT_SETTINGS, TrainConfig
 from unitrain.errors import ConfigError
@@ -38,18 +39,22 @@ class StepTimer(Callback):
     def __init__(self, request: TrialRequest) -> None:
         self._request = request
         self._steps, self._is_finished = 0, False
+        self._period = 1  # number of steps after which the communication of local SGD repeats
         self._steps_to_time: int | None = None  # set at the end of the warm-up
 
     def override(self, arguments: TrainerArguments, backend: Backend) -> TrainerArguments:
         """Return `arguments` modified for the timed run: without checkpoints, output or a time limit."""
         changes: dict[str, Any] = {"max_seconds": None, "output_dir": None, "resume": False, "progress": "off"}
         changes |= {name: getattr(TrainConfig, name) for name in CHECKPOINT_SETTINGS}  # there are no checkpoints
-        if self._request.compression is not None:
-            changes["compression"] = self._request.compression
+        changes |= self._request.changes
+        if isinstance(changes.get("local_sgd"), dict):
+            changes["local_sgd"] = LocalSGDConfig(**changes["local_sgd"])
         config = dataclasses.replace(arguments.config, **changes)
         return dataclasses.replace(arguments, config=config, callbacks=[*arguments.callbacks, self])
 
     def on_fit_start(self, trainer: Trainer) -> None:
+        local_sgd = trainer.config.local_sgd
+        self._period = 1 if local_sgd is None else read_local_sgd(local_sgd, "TrainConfig.local_sgd").steps
         self._start_time = time.perf_counter()
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -60,7 +65,9 @@ class StepTimer(Callback):
             elif self._steps == self._request.warmup:
                 per_step = (self._now(trainer) - self._start_time) / (self._request.warmup - self._request.warmup // 2)
                 slowest = trainer.backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
-                self._steps_to_time = max(_MIN_STEPS, math.ceil(self._request.seconds / slowest))
+                steps = max(_MIN_STEPS, math.ceil(self._request.seconds / slowest))
+                # Local steps are timed with their share of a synchronization.
+                self._steps_to_time = math.ceil(steps / self._period) * self._period
                 self._steps, self._start_time = 0, self._now(trainer)
         elif self._steps == self._steps_to_time:
             self._finish(trainer)
@@ -68,12 +75,12 @@ class StepTimer(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._is_finished or not trainer.is_finished:
             return  # `_finish` or an exception is already ending the run
-        if self._steps_to_time is not None and self._steps >= _MIN_STEPS:
+        warmup, min_steps = self._request.warmup, max(_MIN_STEPS, self._period)
+        if self._steps_to_time is not None and self._steps >= min_steps:
             self._finish(trainer)
-        warmup = self._request.warmup
         num_steps = self._steps if self._steps_to_time is None else warmup + self._steps
         raise ConfigError(
-            f"The run ended after {num_steps} steps, which are too few to time: it needs {warmup + _MIN_STEPS}. Train "
+            f"The run ended after {num_steps} steps, which are too few to time: it needs {warmup + min_steps}. Train "
             "longer, for example with more epochs: unitrain tune ends the run after the timed steps."
         )
 

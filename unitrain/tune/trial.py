@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 # Called by the ranks of a timed run, see `bootstrap.overrides`.
 TIMER = "unitrain.tune.timer:create_timer"
@@ -16,13 +18,14 @@ _MARKER = "unitrain tune: "
 class TrialRequest:
     """Request to train `warmup` steps, then measure steps for about `seconds` seconds, and exit.
 
-    `compression` overrides the setting of the script. `name` is unique per run.
+    `changes` overrides fields of the script's TrainConfig; the value of "local_sgd" contains the fields of a
+    LocalSGDConfig. `name` is unique per run.
     """
 
     name: str
     warmup: int
     seconds: float
-    compression: str | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     def serialize(self) -> str:
         """Serialize the request to a string."""

@@ -6,10 +6,11 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import unitrain
 from unitrain.backends import registry
@@ -22,7 +23,14 @@ from unitrain.tune.tuned_settings import TUNED_FILE, TunedEntry, TunedRun, check
 from unitrain.verify.commands import last_lines, run_command
 
 _WARMUP_STEPS = 10
-_COMPRESSIONS = ("fp16", "bf16")
+_DILOCO = {"steps": 25, "outer_lr": 0.7, "outer_momentum": 0.9}
+# Changes of TrainConfig that change the results of training.
+COMPRESSIONS: Sequence[Mapping[str, Any]] = ({"compression": "fp16"}, {"compression": "bf16"})
+LOCAL_STEPS: Sequence[Mapping[str, Any]] = (
+    {"local_sgd": _DILOCO},
+    {"local_sgd": {**_DILOCO, "compression": "int8"}},
+    {"local_sgd": {**_DILOCO, "fragments": 5, "overlap_steps": 5}},
+)
 
 
 @dataclass
@@ -45,15 +53,17 @@ class Tuner:
         self,
         search_seconds: float,
         *,
-        with_compression: bool,
+        with_compression: bool = False,
+        with_local_steps: bool = False,
         report: Callable[[str], None],
         report_run: Callable[[str], None],
     ) -> None:
         """Search for about `search_seconds`, save a significant gain, and report the result.
 
-        With `with_compression`, then time gradient compression, which takes additional time. `report` receives results,
-        and `report_run` receives a line per run of the search. Raises ConfigError if a run fails, or if the file of
-        tuned settings cannot be read or written.
+        With `with_compression`, then time gradient compression, and with `with_local_steps` low-communication training,
+        which takes additional time. `report` receives results, and `report_run` receives a line per run of the search.
+        Raises ConfigError if a run fails, or if the file of tuned settings cannot be read or written. If a run with
+        local steps fails, for example because the script uses sharding, the failure is reported.
         """
         check_file()  # before the runs, whose results would be lost
         start_time = time.monotonic()
@@ -80,18 +90,26 @@ class Tuner:
             )
         )
         if with_compression:
-            for name in _COMPRESSIONS:
-                report(self._compare_compression(name))
+            for changes in COMPRESSIONS:
+                report(describe_changes(changes, self._compare(changes)))
+        if with_local_steps and first.size == 1:
+            report("Local steps were not timed, because a single rank does not communicate.")
+        elif with_local_steps:
+            for changes in LOCAL_STEPS:
+                try:
+                    report(describe_changes(changes, self._compare(changes)))
+                except ConfigError as error:
+                    report(f"{_format_changes(changes)}: not timed. {error}")
 
-    def run(self, variables: Mapping[str, str], compression: str | None = None) -> TrialResult:
-        """Run the script with `variables` and return the timing.
+    def run(self, variables: Mapping[str, str], changes: Mapping[str, Any] | None = None) -> TrialResult:
+        """Run the script with `variables`, and with `changes` of its TrainConfig, and return the timing.
 
         Raises ConfigError with the last lines of the output if the run ends without a timing.
         """
         self.runs += 1
         name = f"{self.folder}/{self.runs}"
         request = TrialRequest(
-            name=name, warmup=_WARMUP_STEPS, seconds=self.step_seconds, compression=compression
+            name=name, warmup=_WARMUP_STEPS, seconds=self.step_seconds, changes=changes or {}
         ).serialize()
         overrides = {OVERRIDES_VARIABLE: overrides_setting(TIMER, request)}
         settings = [word for variable in (overrides | dict(variables)).items() for word in ("-x", "=".join(variable))]
@@ -117,25 +135,42 @@ class Tuner:
             )
         return result
 
-    def _compare_compression(self, name: str) -> str:
+    def _compare(self, changes: Mapping[str, Any]) -> Gain:
         generator = random.Random()
-        plain, compressed = partial(self._seconds_per_step, None), partial(self._seconds_per_step, name)
-        gain = Gain([measure_ratio(plain, compressed, generator) for _ in range(PAIRS)])
-        return describe_compression(name, gain)
+        plain, changed = partial(self._seconds_per_step, {}), partial(self._seconds_per_step, changes)
+        return Gain([measure_ratio(plain, changed, generator) for _ in range(PAIRS)])
 
-    def _seconds_per_step(self, compression: str | None) -> float:
-        return self.run({}, compression=compression).seconds_per_step
+    def _seconds_per_step(self, changes: Mapping[str, Any]) -> float:
+        return self.run({}, changes).seconds_per_step
 
 
-def describe_compression(name: str, gain: Gain) -> str:
-    """Return a summary of the gain with the compression `name`, which changes the numerical results."""
+def describe_changes(changes: Mapping[str, Any], gain: Gain) -> str:
+    """Return a summary of the gain with `changes` of TrainConfig, which change the numerical results."""
     if gain.is_significant:
         verdict = "Use it if the numbers may change"
     elif Gain([1 / ratio for ratio in gain.ratios]).is_significant:
         verdict = "Training is slower with it"
     else:
         verdict = "The difference is within the noise"
-    return f'TrainConfig(compression="{name}"): {_format_gain(gain)}. {verdict}.'
+    return f"{_format_changes(changes)}: {_format_gain(gain)}. {verdict}."
+
+
+def _format_changes(changes: Mapping[str, Any]) -> str:
+    return f"TrainConfig({_format_arguments(changes)})"
+
+
+def _format_arguments(values: Mapping[str, Any]) -> str:
+    """Return keyword arguments as Python source, with the fields of a LocalSGDConfig as a call."""
+    return ", ".join(
+        f"{name}=LocalSGDConfig({_format_arguments(value)})"
+        if isinstance(value, Mapping)
+        else f"{name}={_quote(value)}"
+        for name, value in values.items()
+    )
+
+
+def _quote(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def save_and_describe(found: SearchResult, run: TunedRun) -> str:

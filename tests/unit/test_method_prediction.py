@@ -1,0 +1,125 @@
+"""Predicted step times and bytes of gradient compression and low-communication training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from unitrain import LocalSGDConfig
+from unitrain.bench.cost_model import Network, ring_allreduce
+from unitrain.bench.cost_prediction import HostLayout, Model, predict_step
+from unitrain.bench.method_prediction import METHODS, method_settings, predict_method
+from unitrain.cli import unitrain as command
+from unitrain.config import TrainConfig
+
+# 1 million parameters, 0.1 s per step, and a network of 100 Mbit/s with 1 ms per message.
+MODEL = Model(parameters=1e6, bytes_per_parameter=4, step_seconds=0.1, backward_share=2 / 3)
+NETWORK = Network(alpha=1e-3, beta=8 / 100e6)
+
+
+def predicted(name: str, ranks: int = 4, **options: Any) -> tuple[float, float]:
+    found = predict_method(name, MODEL, ranks, NETWORK, **{"local_steps": 25, **options})
+    return found.seconds, found.sent_bytes
+
+
+def test_synchronous_training_is_predicted_as_without_methods() -> None:
+    step = predict_step(MODEL.work(), lambda size: ring_allreduce(4, size, NETWORK))
+    assert predicted("synchronous") == pytest.approx((step.seconds, 2 * 3 / 4 * 4e6))
+
+
+def test_bf16_halves_the_bytes_of_every_bucket() -> None:
+    step = predict_step(MODEL.work(), lambda size: ring_allreduce(4, size / 2, NETWORK))
+    assert predicted("bf16") == pytest.approx((step.seconds, 2 * 3 / 4 * 2e6))
+
+
+def test_local_steps_share_the_time_and_bytes_of_a_synchronization() -> None:
+    # 6 messages of 1 MB, which take 80 ms each at 100 Mbit/s, once in 25 steps.
+    assert predicted("local-sgd") == pytest.approx((0.1 + 6 * (1e-3 + 0.08) / 25, 6e6 / 25))
+    assert predicted("local-sgd", local_steps=1) == pytest.approx((0.1 + 6 * (1e-3 + 0.08), 6e6))
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("local-sgd-bf16", 1 / 2), ("local-sgd-int8", 1 / 4)])
+def test_compression_divides_the_bytes_of_a_synchronization(name: str, ratio: float) -> None:
+    seconds, sent = predicted(name)
+    assert sent == pytest.approx(ratio * 6e6 / 25, rel=0.02)  # int8 also sends the scales of blocks
+    assert seconds == pytest.approx(0.1 + 6 * (1e-3 + ratio * 0.08) / 25, rel=0.01)
+
+
+def test_streaming_is_free_while_the_steps_take_longer_than_the_transfer() -> None:
+    # A fragment of 200,000 parameters takes 6 messages of 17 ms, and 5 steps take 500 ms.
+    assert predicted("streaming") == pytest.approx((0.1, 6e6 / 25))
+    slow = Network(alpha=1e-3, beta=8 / 10e6)
+    found = predict_method("streaming", MODEL, 4, slow, local_steps=25)
+    assert found.exposed == pytest.approx(5 * (6 * (1e-3 + 0.16) - 0.5) / 25)
+    assert found.seconds == pytest.approx(0.1 + found.exposed)
+
+
+def test_hosts_synchronize_once_per_host() -> None:
+    hosts = HostLayout(ranks=2, network=Network(alpha=1e-5, beta=1e-9))
+    within = 2 * (1e-5 + 2e6 * 1e-9)  # an allreduce of 4 MB over 2 ranks
+    between = 2 * (1e-3 + 2e6 * 8 / 100e6) + 1e-5 + 4e6 * 1e-9  # the same between 2 hosts, and a broadcast
+    assert predicted("local-sgd-hosts", hosts=hosts) == pytest.approx((0.1 + within + between / 25, 4e6 / 25))
+    assert predicted("local-sgd-hosts", 2, hosts=hosts) == pytest.approx((0.1 + within, 0))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "local-sgd-hosts"])
+def test_one_rank_does_not_communicate(name: str) -> None:
+    assert predicted(name, 1) == pytest.approx((0.1, 0))
+
+
+@pytest.mark.parametrize("local_steps", [1, 2, 25])
+def test_the_displayed_settings_are_valid(local_steps: int) -> None:
+    for setting in method_settings(local_steps).values():
+        config = eval(
+            f"TrainConfig(max_epochs=1, {setting})", {"TrainConfig": TrainConfig, "LocalSGDConfig": LocalSGDConfig}
+        )
+        assert isinstance(config, TrainConfig)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(command, ["bench", "predict", *arguments])
+    return result.exit_code, " ".join(result.output.split())
+
+
+GIVEN = ("--latency", "1e-3", "--bandwidth", "0.0125", "--parameters", "1e6", "--step-seconds", "0.1")
+
+
+def test_the_command_lists_methods_with_their_settings(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    code, output = run(*GIVEN, "--methods", "local-sgd, streaming", "--ranks", "4", "--json", str(saved))
+    assert code == 0, output
+    first, second = json.loads(saved.read_text())["rows"]
+    assert (first["method"], second["method"]) == ("local-sgd", "streaming")
+    assert first["step_seconds"] == pytest.approx(predicted("local-sgd")[0])
+    assert second["speedup"] == pytest.approx(predicted("synchronous")[0] / 0.1)
+    assert "local-sgd: TrainConfig(local_sgd=25)" in output
+    assert "synchronous" not in output
+    code, output = run(*GIVEN, "--methods", "all")
+    assert code == 0, output
+    for name in METHODS:
+        assert (f" {name} 8 " in output) == (name != "local-sgd-hosts")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--methods diloko", "Unknown method 'diloko'. Available: synchronous, bf16, local-sgd"),
+        ("--methods local-sgd-int4", "Did you mean 'local-sgd-int8'?"),
+        ("--methods local-sgd-hosts", "The method local-sgd-hosts needs a description of the hosts."),
+        (
+            "--methods local-sgd-hosts --ranks 6 --ranks-per-host 4 --host-latency 1 --host-bandwidth 1",
+            "6 ranks are not a multiple of 4 ranks per host.",
+        ),
+        ("--methods all --algorithms ring", "Leave --algorithms out"),
+        ("--methods all --output chart.png", "Leave --output out"),
+        ("--methods all --local-steps 0", "Invalid value for '--local-steps'"),
+    ],
+)
+def test_invalid_arguments_are_refused(arguments: str, message: str) -> None:
+    code, output = run(*GIVEN, *arguments.split())
+    assert code == 2
+    assert message in output
