@@ -90,7 +90,7 @@ class MicroBatchRunner:
     def __call__(self, batch: Any, micro_batch: MicroBatch) -> None:
         if self._model is None:
             self._flops.counted(self._forward_backward)(batch, micro_batch)
-        elif micro_batch.logical_rank != self._model.last_local_rank:
+        elif micro_batch.logical_rank != self._model.last_logical_rank:
             self._collected.append(partial(self._forward_backward, batch, micro_batch, is_measured=False))
         else:
             self._flops.counted(partial(self._run_in_turns, self._model))(batch, micro_batch)

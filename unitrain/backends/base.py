@@ -4,21 +4,21 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
 
 1. Collectives return new tensors and leave their input unchanged, for float64/32/16, bfloat16, int64/32, uint8 and
    bool. The mean of integers or booleans and the sum of booleans raise an error. A minimum or maximum is NaN if any
-   rank passes NaN. Half-precision sums are accumulated in float32, other sums in the dtype of the input (with more than
-   64 ranks, those of small floating-point tensors in float64). A mean is the sum divided by the number of ranks, as in
-   torch.distributed, so it overflows if the sum does. Collectives are not differentiable, so a tensor that requires
-   grad is an error, except under torch.no_grad().
+   rank passes NaN. Half-precision sums are accumulated in float32; all other sums in the dtype of the input. Exception:
+   with more than 64 ranks, sums of small floating-point tensors are accumulated in float64. A mean is the sum divided
+   by the number of ranks, as in torch.distributed, so it overflows if the sum does. Collectives are not differentiable,
+   so a tensor that requires grad is an error, except under torch.no_grad().
 2. After `loss.backward()` outside `no_sync`, every `.grad` is the mean over ranks, so clipping, loss scaling, logging
    and `optimizer.step()` are plain torch code. An optimizer step on unreduced gradients raises ModelError. A `.grad`
    may be a view of a bucket, as with DDP's gradient_as_bucket_view; clone it to keep it after `zero_grad`. With
    `shard="gradients"`, a `.grad` is a `ShardedGradient`: each rank stores a shard, norms are computed for the complete
    gradient, and other operations that need the complete gradient raise ModelError.
-3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither
-   steps the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads, such as a
-   codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. Running statistics,
-   which normalization layers read in eval mode only, differ between ranks until `broadcast_buffers` is called. The
-   first training forward pass after a layer was switched to eval mode also broadcasts the statistics of this layer;
-   evaluation under torch.no_grad() does not.
+3. `distributed_model` broadcasts parameters and buffers from rank 0. Wrapping the model and the optimizer neither steps
+   the optimizer nor changes the learning rate. As in DDP, buffers that a training forward pass reads, such as a
+   codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. A training forward
+   pass is a forward pass with grad mode enabled, even if `module.training` is False. Running statistics, which
+   normalization layers read in eval mode only, differ between ranks until `broadcast_buffers` is called. The first
+   training forward pass after a layer was switched to eval mode also broadcasts the statistics of this layer.
 4. The optimizer remains the user's object, and any backend can load its `state_dict`.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
 6. The same run produces the same parameters on every backend and, with logical ranks, bit-identical parameters for any
@@ -176,20 +176,19 @@ class Backend(Lifecycle, Communicator):
         With "parameters" (ZeRO-3), `model` is changed in place: its parameters, and later their gradients, are DTensors
         that contain the rows of this rank. The parameters of a block are all-gathered for its forward and backward
         pass. All ranks must call the model equally often, also under `torch.no_grad()`, and use the same blocks.
-        `model.state_dict()`, which all ranks must call, returns complete tensors. `shard_blocks` lists the classes of
-        the blocks, or their names, or is a number: then the blocks are the innermost modules with at least that many
-        parameters. By default, blocks are the outermost modules whose class occurs more than once. Backward passes
-        inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not supported. After the first
-        backward pass outside `no_sync`, the gradient of an unused parameter is zero.
+        `model.state_dict()`, which all ranks must call, returns complete tensors. `shard_blocks` is a list of module
+        classes or of class names ("TransformerLayer"), or a number N. With a number, the blocks are the innermost
+        modules with at least N parameters. By default, blocks are the outermost modules whose class occurs more than
+        once. Backward passes inside `no_sync` are also reduced. `find_unused_parameters` and `compression` are not
+        supported. After the first backward pass outside `no_sync`, the gradient of an unused parameter is zero.
 
         With `logical_ranks`, each step is computed as if that number of ranks (logical ranks) trained, whatever the
         number of processes. Each process runs at least one of them. The results are bit-identical for any number of
         processes. Iterate over a ShardedLoader with the same `logical_ranks`: a process runs the micro-batches of its
         logical ranks one after the other. `.grad` is then the mean over logical ranks, with roundings that do not
-        depend on the number of processes. Each logical rank must use all parameters, unless `find_unused_parameters` is
-        True: in any step, an unused parameter raises ModelError on every rank. `shard`, `compression` and
-        torch.nn.SyncBatchNorm are not supported. Only the Trainer supports layers that `unitrain.sync_batch_norm` has
-        synchronized.
+        depend on the number of processes. Unless `find_unused_parameters` is True, a parameter that any logical rank
+        does not use raises ModelError on every rank, in any step. `shard`, `compression` and torch.nn.SyncBatchNorm are
+        not supported. Only the Trainer supports layers that `unitrain.sync_batch_norm` has synchronized.
 
         Raises ModelError on every rank for a model without trainable parameters, and for an embedding with `max_norm`,
         because its forward pass changes the weights differently on each rank. For the same reason,

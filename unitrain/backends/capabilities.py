@@ -52,9 +52,10 @@ class CompressionState(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load rank 0's `state`; the arguments of other ranks are ignored. All ranks call it.
 
-        If the number of ranks is unchanged and the state contains the errors of all ranks, each rank restores its own
-        error-feedback state. Otherwise, every rank loads the mean of the saved errors, so their contribution to the
-        mean gradient does not change. Raises CheckpointError on every rank if the state belongs to a different model.
+        If the number of ranks is unchanged and the state contains the error-feedback residuals of all ranks, each rank
+        loads its own residuals. Otherwise, every rank loads the mean of the saved residuals, so their contribution to
+        the mean gradient does not change. Raises CheckpointError on every rank if the state belongs to a different
+        model.
         """
 
 
@@ -80,7 +81,8 @@ class SupportsAsyncBroadcasts(ABC):
 
 
 class SupportsAllToAll(ABC):
-    """A backend with an all-to-all. Without it, features that use it gather all rows, which transfers more bytes."""
+    """A backend with an all-to-all. On other backends, features that need an all-to-all gather the complete tensors
+    instead, which transfers more bytes."""
 
     @abstractmethod
     def alltoall(self, tensor: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ class SupportsShardedParameters(ABC):
 
     @abstractmethod
     def shard_copy(self, copy: nn.Module, model: nn.Module) -> None:
-        """Shard the parameters of `copy`, which is not trained, like those of `model`. All ranks call it.
+        """Shard the parameters of `copy` in the same way as those of `model`. `copy` is not trained. All ranks call it.
 
         `copy` is a copy of the user's module, such as an average of weights, that was made before the module was
         sharded. Its values are equal on all ranks. `model` is the module that `distributed_model` returned. Afterwards,

@@ -1,9 +1,9 @@
 """reducescatter and allgather of CPU tensors, composed of faster operations. Measured in benchmarks/collectives.py.
 
-Tensors of up to 12 MiB (with MPI, 4 MiB for an allgather) are transferred over the direct connections of up to
-`row_exchange.MAX_RANKS` ranks, which avoids the cost of starting an operation of the transport. For larger tensors, and
-without direct connections, an allgather consists of broadcasts, and a reducescatter of allreduces or, with the backend
-ddp, of all-to-alls.
+Tensors of up to 12 MiB (with MPI, 4 MiB for an allgather) are transferred over direct TCP connections between all pairs
+of ranks (row_exchange.py), if there are at most `row_exchange.MAX_RANKS` ranks. This avoids the cost of starting an
+operation of the transport. For larger tensors, and without direct connections, an allgather consists of broadcasts, and
+a reducescatter of allreduces or, with the backend ddp, of all-to-alls.
 
 The native reducescatter and allgather of Gloo and Horovod take 2 to 14 times as long as an allreduce of the same
 tensor. The slowest is Horovod's reducescatter over Gloo (`gloo::ReduceScatterHalvingDoubling`). In every call, it
@@ -33,7 +33,7 @@ from unitrain.backends.tensors import as_bytes, flatten, from_ordered_keys, need
 # With MPI, the limit for an allgather is lower, because its broadcasts use shared memory between the ranks of a host.
 MAX_DIRECT_BYTES = 12 * 2**20
 MAX_DIRECT_GATHER_BYTES_WITH_MPI = 4 * 2**20
-# With more ranks, the transport's allgather is used, because each broadcast takes Python time on every rank.
+# With more ranks, the transport's allgather is used, because each broadcast adds Python overhead on every rank.
 MAX_BROADCASTING_RANKS = 64
 # Smaller results are gathered by the transport's allgather, because starting a broadcast takes longer than the
 # transfer.
@@ -41,19 +41,20 @@ MIN_BROADCAST_BYTES = 2**16
 # Maximum size in bytes of the buffers of one piece of a reducescatter (with an all-to-all, of its send and receive
 # buffer together). Two pieces alternate: the buffer of one is filled while the other is reduced.
 PIECE_BYTES = 12 * 2**20
-_NUM_BUFFERS = 2
+_MAX_PIECES_IN_FLIGHT = 2
 
 Wait = Callable[["dist.Work | None"], None]
 _COMBINE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 
 
-def gather_directly(own: Tensor, rows: Sequence[int], rank: int, exchange: RowExchange) -> Tensor:
-    """Concatenate every rank's `own` along dim 0, over direct connections. `rows` is the number of rows per rank."""
-    gathered = own.new_empty((sum(rows), *own.shape[1:]))
-    parts = gathered.split(list(rows))
-    parts[rank].copy_(own)
+def gather_directly(tensor: Tensor, row_counts: Sequence[int], rank: int, exchange: RowExchange) -> Tensor:
+    """Concatenate every rank's `tensor` along dim 0, over direct connections. `row_counts` is the number of rows per
+    rank."""
+    gathered = tensor.new_empty((sum(row_counts), *tensor.shape[1:]))
+    parts = gathered.split(list(row_counts))
+    parts[rank].copy_(tensor)
     memory = [_memory(part) for part in parts]
-    exchange.exchange([memory[rank]] * len(rows), memory)
+    exchange.exchange([memory[rank]] * len(row_counts), memory)
     return gathered
 
 
@@ -65,39 +66,40 @@ def reduce_scatter_directly(
     Each rank sends to every other rank the slice which that rank reduces, over direct connections.
     """
     slices = flatten(tensor).view(size, -1)
-    received = [own if other == rank else torch.empty_like(own) for other, own in enumerate(slices)]
+    received = [part if index == rank else torch.empty_like(part) for index, part in enumerate(slices)]
     exchange.exchange([_memory(part) for part in slices], [_memory(part) for part in received])
     total = reduce_in_rank_order([part.to(dtype) for part in received], op)
     return total.view(tensor.shape[0] // size, *tensor.shape[1:])
 
 
-def reduce_in_rank_order(rows: Sequence[Tensor], op: ReduceOp) -> Tensor:
-    """Return the reduction of `rows`, a tensor per rank, as a new tensor. For the mean, return the sum."""
-    first, *others = rows
+def reduce_in_rank_order(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """Return the reduction of `tensors`, one per rank, as a new tensor. For the mean, return the sum."""
+    first, *others = tensors
     return functools.reduce(_COMBINE.get(op, torch.add), others, first) if others else first.clone()
 
 
-def is_broadcast_gather_faster(own: Tensor, rows: Sequence[int]) -> bool:
+def is_broadcast_gather_faster(tensor: Tensor, row_counts: Sequence[int]) -> bool:
     """Return whether `gather_by_broadcasts` is faster than the transport's allgather. The result is the same on every
     rank.
     """
-    row_bytes = math.prod(own.shape[1:]) * own.element_size()
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
     return (
-        own.device.type == "cpu"
-        and len(rows) <= MAX_BROADCASTING_RANKS
-        and sum(rows) * row_bytes >= MIN_BROADCAST_BYTES
+        tensor.device.type == "cpu"
+        and len(row_counts) <= MAX_BROADCASTING_RANKS
+        and sum(row_counts) * row_bytes >= MIN_BROADCAST_BYTES
     )
 
 
-def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait) -> Tensor:
-    """Concatenate every rank's `own` along dim 0, by one broadcast per rank. `rows` is the number of rows per rank.
+def gather_by_broadcasts(tensor: Tensor, row_counts: Sequence[int], rank: int, wait: Wait) -> Tensor:
+    """Concatenate every rank's `tensor` along dim 0, by one broadcast per rank. `row_counts` is the number of rows per
+    rank.
 
     Rows are received in place, so ranks with fewer rows need no padding.
     """
-    gathered = own.new_empty((sum(rows), *own.shape[1:]))
-    parts = gathered.split(list(rows))
-    parts[rank].copy_(own)
-    is_bool = own.dtype == torch.bool  # a dtype that transports do not support
+    gathered = tensor.new_empty((sum(row_counts), *tensor.shape[1:]))
+    parts = gathered.split(list(row_counts))
+    parts[rank].copy_(tensor)
+    is_bool = tensor.dtype == torch.bool  # a dtype that transports do not support
     works = [
         dist.broadcast(part.view(torch.uint8) if is_bool else part, root, async_op=True)
         for root, part in enumerate(parts)
@@ -111,9 +113,10 @@ def gather_by_broadcasts(own: Tensor, rows: Sequence[int], rank: int, wait: Wait
 class PiecewiseReduceScatter:
     """A reducescatter of a CPU `tensor` piece by piece. A piece contains the same columns of all `size` slices.
 
-    Each piece is allreduced by `torch_op` in `dtype`. With `uses_all_to_all`, each rank instead sends every other rank
-    its slice of the piece, which transfers half as many bytes, and reduces the received slices in `dtype` and in rank
-    order. If `tensor` is contiguous, only the result and the buffers of the pieces are allocated.
+    Each piece is allreduced by `torch_op` in `dtype`. With `uses_all_to_all`, each rank instead sends to every other
+    rank the slice of the piece that the other rank reduces, which transfers half as many bytes, and reduces the
+    received slices in `dtype` and in rank order. If `tensor` is contiguous, only the result and the buffers of the
+    pieces are allocated.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class PiecewiseReduceScatter:
         bytes_per_column = self._size * (2 * self._slices.itemsize if self._uses_all_to_all else self._dtype.itemsize)
         max_columns = max(1, PIECE_BYTES // bytes_per_column)
         num_columns = self._slices.shape[1]
-        while self._num_started_columns < num_columns and len(self._in_flight) < _NUM_BUFFERS:
+        while self._num_started_columns < num_columns and len(self._in_flight) < _MAX_PIECES_IN_FLIGHT:
             begin = self._num_started_columns
             columns = slice(begin, min(begin + max_columns, num_columns))
             buffer = self._fill_buffer(self._slices[:, columns])
@@ -163,14 +166,14 @@ class PiecewiseReduceScatter:
             work, buffer, received, columns = self._in_flight.popleft()
             wait(work)
             if received is not None:
-                own = reduce_in_rank_order([part.to(self._dtype) for part in received], self._op)
+                reduced = reduce_in_rank_order([part.to(self._dtype) for part in received], self._op)
             else:
-                own = buffer[self._rank]
+                reduced = buffer[self._rank]
             if self._uses_ordered_keys:
-                own = from_ordered_keys(own, self._result.dtype)
+                reduced = from_ordered_keys(reduced, self._result.dtype)
             elif self._op == "mean":
-                own /= self._size
-            elements[columns] = own
+                reduced /= self._size
+            elements[columns] = reduced
             if not self._uses_ordered_keys:  # `ordered_keys` returns a new tensor for each piece
                 self._free_buffers += [buffer] if received is None else [buffer, received]
             self.start()
@@ -190,9 +193,9 @@ class PiecewiseReduceScatter:
 
     def _take_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a buffer whose piece is complete, or a new one."""
-        for number, buffer in enumerate(self._free_buffers):
+        for index, buffer in enumerate(self._free_buffers):
             if buffer.shape == shape and buffer.dtype == dtype:
-                return self._free_buffers.pop(number)
+                return self._free_buffers.pop(index)
         return torch.empty(shape, dtype=dtype)
 
 

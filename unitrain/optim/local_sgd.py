@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from unitrain import validation
 from unitrain.backends import checks
 from unitrain.backends.base import Backend
-from unitrain.backends.gradients.forward_buffers import buffers_by_use
+from unitrain.backends.gradients.forward_buffers import split_running_statistics
 from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
 from unitrain.backends.objects import broadcast_in_parts, broadcast_tensors, broadcast_with_tensors
 from unitrain.backends.sharding.state_format import keeps_shards
@@ -380,7 +380,7 @@ class LocalSGD:
     def _average_buffers(self) -> None:
         """Average running statistics over ranks, and broadcast their integer counts and, if configured, the other
         buffers from rank 0."""
-        statistics, others = buffers_by_use(self._model)
+        statistics, others = split_running_statistics(self._model)
         averaged = [buffer for buffer in statistics if buffer.is_floating_point()]
         counts = [buffer for buffer in statistics if not buffer.is_floating_point()]
         for dtype in dict.fromkeys(buffer.dtype for buffer in averaged):

@@ -32,8 +32,8 @@ class BackwardStage(IntEnum):
 
     FIND_UNUSED_PARAMETERS: in the first backward pass, exchange the names of unused parameters, and reduce zeros for
         them. Other ranks wait for these gradients, so the buckets that contain them cannot complete before this stage.
-    REDUCE_BUCKETS: start deferred allreduces, and, unless a GPU stream waits, wait for the first collective of every
-        bucket. With logical ranks, reduce the gradients.
+    REDUCE_BUCKETS: start deferred allreduces. On CPUs, also wait for the first collective of every bucket; on GPUs, the
+        CUDA stream waits instead. With logical ranks, reduce the gradients.
     COMPRESS: run the remaining collectives of compressed buckets, and complete the futures that DDP waits for.
     WAIT_FOR_WORK_OBJECTS: wait for the `Work` objects of Python process groups, and raise their errors. If DDP's C++
         code waited for them first, their errors would lose their type.
@@ -85,10 +85,10 @@ class _StageSequence:
     def __init__(self) -> None:
         self.has_run = False
         self._pending: list[tuple[BackwardStage, int, Callable[[], None]]] = []
-        self._number = itertools.count()
+        self._insertion_index = itertools.count()
 
     def add(self, stage: BackwardStage, function: Callable[[], None]) -> None:
-        heapq.heappush(self._pending, (stage, next(self._number), function))
+        heapq.heappush(self._pending, (stage, next(self._insertion_index), function))
 
     def run(self) -> None:
         """Call the functions of all stages before RAISE_ERRORS, including functions that are added meanwhile."""
@@ -119,30 +119,30 @@ def tensors_requiring_grad(output: Any) -> list[Tensor]:
     """
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
-    found: list[Tensor] = []
-    _collect_tensors_requiring_grad(output, found, set())
-    return found
+    tensors: list[Tensor] = []
+    _collect_tensors_requiring_grad(output, tensors, set())
+    return tensors
 
 
-def _collect_tensors_requiring_grad(output: Any, found: list[Tensor], seen: set[int]) -> None:
+def _collect_tensors_requiring_grad(output: Any, tensors: list[Tensor], seen: set[int]) -> None:
     if isinstance(output, Tensor):
         if output.requires_grad:
-            found.append(output)
+            tensors.append(output)
         return
     if isinstance(output, _OPAQUE_TYPES) or id(output) in seen:
         return
-    parts: Iterable[Any]
+    children: Iterable[Any]
     if isinstance(output, list | tuple):
-        parts = output
+        children = output
     elif len(seen) >= _MAX_INSPECTED_OBJECTS:
         return
     else:
         seen.add(id(output))
-        parts = _attributes(output)
+        children = _attributes(output)
         if isinstance(output, dict):
-            parts = [*output.values(), *parts]
-    for part in parts:
-        _collect_tensors_requiring_grad(part, found, seen)
+            children = [*output.values(), *children]
+    for child in children:
+        _collect_tensors_requiring_grad(child, tensors, seen)
 
 
 def _attributes(output: object) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Broadcast, from rank 0, the buffers that a training forward pass reads, such as codebooks."""
+"""Broadcast, from rank 0, the buffers that a training forward pass reads, such as codebooks.
+
+A training forward pass is a forward pass with grad mode enabled, even if the model is in eval mode.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ class ForwardBufferBroadcaster:
     """Broadcasts the buffers that a training forward pass reads, like DDP with broadcast_buffers=True.
 
     Running statistics of torch's normalization layers are not read in training mode. These statistics differ between
-    ranks while the layer is in training mode. They are broadcast from rank 0 before the first training forward pass
-    after the layer was switched to eval mode. `modules.buffers.broadcast_buffers` broadcasts them before an evaluation.
-    All other buffers are broadcast in each call of `broadcast`, or only in the first call if `every_pass` is False.
-    Buffers that no rank has modified are broadcast too, because a write to `buffer.data` can be detected only by
-    comparing all values.
+    ranks while the layer is in training mode. They are broadcast from rank 0 before the first forward pass with grad
+    mode enabled after the layer was switched to eval mode. `modules.buffers.broadcast_buffers` broadcasts them before
+    an evaluation. All other buffers are broadcast in each call of `broadcast`, or only in the first call if
+    `every_pass` is False. Buffers that no rank has modified are broadcast too, because a write to `buffer.data` can be
+    detected only by comparing all values.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, *, every_pass: bool = True) -> None:
@@ -46,7 +49,7 @@ class ForwardBufferBroadcaster:
         size = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
         if every_pass and communicator.size > 1 and communicator.rank == 0 and size > _LARGE_BYTES:
             _LOGGER.warning(
-                "The buffers of %s (%.0f MB) are broadcast in each training step, as by DDP. If no training step "
+                "The buffers of %s (%.0f MB) are broadcast in each training step, as in DDP. If no training step "
                 "modifies them, use: backend.distributed_model(model, broadcast_buffers=False), or "
                 "TrainConfig(broadcast_buffers=False).",
                 type(model).__name__,
@@ -74,28 +77,31 @@ class ForwardBufferBroadcaster:
         return [buffer.data for buffers, name in self._buffer_locations if (buffer := buffers[name]) is not None]
 
     def _statistics_of_layers_switched_to_eval(self) -> list[Tensor]:
-        """Return the running statistics of the layers that changed from training to eval mode since the last call."""
+        """Return the running statistics of the layers that were in training mode at the last call and are in eval mode
+        now."""
         modes = [module.training for module in self._statistics_layers]
         if modes == self._last_modes:
             return []
-        before, self._last_modes = self._last_modes or [True] * len(modes), modes
-        changed = [
+        last_modes, self._last_modes = self._last_modes or [True] * len(modes), modes
+        switched_layers = [
             module
-            for module, trained, trains in zip(self._statistics_layers, before, modes, strict=True)
-            if trained and not trains
+            for module, was_training, is_training in zip(self._statistics_layers, last_modes, modes, strict=True)
+            if was_training and not is_training
         ]
-        return [buffer for module in changed for buffer in buffers_by_name(module).values() if buffer is not None]
+        return [
+            buffer for module in switched_layers for buffer in buffers_by_name(module).values() if buffer is not None
+        ]
 
 
-def buffers_by_use(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+def split_running_statistics(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return the running statistics of `model`, which its layers read in eval mode only, and its other buffers."""
     statistics: dict[int, Tensor] = {}
     others: dict[int, Tensor] = {}
     for module in model.modules():
-        found = statistics if _reads_buffers_in_eval_only(module) else others
+        buffers = statistics if _reads_buffers_in_eval_only(module) else others
         for buffer in buffers_by_name(module).values():
             if buffer is not None:
-                found[id(buffer)] = buffer.data
+                buffers[id(buffer)] = buffer.data
     return list(statistics.values()), list(others.values())
 
 

@@ -29,12 +29,12 @@ ResultT = TypeVar("ResultT")
 
 
 class InterleavedRanksModel(LogicalRanksModel):
-    """A LogicalRanksModel whose logical ranks run in turns, because its synchronized layers add up sums over all
-    logical ranks in the middle of the forward and backward passes.
+    """A LogicalRanksModel whose logical ranks run in turns, because its synchronized layers reduce values over all
+    logical ranks during the forward and backward passes.
 
-    The micro-batches of all logical ranks of the process run together, see `run_in_turns`. When a logical rank reaches
-    a synchronized layer, it waits for the others. `.grad`, the buffers and the random number generators are those of
-    the logical rank whose turn it is, so every logical rank computes as if it were alone in the process.
+    The process interleaves one micro-batch of each of its logical ranks (see `run_in_turns`). When a logical rank
+    reaches a synchronized layer, it waits for the others. `.grad`, the buffers and the random number generators are
+    those of the logical rank whose turn it is, so every logical rank computes as if it were alone in the process.
 
     At the end of a step, each process has the buffers of its first logical rank.
     """
@@ -46,15 +46,17 @@ class InterleavedRanksModel(LogicalRanksModel):
         self._is_running = self._reduces = False
 
     @property
-    def last_local_rank(self) -> int:
+    def last_logical_rank(self) -> int:
         """The last logical rank of this process."""
         return self._local_ranks[-1]
 
     def _discard_step(self) -> None:
         super()._discard_step()
-        # The buffers by module, of the logical ranks whose turn it is not, and the states that the turns restore.
-        self._buffers_of: dict[int, list[dict[str, Tensor | None]]] = {}
-        self._states: dict[int, tuple[LogicalRank | None, GeneratorStates]] = {}
+        # For each logical rank except the active one, whose turn it is: its buffers, in the order of
+        # _modules_with_buffers.
+        self._inactive_buffers: dict[int, list[dict[str, Tensor | None]]] = {}
+        # For each logical rank that has had a turn and is not active: its process-wide states.
+        self._inactive_states: dict[int, tuple[LogicalRank | None, GeneratorStates]] = {}
         self._modules_with_buffers: list[nn.Module] = []
 
     @contextmanager
@@ -76,7 +78,7 @@ class InterleavedRanksModel(LogicalRanksModel):
         if begins_step:
             self._begin_step()
         self._is_running, self._reduces = True, ends_step
-        self._states.clear()
+        self._inactive_states.clear()
         try:
             with summing_over_logical_ranks(self._turns.exchange):
                 return self._turns.run(functions)
@@ -95,7 +97,7 @@ class InterleavedRanksModel(LogicalRanksModel):
         self._earlier, self._has_backward = self._take_gradients(), True
         self._modules_with_buffers = [module for module in self.module.modules() if buffers_by_name(module)]
         first, *others = self._local_ranks
-        self._buffers_of = {first: self._current_buffers(), **{rank: self._cloned_buffers() for rank in others}}
+        self._inactive_buffers = {first: self._current_buffers(), **{rank: self._cloned_buffers() for rank in others}}
 
     def _discard_interrupted_step(self) -> None:
         self._install_buffers(self._local_ranks[0])
@@ -109,14 +111,14 @@ class InterleavedRanksModel(LogicalRanksModel):
         if rank != self._active:
             if self._active is not None:
                 self._gradients[self._active] = self._take_gradients()
-                self._buffers_of[self._active] = self._current_buffers()
-                self._states[self._active] = current_logical_rank(), generator_states(device)
+                self._inactive_buffers[self._active] = self._current_buffers()
+                self._inactive_states[self._active] = current_logical_rank(), generator_states(device)
             for parameter, gradient in zip(self._all_parameters, self._gradients.pop(rank, []), strict=False):
                 parameter.grad = gradient
             self._install_buffers(rank)
             self._active = rank
-        if rank in self._states:  # otherwise the function has not started, and sets these states
-            logical_rank, generators = self._states.pop(rank)
+        if rank in self._inactive_states:  # otherwise the function has not started, and sets these states
+            logical_rank, generators = self._inactive_states.pop(rank)
             set_current_logical_rank(logical_rank)
             set_generator_states(generators, device)
 
@@ -133,7 +135,7 @@ class InterleavedRanksModel(LogicalRanksModel):
 
     def _install_buffers(self, rank: int) -> None:
         """Install the stored buffers of a logical rank. The active one has none, because its buffers are installed."""
-        for module, buffers in zip(self._modules_with_buffers, self._buffers_of.pop(rank, []), strict=False):
+        for module, buffers in zip(self._modules_with_buffers, self._inactive_buffers.pop(rank, []), strict=False):
             buffers_by_name(module).update(buffers)
 
     @torch.no_grad()
@@ -165,7 +167,7 @@ class InterleavedRanksModel(LogicalRanksModel):
         if forward is not None:
             forward.mark_used()
         backward = current_backward()
-        if not self._reduces or self._active != self.last_local_rank:
+        if not self._reduces or self._active != self.last_logical_rank:
             return
         if backward == self._last_backward or self._has_left or not self._is_any_parameter_reached():
             return

@@ -39,8 +39,8 @@ def register_first_backward_check(
             checked.
 
     A backward pass that reaches no parameter is not checked either: it computes gradients of the inputs, or of a model
-    whose output is this model's input. If only some ranks run such a pass where the others reduce gradients, the others
-    wait for them, as after any skipped backward pass.
+    whose output is this model's input. If only some ranks run such a backward pass, and the remaining ranks run one
+    that reduces gradients, the remaining ranks wait until the timeout, as after any skipped backward pass.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     last_used: dict[Tensor, int] = {}
@@ -91,24 +91,26 @@ def register_first_backward_check(
     return stop
 
 
-def raise_unused(unused_by_rank: list[list[str]], *, can_be_allowed: bool = True) -> None:
-    """Raise ModelError with the unused parameters, their ranks and, if possible, how to allow them."""
+def raise_unused(unused_by_rank: list[list[str]], *, suggests_find_unused: bool = True) -> None:
+    """Raise ModelError with the unused parameters and their ranks. With `suggests_find_unused`, the message suggests
+    find_unused_parameters=True."""
     ranks = [str(rank) for rank, names in enumerate(unused_by_rank) if names]
-    names = list(dict.fromkeys(name for of_rank in unused_by_rank for name in of_rank))
+    names = list(dict.fromkeys(name for unused in unused_by_rank for name in unused))
     noun = "rank" if len(ranks) == 1 else "ranks"
     where = "every rank" if len(ranks) == len(unused_by_rank) else f"{noun} {', '.join(ranks)}"
-    raise unused_error(names, where, can_be_allowed=can_be_allowed)
+    raise unused_error(names, where, suggests_find_unused=suggests_find_unused)
 
 
-def unused_error(names: list[str], where: str, *, can_be_allowed: bool = True) -> ModelError:
-    """Return the error for the parameters `names`, which received no gradient. `where` names the ranks or the stage."""
+def unused_error(names: list[str], where: str, *, suggests_find_unused: bool = True) -> ModelError:
+    """Return the error for the parameters `names`, which received no gradient. `where` names the ranks or the stage.
+    See `raise_unused` for `suggests_find_unused`."""
     shown = ", ".join(names[:_MAX_SHOWN_NAMES])
     more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
     count, them = ("1 parameter", "it") if len(names) == 1 else (f"{len(names)} parameters", "them")
     fix = (
         f"Use {them} in the loss, freeze {them} with requires_grad_(False), or allow unused parameters: "
         "backend.distributed_model(model, find_unused_parameters=True)."
-        if can_be_allowed
+        if suggests_find_unused
         else f"Use {them} in the loss, for example with a factor of 0, or freeze {them} with requires_grad_(False)."
     )
     return ModelError(f"{count} received no gradient on {where}: {shown}{more}. {fix}")

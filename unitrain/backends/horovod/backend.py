@@ -73,7 +73,7 @@ class HorovodBackend(ProcessGroupBackend):
     ) -> None:
         super().__init__(rendezvous, device, transport, control_group)
         self._has_control_group = control_group is not None
-        self._check_consistency.on_mismatch = self._start_new_names
+        self._check_consistency.on_mismatch = self._reset_operation_names
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         if not self._can_overlap_check(tensor, op):
@@ -97,21 +97,21 @@ class HorovodBackend(ProcessGroupBackend):
             or self._direct_connections(tensor, tensor.numel()) is not None
         ):
             return super().reducescatter(tensor, op)
-        started = self._piecewise_reducescatter(tensor, op)
-        started.start()  # starts before the consistency check, like an allreduce
+        reduction = self._piecewise_reducescatter(tensor, op)
+        reduction.start()  # starts before the consistency check, like an allreduce
         try:
             self._check_consistency("reducescatter", tensor, op=op)
         except BaseException:
-            started.discard()
+            reduction.discard()
             raise
-        return started.finish(self._monitor.wait_for_ranks)
+        return reduction.finish(self._monitor.wait_for_ranks)
 
     def _can_overlap_check(self, tensor: Any, op: str) -> bool:
         """Return whether a reduction can start before its consistency check has completed.
 
-        It can if its arguments are valid, it needs no conversion, and the tensor is on a CPU, is too large to be
-        transferred with the check and is communicated in one piece. The result is the same on all ranks with matching
-        arguments.
+        It can if its arguments are valid, the tensor is on a CPU and needs no conversion, and it has at most
+        PIECE_BYTES, so that one operation reduces it. Small tensors are excluded, because the consistency check also
+        transfers their contents. The result is the same on all ranks with matching arguments.
         """
         return (
             isinstance(tensor, Tensor)
@@ -132,7 +132,7 @@ class HorovodBackend(ProcessGroupBackend):
             and not self._rank_zero_depth
         )
 
-    def _start_new_names(self) -> None:
+    def _reset_operation_names(self) -> None:
         group: Any = default_process_group()
         group.start_new_names()
 

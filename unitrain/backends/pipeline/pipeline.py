@@ -344,7 +344,7 @@ class Pipeline:
         trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         unused = [name for name, parameter in trained if parameter.grad is None]
         if unused:
-            raise unused_error(unused, f"stage {self._stage}", can_be_allowed=False)
+            raise unused_error(unused, f"stage {self._stage}", suggests_find_unused=False)
         return [parameter.grad for _, parameter in trained if parameter.grad is not None]
 
 

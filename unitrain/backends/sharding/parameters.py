@@ -320,7 +320,7 @@ class ShardedModel(nn.Module, WrappedModel):
         self._handles.clear()
         by_rank = self._rendezvous.allgather(f"{self._key}/unused", unused)
         if any(by_rank):
-            end_of_backward.add(BackwardStage.RAISE_ERRORS, lambda: raise_unused(by_rank, can_be_allowed=False))
+            end_of_backward.add(BackwardStage.RAISE_ERRORS, lambda: raise_unused(by_rank, suggests_find_unused=False))
 
 
 def _recorder(name: str, used: set[str] | None) -> Callable[[Tensor], None]:
