@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -332,7 +332,7 @@ def powersgd_resumes_from_its_state(backend: Backend) -> None:
             pass
         rewrapped, other = with_compression_state(backend, resumed, settings)
         state = save_and_load(compression_state)
-        other.load_state_dict(state if backend.rank == 0 else {})
+        other.load_state_dict(state if backend.rank == 0 else cast(Any, None))
         for one, two in zip(
             gradients_of_steps(backend, model, wrapped, 3),
             gradients_of_steps(backend, resumed, rewrapped, 3),
@@ -395,11 +395,13 @@ def powersgd_saves_the_mean_of_errors_too_large_to_gather(backend: Backend) -> N
 @may_raise_unsupported_error
 def powersgd_state_of_another_model_raises(backend: Backend) -> None:
     wrapped, compression_state = with_compression_state(backend, build(), LOW_RANK)
-    for name, shape, expected_message in (
-        ("4.weight", (1, 8, 6), "no such parameter"),
-        ("0.weight", (1, 6, 8), "[8, 6]"),
+    for kind, name, shape, expected_message in (
+        ("errors", "4.weight", (1, 8, 6), "no such parameter"),
+        ("errors", "0.weight", (1, 6, 8), "[8, 6]"),
+        ("queries", "4.weight", (6, 1), "no such parameter"),
+        ("queries", "0.weight", (8, 2), "matrix Q of '0.weight' with shape [8, 2], but this model needs [6, 2]."),
     ):
-        state = {"steps": 1, "errors": {name: torch.zeros(shape)}, "queries": {}}
+        state = {"steps": 1, "errors": {}, "queries": {}, kind: {name: torch.zeros(shape)}}
         raises(CheckpointError, expected_message, lambda state=state: compression_state.load_state_dict(state))
     backward(wrapped, backend.rank)
 

@@ -185,14 +185,19 @@ class PowerSGDCompressor(CompressionState):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         communicator = self._communicator
         is_rank_zero = communicator.rank == 0
-        tables: dict[str, dict[str, Tensor]] = {kind: state.get(kind, {}) for kind in ("errors", "queries")}
-        layout = communicator.broadcast_object(
-            {kind: {name: (list(t.shape), t.dtype) for name, t in table.items()} for kind, table in tables.items()}
-            | {"steps": state.get("steps", 0)}
-            if is_rank_zero
-            else None
-        )
-        self._check_shapes({name: shape[1:] for name, (shape, _) in layout["errors"].items()})
+        tables: dict[str, dict[str, Tensor]] = {}
+        layout: Any = None
+        if is_rank_zero:
+            tables = {kind: state.get(kind, {}) for kind in ("errors", "queries")}
+            layout = {
+                kind: {name: (list(t.shape), t.dtype) for name, t in table.items()} for kind, table in tables.items()
+            } | {"steps": state.get("steps", 0)}
+        layout = communicator.broadcast_object(layout)
+        for name, (shape, _) in layout["errors"].items():
+            self._check_shape("error", name, shape[1:], self._shapes.get(name))
+        for name, (shape, _) in layout["queries"].items():
+            needed = self._shapes.get(name)
+            self._check_shape("matrix Q", name, shape, needed and (needed[1], *shape[1:]))
         self._reductions, self._errors, self._queries = layout["steps"], {}, {}
         for kind, load in (("errors", self._load_error), ("queries", self._load_query)):
             for name, (shape, dtype) in layout[kind].items():
@@ -302,19 +307,19 @@ class PowerSGDCompressor(CompressionState):
         self._finite.append(finite)
         self._new_states.append(_NewState(name, remainder, query, is_used))
 
-    def _check_shapes(self, shapes: dict[str, list[int]]) -> None:
-        for name, shape in shapes.items():
-            if name not in self._indices:
-                raise CheckpointError(
-                    f"The checkpoint has a PowerSGD error of {name!r}, but this model has no such parameter. "
-                    "Use the same model as the run that wrote it."
-                )
-            expected = self._shapes.get(name)
-            if expected is not None and shape != list(expected):
-                raise CheckpointError(
-                    f"The checkpoint has a PowerSGD error of {name!r} with shape {shape}, but this model needs "
-                    f"{list(expected)}. Use the same model as the run that wrote it."
-                )
+    def _check_shape(self, kind: str, name: str, shape: list[int], needed: tuple[int, ...] | None) -> None:
+        """Raise CheckpointError if the model has no parameter `name`, or needs a different shape. `needed` is None if
+        the gradient is not compressed."""
+        if name not in self._indices:
+            raise CheckpointError(
+                f"The checkpoint has a PowerSGD {kind} of {name!r}, but this model has no such parameter. "
+                "Use the same model as the run that wrote it."
+            )
+        if needed is not None and shape != list(needed):
+            raise CheckpointError(
+                f"The checkpoint has a PowerSGD {kind} of {name!r} with shape {shape}, but this model needs "
+                f"{list(needed)}. Use the same model as the run that wrote it."
+            )
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
