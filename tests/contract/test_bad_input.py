@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.data.sharding import TrainingShard
 from unitrain.data.training_data import ShardSettings
-from unitrain.errors import UnitrainError
+from unitrain.errors import CollectiveTimeoutError, UnitrainError
 from unitrain.testing import RankGroup
 
 
@@ -569,6 +571,30 @@ def test_bad_input_raises_the_same_error_on_every_rank(
     sentences = [part for part in texts[0].split(". ") if part]
     assert len(sentences) >= 2, f"a finding and a fix: {texts[0]}"
     assert group.run(still_works) == [2.0, 2.0]
+
+
+def unfrozen_on_one_rank(backend: Backend) -> list[str]:
+    """Return the errors of rank 0, which waits for a short time for each comparison."""
+    messages = []
+    for shard in ("none", "gradients", "parameters"):
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        module[0].requires_grad_(False)
+        model: Any = backend.distributed_model(module, shard=shard)  # type: ignore[arg-type]
+        if backend.rank == 0:
+            next(model.parameters()).requires_grad_(True)
+            model._rendezvous = dataclasses.replace(model._rendezvous, timeout=timedelta(seconds=0.2))
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                model(torch.ones(2, 3))
+            messages.append(str(caught.value))
+        backend.barrier()
+    return messages
+
+
+def test_a_parameter_that_is_unfrozen_on_one_rank_is_named_after_the_timeout(group: RankGroup) -> None:
+    messages, _ = group.run(unfrozen_on_one_rank)
+    assert len(messages) == 3
+    for message in messages:
+        assert "Missing: rank 1. Parameter '0.weight' was unfrozen on rank 0, but not on the missing ranks." in message
 
 
 def test_every_case_is_run() -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 from one_rank import simulate_rank
 from torch import nn
+from torch.distributed import HashStore
 
 from unitrain.backends.checks import check_same_weights, check_trainable_model, digest_bits
+from unitrain.backends.gradients.unused_parameters import gather_unused
+from unitrain.backends.gradients.wrapped_model import compare_trained_parameters
 from unitrain.backends.local import LocalBackend
-from unitrain.errors import ModelError
+from unitrain.bootstrap.environment import RankInfo
+from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.errors import CollectiveTimeoutError, ModelError
 from unitrain.testing.parameters import Lookup
 
 CPU = torch.device("cpu")
@@ -92,3 +99,21 @@ def test_embedding_can_be_scripted_after_a_model_was_distributed() -> None:
     LocalBackend(CPU).distributed_model(nn.Linear(2, 2))
     for layer in (nn.Embedding(5, 4, max_norm=0.5), nn.Embedding(5, 4)):
         assert torch.jit.script(layer)(torch.arange(5)).shape == (5, 4)
+
+
+def test_a_timeout_of_a_comparison_names_the_parameter_that_only_this_rank_has_unfrozen() -> None:
+    rendezvous = Rendezvous(RankInfo("env", 0, 2, 0), HashStore(), "127.0.0.1", timedelta(seconds=0.1))
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        compare_trained_parameters(rendezvous, "trains", ["0.weight", "1.weight"], [True, False], [False, True])
+    assert str(caught.value).startswith(
+        "The rendezvous of 2 ranks timed out after 0.1 s, at 'trains'. Missing: rank 1. Parameter '1.weight' was "
+        "unfrozen on rank 0, but not on the missing ranks. Freeze and unfreeze the same parameters on every rank before"
+    )
+
+
+def test_a_timeout_after_the_first_backward_pass_states_that_other_ranks_used_no_parameter() -> None:
+    rendezvous = Rendezvous(RankInfo("env", 1, 2, 1), HashStore(), "127.0.0.1", timedelta(seconds=0.1))
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"Missing: rank 0\. On rank 1, a backward pass has used parameters"
+    ):
+        gather_unused(rendezvous, "model/1", [])

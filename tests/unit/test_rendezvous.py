@@ -327,6 +327,19 @@ def test_a_timeout_names_every_missing_rank() -> None:
     assert texts[0].startswith("The rendezvous of 4 ranks timed out after 1 s, at 'key'. Missing: ranks 0, 3. ")
 
 
+def test_values_are_returned_if_the_last_rank_failed_before_it_published_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.5))
+    first, last = (
+        Rendezvous(RankInfo("env", rank, 2, rank), store, "127.0.0.1", timedelta(seconds=0.5)) for rank in range(2)
+    )
+    first.post("key", "first")
+    monkeypatch.setattr(last.messages, "set", lambda *_: None)
+    last.post("key", "last")
+    assert first.missing_ranks("key") == []
+    assert first.allgather("key", "first") == ["first", "last"]
+
+
 def test_timeout_reports_messages_with_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     rendezvous = Rendezvous(RankInfo("env", 1, 2, 1), store, "127.0.0.1", timedelta(seconds=0.5))

@@ -62,16 +62,16 @@ class Rendezvous:
     timeout: timedelta
     backend: str | None = None
 
-    def allgather(self, key: str, value: Any) -> list[Any]:
+    def allgather(self, key: str, value: Any, cause: str = "") -> list[Any]:
         """Return every rank's JSON-serializable `value`, in rank order. All ranks call it, once for each `key`.
 
         Works before the backend is started and while the backend is stuck. Raises CollectiveTimeoutError, which names
-        the missing ranks.
+        the missing ranks. `cause` describes the likely cause of such a timeout, in complete sentences.
         """
         self.post(key, value)
         if missing := self.missing_ranks(key):
             names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
-            signature = ""
+            signature, cause = "", f"{cause} " if cause else ""
             if self.messages.has_rejected_lines(_posted_key(key)):
                 signature = (
                     "The store also contains messages that are not signed with the UNITRAIN_JOB_KEY of this rank: set "
@@ -79,9 +79,12 @@ class Rendezvous:
                 )
             raise CollectiveTimeoutError(
                 f"The rendezvous of {self.rank_info.size} ranks timed out after {self.timeout.total_seconds():g} s, at "
-                f"{key!r}. Missing: {names}. {signature}"
+                f"{key!r}. Missing: {names}. {cause}{signature}"
                 "Check the first error that they logged, or raise the limit with unitrain.init(timeout_seconds=...)."
             )
+        if not self.messages.check([_complete_key(key)]):  # the last rank has failed before it published the list
+            posted = self._posted_values(key)
+            return [posted[rank] for rank in range(self.rank_info.size)]
         values: list[Any] = json.loads(self.messages.get(_complete_key(key)))
         return values
 

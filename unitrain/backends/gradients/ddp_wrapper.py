@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unitrain.backends import checks
 from unitrain.backends.base import Shard
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.gradients.compression import Compressor, compress_buckets
@@ -30,8 +29,8 @@ from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_ba
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
-from unitrain.backends.gradients.unused_parameters import register_first_backward_check
-from unitrain.backends.gradients.wrapped_model import WrappedModel
+from unitrain.backends.gradients.unused_parameters import gather_unused, register_first_backward_check
+from unitrain.backends.gradients.wrapped_model import WrappedModel, compare_trained_parameters
 from unitrain.backends.tensors import is_expanded
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.rendezvous import Rendezvous
@@ -175,7 +174,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
             register_first_backward_check(
                 self,
                 model,
-                lambda names: rendezvous.allgather(f"{self._key}/unused", names),
+                partial(gather_unused, rendezvous, self._key),
                 lambda: self.require_backward_grad_sync and not self._has_left_group,
             )
 
@@ -300,9 +299,9 @@ class DistributedModel(ReducerDDP, WrappedModel):
         ):
             return  # parameters were only frozen, and a frozen parameter counts as unused
         self._freeze_changes += 1
-        by_rank = self._rendezvous.allgather(f"{self._key}/trains/{self._freeze_changes}", requires_grad)
+        key = f"{self._key}/trains/{self._freeze_changes}"
         names = [name for name, _ in self.module.named_parameters()]
-        checks.check_same_trained_parameters(names, by_rank)
+        compare_trained_parameters(self._rendezvous, key, names, self._requires_grad, requires_grad)
         self._requires_grad = requires_grad
         self._local_gradients.set_reduced_parameters(self._trained_parameters())
         self.rebuild_reducer()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
 from unitrain.torch_compat import current_backward, drop_empty_gradient_hooks
 
@@ -89,6 +90,20 @@ def register_first_backward_check(
     handles.append(wrapped.register_forward_hook(on_forward))
     handles.extend(parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in names)
     return stop
+
+
+def gather_unused(rendezvous: Rendezvous, key: str, names: list[str]) -> list[list[str]]:
+    """Return every rank's `names` of unused parameters, in rank order. A rank calls it at the end of the first backward
+    pass that uses parameters of the model.
+
+    Raises CollectiveTimeoutError on the ranks that call it unless all ranks do.
+    """
+    cause = (
+        f"On rank {rendezvous.rank_info.rank}, a backward pass has used parameters of the model, but no backward pass "
+        "of the missing ranks has used any. Use the parameters in the loss on every rank, for example with a factor of "
+        "0."
+    )
+    return rendezvous.allgather(f"{key}/unused", names, cause)
 
 
 def raise_unused(unused_by_rank: list[list[str]], *, suggests_find_unused: bool = True) -> None:

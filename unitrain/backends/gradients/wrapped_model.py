@@ -3,12 +3,15 @@ with `logical_ranks`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from unitrain.backends.checks import check_same_trained_parameters
+from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import ModelError
 from unitrain.torch_compat import unwrap_compiled
 
@@ -46,3 +49,21 @@ class WrappedModel:
             f"The distributed {type(unwrap_compiled(self.module)).__name__} cannot be pickled, because it holds a "
             "process group. Save the model inside it: torch.save(backend.unwrap(model).state_dict(), path)."
         )
+
+
+def compare_trained_parameters(
+    rendezvous: Rendezvous, key: str, names: Sequence[str], before: Sequence[bool], now: Sequence[bool]
+) -> None:
+    """Raise ModelError on every rank if parameters were frozen or unfrozen differently across ranks.
+
+    `before` and `now` are the values of requires_grad in the order of `names`, and differ. All ranks must call it. If
+    some ranks do not, because no parameter was frozen or unfrozen on them, the others raise CollectiveTimeoutError.
+    """
+    changed = [index for index in range(len(names)) if now[index] != before[index]]
+    index = next((index for index in changed if now[index]), changed[0])
+    cause = (
+        f"Parameter {names[index]!r} was {'unfrozen' if now[index] else 'frozen'} on rank {rendezvous.rank_info.rank}, "
+        "but not on the missing ranks. Freeze and unfreeze the same parameters on every rank before the same forward "
+        "pass: parameter.requires_grad_(...)."
+    )
+    check_same_trained_parameters(names, rendezvous.allgather(key, now, cause))

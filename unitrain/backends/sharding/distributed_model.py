@@ -13,14 +13,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends import checks
 from unitrain.backends.base import Communicator, Shard
 from unitrain.backends.gradients.end_of_backward import tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
 from unitrain.backends.gradients.reducer_group import ReducerGroup
-from unitrain.backends.gradients.unused_parameters import register_first_backward_check, unused_error
-from unitrain.backends.gradients.wrapped_model import WrappedModel
+from unitrain.backends.gradients.unused_parameters import gather_unused, register_first_backward_check, unused_error
+from unitrain.backends.gradients.wrapped_model import WrappedModel, compare_trained_parameters
 from unitrain.backends.objects import broadcast_in_parts
 from unitrain.backends.sharding.gradient_reducer import GradientReducer, Transfer
 from unitrain.backends.tensors import is_expanded
@@ -92,7 +91,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
             register_first_backward_check(
                 self,
                 model,
-                lambda names: rendezvous.allgather(f"{self._key}/unused", names),
+                partial(gather_unused, rendezvous, self._key),
                 lambda: self._requires_sync and not self._has_left,
             )
 
@@ -198,9 +197,9 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         call it.
         """
         self._freeze_changes += 1
+        key = f"{self._key}/trains/{self._freeze_changes}"
         names = [name for name, _ in self.module.named_parameters()]
-        by_rank = self._rendezvous.allgather(f"{self._key}/trains/{self._freeze_changes}", requires_grad)
-        checks.check_same_trained_parameters(names, by_rank)
+        compare_trained_parameters(self._rendezvous, key, names, self._requires_grad, requires_grad)
         self._requires_grad = requires_grad
         self._local.set_reduced_parameters(self._trained_parameters())
         self.reducer.set_trained()

@@ -20,12 +20,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from unitrain.backends.base import Communicator
 from unitrain.backends.blocks import BlockChoice
-from unitrain.backends.checks import check_same_trained_parameters
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
-from unitrain.backends.gradients.unused_parameters import raise_unused
-from unitrain.backends.gradients.wrapped_model import WrappedModel
+from unitrain.backends.gradients.unused_parameters import gather_unused, raise_unused
+from unitrain.backends.gradients.wrapped_model import WrappedModel, compare_trained_parameters
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.sharding.checks import choose_blocks
 from unitrain.backends.sharding.forward_passes import register_forward_without_batch
@@ -273,8 +272,8 @@ class ShardedModel(nn.Module, WrappedModel):
         if requires_grad == self._requires_grad:
             return
         self._freeze_changes += 1
-        by_rank = self._rendezvous.allgather(f"{self._key}/trains/{self._freeze_changes}", requires_grad)
-        check_same_trained_parameters(self._names, by_rank)
+        key = f"{self._key}/trains/{self._freeze_changes}"
+        compare_trained_parameters(self._rendezvous, key, self._names, self._requires_grad, requires_grad)
         self._requires_grad = requires_grad
 
     @disable_compile
@@ -318,7 +317,7 @@ class ShardedModel(nn.Module, WrappedModel):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        by_rank = self._rendezvous.allgather(f"{self._key}/unused", unused)
+        by_rank = gather_unused(self._rendezvous, self._key, unused)
         if any(by_rank):
             end_of_backward.add(BackwardStage.RAISE_ERRORS, lambda: raise_unused(by_rank, suggests_find_unused=False))
 
