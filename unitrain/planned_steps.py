@@ -42,14 +42,16 @@ def _total_epochs(config: TrainConfig, progress: TrainingProgress, data: Trainin
     if config.max_steps is None:
         return config.max_epochs
     total = first = progress.epoch
-    left = max(0, config.max_steps - progress.step)
+    left = config.max_steps - progress.step
+    if left <= 0:
+        return first + (progress.step_in_epoch > 0)
     try:
-        # Each epoch has at least one step.
-        for epochs in epochs_with_equal_steps(config.gradient_accumulation_steps, first, first + left):
+        # Each epoch has at least one step, but the current epoch may have no remaining ones.
+        for epochs in epochs_with_equal_steps(config.gradient_accumulation_steps, first, first + 1 + left):
             steps = _steps_in_epochs(config, progress, data, epochs)
             if steps is None:
                 return None
-            in_first, in_each = max(1, steps[0]), max(1, steps[1])
+            in_first, in_each = steps[0], max(1, steps[1])
             needed = 1 + math.ceil(max(0, left - in_first) / in_each)
             total += min(needed, len(epochs))
             if needed <= len(epochs):
@@ -72,6 +74,6 @@ def _steps_in_epochs(
     if in_first is None or in_each is None:
         return None
     if limit is not None:
-        in_first = min(in_first, limit - (progress.step_in_epoch if is_current else 0))
+        in_first = min(in_first, max(0, limit - (progress.step_in_epoch if is_current else 0)))
         in_each = min(in_each, limit)
     return in_first, in_each

@@ -17,8 +17,12 @@ import unitrain
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
+from unitrain.data.sharding import open_training_data
+from unitrain.data.training_data import ShardSettings
 from unitrain.errors import CheckpointError, ConfigError
 from unitrain.loggers.logger import Logger
+from unitrain.planned_steps import remaining_steps
+from unitrain.progress.training_progress import TrainingProgress
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -167,6 +171,57 @@ def test_epoch_schedule_is_built_from_the_number_of_epochs() -> None:
     accumulated = {"gradient_accumulation_steps": schedule, "batch_size": 8, "global_batch_size": None}
     trainer(LOCAL, build, max_steps=13, scheduler_interval="epoch", **accumulated).fit(data())
     assert totals == [3, 2, 3, 4]
+
+
+class FailsAfterEpoch(unitrain.Callback):
+    """Raises KeyboardInterrupt at the end of an epoch, before its checkpoint."""
+
+    def on_epoch_end(self, trainer: unitrain.Trainer, results: dict[str, float]) -> None:
+        trainer.checkpointer.wait()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "settings"),
+    [
+        (13, {"checkpoint_every_steps": 6}),
+        (6, {"checkpoint_every_steps": 6}),
+        (3, {"checkpoint_every_steps": 1, "limit_train_steps": 1}),
+        (13, {"checkpoint_every_steps": 6, "gradient_accumulation_steps": {0: 1, 1: 2}}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_epoch_schedule_is_resumed_at_the_end_of_an_epoch_and_of_the_run(
+    max_steps: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    totals = []
+
+    def build(optimizer: Any, total_steps: int) -> LambdaLR:
+        totals.append(total_steps)
+        return LambdaLR(optimizer, lambda epoch: 1 - epoch / total_steps)
+
+    def train(folder: str, callback: unitrain.Callback) -> unitrain.Trainer:
+        made = trainer(
+            LOCAL, build, max_steps=max_steps, scheduler_interval="epoch", resume=True, output_dir=tmp_path / folder,
+            callbacks=[callback], batch_size=BATCH, global_batch_size=None, **settings,
+        )  # fmt: skip
+        made.fit(data())
+        return made
+
+    expected = train("uninterrupted", Rates()).progress
+    with pytest.raises(KeyboardInterrupt):
+        train("resumed", FailsAfterEpoch())
+    assert train("resumed", Rates()).progress.step == max_steps
+    train("resumed", Rates())  # complete
+    assert totals == [expected.epoch + (expected.step_in_epoch > 0)] * 4
+
+
+def test_remaining_steps_with_a_smaller_limit_than_the_steps_of_the_current_epoch() -> None:
+    config = unitrain.TrainConfig(max_epochs=3, limit_train_steps=2, batch_size=BATCH)
+    settings = ShardSettings.from_config(config, elastic=False, elastic_batch_size=None)
+    training_data = open_training_data(data(), LOCAL, settings)
+    progress = TrainingProgress(step=4, sample=4 * BATCH, position=4 * BATCH, step_in_epoch=4)
+    assert remaining_steps(config, progress, training_data) == 4
 
 
 class Endless(IterableDataset[Any]):
