@@ -283,6 +283,14 @@ def test_gradient_watch_with_local_steps_does_not_wait_for_other_ranks(monkeypat
         GradientWatch().on_before_optimizer_step(trainer)
 
 
+def test_gradient_watch_accepts_a_parameter_without_elements() -> None:
+    trainer = make(LOCAL, [])
+    trainer.model.register_parameter("empty", nn.Parameter(torch.empty(0)))
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    GradientWatch().on_before_optimizer_step(trainer)
+
+
 def test_gradient_watch_permits_the_initial_overflows_of_fp16() -> None:
     class Poison(Callback):
         def __init__(self, steps: int) -> None:

@@ -427,6 +427,20 @@ def test_different_data_on_ranks_is_reported() -> None:
         EvaluationShard(tensors(10), simulate_rank(0, 2, gathered=[(10, {}), (12, {})]), batch_size=2)
 
 
+def test_different_batch_sizes_are_reported_if_they_determine_the_evaluated_samples() -> None:
+    rank = simulate_rank(0, 2, gathered=[])
+
+    def gather(own: Any) -> list[Any]:
+        peer = None if own is None else (own[0], {**own[1], **{name: 4 for name in own[1] if name == "batch_size"}})
+        return [own, peer]
+
+    rank.allgather_object = gather  # type: ignore[method-assign]
+    loader = DataLoader(tensors(10), batch_size=2)
+    assert EvaluationShard(loader, rank).batch_size == 2
+    with pytest.raises(DataError, match=r"^The evaluation data differs between ranks in batch_size: \[2, 4\]"):
+        EvaluationShard(loader, rank, limit_batches=2)
+
+
 class CountingStream(IterableDataset[tuple[Tensor, int]]):
     """The samples of `Numbers`, as a stream."""
 

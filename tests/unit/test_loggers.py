@@ -10,9 +10,11 @@ from pathlib import Path
 import logger_output
 import numpy as np
 import pytest
+import torch
 
 from unitrain.loggers.background import BackgroundLogger
 from unitrain.loggers.csv import CSVLogger
+from unitrain.loggers.images import to_histogram
 from unitrain.loggers.json_lines import JSONLinesLogger
 from unitrain.loggers.logger import Logger, RunInfo, ServiceRun
 from unitrain.loggers.mlflow import MLflowLogger
@@ -153,6 +155,15 @@ def test_wandb_and_tensorboard_have_tables_and_histograms(tmp_path: Path) -> Non
     assert (shown.step, shown.histogram_value.num, list(shown.histogram_value.bucket)) == (4, 4, [1, 0, 3])
     text = found.Tensors("worst/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text.splitlines() == ["| label | a\\|b |", "|---|---|", "| 7 | x |", "| None | 1.5 |"]
+
+
+@pytest.mark.parametrize("values", [[1.0, math.nextafter(1.0, 2.0)], [1e17, 1e17], [-1e300, -1e300]])
+def test_histogram_of_almost_equal_values(values: list[float]) -> None:
+    """float64 cannot represent 64 different edges between these values."""
+    counts, edges = to_histogram(torch.tensor(values, dtype=torch.float64))
+    assert counts.sum() == 2
+    assert (np.diff(edges) > 0).all()
+    assert edges[0] <= min(values) <= max(values) <= edges[-1]
 
 
 def test_json_lines_and_mlflow_have_tables_and_histograms(tmp_path: Path) -> None:

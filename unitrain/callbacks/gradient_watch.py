@@ -38,8 +38,8 @@ class GradientWatch(Callback):
             for name, parameter in _named_parameters(trainer)
             if parameter.requires_grad and parameter.grad is not None
         }
-        if is_sharded:  # a rank may have no rows of a gradient
-            gradients = {name: rows if rows.numel() else rows.new_zeros(1) for name, rows in gradients.items()}
+        # An empty gradient has no norm. If parameters are sharded, a rank may have no rows of a gradient.
+        gradients = {name: rows if rows.numel() else rows.new_zeros(1) for name, rows in gradients.items()}
         norms = torch.stack(foreach_norm(list(gradients.values()), float("inf"))) if gradients else torch.ones(1)
         if is_sharded:
             norms = trainer.backend.allreduce(norms, "max")

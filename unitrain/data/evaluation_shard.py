@@ -94,8 +94,10 @@ class EvaluationShard:
             class_name=class_name,
             seeds_batches=logical_ranks is not None,
         )
-        sampler = None if source.sampler is None else type(source.sampler).__name__
-        check_same_data(subject, communicator, source.length, {"sampler": sampler})
+        compared: dict[str, Any] = {"sampler": None if source.sampler is None else type(source.sampler).__name__}
+        if limit_batches is not None:  # the batch size then determines the evaluated samples
+            compared["batch_size"] = source.batch_size
+        check_same_data(subject, communicator, source.length, compared)
         self._order, bounds = DrawnOrder(torch.arange(source.length), None)
         if source.sampler is not None:
             self._order, bounds = draw_order(

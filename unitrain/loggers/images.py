@@ -57,7 +57,12 @@ def to_histogram(values: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
         )
     dense = values.detach().to_dense() if values.layout is not torch.strided else values.detach()
     numbers = (dense.abs() if dense.is_complex() else dense).double().cpu().reshape(-1).numpy()
-    return np.histogram(numbers[np.isfinite(numbers)], bins=_BINS)
+    finite = numbers[np.isfinite(numbers)]
+    try:
+        return np.histogram(finite, bins=_BINS)
+    except ValueError:  # the values differ so little that the edges of the bins would be equal
+        margin = _BINS * np.spacing(np.abs(finite).max())
+        return np.histogram(finite, bins=_BINS, range=(finite.min() - margin, finite.max() + margin))
 
 
 def check_table(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
