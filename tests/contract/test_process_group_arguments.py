@@ -123,11 +123,12 @@ if __name__ == "__main__":
     print("finished")
 """
 
-# A Horovod that its launcher has started keeps its ranks.
+# A Horovod that its launcher has started keeps its ranks. Through it, the ranks choose the port that is not set.
 OTHER_RANKS_OF_A_LAUNCHER = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 import unitrain
 
+os.environ["MASTER_ADDR"] = "127.0.0.1"
 unitrain.register_process_group()
 dist.init_process_group("horovod")
 rank = dist.get_rank()

@@ -203,8 +203,9 @@ def _find_own_address(rendezvous: Rendezvous) -> str:
 
 
 def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendezvous:
-    """Connect the ranks and start Horovod. Under mpirun without MASTER_ADDR, the ranks connect through Horovod."""
-    if rank_info.launcher != "mpirun" or environment.get_variable("MASTER_ADDR"):
+    """Connect the ranks and start Horovod. Under mpirun, unless MASTER_ADDR and MASTER_PORT are set, the ranks connect
+    through Horovod."""
+    if rank_info.launcher != "mpirun" or _has_rendezvous_address():
         # The ranks connect before Horovod starts, because Horovod aborts the process if ranks are missing.
         rendezvous = connect_ranks(rank_info, timeout, "horovod")
         start_horovod(rank_info, rendezvous)
@@ -219,20 +220,25 @@ def connect_ranks_and_horovod(rank_info: RankInfo, timeout: timedelta) -> Rendez
 def export_torch_variables(rank_info: RankInfo) -> None:
     """Set the variables that torch's rendezvous reads, unless the launcher has set them. All ranks call it.
 
-    Under horovodrun and mpirun without MASTER_ADDR, this starts Horovod, through which the ranks choose the address.
+    Under horovodrun and mpirun, unless MASTER_ADDR and MASTER_PORT are set, this starts Horovod, through which the
+    ranks choose the address.
     """
     environment.export_defaults(
         {"RANK": str(rank_info.rank), "WORLD_SIZE": str(rank_info.size), "LOCAL_RANK": str(rank_info.local_rank)}
         | {name: value for name in ("MASTER_ADDR", "MASTER_PORT") if (value := environment.get_variable(name))}
     )
-    if rank_info.launcher not in ("horovodrun", "mpirun", "none") or environment.get_variable("MASTER_ADDR"):
-        return
-    if rank_info.launcher == "none":  # this may be the parent of the ranks, so Horovod is not started
-        host, port = LOOPBACK, free_port()
-    else:
+    if rank_info.launcher == "none" and not environment.get_variable("MASTER_ADDR"):
+        host, port = LOOPBACK, free_port()  # this may be the parent of the ranks, so Horovod is not started
+    elif rank_info.launcher in ("horovodrun", "mpirun") and not _has_rendezvous_address():
         start_horovod(rank_info, Rendezvous(rank_info, dist.HashStore(), "127.0.0.1", timedelta(minutes=5)))
         host, port = _find_free_address(rank_info)
+    else:
+        return
     environment.export_defaults({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
+
+
+def _has_rendezvous_address() -> bool:
+    return all(environment.get_variable(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def _serve_horovod_rendezvous(rank_info: RankInfo, rendezvous: Rendezvous) -> None:
