@@ -68,7 +68,7 @@ def reduce(
             [None if one is None else one.clone() for one in terms[rank]]
             for rank in local_logical_ranks(count, process, size)
         ]
-        return reduction.mean(own, is_complete=True)
+        return reduction.mean(own, all_ranks_have_run=True)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
@@ -152,9 +152,9 @@ def reduce_in_backward(terms: Sequence[Term], process: int, processes: Processes
         allows_unused=False,
     )
     own = [terms[rank] for rank in local_logical_ranks(len(terms), process, size)]
-    first = reduction.mean([[one.clone() for one in term] for term in own], is_complete=True)
+    first = reduction.mean([[one.clone() for one in term] for term in own], all_ranks_have_run=True)
     *complete, last = [[one.clone() for one in term] for term in own]
-    reduction.begin(complete, is_complete=True)
+    reduction.begin(complete, all_ranks_have_run=True)
     before = started
     for number in torch.randperm(len(SHAPES), generator=torch.Generator().manual_seed(process)).tolist():
         reduction.add(number, last[number])
@@ -174,7 +174,7 @@ def test_lazy_conjugates_are_reduced() -> None:
         start_allreduce=None,
         allows_unused=False,
     )
-    (mean,) = reduction.mean(terms, is_complete=True)
+    (mean,) = reduction.mean(terms, all_ranks_have_run=True)
     assert mean is not None
     torch.testing.assert_close(mean.resolve_conj(), expected)
 
@@ -197,7 +197,7 @@ def test_a_gradient_that_is_added_twice() -> None:
             ["weight"], [parameter], logical_ranks=1, bucket_bytes=100, start_allreduce=None, allows_unused=False
         )
         for step in range(3):
-            reduction.begin([], is_complete=True)
+            reduction.begin([], all_ranks_have_run=True)
             gradient = torch.full((3,), 1.0)
             reduction.add(0, gradient)
             if is_first:
@@ -206,7 +206,7 @@ def test_a_gradient_that_is_added_twice() -> None:
             (mean,) = reduction.finish([gradient])
             assert torch.equal(mean, torch.full((3,), 1.0 + step * is_first))
         if not is_first:
-            reduction.begin([], is_complete=True)
+            reduction.begin([], all_ranks_have_run=True)
             reduction.add(0, torch.ones(3))
             with pytest.raises(ModelError, match="'weight' was accumulated twice in one backward pass"):
                 reduction.add(0, torch.ones(3))

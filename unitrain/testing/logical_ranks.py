@@ -107,7 +107,7 @@ def _expected_gradients(model: nn.Module, steps: range, factors: dict[int, float
         allows_unused=False,
     )
     tensors = [torch.stack([term for term in some if term is not None]) for some in zip(*terms, strict=True)]
-    result = reduction.mean(terms, is_complete=True)
+    result = reduction.mean(terms, all_ranks_have_run=True)
     for gradient, of_logical_ranks in zip(result, tensors, strict=True):
         assert gradient is not None
         tolerance = 1e-6 * of_logical_ranks.abs().max().item()

@@ -6,9 +6,10 @@ and the integers are added. Integer addition is exact, so neither the grouping o
 allreduce affects the sum. Because the quantum is chosen from the gradients of the same step, every value fits, even if
 gradients grow by any factor.
 
-Gradients of float64 and complex128 are added as int64, all others as int32, so these messages have as many bytes as
-float32 gradients. With V logical ranks and int32, the quantum of a block is at least 2^(29 - ceil(log2 V)) times
-smaller than the largest value of the block, unless that value is close to the smallest normal number.
+Gradients of float64 and complex128 are added as int64, all others as int32. The int32 messages have the size of float32
+gradients, which is twice that of half-precision gradients. With V logical ranks and int32, the quantum of a block is at
+least 2^(29 - ceil(log2 V)) times smaller than the largest value of the block, unless that value is below 2^-97 (about
+6e-30).
 
 The gradients of a bucket are exchanged by two operations: the maxima of its blocks, then the sums. Both usually start
 during the backward pass: the maxima as soon as the gradients of the bucket are complete, and the sums as soon as the
@@ -20,24 +21,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unitrain.backends.base import ReduceOp
 from unitrain.backends.gradients.end_of_backward import do_not_wait
+from unitrain.backends.gradients.exact_buckets import BLOCK_ELEMENTS, Bucket, NumberFormat, Piece, divide_into_buckets
 from unitrain.backends.tensors import as_real
 from unitrain.errors import ModelError
 
 # Starts to reduce an integer tensor over processes in place, and returns a function that waits.
 StartAllreduce = Callable[[Tensor, ReduceOp], Callable[[], None]]
 
-_BLOCK_ELEMENTS = 4096  # elements with the same quantum
 _CPU_TILE_BLOCKS = 16  # blocks that are processed together in the CPU's cache
 _DEVICE_TILE_BLOCKS = 1024
 _MAX_SUMS_IN_FLIGHT = 2
-# Values instead of the exponent of a block's largest value, if the block contains only zeros, inf or nan.
+# Sentinels that replace the exponent of a block if all of its elements are zero, or if an element is inf or NaN.
 _ALL_ZERO, _NOT_FINITE = -(2**20), 2**20
 _MAX_SHOWN = 5
 
@@ -45,90 +47,68 @@ Gradients = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Format:
-    """Number formats of a reduction, and the layout of its floating-point values. Sums are at most 2^sum_bits."""
-
-    values: torch.dtype
-    integers: torch.dtype
-    sum_bits: int
-    mantissa_bits: int
-    exponent_bias: int
-
-    def powers_of_two(self, exponents: Tensor) -> Tensor:
-        """Return 2^e for each of the int32 `exponents`. `torch.pow` may not be exact."""
-        return ((exponents.to(self.integers) + self.exponent_bias) << self.mantissa_bits).view(self.values)
-
-
-_SINGLE = _Format(torch.float32, torch.int32, 30, 23, 127)
-_DOUBLE = _Format(torch.float64, torch.int64, 62, 52, 1023)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Elements [start, stop) of the parameter with index `parameter`. `first_block` is the index in the bucket of the
-    first block of these elements."""
-
-    parameter: int
-    start: int
-    stop: int
-    first_block: int
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-(self.stop - self.start) // _BLOCK_ELEMENTS)
-
-
-@dataclass
-class _Bucket:
-    """Pieces that are exchanged together. `first_pieces` are the indices of the parameters that begin in this
-    bucket."""
-
-    number_format: _Format
-    pieces: list[_Piece] = field(default_factory=list)
-    first_pieces: list[int] = field(default_factory=list)
-    num_blocks: int = 0
-
-
-@dataclass(frozen=True)
 class _Sum:
     """A reduction of sums in flight. `factors` convert the sums of each block to means."""
 
-    bucket: _Bucket
-    pieces: Sequence[_Piece]
+    bucket: Bucket
+    pieces: Sequence[Piece]
     buffer: Tensor
     total: Tensor  # the used part of the buffer
     factors: Tensor
     wait: Callable[[], None]
 
 
+class _ParameterFlags(NamedTuple):
+    """Whether a parameter has a gradient on any logical rank, and whether it lacks one on any logical rank."""
+
+    is_present: bool
+    is_missing: bool
+
+
+class _StepFlags(NamedTuple):
+    """Whether a logical rank has not run its backward passes, and whether a gradient was accumulated repeatedly."""
+
+    is_incomplete: bool
+    is_repeated: bool
+
+
 class _Step:
-    """The gradients and operations of one reduction. `terms` contains the gradients of each logical rank of this
-    process except the last one."""
+    """The gradients and operations of one reduction. `other_gradients` contains the gradients of each logical rank of
+    this process except the last one. `all_ranks_have_run` states whether all logical ranks of this process have run
+    their backward passes."""
 
     def __init__(
-        self, terms: Sequence[Gradients], buckets: Sequence[_Bucket], parameters: Sequence[Tensor], *, is_complete: bool
+        self,
+        other_gradients: Sequence[Gradients],
+        buckets: Sequence[Bucket],
+        parameters: Sequence[Tensor],
+        *,
+        all_ranks_have_run: bool,
     ) -> None:
         count = len(parameters)
-        self.terms, self.is_complete = terms, is_complete
+        self.other_gradients, self.all_ranks_have_run = other_gradients, all_ranks_have_run
         self.last: list[Tensor | None] = [None] * count  # the gradients of the last logical rank
         # Frozen parameters get no gradients.
         self.num_pending = [
-            len({piece.parameter for piece in bucket.pieces if parameters[piece.parameter].requires_grad})
+            len({piece.parameter_index for piece in bucket.pieces if parameters[piece.parameter_index].requires_grad})
             for bucket in buckets
         ]
         self.next_bucket = 0
-        self.flat_terms: dict[int, list[Tensor]] = {}
+        self.flat_gradients: dict[int, list[Tensor]] = {}
         self.maxima: dict[int, tuple[Tensor, Callable[[], None]]] = {}
         self.sums: list[_Sum] = []
         self.means: list[Tensor | None] = [None] * count
         self.flat_means: dict[int, Tensor] = {}
         # Over all processes:
-        self.is_missing, self.is_present = [False] * count, [False] * count
-        self.is_any_incomplete = self.is_any_repeated = False
+        self.parameter_flags = [_ParameterFlags(False, False)] * count
+        self.step_flags = _StepFlags(False, False)
 
-    def gradients(self, number: int) -> list[Tensor | None]:
-        """Return the gradients of parameter `number` of all logical ranks of this process."""
-        return [*(term[number] for term in self.terms), self.last[number]]
+    def gradients(self, parameter_index: int) -> list[Tensor | None]:
+        """Return the gradients of a parameter of all logical ranks of this process."""
+        return [
+            *(gradients_of_rank[parameter_index] for gradients_of_rank in self.other_gradients),
+            self.last[parameter_index],
+        ]
 
 
 class ExactReduction:
@@ -161,15 +141,15 @@ class ExactReduction:
         self._start_allreduce, self._allows_unused = start_allreduce, allows_unused
         self._device = self._parameters[0].device
         self._tile_blocks = _CPU_TILE_BLOCKS if self._device.type == "cpu" else _DEVICE_TILE_BLOCKS
-        self._buckets = _divide(self._parameters, bucket_bytes)
+        self._buckets = divide_into_buckets(self._parameters, bucket_bytes)
         self._buckets_of: list[list[int]] = [[] for _ in self._parameters]
         for index, bucket in enumerate(self._buckets):
             for piece in bucket.pieces:
-                self._buckets_of[piece.parameter].append(index)
+                self._buckets_of[piece.parameter_index].append(index)
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._free_buffers: list[Tensor] = []
-        # Whether gradients are final when they are added, so that `add` can start operations. The first step determines
-        # it. Before, it is None, and `add` does not start operations.
+        # Whether gradients are final when they are added, so that `add` can start operations. None until the first step
+        # has determined it; until then, `add` starts no operations.
         self._is_overlapped: bool | None = False if allows_unused else None
         self._times_added = [0] * len(self._parameters)
         self._step: _Step | None = None
@@ -183,35 +163,37 @@ class ExactReduction:
         """Discard a step that has begun."""
         self._step = None
 
-    def begin(self, terms: Sequence[Gradients], *, is_complete: bool) -> None:
-        """Begin a step. `terms` contains the gradients of each logical rank of this process except the last one.
+    def begin(self, other_gradients: Sequence[Gradients], *, all_ranks_have_run: bool) -> None:
+        """Begin a step. `other_gradients` contains the gradients of each logical rank of this process except the last
+        one.
 
-        The gradients may be overwritten by the result. If `is_complete` is False in any process, `finish` raises
-        ModelError in all processes.
+        `all_ranks_have_run` states whether all logical ranks of this process have run their backward passes. If it is
+        False in any process, `finish` raises ModelError in all processes. The gradients may be overwritten by the
+        result.
         """
         self._times_added = [0] * len(self._parameters)
-        self._step = _Step(terms, self._buckets, self._parameters, is_complete=is_complete)
+        self._step = _Step(other_gradients, self._buckets, self._parameters, all_ranks_have_run=all_ranks_have_run)
 
     @torch.no_grad()
-    def add(self, number: int, gradient: Tensor) -> None:
-        """Add the final gradient of parameter `number` on the last logical rank of this process, and start the
-        operations whose gradients are complete. Raises ModelError, in this process only, if it is added twice in a step
-        whose operations start early."""
+    def add(self, parameter_index: int, gradient: Tensor) -> None:
+        """Add the final gradient of a parameter on the last logical rank of this process, and start the operations
+        whose gradients are complete. Raises ModelError, in this process only, if the gradient is added twice in a step
+        whose reduction overlaps with the backward pass."""
         step = self._step
         assert step is not None
         if self._is_overlapped is None:
-            self._times_added[number] += 1
+            self._times_added[parameter_index] += 1
         if not self._is_overlapped:
             return
-        if step.last[number] is not None:
+        if step.last[parameter_index] is not None:
             raise ModelError(
-                f"The gradient of {self._names[number]!r} was accumulated twice in one backward pass, but not in the "
-                "first one. With logical ranks, use torch.utils.checkpoint with use_reentrant=False, or "
+                f"The gradient of {self._names[parameter_index]!r} was accumulated twice in one backward pass, "
+                "but not in the first one. With logical ranks, use torch.utils.checkpoint with use_reentrant=False, or "
                 "backend.distributed_model(model, find_unused_parameters=True)."
             )
-        step.last[number] = gradient
-        for index in self._buckets_of[number]:
-            step.num_pending[index] -= 1
+        step.last[parameter_index] = gradient
+        for bucket_index in self._buckets_of[parameter_index]:
+            step.num_pending[bucket_index] -= 1
         while step.next_bucket < len(self._buckets) and not step.num_pending[step.next_bucket]:
             self._advance(step)
 
@@ -225,7 +207,7 @@ class ExactReduction:
         """
         step, self._step = self._step, None
         assert step is not None
-        step.last = [added if added is not None else one for added, one in zip(step.last, last, strict=True)]
+        step.last = [added if added is not None else gradient for added, gradient in zip(step.last, last, strict=True)]
         self._check_layouts(step)
         while step.next_bucket < len(self._buckets):
             self._advance(step)
@@ -234,23 +216,23 @@ class ExactReduction:
             self._finish_sum(step)
         self._raise_errors(step)
         if self._is_overlapped is None:
-            self._is_overlapped = not step.is_any_repeated
-        for number, flat_mean in step.flat_means.items():
-            mean = step.means[number]
+            self._is_overlapped = not step.step_flags.is_repeated
+        for parameter_index, flat_mean in step.flat_means.items():
+            mean = step.means[parameter_index]
             assert mean is not None
             if flat_mean.data_ptr() != mean.data_ptr():
                 as_real(mean).copy_(flat_mean.view(as_real(mean).shape))
         return step.means
 
-    def mean(self, terms: Sequence[Gradients], *, is_complete: bool) -> list[Tensor | None]:
+    def mean(self, gradients: Sequence[Gradients], *, all_ranks_have_run: bool) -> list[Tensor | None]:
         """Return the mean gradient of each parameter over all logical ranks, without overlap with a backward pass.
-        `terms` contains the gradients of each logical rank of this process. See `begin` and `finish`."""
-        self.begin(terms[:-1], is_complete=is_complete)
-        return self.finish(terms[-1])
+        `gradients` contains the gradients of each logical rank of this process. See `begin` and `finish`."""
+        self.begin(gradients[:-1], all_ranks_have_run=all_ranks_have_run)
+        return self.finish(gradients[-1])
 
     def _check_layouts(self, step: _Step) -> None:
-        for number, name in enumerate(self._names):
-            for gradient in step.gradients(number):
+        for parameter_index, name in enumerate(self._names):
+            for gradient in step.gradients(parameter_index):
                 if gradient is not None and gradient.layout != torch.strided:
                     raise ModelError(
                         f"The gradient of {name!r} has layout {gradient.layout}, which logical ranks do not support. "
@@ -258,12 +240,12 @@ class ExactReduction:
                     )
 
     def _raise_errors(self, step: _Step) -> None:
-        if step.is_any_incomplete:
+        if step.step_flags.is_incomplete:
             raise ModelError(
                 "The gradients were reduced before every logical rank had run its backward passes. Iterate over a "
                 "ShardedLoader with the same logical_ranks, and use backend.no_sync(model) unless loader.ends_step."
             )
-        unused = [name for name, is_missing in zip(self._names, step.is_missing, strict=True) if is_missing]
+        unused = [name for name, flags in zip(self._names, step.parameter_flags, strict=True) if flags.is_missing]
         if unused and not self._allows_unused:
             count = "1 parameter" if len(unused) == 1 else f"{len(unused)} parameters"
             more = f" and {len(unused) - _MAX_SHOWN} more" if len(unused) > _MAX_SHOWN else ""
@@ -287,37 +269,39 @@ class ExactReduction:
         """Start to reduce the exponents of the largest values in each block, and whether the gradients of each
         parameter are present and complete."""
         bucket = self._buckets[index]
-        maxima = torch.zeros(bucket.num_blocks, dtype=bucket.number_format.values, device=self._device)
+        maxima = torch.zeros(bucket.num_blocks, dtype=bucket.number_format.value_dtype, device=self._device)
         for piece in bucket.pieces:
             if gradients := self._pieces_of(step, piece):
                 self._write_maxima(maxima[piece.first_block : piece.first_block + piece.num_blocks], gradients)
-        flags = list[int]()
-        for number in bucket.first_pieces:
-            is_present = [gradient is not None for gradient in step.gradients(number)]
-            flags += [any(is_present), self._parameters[number].requires_grad and not all(is_present)]
-        flags += [not step.is_complete, max(self._times_added) > 1]
-        message = torch.cat([_exponents(maxima), torch.tensor(flags, dtype=torch.int32).to(self._device)])
+        flags = [self._parameter_flags(step, parameter_index) for parameter_index in bucket.parameters_starting_here]
+        step_flags = _StepFlags(not step.all_ranks_have_run, max(self._times_added) > 1)
+        message = _encode_maxima(_exponents(maxima), flags, step_flags)
         step.maxima[index] = message, self._start(message, "max")
+
+    def _parameter_flags(self, step: _Step, parameter_index: int) -> _ParameterFlags:
+        """Return the flags of a parameter in this process. A frozen parameter is not missing."""
+        is_present = [gradient is not None for gradient in step.gradients(parameter_index)]
+        return _ParameterFlags(any(is_present), self._parameters[parameter_index].requires_grad and not all(is_present))
 
     def _start_sum(self, step: _Step, index: int) -> None:
         """Wait for the maxima of a bucket, add up the gradients of this process, and start to reduce the sums."""
         bucket = self._buckets[index]
         message, wait = step.maxima.pop(index)
         wait()
-        exponents = message[: bucket.num_blocks]
-        *flags, is_any_incomplete, is_any_repeated = message[bucket.num_blocks :].tolist()
-        step.is_any_incomplete |= bool(is_any_incomplete)
-        step.is_any_repeated |= bool(is_any_repeated)
-        for number, is_present, is_missing in zip(bucket.first_pieces, flags[::2], flags[1::2], strict=True):
-            step.is_present[number], step.is_missing[number] = bool(is_present), bool(is_missing)
-            if is_present:
-                mean = self._create_mean(number, step)
-                step.means[number], step.flat_means[number] = mean, _flat(mean)
+        exponents, flags, step_flags = _decode_maxima(message, bucket.num_blocks)
+        step.step_flags = _StepFlags(*map(max, step.step_flags, step_flags))
+        for parameter_index, parameter_flags in zip(bucket.parameters_starting_here, flags, strict=True):
+            step.parameter_flags[parameter_index] = parameter_flags
+            if parameter_flags.is_present:
+                mean = self._create_mean(parameter_index, step)
+                step.means[parameter_index], step.flat_means[parameter_index] = mean, _flat(mean)
         scales, factors = self._scales(exponents, bucket.number_format)
-        pieces = [piece for piece in bucket.pieces if step.is_present[piece.parameter]]
+        pieces = [piece for piece in bucket.pieces if step.parameter_flags[piece.parameter_index].is_present]
         if len(step.sums) == _MAX_SUMS_IN_FLIGHT:
             self._finish_sum(step)
-        buffer = self._take_buffer(sum(piece.stop - piece.start for piece in pieces), bucket.number_format.integers)
+        buffer = self._take_buffer(
+            sum(piece.stop - piece.start for piece in pieces), bucket.number_format.integer_dtype
+        )
         stop = 0
         for piece in pieces:
             start, stop = stop, stop + piece.stop - piece.start
@@ -335,7 +319,7 @@ class ExactReduction:
         for piece in reduced.pieces:
             start, stop = stop, stop + piece.stop - piece.start
             self._write_means(
-                step.flat_means[piece.parameter][piece.start : piece.stop],
+                step.flat_means[piece.parameter_index][piece.start : piece.stop],
                 reduced.total[start:stop],
                 reduced.factors[piece.first_block : piece.first_block + piece.num_blocks],
             )
@@ -353,7 +337,7 @@ class ExactReduction:
 
     # --- arithmetic, on flat tensors ---
 
-    def _scales(self, exponents: Tensor, number_format: _Format) -> tuple[Tensor, Tensor]:
+    def _scales(self, exponents: Tensor, number_format: NumberFormat) -> tuple[Tensor, Tensor]:
         """Return 1 / quantum and quantum / number of logical ranks of each block. The latter is NaN if a value in the
         block is not finite."""
         bits = number_format.sum_bits - max(0, self._logical_ranks - 1).bit_length()
@@ -368,19 +352,19 @@ class ExactReduction:
         """Set `maxima` to the largest absolute value in each block, or NaN for a block with a NaN."""
         for elements, blocks in self._tiles(len(gradients[0])):
             rows = blocks.stop - blocks.start
-            for number, gradient in enumerate(gradients):
+            for index, gradient in enumerate(gradients):
                 absolute = self._scratch_for(maxima.dtype, elements)
                 if gradient.dtype == maxima.dtype:
                     torch.abs(gradient[elements], out=absolute)
                 else:
                     absolute.copy_(gradient[elements]).abs_()
-                if number == 0:
+                if index == 0:
                     torch.amax(absolute.view(rows, -1), 1, out=maxima[blocks])
                 else:
-                    own = torch.amax(absolute.view(rows, -1), 1)
-                    torch.maximum(maxima[blocks], own, out=maxima[blocks])
+                    block_maxima = torch.amax(absolute.view(rows, -1), 1)
+                    torch.maximum(maxima[blocks], block_maxima, out=maxima[blocks])
 
-    def _add_up(self, total: Tensor, gradients: Sequence[Tensor], scales: Tensor, number_format: _Format) -> None:
+    def _add_up(self, total: Tensor, gradients: Sequence[Tensor], scales: Tensor, number_format: NumberFormat) -> None:
         """Set `total` to the sum of `gradients`, each rounded to a multiple of the quantum, in units of the quantum."""
         if not gradients:
             total.zero_()
@@ -388,14 +372,14 @@ class ExactReduction:
         for elements, blocks in self._tiles(len(total)):
             rows = blocks.stop - blocks.start
             scale = scales[blocks].unsqueeze(1)
-            for number, gradient in enumerate(gradients):
-                quanta = self._scratch_for(number_format.values, elements)
+            for index, gradient in enumerate(gradients):
+                quanta = self._scratch_for(number_format.value_dtype, elements)
                 torch.mul(gradient[elements].view(rows, -1), scale, out=quanta.view(rows, -1))
                 quanta.round_()
-                if number == 0:
+                if index == 0:
                     total[elements].copy_(quanta)
                 else:
-                    integers = self._scratch_for(number_format.integers, elements)
+                    integers = self._scratch_for(number_format.integer_dtype, elements)
                     total[elements].add_(integers.copy_(quanta))
 
     def _write_means(self, mean: Tensor, total: Tensor, factors: Tensor) -> None:
@@ -407,33 +391,33 @@ class ExactReduction:
 
     def _tiles(self, num_elements: int) -> Iterator[tuple[slice, slice]]:
         """Yield the elements and the blocks of each tile. A last block with fewer elements is a separate tile."""
-        whole = num_elements // _BLOCK_ELEMENTS
-        for first in range(0, whole, self._tile_blocks):
-            last = min(whole, first + self._tile_blocks)
-            yield slice(first * _BLOCK_ELEMENTS, last * _BLOCK_ELEMENTS), slice(first, last)
-        if num_elements > whole * _BLOCK_ELEMENTS:
-            yield slice(whole * _BLOCK_ELEMENTS, num_elements), slice(whole, whole + 1)
+        num_whole_blocks = num_elements // BLOCK_ELEMENTS
+        for start in range(0, num_whole_blocks, self._tile_blocks):
+            stop = min(num_whole_blocks, start + self._tile_blocks)
+            yield slice(start * BLOCK_ELEMENTS, stop * BLOCK_ELEMENTS), slice(start, stop)
+        if num_elements > num_whole_blocks * BLOCK_ELEMENTS:
+            yield slice(num_whole_blocks * BLOCK_ELEMENTS, num_elements), slice(num_whole_blocks, num_whole_blocks + 1)
 
     def _scratch_for(self, dtype: torch.dtype, elements: slice) -> Tensor:
         """Return memory for the results of a tile. The next call with the same dtype returns the same memory."""
         if dtype not in self._scratch:
-            count = self._tile_blocks * _BLOCK_ELEMENTS
+            count = self._tile_blocks * BLOCK_ELEMENTS
             self._scratch[dtype] = torch.empty(count, dtype=dtype, device=self._device)
         return self._scratch[dtype][: elements.stop - elements.start]
 
-    def _pieces_of(self, step: _Step, piece: _Piece) -> list[Tensor]:
+    def _pieces_of(self, step: _Step, piece: Piece) -> list[Tensor]:
         """Return the elements of `piece` in each gradient of this process that is not None."""
-        flat = step.flat_terms.get(piece.parameter)
+        flat = step.flat_gradients.get(piece.parameter_index)
         if flat is None:
-            flat = [_flat(one) for one in step.gradients(piece.parameter) if one is not None]
-            step.flat_terms[piece.parameter] = flat
-        return [one[piece.start : piece.stop] for one in flat]
+            flat = [_flat(gradient) for gradient in step.gradients(piece.parameter_index) if gradient is not None]
+            step.flat_gradients[piece.parameter_index] = flat
+        return [gradient[piece.start : piece.stop] for gradient in flat]
 
-    def _create_mean(self, number: int, step: _Step) -> Tensor:
-        """Return the tensor for the mean gradient of parameter `number`: one of its gradients, which is overwritten, or
-        a new tensor if none is contiguous."""
-        parameter = self._parameters[number]
-        for gradient in step.gradients(number):
+    def _create_mean(self, parameter_index: int, step: _Step) -> Tensor:
+        """Return the tensor for the mean gradient of a parameter: one of its gradients, which is overwritten, or a new
+        tensor if none is contiguous."""
+        parameter = self._parameters[parameter_index]
+        for gradient in step.gradients(parameter_index):
             if gradient is None or gradient.is_conj():  # a lazy conjugate has no view of real numbers
                 continue
             if gradient.is_contiguous() and parameter.is_contiguous():
@@ -441,29 +425,18 @@ class ExactReduction:
         return torch.empty_like(parameter, requires_grad=False)
 
 
-def _divide(parameters: Sequence[Tensor], bucket_bytes: int) -> list[_Bucket]:
-    """Return the buckets in the order in which a backward pass usually completes them: the last parameters first. Large
-    parameters are divided among several buckets."""
-    buckets, unfilled = list[_Bucket](), dict[_Format, _Bucket]()
-    for number, parameter in reversed(list(enumerate(parameters))):
-        number_format = _DOUBLE if parameter.dtype in (torch.float64, torch.complex128) else _SINGLE
-        max_blocks = max(1, bucket_bytes // number_format.integers.itemsize // _BLOCK_ELEMENTS)
-        count, start = parameter.numel() * (2 if parameter.is_complex() else 1), 0
-        while True:
-            bucket = unfilled.get(number_format)
-            if bucket is None or bucket.num_blocks >= max_blocks:
-                bucket = unfilled[number_format] = _Bucket(number_format)
-                buckets.append(bucket)
-            stop = min(count, start + (max_blocks - bucket.num_blocks) * _BLOCK_ELEMENTS)
-            piece = _Piece(number, start, stop, bucket.num_blocks)
-            bucket.pieces.append(piece)
-            bucket.num_blocks += piece.num_blocks
-            if start == 0:
-                bucket.first_pieces.append(number)
-            if stop == count:
-                break
-            start = stop
-    return buckets
+def _encode_maxima(exponents: Tensor, flags: Sequence[_ParameterFlags], step_flags: _StepFlags) -> Tensor:
+    """Return the int32 message of a bucket: the exponents of its blocks, then the flags as 0 or 1. The maximum of the
+    messages of all processes contains the maximum of the exponents, and whether a flag is set in any process."""
+    values = [int(flag) for flags_tuple in (*flags, step_flags) for flag in flags_tuple]
+    return torch.cat([exponents, torch.tensor(values, dtype=torch.int32).to(exponents.device)])
+
+
+def _decode_maxima(message: Tensor, num_blocks: int) -> tuple[Tensor, list[_ParameterFlags], _StepFlags]:
+    """Return the arguments of `_encode_maxima`."""
+    *flags, is_incomplete, is_repeated = map(bool, message[num_blocks:].tolist())
+    parameter_flags = [_ParameterFlags(*pair) for pair in zip(flags[::2], flags[1::2], strict=True)]
+    return message[:num_blocks], parameter_flags, _StepFlags(is_incomplete, is_repeated)
 
 
 def _exponents(maxima: Tensor) -> Tensor:

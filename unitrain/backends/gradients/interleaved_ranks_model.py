@@ -48,7 +48,7 @@ class InterleavedRanksModel(LogicalRanksModel):
     @property
     def last_logical_rank(self) -> int:
         """The last logical rank of this process."""
-        return self._local_ranks[-1]
+        return self._local_logical_ranks[-1]
 
     def _discard_step(self) -> None:
         super()._discard_step()
@@ -90,33 +90,33 @@ class InterleavedRanksModel(LogicalRanksModel):
             set_current_logical_rank(None)
 
     def _begin_step(self) -> None:
-        if self._active is not None:  # an exception between two micro-batches interrupted the last step
+        if self._active_rank is not None:  # an exception between two micro-batches interrupted the last step
             self._discard_interrupted_step()
         if self._forward_buffers is not None:
             self._forward_buffers.broadcast()
-        self._earlier, self._has_backward = self._take_gradients(), True
+        self._gradients_before_step, self._has_backward = self._take_gradients(), True
         self._modules_with_buffers = [module for module in self.module.modules() if buffers_by_name(module)]
-        first, *others = self._local_ranks
+        first, *others = self._local_logical_ranks
         self._inactive_buffers = {first: self._current_buffers(), **{rank: self._cloned_buffers() for rank in others}}
 
     def _discard_interrupted_step(self) -> None:
-        self._install_buffers(self._local_ranks[0])
+        self._install_buffers(self._local_logical_ranks[0])
         self._discard_step()
 
     # --- turns ---
 
     def _switch(self, index: int) -> None:
         """Install the gradients, buffers and process-wide states of the logical rank with `index` in this process."""
-        rank, device = self._local_ranks[index], self._communicator.device
-        if rank != self._active:
-            if self._active is not None:
-                self._gradients[self._active] = self._take_gradients()
-                self._inactive_buffers[self._active] = self._current_buffers()
-                self._inactive_states[self._active] = current_logical_rank(), generator_states(device)
+        rank, device = self._local_logical_ranks[index], self._communicator.device
+        if rank != self._active_rank:
+            if self._active_rank is not None:
+                self._gradients[self._active_rank] = self._take_gradients()
+                self._inactive_buffers[self._active_rank] = self._current_buffers()
+                self._inactive_states[self._active_rank] = current_logical_rank(), generator_states(device)
             for parameter, gradient in zip(self._all_parameters, self._gradients.pop(rank, []), strict=False):
                 parameter.grad = gradient
             self._install_buffers(rank)
-            self._active = rank
+            self._active_rank = rank
         if rank in self._inactive_states:  # otherwise the function has not started, and sets these states
             logical_rank, generators = self._inactive_states.pop(rank)
             set_current_logical_rank(logical_rank)
@@ -150,7 +150,8 @@ class InterleavedRanksModel(LogicalRanksModel):
         if any(row.shape != shape for row in rows):
             raise layer_mismatch()
         table = rows[0].new_zeros(self._logical_ranks, *shape)
-        table[self._local_ranks.start : self._local_ranks.stop] += torch.stack(rows)  # adding 0 turns -0 into 0
+        ranks = self._local_logical_ranks
+        table[ranks.start : ranks.stop] += torch.stack(rows)  # adding 0 turns -0 into 0
         if self._communicator.size > 1:  # exact, because all other processes add 0
             table = self._communicator.allreduce(table, "sum")
         return table.sum(0)
@@ -167,7 +168,7 @@ class InterleavedRanksModel(LogicalRanksModel):
         if forward is not None:
             forward.mark_used()
         backward = current_backward()
-        if not self._reduces or self._active != self.last_logical_rank:
+        if not self._reduces or self._active_rank != self.last_logical_rank:
             return
         if backward == self._last_backward or self._has_left or not self._is_any_parameter_reached():
             return
@@ -181,9 +182,9 @@ class InterleavedRanksModel(LogicalRanksModel):
         """Reduce the gradients at the end of the last backward pass of the step. The backward passes of the other
         logical ranks of this process must have ended."""
         self._turns.check_others_have_ended()
-        others = [self._gradients[rank] for rank in self._local_ranks[:-1]]
-        self._reduction.begin(others, is_complete=True)
-        self._install_buffers(self._local_ranks[0])
+        other_gradients = [self._gradients[rank] for rank in self._local_logical_ranks[:-1]]
+        self._reduction.begin(other_gradients, all_ranks_have_run=True)
+        self._install_buffers(self._local_logical_ranks[0])
         super()._reduce()
 
 

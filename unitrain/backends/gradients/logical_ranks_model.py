@@ -64,7 +64,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
         self.module = model
         broadcast_in_parts(communicator, [*model.parameters(), *model.buffers()])
         self._logical_ranks = logical_ranks
-        self._local_ranks = local_logical_ranks(logical_ranks, communicator.rank, communicator.size)
+        self._local_logical_ranks = local_logical_ranks(logical_ranks, communicator.rank, communicator.size)
         self._forward_buffers, self._reducer_group = buffers, reducer_group
         self._requires_sync, self._has_left = True, False
         self._all_parameters = list(model.parameters())
@@ -78,8 +78,8 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             allows_unused=find_unused_parameters,
         )
         self._gradient_hooks = [
-            register_gradient_hook(parameter, _gradient_hook(number, weakref.ref(self)))
-            for number, parameter in enumerate(self._all_parameters)
+            register_gradient_hook(parameter, _gradient_hook(index, weakref.ref(self)))
+            for index, parameter in enumerate(self._all_parameters)
             if parameter.is_floating_point() or parameter.is_complex()
         ]
         self._last_backward = -1
@@ -88,10 +88,11 @@ class LogicalRanksModel(nn.Module, WrappedModel):
 
     def _discard_step(self) -> None:
         self._reduction.discard()
-        self._active: int | None = None  # the logical rank whose gradients are in `.grad`
+        self._active_rank: int | None = None  # the logical rank whose gradients are in `.grad`
         self._has_backward = False  # whether a backward pass of the step has started
         self._gradients: dict[int, list[Tensor | None]] = {}  # gradients of complete logical ranks
-        self._earlier: list[Tensor | None] = []  # the gradients in `.grad` before the step, such as reduced ones
+        # The gradients in `.grad` before the step, such as reduced ones.
+        self._gradients_before_step: list[Tensor | None] = []
         self._buffers_at_start: list[Tensor] = []
         self._buffers_of_rank_0: list[Tensor] = []
 
@@ -147,25 +148,26 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             )
         logical_rank = current.index
         self._reducing_forwards += self._requires_sync
-        if logical_rank == self._active:
+        if logical_rank == self._active_rank:
             return
-        if self._active is not None and logical_rank == self._local_ranks[0]:  # an exception interrupted the last step
+        if self._active_rank is not None and logical_rank == self._local_logical_ranks[0]:
+            # An exception interrupted the last step.
             self._discard_step()
-        if self._active is None:
+        if self._active_rank is None:
             if self._forward_buffers is not None:
                 self._forward_buffers.broadcast()
-            if len(self._local_ranks) > 1:
+            if len(self._local_logical_ranks) > 1:
                 self._buffers_at_start = self._copy_buffers()
         else:
             self._complete_active()
             self._restore_buffers(self._buffers_at_start)
-        self._active = logical_rank
+        self._active_rank = logical_rank
 
     def _complete_active(self) -> None:
         """Store the gradients and buffers of the active logical rank."""
-        assert self._active is not None
-        self._gradients[self._active] = self._take_gradients()
-        if self._active == 0 and len(self._local_ranks) > 1:
+        assert self._active_rank is not None
+        self._gradients[self._active_rank] = self._take_gradients()
+        if self._active_rank == 0 and len(self._local_logical_ranks) > 1:
             self._buffers_of_rank_0 = self._copy_buffers()
 
     @disable_compile
@@ -185,17 +187,17 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             return
         reduces = self._reducing_forwards > 0 or self._requires_sync
         self._last_backward, self._reducing_forwards = backward, 0
-        if self._active is None:  # a retained graph
-            self._active = self._local_ranks[0]
+        if self._active_rank is None:  # a retained graph
+            self._active_rank = self._local_logical_ranks[0]
         if not self._has_backward:
-            self._has_backward, self._earlier = True, self._take_gradients()
+            self._has_backward, self._gradients_before_step = True, self._take_gradients()
         self._reduction.discard()  # a reduction that an exception in an earlier backward pass interrupted
         if reduces:
             if self._reducer_group is not None:
                 self._reducer_group.expect_backward()
-            terms = [self._gradients[rank] for rank in self._local_ranks if rank in self._gradients]
-            is_complete = len({*self._gradients, self._active}) == len(self._local_ranks)
-            self._reduction.begin(terms, is_complete=is_complete)
+            other_gradients = [self._gradients[rank] for rank in self._local_logical_ranks if rank in self._gradients]
+            all_ranks_have_run = len({*self._gradients, self._active_rank}) == len(self._local_logical_ranks)
+            self._reduction.begin(other_gradients, all_ranks_have_run=all_ranks_have_run)
             end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._reduce)
 
     def _is_any_parameter_reached(self) -> bool:
@@ -209,21 +211,21 @@ class LogicalRanksModel(nn.Module, WrappedModel):
             return False
 
     @disable_compile
-    def add_gradient(self, number: int, parameter: Tensor) -> None:
+    def add_gradient(self, parameter_index: int, parameter: Tensor) -> None:
         """Add the gradient of a parameter to the reduction of the current backward pass, if it reduces gradients.
 
         Called after each accumulation of a gradient.
         """
         if not self._has_left and self._reduction.is_active and parameter.grad is not None:
-            self._reduction.add(number, parameter.grad)
+            self._reduction.add(parameter_index, parameter.grad)
 
     @torch.no_grad()
     def _reduce(self) -> None:
         try:
-            assert self._active is not None
+            assert self._active_rank is not None
             self._complete_active()
-            means = self._reduction.finish(self._gradients[self._active])
-            for parameter, mean, earlier in zip(self._all_parameters, means, self._earlier, strict=True):
+            means = self._reduction.finish(self._gradients[self._active_rank])
+            for parameter, mean, earlier in zip(self._all_parameters, means, self._gradients_before_step, strict=True):
                 if mean is not None and earlier is not None:
                     mean += earlier
                 parameter.grad = earlier if mean is None else mean
@@ -286,12 +288,12 @@ def check_logical_ranks_optimizer(model: Any, shard: Shard) -> None:
         )
 
 
-def _gradient_hook(number: int, model: weakref.ref[LogicalRanksModel]) -> Callable[[Tensor], None]:
+def _gradient_hook(parameter_index: int, model: weakref.ref[LogicalRanksModel]) -> Callable[[Tensor], None]:
     """Return the hook of a parameter. The hook has a weak reference to `model`, because parameters can outlive it."""
 
     def hook(parameter: Tensor) -> None:
         if (wrapper := model()) is not None:
-            wrapper.add_gradient(number, parameter)
+            wrapper.add_gradient(parameter_index, parameter)
 
     return hook
 

@@ -202,7 +202,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         compare_trained_parameters(self._rendezvous, key, names, self._requires_grad, requires_grad)
         self._requires_grad = requires_grad
         self._local.set_reduced_parameters(self._trained_parameters())
-        self.reducer.set_trained()
+        self.reducer.select_trained_parameters()
 
     def _trained_parameters(self) -> list[Tensor]:
         return [parameter for parameter in self._all_parameters if parameter.requires_grad]

@@ -55,16 +55,16 @@ class _Bucket:
     """Gradients of the same dtype that are reduced together. `parameters` are indices of trained parameters.
 
     `shards` are ordered by owner, and their `index` is the index of the parameter. Rank r owns `splits[r]` elements.
-    `total` contains the mean of this rank's elements. `missing` is the number of gradients that the current backward
-    pass has not computed yet.
+    `total` contains the mean of this rank's elements. `num_missing` is the number of gradients that the current
+    backward pass has not computed yet.
     """
 
-    number: int
+    index: int
     parameters: list[int]
     shards: list[ParameterShard]
     splits: list[int]
     total: Tensor
-    missing: int = 0
+    num_missing: int = 0
 
 
 @dataclass
@@ -106,44 +106,44 @@ class GradientReducer:
     ) -> None:
         self._names = list(parameters)
         self._parameters = list(parameters.values())
-        self._index = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        self._index_by_id = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._communicator, self._reducer_group, self._group = communicator, reducer_group, transfer.group
         self._transfer, self._half, self._finds_unused = transfer, transfer.half, find_unused_parameters
         self._on_local, self._on_reduced = on_local, on_reduced
         self._gradient_group = GradientGroup(communicator)
         self._gradients: dict[int, ShardedGradient] = {}
         self._shards: dict[int, list[ParameterShard]] = {}
-        self._trained: list[int] = []
-        self._order: list[int] | None = None  # of the gradients in a backward pass of rank 0
+        self._trained_indices: list[int] = []
+        self._gradient_order: list[int] | None = None  # of the gradients in a backward pass of rank 0
         self._has_buckets = False
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._next = 0
+        self._next_bucket = 0
         self._backward = -1  # ID of the backward pass whose gradients are reduced
         self._is_active = self._reduces_next_backward = self._accumulates = False
         self._computed_order: list[int] = []
         self._computed_set: set[int] = set()
-        self._used: set[int] = set()
+        self._used_indices: set[int] = set()
         self.missing: list[str] = []
         self._handles = [
-            register_gradient_hook(parameter, _hook(weakref.ref(self), number))
-            for number, parameter in enumerate(self._parameters)
+            register_gradient_hook(parameter, _hook(weakref.ref(self), index))
+            for index, parameter in enumerate(self._parameters)
             if parameter.is_floating_point() or parameter.is_complex()
         ]
-        self.set_trained()
+        self.select_trained_parameters()
 
     # --- ownership ---
 
-    def set_trained(self) -> None:
+    def select_trained_parameters(self) -> None:
         """Select the parameters that currently require grad for reduction. All ranks call it."""
-        self._trained = [number for number, parameter in enumerate(self._parameters) if parameter.requires_grad]
-        self._order, self._has_buckets = None, False
+        self._trained_indices = [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
+        self._gradient_order, self._has_buckets = None, False
 
     def shards_of(self, parameter: nn.Parameter) -> list[ParameterShard] | None:
         """Return the shards of `parameter`, or None if it has not been assigned."""
-        number = self._index.get(id(parameter))
-        return None if number is None else self._shards.get(number)
+        index = self._index_by_id.get(id(parameter))
+        return None if index is None else self._shards.get(index)
 
     def divide(self, parameters: Sequence[nn.Parameter]) -> list[ParameterShard]:
         """Return shards of `parameters` such that each rank owns about the same number of elements in each bucket."""
@@ -153,8 +153,8 @@ class GradientReducer:
 
     def assign(self, parameter: nn.Parameter, shards: list[ParameterShard]) -> None:
         """Set the owners of the elements of `parameter`. All ranks call it with the same shards."""
-        number = self._index.get(id(parameter))
-        if number is None:
+        index = self._index_by_id.get(id(parameter))
+        if index is None:
             raise ModelError(
                 f"The optimizer got a new parameter of shape {list(parameter.shape)} that does not belong to the "
                 'distributed model, so shard="gradients" cannot reduce its gradient. Add parameters of the model only: '
@@ -162,30 +162,30 @@ class GradientReducer:
             )
         if isinstance(parameter.grad, ShardedGradient):
             raise ModelError(
-                f"Gradient {self._names[number]!r} is already sharded by elements, which this optimizer does not "
+                f"Gradient {self._names[index]!r} is already sharded by elements, which this optimizer does not "
                 "support. Call optimizer.zero_grad() before backend.distributed_optimizer."
             )
-        self._shards[number] = shards
+        self._shards[index] = shards
         self._has_buckets = False
-        own = next((shard for shard in shards if shard.owner == self._communicator.rank), None)
-        gradient = self._gradients.get(number)
+        own_shard = next((shard for shard in shards if shard.owner == self._communicator.rank), None)
+        gradient = self._gradients.get(index)
         if gradient is None:
             with torch.no_grad():
-                gradient = self._gradients[number] = ShardedGradient(parameter.detach(), self._gradient_group)
+                gradient = self._gradients[index] = ShardedGradient(parameter.detach(), self._gradient_group)
             self._gradient_group.gradients.append(gradient)
         gradient.local = parameter.detach().new_empty(0)
-        gradient.start, gradient.stop = (own.start, own.stop) if own is not None else (0, 0)
+        gradient.start, gradient.stop = (own_shard.start, own_shard.stop) if own_shard is not None else (0, 0)
 
     def _create_buckets(self) -> None:
         """Assign the trained parameters to buckets in the order in which their gradients are computed."""
-        left = [number for number in self._trained if number not in self._shards]
-        sizes = [self._parameters[number].numel() for number in left]
+        unassigned = [index for index in self._trained_indices if index not in self._shards]
+        sizes = [self._parameters[index].numel() for index in unassigned]
         for shard in divide_tensors(sizes, self._communicator.size):
-            self.assign(self._parameters[left[shard.index]], [shard])
-        known = set(self._trained)
-        order = [number for number in self._order or () if number in known]
+            self.assign(self._parameters[unassigned[shard.index]], [shard])
+        trained = set(self._trained_indices)
+        order = [index for index in self._gradient_order or () if index in trained]
         ordered = set(order)
-        order += [number for number in reversed(self._trained) if number not in ordered]
+        order += [index for index in reversed(self._trained_indices) if index not in ordered]
         self._buckets = []
         open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
 
@@ -193,24 +193,24 @@ class GradientReducer:
             parameters, _ = open_buckets.pop(dtype)
             self._buckets.append(self._create_bucket(len(self._buckets), parameters))
 
-        for number in order:
-            parameter = self._parameters[number]
+        for index in order:
+            parameter = self._parameters[index]
             members, size = open_buckets.get(parameter.dtype, ([], 0))
             size += parameter.numel() * parameter.element_size()
-            open_buckets[parameter.dtype] = ([*members, number], size)
+            open_buckets[parameter.dtype] = ([*members, index], size)
             if size >= (self._transfer.other_bytes if self._buckets else self._transfer.first_bytes):
                 close(parameter.dtype)
         for dtype in list(open_buckets):
             close(dtype)
-        self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.parameters}
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.parameters}
         self._has_buckets = True
 
-    def _create_bucket(self, number: int, parameters: list[int]) -> _Bucket:
+    def _create_bucket(self, bucket_index: int, parameters: list[int]) -> _Bucket:
         size, rank = self._communicator.size, self._communicator.rank
         shards = [
-            replace(shard, index=index)
-            for index in parameters
-            for shard in self._shards[index]
+            replace(shard, index=parameter_index)
+            for parameter_index in parameters
+            for shard in self._shards[parameter_index]
             if shard.stop > shard.start
         ]
         shards.sort(key=lambda shard: shard.owner)
@@ -218,25 +218,25 @@ class GradientReducer:
         for shard in shards:
             splits[shard.owner] += shard.stop - shard.start
         first = self._parameters[parameters[0]]
-        bucket = _Bucket(number, parameters, shards, splits, first.detach().new_empty(splits[rank]))
-        for index, own in self._own_shards(bucket, bucket.total):
-            gradient = self._gradients[index]
-            if gradient.local.numel() == own.numel() and self._is_attached(index):
-                own.copy_(gradient.local)
-            gradient.local = own
+        bucket = _Bucket(bucket_index, parameters, shards, splits, first.detach().new_empty(splits[rank]))
+        for parameter_index, own_elements in self._own_shards(bucket, bucket.total):
+            gradient = self._gradients[parameter_index]
+            if gradient.local.numel() == own_elements.numel() and self._is_attached(parameter_index):
+                own_elements.copy_(gradient.local)
+            gradient.local = own_elements
         return bucket
 
     def _own_shards(self, bucket: _Bucket, total: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (index of the parameter, elements in `total`) of each shard that this rank owns."""
-        place = 0
+        start = 0
         for shard in bucket.shards:
             if shard.owner == self._communicator.rank:
                 count = shard.stop - shard.start
-                yield shard.index, total[place : place + count]
-                place += count
+                yield shard.index, total[start : start + count]
+                start += count
 
-    def _is_attached(self, number: int) -> bool:
-        return self._parameters[number].grad is self._gradients.get(number)
+    def _is_attached(self, index: int) -> bool:
+        return self._parameters[index].grad is self._gradients.get(index)
 
     # --- a backward pass ---
 
@@ -257,7 +257,7 @@ class GradientReducer:
             try:
                 with torch.enable_grad():
                     reached = {
-                        number for number in self._trained if is_reached_by_backward(self._parameters[number])
+                        index for index in self._trained_indices if is_reached_by_backward(self._parameters[index])
                     }  # fmt: skip
             except RuntimeError:  # torch.autograd.grad with respect to parameters
                 reached = set()
@@ -265,53 +265,55 @@ class GradientReducer:
                 return
         if not self._has_buckets:
             self._create_buckets()
-        self._backward, self._is_active, self._next = current_backward(), True, 0
+        self._backward, self._is_active, self._next_bucket = current_backward(), True, 0
         self._in_flight.clear()
-        self._computed_order, self._computed_set, self._used = [], set(), set()
+        self._computed_order, self._computed_set, self._used_indices = [], set(), set()
         self.missing = []
         for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters) if reached is None else len(reached.intersection(bucket.parameters))
+            bucket.num_missing = (
+                len(bucket.parameters) if reached is None else len(reached.intersection(bucket.parameters))
+            )
         self._reducer_group.expect_backward()
         end_of_backward.add(BackwardStage.REDUCE_BUCKETS, self._finish_backward)
         if reached is not None and not self._reducer_group.defers_allreduces:
             self._send_complete_buckets()
 
-    def add_gradient(self, number: int) -> None:
+    def add_gradient(self, index: int) -> None:
         """Count the gradient that a backward pass has computed for a parameter, and send its bucket if the bucket is
         complete."""
         if not self._is_active:
             if self._reduces_next_backward:
                 self.begin(accumulates=self._accumulates)
             if not self._is_active:
-                self._on_local(self._parameters[number])
+                self._on_local(self._parameters[index])
                 return
-        bucket = self._bucket_of.get(number)
+        bucket = self._bucket_of.get(index)
         if bucket is None:  # the parameter was frozen when the trained parameters were selected
-            self._on_local(self._parameters[number])
+            self._on_local(self._parameters[index])
             return
-        if number in self._computed_set:
-            self._raise_repeated(number)
-        self._computed_set.add(number)
-        self._computed_order.append(number)
-        bucket.missing -= 1
-        if bucket.missing == 0 and bucket.number == self._next and not self._reducer_group.defers_allreduces:
+        if index in self._computed_set:
+            self._raise_repeated(index)
+        self._computed_set.add(index)
+        self._computed_order.append(index)
+        bucket.num_missing -= 1
+        if bucket.num_missing == 0 and bucket.index == self._next_bucket and not self._reducer_group.defers_allreduces:
             self._send_complete_buckets()
 
-    def _raise_repeated(self, number: int) -> None:
+    def _raise_repeated(self, index: int) -> None:
         raise ModelError(
-            f"Parameter {self._names[number]!r} received two gradients in one backward pass, for example because it is "
+            f"Parameter {self._names[index]!r} received two gradients in one backward pass, for example because it is "
             "used in several blocks with reentrant activation checkpointing, so its gradient cannot be sharded. Use "
             "checkpoint(..., use_reentrant=False)."
         )
 
     def _send_complete_buckets(self) -> None:
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-            self._send(self._buckets[self._next])
+        while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].num_missing == 0:
+            self._send(self._buckets[self._next_bucket])
 
     @torch.no_grad()  # also in a backward pass with create_graph=True
     def _send(self, bucket: _Bucket) -> None:
         """Start to reduce `bucket`, and free its gradients."""
-        self._next = bucket.number + 1
+        self._next_bucket = bucket.index + 1
         if self._finds_unused:
             # At this point, other ranks may not have started the buckets in flight, so waiting for them could deadlock.
             while self._in_flight and self._is_complete(self._in_flight[0]):
@@ -355,14 +357,14 @@ class GradientReducer:
             raise
         if self._reducer_group.waits_on_stream and work is not None:
             self._reducer_group.add_work(work)
-        attached = {number for number in bucket.parameters if self._is_attached(number)}
+        attached = {index for index in bucket.parameters if self._is_attached(index)}
         self._in_flight.append(_InFlight(bucket, work, sent, received, attached))
 
     def _take_values(self, bucket: _Bucket) -> dict[int, Tensor]:
         """Return the local gradients of `bucket` by parameter, as 1-D tensors, and remove them from `.grad`."""
         values = {}
-        for number in bucket.parameters:
-            parameter, gradient = self._parameters[number], self._gradients[number]
+        for index in bucket.parameters:
+            parameter, gradient = self._parameters[index], self._gradients[index]
             value, unreduced = parameter.grad, gradient.unreduced
             gradient.unreduced = None
             if value is gradient:
@@ -370,35 +372,35 @@ class GradientReducer:
             else:
                 parameter.grad = None
             if value is not None:
-                values[number] = flatten_like(value, parameter)
+                values[index] = flatten_like(value, parameter)
         if self._finds_unused:
-            self._used.update(values)
+            self._used_indices.update(values)
         return values
 
-    def _is_complete(self, sent: _InFlight) -> bool:
+    def _is_complete(self, transfer: _InFlight) -> bool:
         """Return whether a bucket can be finished without waiting. Return False on GPUs, where this is unknown."""
-        return not self._reducer_group.waits_on_stream and (sent.work is None or sent.work.is_completed())
+        return not self._reducer_group.waits_on_stream and (transfer.work is None or transfer.work.is_completed())
 
     @torch.no_grad()
-    def _finish(self, sent: _InFlight) -> None:
+    def _finish(self, transfer: _InFlight) -> None:
         """Wait for a bucket, and store its mean over ranks in the shards of this rank, or add it to their gradients."""
-        self._reducer_group.wait_for_ranks(sent.work)
-        bucket, size = sent.bucket, self._communicator.size
+        self._reducer_group.wait_for_ranks(transfer.work)
+        bucket, size = transfer.bucket, self._communicator.size
         width = 2 if bucket.total.is_complex() else 1
         count = bucket.total.numel() * width
-        if sent.received is not None:
-            rows = sent.received.view(sent.sent.dtype).view(size, count).unbind()
+        if transfer.received is not None:
+            values_by_rank = transfer.received.view(transfer.sent.dtype).view(size, count).unbind()
         else:
-            place = sum(bucket.splits[: self._communicator.rank]) * width
-            rows = (sent.sent[place : place + count],)
-        is_new = not sent.attached
+            start = sum(bucket.splits[: self._communicator.rank]) * width
+            values_by_rank = (transfer.sent[start : start + count],)
+        is_new = not transfer.attached
         target = bucket.total if is_new else torch.empty_like(bucket.total)
         elements = torch.view_as_real(target).view(-1) if target.is_complex() else target
-        is_half = rows[0].dtype in _HALF_DTYPES
+        is_half = values_by_rank[0].dtype in _HALF_DTYPES
         total = torch.empty_like(elements, dtype=torch.float32) if is_half else elements
-        total.copy_(rows[0])
-        for row in rows[1:]:
-            total += row
+        total.copy_(values_by_rank[0])
+        for values in values_by_rank[1:]:
+            total += values
         if self._half is not None:
             total = total.to(self._half)
         else:
@@ -407,12 +409,12 @@ class GradientReducer:
             elements.copy_(total)
         if is_new:
             return
-        for index, own in self._own_shards(bucket, target):
+        for index, own_elements in self._own_shards(bucket, target):
             local = self._gradients[index].local
-            if index in sent.attached:
-                local += own
+            if index in transfer.attached:
+                local += own_elements
             else:
-                local.copy_(own)
+                local.copy_(own_elements)
 
     def _finish_backward(self) -> None:
         """Reduce the remaining buckets at the end of the backward pass, and set the `.grad` of the used parameters."""
@@ -422,25 +424,25 @@ class GradientReducer:
         if not self._computed_order and not self._finds_unused:
             return  # torch.autograd.grad
         if not (self._finds_unused or self._accumulates):
-            self.missing = [self._names[number] for number in self._trained if number not in self._computed_set]
+            self.missing = [self._names[index] for index in self._trained_indices if index not in self._computed_set]
         with self._reducer_group.monitored_wait():
-            while self._next < len(self._buckets):
-                self._send(self._buckets[self._next])
+            while self._next_bucket < len(self._buckets):
+                self._send(self._buckets[self._next_bucket])
             while self._in_flight:
                 self._finish(self._in_flight.popleft())
             used = self._used_on_any_rank()
-        for number in self._trained:
-            if number in used:
-                gradient = self._gradients[number]
+        for index in self._trained_indices:
+            if index in used:
+                gradient = self._gradients[index]
                 gradient.is_zero = False
                 gradient.clear_cached_norms()
-                self._parameters[number].grad = gradient
-        if self._order is None:
-            self._order = self._communicator.broadcast_object(self._computed_order)
+                self._parameters[index].grad = gradient
+        if self._gradient_order is None:
+            self._gradient_order = self._communicator.broadcast_object(self._computed_order)
             self._has_buckets = False
         if self._accumulates:
-            for number in used:
-                self._on_local(self._parameters[number])
+            for index in used:
+                self._on_local(self._parameters[index])
         else:
             end_of_backward.add(BackwardStage.MARK_REDUCED, self._on_reduced)
 
@@ -448,13 +450,15 @@ class GradientReducer:
         """Return the indices of the parameters that received a gradient on any rank, which the ranks exchange only with
         `find_unused_parameters`. Otherwise, return those of all trained parameters."""
         if not self._finds_unused:
-            return set(self._trained)
+            return set(self._trained_indices)
         flags = torch.tensor(
-            [number in self._used for number in self._trained], dtype=torch.int32, device=self._communicator.device
+            [index in self._used_indices for index in self._trained_indices],
+            dtype=torch.int32,
+            device=self._communicator.device,
         )
         work = dist.all_reduce(flags, group=self._group, async_op=True)
         self._reducer_group.wait_for_ranks(work)
-        return {number for number, count in zip(self._trained, flags.tolist(), strict=True) if count}
+        return {index for index, count in zip(self._trained_indices, flags.tolist(), strict=True) if count}
 
     def stop(self) -> None:
         """Remove the hooks from the parameters, and release the process group."""
@@ -463,11 +467,11 @@ class GradientReducer:
         del self._group, self._transfer, self._reducer_group
 
 
-def _hook(reducer: weakref.ref[GradientReducer], number: int) -> Callable[[Tensor], None]:
+def _hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[[Tensor], None]:
     """Return a hook without a reference to the parameter, which would keep a deleted model in memory."""
 
     def on_gradient(_: Tensor) -> None:
-        if (found := reducer()) is not None:
-            found.add_gradient(number)
+        if (live_reducer := reducer()) is not None:
+            live_reducer.add_gradient(index)
 
     return on_gradient
