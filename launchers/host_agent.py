@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -58,6 +59,17 @@ def _terminate_all(process: subprocess.Popen[bytes] | None, marker: str) -> None
         time.sleep(0.02)
 
 
+def _existing_folder(folder: str) -> str:
+    """Return `folder`. If this host lacks it, print a message and return the current folder, as other launchers do."""
+    if os.access(f"{folder}/.", os.X_OK):
+        return folder
+    current = str(Path.cwd())
+    text = f"{folder} is not available on {socket.gethostname()}. The ranks there run in {current}"
+    sys.stderr.write(f"unitrain: {text}\n")
+    sys.stderr.flush()
+    return current
+
+
 def main() -> int:
     """Run the job read from standard input. Return its exit code, 128 + N if signal N killed it, or 0 without a
     command."""
@@ -72,7 +84,7 @@ def main() -> int:
     if job["argv"]:
         process = subprocess.Popen(
             job["argv"],
-            cwd=job["folder"],
+            cwd=_existing_folder(job["folder"]),
             env={**os.environ, **job["variables"], **dict([job["marker"].split("=", 1)] if job["marker"] else [])},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -20,10 +20,15 @@ _ENTRY_POINT_GROUP = "unitrain.launchers"
 def _build_without_launcher(spec: LaunchSpec) -> Command:
     """Return the command for a single process. Raises LaunchError for several processes or hosts, for another host, and
     for options of launchers."""
-    if spec.num_processes > 1 or len(spec.hosts) > 1:
+    if spec.num_processes > 1:
         raise LaunchError(
             f"Without a launcher unitrain starts one process on this host, but -np requests {spec.num_processes}. "
             f"Use --backend ddp or --backend horovod for -np {spec.num_processes}, or -np 1 for one process."
+        )
+    if len(spec.hosts) > 1:
+        raise LaunchError(
+            f"Without a launcher unitrain starts one process on this host, but -H names {len(spec.hosts)} hosts: "
+            f"{', '.join(host.name for host in spec.hosts)}. Leave -H out, or choose a launcher: --launcher torchrun"
         )
     if spec.controller is not None:
         raise LaunchError(

@@ -54,15 +54,12 @@ def user_master_port(environment: Mapping[str, str]) -> int | None:
     Raises LaunchError for a value that is not a port number.
     """
     text = environment.get("MASTER_PORT") or os.environ.get("MASTER_PORT")
-    return parse_port(text) if text else None
-
-
-def parse_port(text: str) -> int:
-    """Return the number in the text of MASTER_PORT. Raises LaunchError for a value that is not a port number."""
+    if not text:
+        return None
     if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 16:
         raise LaunchError(
-            f"MASTER_PORT must be a port from 1 to 65535, got {text!r}. Clear it, and a port is chosen: "
-            "unset MASTER_PORT"
+            f"MASTER_PORT must be a port from 1 to 65535, got {text!r}. To let unitrain choose a port, "
+            f"{clear_master_port_fix(environment)}"
         )
     return int(text)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from unitrain.launchers.elastic import ElasticRange
 from unitrain.launchers.errors import LaunchError, MissingLauncherError
 from unitrain.launchers.hosts import Host, processes_per_host
-from unitrain.launchers.rendezvous import parse_port
+from unitrain.launchers.rendezvous import user_master_port
 
 # Prevents a typo such as -np 80000 from starting processes until the host runs out of memory.
 MAX_PROCESSES_PER_HOST = 4096
@@ -76,8 +76,8 @@ class LaunchSpec:
                 f"{'slot' if slots == 1 else 'slots'}. Use -np {slots}, or give the hosts more slots: "
                 f"-H {self.hosts[0].name}:{self.hosts[0].slots + self.num_processes - slots}"
             )
-        if port := self.environment.get("MASTER_PORT"):
-            parse_port(port)
+        if self.environment.get("MASTER_PORT"):
+            user_master_port(self.environment)
 
     @property
     def program(self) -> tuple[str, ...]:

@@ -56,10 +56,12 @@ def commands_per_host(spec: LaunchSpec) -> list[Command]:
     secrets = _secret_names(spec)
     forwarded = {name: os.environ[name] for name in spec.forwarded if name in os.environ and name not in secrets}
     spec = replace(spec, environment={**forwarded, **spec.environment})
+    variables = rendezvous_variables(spec.hosts, spec.port or DEFAULT_PORT, spec.environment)
+    address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
     if spec.max_restarts or spec.elastic is not None:
-        return [_command(spec, _options_with_restarts(spec, number, counts)) for number in range(len(counts))]
-    address = rendezvous_variables(spec.hosts, spec.port or DEFAULT_PORT, spec.environment)
-    options = static_rendezvous_options(counts, address["MASTER_ADDR"], int(address["MASTER_PORT"]))
+        options = [_options_with_restarts(spec, number, counts, (address, port)) for number in range(len(counts))]
+    else:
+        options = static_rendezvous_options(counts, address, port)
     return [_command(spec, host_options) for host_options in options]
 
 
@@ -107,11 +109,13 @@ def c10d_rendezvous_options(
         "keep_alive_max_attempt": "3",
         **{name: value for name, value in (settings or {}).items() if name != "is_host"},
     }
+    address = endpoint[0].strip("[]")  # of an IPv6 address
     return [
         *("--nnodes", nodes, "--nproc-per-node", str(processes)),
         *("--max-restarts", str(max_restarts)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{endpoint[0]}:{endpoint[1]}"),
-        *("--rdzv-id", run_id, *(("--local-addr", local_address) if local_address is not None else ())),
+        *("--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"{f'[{address}]' if ':' in address else address}:{endpoint[1]}"),
+        *("--rdzv-id", run_id, *(("--local-addr", local_address.strip("[]")) if local_address is not None else ())),
         *("--rdzv-conf", ",".join(f"{name}={value}" for name, value in conf.items())),
     ]
 
@@ -137,14 +141,16 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
     )
 
 
-def _options_with_restarts(spec: LaunchSpec, number: int, counts: Sequence[int]) -> list[str]:
+def _options_with_restarts(
+    spec: LaunchSpec, number: int, counts: Sequence[int], endpoint: tuple[str, int]
+) -> list[str]:
     """Return the options of host `number` for a job that torchrun's agents restart."""
     min_nodes, max_nodes = (len(counts), len(counts)) if spec.elastic is None else spec.elastic.node_range(spec.hosts)
     return c10d_rendezvous_options(
         f"{min_nodes}:{max_nodes}",
         counts[number],
         spec.max_restarts,
-        (spec.hosts[0].name, DEFAULT_PORT),
+        endpoint,
         is_first=number == 0,
         local_address=spec.hosts[number].name,
         run_id=spec.environment.get("UNITRAIN_JOB", "unitrain"),

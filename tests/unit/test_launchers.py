@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import json
 import os
 import shlex
 import signal
@@ -210,6 +211,18 @@ def test_agents_import_nothing_from_the_current_folder(tmp_path: Path, monkeypat
     assert done.stderr == "unitrain: localhost failed first, with exit code 3\n"
 
 
+def test_a_host_without_the_folder_runs_its_ranks_in_the_folder_of_the_agent(tmp_path: Path) -> None:
+    """ssh starts the agent in the home folder."""
+    program = Command((sys.executable, "-c", "import os; print(os.getcwd())"))
+    command = agents.build_command([(Host("localhost", 1), program)], (), sys.executable, through_slurm=False)
+    plan = command[-1].replace(json.dumps(str(Path.cwd())), json.dumps(str(tmp_path / "missing")))
+    done = subprocess.run([*command[:-1], plan], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}\n")
+    assert done.stderr == (
+        f"unitrain: {tmp_path}/missing is not available on {socket.gethostname()}. The ranks there run in {tmp_path}\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("package", "version", "fix"),
     [
@@ -235,7 +248,8 @@ def test_pip_install_is_suggested_only_for_versions_of_the_package_index(package
 @pytest.mark.parametrize("port", ["abc", "0", "70000", "-1"])
 @pytest.mark.parametrize("given", [True, False], ids=["with -x", "in the environment"])
 def test_an_invalid_master_port_is_rejected(port: str, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = f"^MASTER_PORT must be a port from 1 to 65535, got '{port}'. Clear it, and"
+    fix = "leave -x MASTER_PORT out" if given else "clear the variable: unset MASTER_PORT"
+    message = f"^MASTER_PORT must be a port from 1 to 65535, got '{port}'. To let unitrain choose a port, {fix}$"
     if given:
         with pytest.raises(LaunchError, match=message):
             spec(environment={"MASTER_PORT": port})
@@ -394,7 +408,9 @@ def test_command_without_a_launcher() -> None:
     command = build("none", spec(backend="local"))
     assert command.argv == (sys.executable, "train.py", "--epochs", "3")
     assert command.environment == {"UNITRAIN_BACKEND": "local", "OMP_NUM_THREADS": "8"}
-    with pytest.raises(LaunchError, match=r"^Without a launcher unitrain starts one process on this host"):
+    with pytest.raises(
+        LaunchError, match=r"^Without a launcher unitrain starts one process on this host, but -H names 2 hosts: a, b\."
+    ):
         build("none", spec(hosts=parse_hosts("a:1,b:1")))
     with pytest.raises(
         LaunchError, match=r"^Without a launcher unitrain starts one process on this host, but -np requests 2\. Use "

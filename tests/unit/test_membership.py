@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -223,6 +224,26 @@ def test_invalid_options_of_an_elastic_job_are_rejected(options: list[str], mess
     result = CliRunner().invoke(unitrain, ["launch", "--dry-run", "--elastic", "2:4", *options, str(script)])
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "endpoint"),
+    [
+        ("a:2,b:2", ["-x", "MASTER_PORT=30000"], "a:30000"),
+        ("a:2,b:2", ["-x", "MASTER_ADDR=c"], "c:29500"),
+        ("[fe80::1]:2,[fe80::2]:2", [], "[fe80::1]:29500"),
+    ],
+)
+def test_elastic_torchrun_uses_the_rendezvous_address_of_the_user(
+    hosts: str, options: list[str], endpoint: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    command = ["launch", "--dry-run", "--elastic", "3:8", "-H", hosts, *options, str(script)]
+    output = CliRunner().invoke(unitrain, command).stderr
+    assert output.count(f"--rdzv-endpoint {shlex.quote(endpoint)} --rdzv-id ") == 2, output
+    for host in hosts.split(","):
+        assert f"--local-addr {host.rpartition(':')[0].strip('[]')} --rdzv-conf " in output
 
 
 def test_torchrun_on_several_hosts_uses_its_own_elasticity(tmp_path: Path) -> None:
