@@ -175,6 +175,10 @@ def test_the_table_divides_bytes_by_median_seconds() -> None:
         (("--operations", "allreduced"), "Unknown operation 'allreduced'. Did you mean 'allreduce'? Available: "),
         (("--backends", "hovorod"), "Unknown backend 'hovorod'. Did you mean 'horovod'?"),
         (("--backends", "local"), "No backend with several ranks is available on this host. Use --backends ddp"),
+        (
+            ("--json", "setup.py/x.json"),
+            "--json 'setup.py/x.json' is not writable. Use another file: --json /tmp/x.json",
+        ),
         (("--output", "x.jpg"), "--output draws a .png or an .html file, got 'x.jpg'. Use --output x.jpg.png"),
     ],
 )

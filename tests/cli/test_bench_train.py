@@ -225,6 +225,8 @@ def test_the_mann_whitney_test_equals_scipy() -> None:
         ("absent.py:make", "There is no file 'absent.py'. Pass the file and the function: file.py:function"),
         ("tiny --setting precison=bf16", "got 'precison=bf16'. Did you mean 'precision'?"),
         ("tiny --setting precision=bf17", "Unknown TrainConfig.precision 'bf17'. Did you mean 'bf16'?"),
+        ("tiny --json setup.py/before.json", "--json 'setup.py/before.json' is not writable. Use another file: --json"),
+        ("tiny --output setup.py/a/x.png", "--output 'setup.py/a/x.png' is not writable. Use another file: --output"),
         ("tiny --ranks one", "--ranks takes positive integers, as in 1,2,4, got 'one' in 'one'. Use --ranks 1,2"),
     ],
 )

@@ -260,4 +260,4 @@ def test_a_missing_requirement_ends_the_command_with_its_message(tmp_path: Path)
         horovod, ["build", "--cache-dir", str(tmp_path / "cache")]
     )
     assert result.exit_code == 1
-    assert "No C++ compiler was found" in result.output
+    assert "No C++ compiler was found: CXX is 'no-such-compiler', but" in result.output

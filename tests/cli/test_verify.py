@@ -300,8 +300,9 @@ def test_a_function_is_verified_in_float64_on_three_ranks(tmp_path: Path) -> Non
         ([":function"], "':function' has no module or file before the colon. Name a function as in train.py:function"),
         (["--steps", "0", "{script}"], "0 is not in the range x>=1"),
         (["--bits", "--float64", "{script}"], "--bits allows no difference. Leave out --tolerance and --float64."),
+        (["--json", "none/x.json", "{script}"], "The folder 'none' of --json does not exist. Create it before the run"),
     ],
-    ids=["ranks", "backend", "script", "arguments", "no function name", "no file name", "steps", "bits"],
+    ids=["ranks", "backend", "script", "arguments", "no function name", "no file name", "steps", "bits", "report"],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str, script: str) -> None:
     result = CliRunner().invoke(command, ["verify", *(one.format(script=script) for one in arguments)])

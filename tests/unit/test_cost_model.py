@@ -457,6 +457,10 @@ def test_the_command_draws_all_algorithms(tmp_path: Path) -> None:
             "absent.json --parameters 1 --step-seconds 1",
             "There is no file 'absent.json'. Create one with: unitrain bench",
         ),
+        (
+            "--latency 1 --bandwidth 1 --parameters 1 --step-seconds 1 --json /dev/full",
+            "'/dev/full' cannot be written: No space left on device. Use another file.",
+        ),
     ],
 )
 def test_invalid_arguments_of_predict_are_refused(arguments: str, message: str) -> None:

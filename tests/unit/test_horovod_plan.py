@@ -60,6 +60,11 @@ def test_without_a_toolkit_cuda_12_is_an_error_with_a_fix() -> None:
     [
         (replace_fields(compiler=None), {}, r"No C\+\+ compiler.*sudo apt-get install -y g\+\+"),
         (
+            replace_fields(compiler=None, named_compiler="ccache g++"),
+            {},
+            r"CXX is 'ccache g\+\+', but it must be one program, without options\. Use: CXX=g\+\+ unitrain horovod",
+        ),
+        (
             replace_fields(compiler=Tool(path="/usr/bin/g++", version="g++ (GCC) 8.5.0 20210514 (Red Hat 8.5.0-10)")),
             {},
             "C.*CXX=",
@@ -75,7 +80,7 @@ def test_without_a_toolkit_cuda_12_is_an_error_with_a_fix() -> None:
             "Python.h.*conda install -y -c conda-forge python",
         ),
     ],
-    ids=["compiler", "old compiler", "make", "mpi", "cuda", "nccl", "pip", "headers"],
+    ids=["compiler", "named compiler", "old compiler", "make", "mpi", "cuda", "nccl", "pip", "headers"],
 )
 def test_a_missing_requirement_is_reported_with_a_fix(
     found: Machine, request_options: dict[str, bool], message: str

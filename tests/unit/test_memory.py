@@ -21,7 +21,14 @@ from unitrain.memory import process_memory, report
 from unitrain.memory.record import BlockRecord, RankMemory
 from unitrain.memory.saved_tensors import SavedStorage, SavedTensorTracker, checkpointing_by_class
 from unitrain.memory.savings import Usage, list_savings, persistent_bytes
-from unitrain.memory.tensor_bytes import element_bytes, formula_state_bytes, state_tensors, storage_bytes, storages_of
+from unitrain.memory.tensor_bytes import (
+    element_bytes,
+    formula_state_bytes,
+    is_state_complete,
+    state_tensors,
+    storage_bytes,
+    storages_of,
+)
 from unitrain.modules.activation_checkpointing import checkpoint_activations
 
 WIDTH, CLASSES, BATCH = 32, 1000, 16
@@ -220,6 +227,18 @@ def test_shared_memory_counts_once() -> None:
     assert element_bytes([*views, views[0]]) == 480
     sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 8), (10, 8), check_invariants=True)
     assert element_bytes([sparse]) == 32
+
+
+def test_parameters_without_a_state_are_not_sharded() -> None:
+    """SGD without momentum stores nothing."""
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    groups = [{"params": layers[0].parameters()}, {"params": layers[1].parameters(), "momentum": 0.9}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    layers(torch.ones(4, 2)).sum().backward()
+    assert not is_state_complete(optimizer), "momentum was not stored yet, as on a rank that has no shard"
+    optimizer.step()
+    assert is_state_complete(optimizer)
+    assert not is_state_complete(torch.optim.Adam([*layers.parameters()]))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -9,8 +9,12 @@ backends.
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -48,6 +52,34 @@ def split_words(context: click.Context, parameter: click.Parameter, value: str |
     except ValueError as error:
         raise click.BadParameter(
             f"{value!r} cannot be split into words: {error}. Quote it as for a shell, as in \"-np 2 -H 'a:1,b:1'\""
+        ) from error
+
+
+def check_output_file(option: str, path: Path | None, *, creates_folder: bool = False) -> None:
+    """Raise UsageError if the file `path` of `option` cannot be written. Called before a run whose result would be
+    lost.
+
+    With `creates_folder`, the command creates the folder of the file.
+    """
+    if path is None:
+        return
+    folder = path.parent
+    while creates_folder and not os.access(folder, os.F_OK) and folder != folder.parent:
+        folder = folder.parent
+    if not os.access(folder, os.F_OK):
+        raise click.UsageError(f"The folder '{folder}' of {option} does not exist. Create it before the run.")
+    if not folder.is_dir() or not os.access(path if os.access(path, os.F_OK) else folder, os.W_OK):
+        raise click.UsageError(f"{option} '{path}' is not writable. Use another file: {option} /tmp/{path.name}")
+
+
+@contextmanager
+def report_write_error(path: Path) -> Iterator[None]:
+    """Convert an OSError while the file `path` is written to ClickException."""
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(
+            f"'{path}' cannot be written: {error.strerror or error}. Use another file."
         ) from error
 
 

@@ -15,6 +15,7 @@ from unitrain.cli.available import find_available, parse_backends
 from unitrain.cli.bench_options import (
     backends_option,
     check_can_draw,
+    check_outputs,
     device_option,
     json_option,
     list_rank_sets,
@@ -85,6 +86,8 @@ def collectives(
         selected_operations = _parse_operations(operations)
         if output is not None:
             check_can_draw(output)
+        if environment.detect().rank == 0:
+            check_outputs(json_file, output)
         with _start_rank_sets(num_processes, backends, device) as (rank_sets, skipped, is_first_rank):
             from unitrain.bench.rounds import measure_collectives
 

@@ -13,6 +13,7 @@ import click
 
 from unitrain import errors, launchers
 from unitrain.backends import registry
+from unitrain.cli import check_output_file, report_write_error
 from unitrain.cli.available import find_available, parse_backends
 from unitrain.errors import ConfigError, MissingDependencyError, UnitrainError
 
@@ -130,6 +131,13 @@ def check_can_draw(output: Path) -> None:
             )
 
 
+def check_outputs(json_file: Path | None, output: Path | None) -> None:
+    """Raise UsageError if a file given on the command line cannot be written. Called before the measurement, on rank
+    0."""
+    check_output_file("--json", json_file, creates_folder=True)
+    check_output_file("--output", output, creates_folder=True)
+
+
 def show_and_save(result: dict[str, Any], json_file: Path | None, output: Path | None) -> None:
     """Print the result, and write it to the files given on the command line."""
     from unitrain.bench import results, tables
@@ -143,8 +151,10 @@ def show_and_save(result: dict[str, Any], json_file: Path | None, output: Path |
         console.print(f"[bold]skipped[/bold] {name}: ", end="")
         console.print(reason, markup=False)
     if json_file is not None:
-        results.write(result, json_file)
+        with report_write_error(json_file):
+            results.write(result, json_file)
     if output is not None:
         from unitrain.report.bench_charts import draw
 
-        draw(result, output, *tables.table_texts(table))
+        with report_write_error(output):
+            draw(result, output, *tables.table_texts(table))

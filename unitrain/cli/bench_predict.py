@@ -8,6 +8,7 @@ import click
 
 from unitrain.cli.bench_options import (
     check_can_draw,
+    check_outputs,
     json_option,
     output_option,
     parse_bytes,
@@ -145,6 +146,7 @@ def predict(
             raise ConfigError(f"--methods compares methods in a table, for a ring. Leave {given} out")
         if output is not None:
             check_can_draw(output)
+        check_outputs(json_file, output)
         hosts = None
         if ranks_per_host is not None and host_latency is not None and host_bandwidth is not None:
             host_network = cost_model.Network(alpha=host_latency, beta=1e-9 / host_bandwidth)

@@ -13,6 +13,7 @@ from unitrain.bootstrap import environment
 from unitrain.cli.bench_options import (
     backends_option,
     check_can_draw,
+    check_outputs,
     device_option,
     json_option,
     list_rank_sets,
@@ -96,6 +97,7 @@ def train(
         selected: dict[str | None, dict[str, Any]] = {None: {}, **{text: _parse_setting(text) for text in settings}}
         if output is not None:
             check_can_draw(output)
+        check_outputs(json_file, output)
         device = device or select_default_device()
         specs: list[RankSetSpec] = []
         skipped: list[tuple[str, str]] = []

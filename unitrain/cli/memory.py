@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from unitrain.cli import check_output_file, report_write_error
 from unitrain.errors import ConfigError, UnsupportedError
 from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once, executed_script
@@ -79,8 +80,7 @@ def memory(
         check_script(script)
     except Exception as error:
         raise click.UsageError(str(error)) from error
-    if json_file is not None and not json_file.parent.is_dir():
-        raise click.UsageError(f"The folder '{json_file.parent}' of --json does not exist. Create it before the run.")
+    check_output_file("--json", json_file)
     from unitrain.memory import report
     from unitrain.memory.measurement import measure
     from unitrain.memory.process_memory import check_host_memory
@@ -104,9 +104,5 @@ def memory(
     report.show(records, predicted_ranks)
     if json_file is not None:
         settings = {"script": str(script), "args": args, "predicted_ranks": predicted_ranks}
-        try:
+        with report_write_error(json_file):
             report.write_json(records, predicted_ranks, settings, json_file)
-        except OSError as error:
-            raise click.ClickException(
-                f"The report cannot be written to '{json_file}': {error.strerror}. Use another file."
-            ) from error

@@ -13,6 +13,7 @@ import click
 
 from unitrain import launchers
 from unitrain.bootstrap import environment
+from unitrain.cli import check_output_file, report_write_error
 from unitrain.cli.available import find_available, parse_backends
 from unitrain.errors import ConfigError
 from unitrain.processes import exit_on_termination_signals
@@ -99,6 +100,7 @@ def verify(
     except (launchers.LaunchError, ConfigError) as error:
         raise click.UsageError(str(error)) from error
 
+    check_output_file("--json", json_file)
     _warn_of_misplaced_options(target, args)
     from unitrain.verify import report
     from unitrain.verify.bits import compare_bits, is_bit_equal, show_bits, write_bits
@@ -127,14 +129,16 @@ def verify(
             rows = compare_bits(verification.run_all(sizes, controllers, with_local="local" in names))
             show_bits(rows, f"{target}: {steps} steps, bit by bit", skipped)
             if json_file is not None:
-                write_bits(rows, {"target": target, "args": args, "steps": steps}, json_file)
+                with report_write_error(json_file):
+                    write_bits(rows, {"target": target, "args": args, "steps": steps}, json_file)
             sys.exit(0 if is_bit_equal(rows) and not _is_missing(backends, names, controllers) else 1)
         groups = verification.run_groups(sizes, controllers, with_local="local" in names)
         verdict = Verdict(groups=groups, skipped=skipped)
         report.show(verdict, f"{target}: {steps} steps, tolerance {tolerance:g}{', float64' if float64 else ''}")
         if json_file is not None:
             settings = {"target": target, "args": args, "steps": steps, "tolerance": tolerance, "float64": float64}
-            report.write_json(verdict, settings, json_file)
+            with report_write_error(json_file):
+                report.write_json(verdict, settings, json_file)
     sys.exit(0 if verdict.is_same and not _is_missing(backends, names, controllers) else 1)
 
 

@@ -53,6 +53,7 @@ class Tool:
 class Machine:
     """All inputs of the build plan. None means that a component was not found.
 
+    `named_compiler` is the variable CXX. `compiler` is then None if CXX is not a program that exists.
     `flags` are the variables of FLAGS that are set. `cpu` describes the processor if these flags select the native
     architecture.
     """
@@ -69,6 +70,7 @@ class Machine:
     compiler: Tool | None
     cmake: Tool | None
     mpi: Tool | None
+    named_compiler: str | None = None
     toolkits: tuple[Tool, ...] = ()
     nccl: Tool | None = None
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -94,6 +96,7 @@ def detect(environment: Mapping[str, str]) -> Machine:
         compiler=_detect_compiler(environment.get("CXX"), search_path),
         cmake=_detect_cmake(environment.get("HOROVOD_CMAKE"), search_path),
         mpi=_detect_mpi(search_path),
+        named_compiler=environment.get("CXX") or None,
         toolkits=tuple(_detect_toolkits(environment, search_path)),
         nccl=_detect_nccl(environment.get("HOROVOD_NCCL_HOME")),
         flags=flags,

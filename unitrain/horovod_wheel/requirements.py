@@ -78,6 +78,12 @@ def missing_requirements(machine: Machine, *, mpi: bool, cuda: bool) -> Iterator
 
 def _missing_compiler(machine: Machine) -> Iterator[str]:
     line = install_command(machine, "compiler")
+    if machine.compiler is None and machine.named_compiler is not None:
+        yield (
+            f"No C++ compiler was found: CXX is {machine.named_compiler!r}, but it must be one program, without "
+            f"options. Use: CXX=g++ unitrain horovod build, or install a compiler with: {line}"
+        )
+        return
     if machine.compiler is None:
         yield f"No C++ compiler was found (CXX, c++, g++ or clang++ on PATH). Install one with: {line}"
         return

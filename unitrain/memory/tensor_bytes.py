@@ -55,15 +55,20 @@ def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def is_state_complete(optimizer: Optimizer) -> bool:
     """Return whether this rank has the complete state of each parameter with a gradient. Otherwise it is sharded."""
-    for parameter in trained_parameters(optimizer):
-        if parameter.grad is None:
-            continue
-        if hasattr(parameter, "to_local") or parameter not in optimizer.state:
-            return False
-        for value in optimizer.state[parameter].values():
-            # A shard of a parameter has a one-dimensional state.
-            if isinstance(value, Tensor) and value.dim() == 1 != parameter.dim() and value.numel() != 1:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad or parameter.grad is None:
+                continue
+            if hasattr(parameter, "to_local"):
                 return False
+            if parameter not in optimizer.state:
+                if _num_state_tensors(optimizer, group) == 0:  # SGD without momentum
+                    continue
+                return False
+            for value in optimizer.state[parameter].values():
+                # A shard of a parameter has a one-dimensional state.
+                if isinstance(value, Tensor) and value.dim() == 1 != parameter.dim() and value.numel() != 1:
+                    return False
     return True
 
 
@@ -74,16 +79,21 @@ def formula_state_bytes(optimizer: Optimizer) -> int | None:
     Step counters are not included. Returns None for optimizers outside torch.optim, and for those whose state does not
     have the size of the parameters, such as LBFGS.
     """
-    count = _STATE_TENSORS.get(type(optimizer))
-    if count is None:
-        return None
     total = 0
     for group in optimizer.param_groups:
-        copies = count + sum(bool(group.get(name)) for name in _OPTIONAL_STATE_TENSORS)
+        copies = _num_state_tensors(optimizer, group)
+        if copies is None:
+            return None
         total += copies * sum(
             parameter.numel() * parameter.element_size() for parameter in group["params"] if parameter.requires_grad
         )
     return total
+
+
+def _num_state_tensors(optimizer: Optimizer, group: dict[str, Any]) -> int | None:
+    """Return the number of tensors that `optimizer` stores per parameter of `group`, or None if it is unknown."""
+    count = _STATE_TENSORS.get(type(optimizer))
+    return None if count is None else count + sum(bool(group.get(name)) for name in _OPTIONAL_STATE_TENSORS)
 
 
 def trained_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
