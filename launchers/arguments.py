@@ -38,19 +38,19 @@ def parse_launcher_args(texts: Iterable[str]) -> tuple[str, ...]:
     words: list[str] = []
     for text in texts:
         try:
-            found = shlex.split(text)
+            words_of_text = shlex.split(text)
         except ValueError as error:
             raise LaunchError(
                 f"--launcher-args {text!r} cannot be split into words: {error}. Quote it as for a shell, as in "
                 '--launcher-args "--bind-to core"'
             ) from error
-        if not found or not found[0].startswith("-"):
-            # Otherwise, the launcher would execute its first word as the program.
+        if not words_of_text or not words_of_text[0].startswith("-"):
+            # Otherwise, the launcher would execute the first word of `text` as the program.
             raise LaunchError(
                 f"--launcher-args {text!r} does not begin with an option. Give the option with its values, as in "
                 '--launcher-args "--bind-to core"'
             )
-        words += found
+        words += words_of_text
     return tuple(words)
 
 

@@ -26,7 +26,7 @@ from unitrain.launchers import slurm
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host, is_this_host
 
-VARIABLE = "CUDA_VISIBLE_DEVICES"
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _ALL = -1
 _INDEX = re.compile("[0-9]{1,4}")
@@ -38,28 +38,29 @@ class Devices:
     """The devices of the ranks on each host: `count` devices, or the GPUs with these `indices`.
 
     With `indices`, `count` is their number. Otherwise, a `count` of -1 selects all GPUs, and 0 selects the CPU.
-    `is_argument` is true for an argument of `unitrain.run`, and false for an option of `unitrain launch`.
+    `from_python` states whether the selection is an argument of `unitrain.run`; otherwise, it is an option of `unitrain
+    launch`.
     """
 
     count: int
     indices: tuple[int, ...] | None = None
-    is_argument: bool = False
+    from_python: bool = False
 
     def __str__(self) -> str:
         """Return the selection in the user's notation."""
         if self.indices is None:
             return self.format(str(self.count))
-        if self.is_argument:
+        if self.from_python:
             return self.format(str(list(self.indices)))
         return self.format(",".join(map(str, self.indices)) + ("," if self.count == 1 else ""))
 
     def format(self, value: str) -> str:
         """Return `value` as an option or argument, for a message."""
-        return _format(value, is_argument=self.is_argument)
+        return _format(value, from_python=self.from_python)
 
-    def format_processes(self, number: int) -> str:
+    def format_processes(self, num_processes: int) -> str:
         """Return a number of processes as an option or argument, for a message."""
-        return f"np={number}" if self.is_argument else f"-np {number}"
+        return f"np={num_processes}" if self.from_python else f"-np {num_processes}"
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class SelectedDevices:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def parse_devices(value: str | int | Sequence[int], *, is_argument: bool = False) -> Devices:
-    """Parse the value of `--devices` or, with `is_argument`, of `unitrain.run(devices=...)`. Raises LaunchError."""
+def parse_devices(value: str | int | Sequence[int], *, from_python: bool = False) -> Devices:
+    """Parse the value of `--devices` or, with `from_python`, of `unitrain.run(devices=...)`. Raises LaunchError."""
     indices: tuple[int, ...] | None = None
     count: int | None = None
     if isinstance(value, str):
@@ -89,20 +90,23 @@ def parse_devices(value: str | int | Sequence[int], *, is_argument: bool = False
     elif isinstance(value, Sequence) and not isinstance(value, bytes) and value and all(map(_is_index, value)):
         indices = tuple(value)  # type: ignore[arg-type]  # not a string
     if indices is not None:
-        devices, distinct = (Devices(len(each), each, is_argument) for each in (indices, tuple(dict.fromkeys(indices))))
-        if devices != distinct:
+        devices = Devices(len(indices), indices, from_python)
+        distinct_indices = tuple(dict.fromkeys(indices))
+        if len(distinct_indices) < len(indices):
             repeated = next(index for index in indices if indices.count(index) > 1)
+            distinct = Devices(len(distinct_indices), distinct_indices, from_python)
             raise LaunchError(
                 f"{devices} selects GPU {repeated} twice, but two ranks cannot use the same GPU. Use {distinct}"
             )
         return devices
     if count is not None:
-        return Devices(count, None, is_argument)
-    number, some = (_format(text, is_argument=is_argument) for text in ("2", "[1, 3]" if is_argument else "1,3"))
-    name = "unitrain.run(devices=...)" if is_argument else "--devices"
+        return Devices(count, None, from_python)
+    two = _format("2", from_python=from_python)
+    gpus_1_and_3 = _format("[1, 3]" if from_python else "1,3", from_python=from_python)
+    name = "unitrain.run(devices=...)" if from_python else "--devices"
     raise LaunchError(
         f"{name} takes a number of devices, -1 for all GPUs, 0 for the CPU, or the indices of GPUs, got {value!r}. "
-        f"Use {number} for two devices, or {some} for GPUs 1 and 3."
+        f"Use {two} for two devices, or {gpus_1_and_3} for GPUs 1 and 3."
     )
 
 
@@ -114,26 +118,27 @@ def select_devices(
     `num_processes` is the number of ranks that the user requested, or None. Raises LaunchError if `num_processes`
     contradicts the selection, if this host lacks a selected GPU, and if Slurm selects the hosts. If `hosts` contains
     another host, no GPUs are queried, and `unitrain.init()` reports a missing GPU. In this case, LaunchError is also
-    raised if CUDA_VISIBLE_DEVICES is set, and for the reasons listed in `select_devices_without_query`.
+    raised for the reasons listed in `select_devices_without_query`, and if CUDA_VISIBLE_DEVICES is set, unless the
+    selection is the CPU.
     """
     _check_not_selected_by_slurm(devices, launcher, hosts)
     if len(hosts) > 1 or not all(map(is_this_host, hosts)):
-        if VARIABLE in os.environ and devices.count:
+        if CUDA_VISIBLE_DEVICES in os.environ and devices.count:
             names = ", ".join(host.name for host in hosts)
             raise LaunchError(
-                f"{devices} selects GPUs of {names}, but {VARIABLE}={os.environ[VARIABLE]} refers to the GPUs of this "
-                f"host. Clear it with: unset {VARIABLE}"
+                f"{devices} selects GPUs of {names}, but {CUDA_VISIBLE_DEVICES}={os.environ[CUDA_VISIBLE_DEVICES]} "
+                f"refers to the GPUs of this host. Clear it with: unset {CUDA_VISIBLE_DEVICES}"
             )
         return select_devices_without_query(devices, num_processes, hosts)
     if devices.count == 0:
-        return SelectedDevices(num_processes, hosts, {VARIABLE: ""})
+        return SelectedDevices(num_processes, hosts, {CUDA_VISIBLE_DEVICES: ""})
     gpus = visible_gpus()
     count = len(gpus) if devices.count == _ALL else devices.count
     variables = {}
     if gpus or devices.indices is not None or devices.count == _ALL:
         _check_gpus_exist(devices, len(gpus))
         indices = devices.indices if devices.indices is not None else range(count)
-        variables = {VARIABLE: ",".join(gpus[index] for index in indices)}
+        variables = {CUDA_VISIBLE_DEVICES: ",".join(gpus[index] for index in indices)}
     _check_processes(devices, num_processes, count, count)
     return SelectedDevices(count, hosts, variables)
 
@@ -147,7 +152,7 @@ def select_devices_without_query(
     host with too few slots, and if `num_processes` contradicts the selection.
     """
     if devices.count == 0:
-        return SelectedDevices(num_processes, hosts, {VARIABLE: ""})
+        return SelectedDevices(num_processes, hosts, {CUDA_VISIBLE_DEVICES: ""})
     if devices.count == _ALL:
         raise LaunchError(
             f"{devices} selects all GPUs, but unitrain counts the GPUs of this host only. Use the number of GPUs of "
@@ -158,13 +163,13 @@ def select_devices_without_query(
             raise LaunchError(
                 f"{devices} starts {devices.count} ranks on each host, but host {host.name!r} has {host.slots} "
                 f"{'slot' if host.slots == 1 else 'slots'}. Use: -H "
-                + ",".join(str(Host(each.name, max(each.slots, devices.count))) for each in hosts)
+                + ",".join(str(replace(entry, slots=max(entry.slots, devices.count))) for entry in hosts)
             )
     expected = devices.count * max(1, len(hosts))
     _check_processes(devices, num_processes, expected, devices.count)
     indices = devices.indices if devices.indices is not None else range(devices.count)
     hosts = tuple(replace(host, slots=devices.count) for host in hosts)
-    return SelectedDevices(expected, hosts, {VARIABLE: ",".join(map(str, indices))})
+    return SelectedDevices(expected, hosts, {CUDA_VISIBLE_DEVICES: ",".join(map(str, indices))})
 
 
 def visible_gpus() -> list[str]:
@@ -172,13 +177,13 @@ def visible_gpus() -> list[str]:
 
     CUDA ignores an invalid entry of the variable and all entries after it, and hides all GPUs if an entry is repeated.
     """
-    number = count_gpus()
-    setting = os.environ.get(VARIABLE)
-    if setting is None or not number:
-        return [str(index) for index in range(number)]
+    num_gpus = count_gpus()
+    setting = os.environ.get(CUDA_VISIBLE_DEVICES)
+    if setting is None or not num_gpus:
+        return [str(index) for index in range(num_gpus)]
     visible: list[str] = []
     for entry in map(str.strip, setting.split(",")):
-        is_index = entry.isascii() and entry.isdecimal() and int(entry) < number
+        is_index = entry.isascii() and entry.isdecimal() and int(entry) < num_gpus
         if not is_index and not entry.startswith(("GPU-", "MIG-")):
             break
         visible.append(entry)
@@ -193,14 +198,14 @@ def count_gpus() -> int:
     program = shutil.which("nvidia-smi")
     if program is not None:
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 [program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_SECONDS, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
             pass
         else:
-            if done.returncode == 0:
-                return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+            if result.returncode == 0:
+                return sum(line.startswith("GPU ") for line in result.stdout.splitlines())
     return len(list(DRIVER_FOLDER.glob("*/information")))
 
 
@@ -221,42 +226,46 @@ def _check_not_selected_by_slurm(devices: Devices, launcher: str, hosts: tuple[H
 
     An allocation of this host alone is permitted, except with srun.
     """
-    allocated = () if hosts else slurm.allocated_hosts(launcher) if launcher != "srun" else ()
-    if launcher != "srun" and all(map(is_this_host, allocated)) and len(allocated) < 2:
-        return
-    where = ", ".join(host.name for host in allocated) or "the hosts of the allocation"
+    if launcher == "srun":
+        where = "the hosts of the allocation"
+    else:
+        allocated = () if hosts else slurm.allocated_hosts(launcher)
+        if len(allocated) < 2 and all(map(is_this_host, allocated)):
+            return
+        where = ", ".join(host.name for host in allocated)
     raise LaunchError(
-        f"{devices} selects devices, but {launcher} starts ranks on {where}, where Slurm assigns the GPUs. Leave it "
-        "out, and request GPUs from Slurm: salloc --gpus-per-node 2"
+        f"{devices} selects devices, but {launcher} starts ranks on {where}, where Slurm assigns the GPUs. Leave "
+        f"{devices} out, and request GPUs from Slurm: salloc --gpus-per-node 2"
     )
 
 
-def _check_gpus_exist(devices: Devices, number: int) -> None:
-    """Raise LaunchError if the `number` of visible GPUs of this host is too small for `devices`."""
+def _check_gpus_exist(devices: Devices, num_gpus: int) -> None:
+    """Raise LaunchError if the `num_gpus` of visible GPUs of this host is too small for `devices`."""
     largest = max(devices.indices) if devices.indices is not None else devices.count - 1
-    if number and largest < number:
+    if num_gpus and largest < num_gpus:
         return
-    setting = os.environ.get(VARIABLE)
-    restriction = f" listed in {VARIABLE}={setting}" if setting is not None else ""
-    found = f"this host has {number} {'GPU' if number == 1 else 'GPUs'}{restriction}"
-    if not number:
+    setting = os.environ.get(CUDA_VISIBLE_DEVICES)
+    restriction = f" listed in {CUDA_VISIBLE_DEVICES}={setting}" if setting is not None else ""
+    available = f"this host has {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}{restriction}"
+    if not num_gpus:
         raise LaunchError(
-            f"{devices} selects GPUs, but {found}. To run processes on the CPU, pass their number: "
+            f"{devices} selects GPUs, but {available}. To run processes on the CPU, pass their number: "
             f"{devices.format('2')}"
         )
-    wanted = f"GPU {largest}" if devices.indices is not None else f"{devices.count} GPUs"
-    indices = "index 0" if number == 1 else f"indices 0 to {number - 1}"
+    selected = f"GPU {largest}" if devices.indices is not None else f"{devices.count} GPUs"
+    indices = "index 0" if num_gpus == 1 else f"indices 0 to {num_gpus - 1}"
     raise LaunchError(
-        f"{devices} selects {wanted}, but {found}, with {indices}. Use {devices.format(str(_ALL))} for all of them"
+        f"{devices} selects {selected}, but {available}, with {indices}. "
+        f"Use {devices.format(str(_ALL))} for all of them"
     )
 
 
 def _check_processes(devices: Devices, num_processes: int | None, expected: int, per_host: int) -> None:
     if num_processes is not None and num_processes != expected:
-        each = f"{per_host} on each host, {expected} in all" if expected != per_host else str(expected)
-        given, correct = devices.format_processes(num_processes), devices.format_processes(expected)
+        num_ranks = f"{per_host} on each host, {expected} in all" if expected != per_host else str(expected)
+        requested, correct = devices.format_processes(num_processes), devices.format_processes(expected)
         raise LaunchError(
-            f"{devices} starts one rank per device ({each}), but {given} requests {num_processes}. "
+            f"{devices} starts one rank per device ({num_ranks}), but {requested} requests {num_processes}. "
             f"Use {correct}, or leave it out"
         )
 
@@ -265,5 +274,5 @@ def _is_index(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10_000
 
 
-def _format(value: str, *, is_argument: bool) -> str:
-    return f"devices={value}" if is_argument else f"--devices {value}"
+def _format(value: str, *, from_python: bool) -> str:
+    return f"devices={value}" if from_python else f"--devices {value}"

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from unitrain.launchers import slurm
-from unitrain.launchers.devices import VARIABLE as DEVICES_VARIABLE
+from unitrain.launchers.devices import CUDA_VISIBLE_DEVICES
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import check_distinct, is_this_host
 from unitrain.launchers.spec import Command, LaunchSpec, find_program, launcher_module_command
@@ -51,6 +51,6 @@ def _device_assignment(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the prefix of the rank's command that sets CUDA_VISIBLE_DEVICES, which horovodrun does not send to other
     hosts. It is empty if the spec neither sets nor forwards the variable, or if all ranks run on this host."""
     settings = {**{name: os.environ.get(name, "") for name in spec.forwarded}, **spec.environment}
-    if DEVICES_VARIABLE not in settings or all(map(is_this_host, spec.hosts)):
+    if CUDA_VISIBLE_DEVICES not in settings or all(map(is_this_host, spec.hosts)):
         return ()
-    return ("env", f"{DEVICES_VARIABLE}={settings[DEVICES_VARIABLE]}")
+    return ("env", f"{CUDA_VISIBLE_DEVICES}={settings[CUDA_VISIBLE_DEVICES]}")

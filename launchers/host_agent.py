@@ -1,10 +1,11 @@
 """Agent that runs the program of one host in a launch. Its source code is sent to the host, which needs only Python.
 
 The agent reads its job from standard input as one line of JSON, so that variable values do not appear in a command
-line. Each further line is a heartbeat (empty) or the number of a signal to forward. When the job exits, the connection
-closes or heartbeats stop, the agent terminates the job and kills all its descendants, including descendants in other
-process groups. If the job has a marker, "NAME=value", the agent also kills every process with this variable in its
-environment. A job without a command only has a marker: a launcher on another host starts the ranks on this host.
+line. Each further line is a heartbeat (empty) or the number of a signal to forward. The agent terminates the job and
+kills all its descendants, including descendants in other process groups, when the job exits, when the connection
+closes, or when heartbeats stop. If the job has a marker, "NAME=value", the agent also kills every process with this
+variable in its environment. A job without a command only has a marker: a launcher on another host starts the ranks on
+this host.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def main() -> int:
     # Orphaned descendants are reparented to this process, so that it can find them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, _: messages.put(f"{number}\n".encode()))
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, lambda signum, _: messages.put(f"{signum}\n".encode()))
     signal.signal(signal.SIGHUP, lambda *_: messages.put(b""))
     process = None
     if job["argv"]:

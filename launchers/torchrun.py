@@ -20,11 +20,11 @@ RESTART_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 def build(spec: LaunchSpec) -> Command:
     """Return the command, which runs on this host. It is torchrun itself if all ranks run here.
 
-    Otherwise, it starts torchrun on each host over ssh. If the spec does not name hosts in a Slurm allocation of
-    several hosts, it starts torchrun through srun on the hosts of the allocation. On this host alone, the rendezvous
-    uses a free port, so that two jobs do not collide. Otherwise, it is at MASTER_ADDR and MASTER_PORT if they are set;
-    by default on the first host, at the spec's port, else at `slurm.Allocation.port` in a Slurm allocation, else at
-    29500. Raises LaunchError for an elastic job on other hosts.
+    Otherwise, it starts torchrun on each host over ssh. Inside a Slurm allocation with several hosts, and if the spec
+    names no hosts, the command starts torchrun through srun on all hosts of the allocation. On this host alone, the
+    rendezvous uses a free port, so that two jobs do not collide. On several hosts, the rendezvous is at MASTER_ADDR or
+    else on the first host. Its port is MASTER_PORT, or else the spec's port, or else `slurm.Allocation.port` in a Slurm
+    allocation, or else 29500. Raises LaunchError for an elastic job on other hosts.
     """
     spec.check_no_controller("torchrun")
     job = None
@@ -59,7 +59,7 @@ def commands_per_host(spec: LaunchSpec) -> list[Command]:
     variables = rendezvous_variables(spec.hosts, spec.port or DEFAULT_PORT, spec.environment)
     address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
     if spec.max_restarts or spec.elastic is not None:
-        options = [_options_with_restarts(spec, number, counts, (address, port)) for number in range(len(counts))]
+        options = [_options_with_restarts(spec, node_rank, counts, (address, port)) for node_rank in range(len(counts))]
     else:
         options = static_rendezvous_options(counts, address, port)
     return [_command(spec, host_options) for host_options in options]
@@ -69,17 +69,17 @@ def static_rendezvous_options(counts: Sequence[int], address: str, port: int = D
     """Return the options per host for a rendezvous at `address`; `counts` are the numbers of processes per host."""
     return [
         [
-            *("--nnodes", str(len(counts)), "--node-rank", str(number)),
+            *("--nnodes", str(len(counts)), "--node-rank", str(node_rank)),
             *("--nproc-per-node", str(count)),
             *("--master-addr", address, "--master-port", str(port)),
         ]
-        for number, count in enumerate(counts)
+        for node_rank, count in enumerate(counts)
     ]
 
 
 def c10d_rendezvous_options(
     nodes: str,
-    processes: int,
+    nproc_per_node: int,
     max_restarts: int,
     endpoint: tuple[str, int],
     *,
@@ -92,7 +92,7 @@ def c10d_rendezvous_options(
 
     Args:
         nodes: "MIN:MAX" hosts.
-        processes: The number of ranks on this host.
+        nproc_per_node: The node_rank of ranks on this host.
         endpoint: The address and port of the rendezvous, which the first host serves.
         is_first: Whether this host is the first one.
         local_address: The name by which the other hosts reach this host, or None for torchrun's default.
@@ -111,7 +111,7 @@ def c10d_rendezvous_options(
     }
     address = endpoint[0].strip("[]")  # of an IPv6 address
     return [
-        *("--nnodes", nodes, "--nproc-per-node", str(processes)),
+        *("--nnodes", nodes, "--nproc-per-node", str(nproc_per_node)),
         *("--max-restarts", str(max_restarts)),
         *("--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"{f'[{address}]' if ':' in address else address}:{endpoint[1]}"),
@@ -136,23 +136,23 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
         "\n  on a host that is added later: the last of these commands, with the name of this host after --local-addr"
     )
     return (
-        f"torchrun must be started on each host, but -H names {len(spec.hosts)}. "
+        f"An elastic job under torchrun must be started by hand on each of its {len(spec.hosts)} hosts. "
         f"On each host, run its command{prerequisite} or use --launcher horovodrun:\n{lines}"
     )
 
 
 def _options_with_restarts(
-    spec: LaunchSpec, number: int, counts: Sequence[int], endpoint: tuple[str, int]
+    spec: LaunchSpec, node_rank: int, counts: Sequence[int], endpoint: tuple[str, int]
 ) -> list[str]:
-    """Return the options of host `number` for a job that torchrun's agents restart."""
+    """Return the options of host `node_rank` for a job that torchrun's agents restart."""
     min_nodes, max_nodes = (len(counts), len(counts)) if spec.elastic is None else spec.elastic.node_range(spec.hosts)
     return c10d_rendezvous_options(
         f"{min_nodes}:{max_nodes}",
-        counts[number],
+        counts[node_rank],
         spec.max_restarts,
         endpoint,
-        is_first=number == 0,
-        local_address=spec.hosts[number].name,
+        is_first=node_rank == 0,
+        local_address=spec.hosts[node_rank].name,
         run_id=spec.environment.get("UNITRAIN_JOB", "unitrain"),
     )
 

@@ -34,7 +34,7 @@ def read_hosts(text: str | None, file: str | None, option: str) -> tuple[Host, .
 
 
 def read_host_entries(file: str, option: str) -> list[tuple[str, int | None]]:
-    """Return the host in each line of a hostfile, with its slots or None if the line has no number.
+    """Return the name and the slots of the host in each line of a hostfile; None for a line without slots.
 
     The notation is "name slots=4" (Open MPI, Horovod) or "name:4" (MPICH). max_slots is used if slots is missing.
     Raises LaunchError.
@@ -47,7 +47,7 @@ def read_host_entries(file: str, option: str) -> list[tuple[str, int | None]]:
         raise LaunchError(
             f"{option} {file} cannot be read: {reason}. Check the path, or pass the hosts: --hosts node1:4,node2:4"
         ) from error
-    return [found for line in lines if (found := _parse_line(line)) is not None]
+    return [entry for line in lines if (entry := _parse_line(line)) is not None]
 
 
 def place_processes(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
@@ -80,11 +80,11 @@ def place_by_node(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
     unplaced = min(size, sum(host.slots for host in hosts))
     while unplaced:
         free = [index for index, host in enumerate(hosts) if counts[index] < host.slots]
-        each, extra = divmod(unplaced, len(free))
+        per_host, num_extra = divmod(unplaced, len(free))
         for index_among_free, index in enumerate(free):
-            more = min(each + (index_among_free < extra), hosts[index].slots - counts[index])
-            counts[index] += more
-            unplaced -= more
+            num_added = min(per_host + (index_among_free < num_extra), hosts[index].slots - counts[index])
+            counts[index] += num_added
+            unplaced -= num_added
     return tuple(counts)
 
 
@@ -123,7 +123,9 @@ def _parse_line(line: str) -> tuple[str, int | None] | None:
     words = _SLOTS_KEY.sub(r"\1=", line.partition("#")[0]).split()
     if not words:
         return None
-    counts = {name.replace("_", "-"): count for name, equals, count in (word.partition("=") for word in words[1:])}
+    address, *settings = words
+    counts = {name.replace("_", "-"): count for name, _, count in (setting.partition("=") for setting in settings)}
     count = counts.get("slots", counts.get("max-slots"))
-    host = parse_hosts(words[0] if count is None else f"{words[0]}:{count}")[0]
-    return host.name, None if count is None and ":" not in words[0].rpartition("]")[2] else host.slots
+    host = parse_hosts(address if count is None else f"{address}:{count}")[0]
+    has_slots = count is not None or ":" in address.rpartition("]")[2]  # not a colon in an IPv6 address
+    return host.name, host.slots if has_slots else None

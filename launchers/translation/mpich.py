@@ -44,7 +44,7 @@ def parse(words: Sequence[str]) -> Job:
     options = Options(SYNTAX, words)
     if ":" in options.program:
         raise LaunchError(
-            "The mpiexec command starts several programs, separated by ':', which other launchers do not support. "
+            "The mpiexec command starts several programs, separated by ':', which unitrain translate does not support. "
             "Start one script that branches on its rank"
         )
     variables = {option.values[0]: option.values[1] for option in options.take_all("-genv", "-env")}
@@ -63,7 +63,7 @@ def parse(words: Sequence[str]) -> Job:
 
 
 def build(job: Job) -> Translation:
-    """Return the mpiexec command, which runs on one host."""
+    """Return the mpiexec command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
     extra_options, notes = options_for(job, LAUNCHER)
     variables = variables_for(job, LAUNCHER) | job.rendezvous  # MPICH does not set a rendezvous address
@@ -92,16 +92,16 @@ def _read_placement(options: Options) -> tuple[tuple[int, ...], tuple[str, ...],
     if size is None:
         raise LaunchError("The mpiexec command lacks the number of processes. Add: -n N")
     if per_host is not None:
-        whole, rest = divmod(size, per_host)
-        return (per_host,) * whole + ((rest,) if rest else ()), (), ()
+        num_full_hosts, remaining = divmod(size, per_host)
+        return (per_host,) * num_full_hosts + ((remaining,) if remaining else ()), (), ()
     if hosts and not has_slots:  # mpiexec assigns ranks to hosts round-robin
         round_robin_note = (
             "mpiexec assigns ranks to hosts round-robin; other launchers assign consecutive ranks to each host."
         )
-        several = len(hosts) > 1 and size > len(hosts)
+        order_differs = len(hosts) > 1 and size > len(hosts)
         return (
             divide_evenly(size, len(hosts)),
             tuple(host.name for host in hosts[:size]),
-            (round_robin_note,) if several else (),
+            (round_robin_note,) if order_differs else (),
         )
     return place_processes(size, hosts)

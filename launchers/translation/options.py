@@ -39,26 +39,26 @@ class Syntax:
     def parse(self, words: Sequence[str]) -> tuple[list[ParsedOption], tuple[str, ...]]:
         """Return the options at the start of `words`, and the remaining words: the program. Raises LaunchError."""
         parsed: list[ParsedOption] = []
-        at = 0
-        while at < len(words) and words[at].startswith("-") and words[at] != "-":
-            word = without_glob_marks(words[at])
-            at += 1
+        position = 0
+        while position < len(words) and words[position].startswith("-") and words[position] != "-":
+            word = without_glob_marks(words[position])
+            position += 1
             if word == "--":
                 break
             name, value = self._resolve(word)
             count = self.arity[name]
             attached = () if value is None else (value,)
-            missing = 0 if count < 0 else count - len(attached)
-            if missing < 0:
+            num_following = 0 if count < 0 else count - len(attached)
+            if num_following < 0:
                 raise LaunchError(f"{name} of {self.launcher} takes no value, got {as_typed(word)!r}. Write: {name}")
-            if at + missing > len(words):
+            if position + num_following > len(words):
                 raise LaunchError(f"{as_typed(word)} of {self.launcher} lacks its value. Write it after {name}")
-            values = tuple(map(without_glob_marks, words[at : at + missing]))
+            values = tuple(map(without_glob_marks, words[position : position + num_following]))
             parsed.append(ParsedOption(name, (*attached, *values), (word, *values)))
-            at += missing
-        if at == len(words):
+            position += num_following
+        if position == len(words):
             raise LaunchError(f"The {self.launcher} command does not name a program. End it as in: python train.py")
-        return parsed, tuple(words[at:])
+        return parsed, tuple(words[position:])
 
     def _resolve(self, word: str) -> tuple[str, str | None]:
         """Return the canonical name of an option and its attached value. Raises LaunchError for an unknown option."""
@@ -84,9 +84,11 @@ class Syntax:
         elif word.startswith("--"):
             if equals:
                 yield name, value
-            found = [long for long in (*self.arity, *self.aliases) if long.startswith(name) and long.startswith("--")]
-            if len({self.aliases.get(long, long) for long in found}) == 1:
-                yield found[0], value if equals else None
+            candidates = [
+                option for option in (*self.arity, *self.aliases) if option.startswith(name) and option.startswith("--")
+            ]
+            if len({self.aliases.get(option, option) for option in candidates}) == 1:
+                yield candidates[0], value if equals else None
         elif self.arity.get(self.aliases.get(word[:2], word[:2])):
             yield word[:2], word[2:].removeprefix("=")
 
@@ -146,9 +148,10 @@ class Options:
         )
 
 
-def arity_table(flags: str, values: str, optional: str = "") -> dict[str, int]:
-    """Return the arity of options listed by name: without a value, with one value, and with an optional value."""
-    return dict.fromkeys(flags.split(), 0) | dict.fromkeys(values.split(), 1) | dict.fromkeys(optional.split(), -1)
+def arity_table(flags: str, with_value: str, optional: str = "") -> dict[str, int]:
+    """Return the arity of each option, by name. The arguments are names, separated by spaces: `flags` take no value,
+    options `with_value` one, and `optional` ones an optional value (-1)."""
+    return dict.fromkeys(flags.split(), 0) | dict.fromkeys(with_value.split(), 1) | dict.fromkeys(optional.split(), -1)
 
 
 def topic_by_option(**options_by_topic: str) -> dict[str, str]:

@@ -66,8 +66,8 @@ def parse(words: Sequence[str]) -> Job:
     for option in options.take_all("--interface"):
         launcher_options.append(_interface_option(option))
     if elastic is not None:
-        found = ("--elastic", elastic, *(("--host-discovery-script", script) if script is not None else ()))
-        launcher_options.append(LauncherOption(LAUNCHER, found, "elastic"))
+        elastic_words = ("--elastic", elastic, *(("--host-discovery-script", script) if script is not None else ()))
+        launcher_options.append(LauncherOption(LAUNCHER, elastic_words, "elastic"))
     counts, names, notes = place_processes(size, hosts)
     if launcher == "srun" and not hosts:
         notes = (
@@ -100,25 +100,15 @@ def build(job: Job) -> Translation:
     on several hosts.
     """
     job.check_hosts_named(LAUNCHER)
-    start = job.program[1:2]
-    if job.python is None or start == () or (start[0].startswith("-") and (start[0] != "-m" or not job.program[2:])):
+    if not _is_python_program(job):
         raise LaunchError(
             f"unitrain launch runs Python scripts, but the job runs: {join(job.program)}. "
             "Use a Python script, or choose another launcher, as in: --to torchrun"
         )
     default_launcher = _DEFAULT_LAUNCHERS.get(job.backend or "ddp", "torchrun")
     launcher = "mpirun" if len(job.counts) > 1 and default_launcher == "torchrun" else default_launcher
-    mpi = any(other.words == ("--mpi",) for other in job.launcher_options)
-    # These are options of unitrain launch, and equivalents of other launchers' options.
-    unitrain_options = [
-        word
-        for option in job.launcher_options
-        for word in (option.words if option.launcher == LAUNCHER else option.equivalents.get(_TARGET, ()))
-    ]
-    options_without_equivalent = tuple(
-        option for option in job.launcher_options if option.launcher != LAUNCHER and _TARGET not in option.equivalents
-    )
-    extra_options, notes = options_for(replace(job, launcher_options=options_without_equivalent), launcher)
+    unitrain_options, other_options = _split_options(job.launcher_options)
+    extra_options, notes = options_for(replace(job, launcher_options=other_options), launcher)
     if any(
         option.launcher != LAUNCHER and "--elastic" in option.equivalents.get(_TARGET, ())
         for option in job.launcher_options
@@ -127,12 +117,7 @@ def build(job: Job) -> Translation:
             "With --elastic, unitrain launch restarts the job when its hosts change: a Trainer then resumes from its "
             "newest checkpoint, and hvd.elastic is not used."
         )
-    variables = dict(job.environment)
-    for other in options_without_equivalent:
-        if other.launcher != launcher and launcher not in other.equivalents:
-            variables = {**other.variables, **variables}
-    if len(job.counts) > 1 or job.address or job.port:
-        variables |= {} if default_launcher == launcher == "horovodrun" else job.rendezvous
+    variables = _variables(job, other_options, launcher)
     secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
     options = [*(("--backend", job.backend) if job.backend else ())]
     if launcher != default_launcher:
@@ -141,7 +126,7 @@ def build(job: Job) -> Translation:
         options += ["-np", str(job.size)]
     if job.hosts:
         options += ["-H", format_hosts(job.named_hosts)]
-    if mpi and launcher == "horovodrun":
+    if launcher == "horovodrun" and any(option.words == ("--mpi",) for option in job.launcher_options):
         options.append("--mpi")
         extra_options = [word for word in extra_options if word != "--mpi"]
     for name in dict.fromkeys([*job.forwarded, *secrets]):
@@ -156,6 +141,44 @@ def build(job: Job) -> Translation:
         options += ["--launcher-args", join(extra_options)]
     line = Line(["unitrain", "launch", *options, *job.program[1:]], secrets, job.directory)
     return Translation([line], [*job.remarks, *notes])
+
+
+def _is_python_program(job: Job) -> bool:
+    """Return whether the job runs a Python script, or a module with -m."""
+    if job.python is None or len(job.program) < 2:
+        return False
+    first_argument = job.program[1]
+    return not first_argument.startswith("-") or (first_argument == "-m" and len(job.program) > 2)
+
+
+def _split_options(options: Sequence[LauncherOption]) -> tuple[list[str], tuple[LauncherOption, ...]]:
+    """Return the words of the options that unitrain launch itself has, and the other options.
+
+    An option of unitrain launch was typed for it, or is equivalent to another launcher's option.
+    """
+    words: list[str] = []
+    other_options: list[LauncherOption] = []
+    for option in options:
+        if option.launcher == LAUNCHER:
+            words += option.words
+        elif _TARGET in option.equivalents:
+            words += option.equivalents[_TARGET]
+        else:
+            other_options.append(option)
+    return words, tuple(other_options)
+
+
+def _variables(job: Job, other_options: Sequence[LauncherOption], launcher: str) -> dict[str, str]:
+    """Return the variables of the job: those of its environment, those that replace options which `launcher` lacks, and
+    its rendezvous address. horovodrun has its own rendezvous."""
+    variables = dict(job.environment)
+    for option in other_options:
+        if option.launcher != launcher and launcher not in option.equivalents:
+            variables = {**option.variables, **variables}
+    has_rendezvous = len(job.counts) > 1 or job.address or job.port
+    if has_rendezvous and launcher != "horovodrun":
+        variables |= job.rendezvous
+    return variables
 
 
 def _interface_option(option: ParsedOption) -> LauncherOption:

@@ -222,11 +222,11 @@ def test_gpus_are_counted_by_the_driver_without_nvidia_smi(script: Path, monkeyp
     ],
 )
 def test_messages_of_unitrain_run_contain_the_argument(value: int | list[int] | str, text: str) -> None:
-    assert str(parse_devices(value, is_argument=True)) == text
+    assert str(parse_devices(value, from_python=True)) == text
 
 
 @pytest.mark.parametrize("value", [True, -2, -1.0, [], [1, -1], [True], {"gpu": 1}, b"1"])
 def test_invalid_arguments_of_unitrain_run_are_rejected(value: object) -> None:
     message = r"^unitrain\.run\(devices=\.\.\.\) takes a number of devices, .* Use devices=2 .*, or devices=\[1, 3\] "
     with pytest.raises(LaunchError, match=message):
-        parse_devices(value, is_argument=True)  # type: ignore[arg-type]
+        parse_devices(value, from_python=True)  # type: ignore[arg-type]

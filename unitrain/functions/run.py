@@ -114,7 +114,7 @@ def _select_devices(
             )
         return np, {}
     try:
-        parsed = launchers.parse_devices(devices, is_argument=True)
+        parsed = launchers.parse_devices(devices, from_python=True)
         this_host = (launchers.Host("localhost", np or 1),)
         selected = launchers.select_devices(parsed, launcher or "", np, this_host)
     except launchers.LaunchError as error:
