@@ -356,13 +356,30 @@ def call_before_embedding_renorm(check: Callable[[Tensor, float, float], object]
     torch.jit._builtins._register_builtin(checked, "aten::_no_grad_embedding_renorm_")  # for torch.jit.script
 
 
-def memory_address(tensor: Tensor) -> int | None:
-    """Return the address of the memory of `tensor`, or None for a tensor without memory, as in torch.compile. Checked
-    with torch 2.14."""
+def shares_memory(tensor: Tensor, parameter: Tensor) -> bool:
+    """Return whether `tensor` uses the memory of `parameter`. While torch.compile or torch.func traces a function,
+    `tensor` may represent a tensor with memory. Checked with torch 2.14."""
+    found, wanted = _unwrap_traced(tensor), _unwrap_traced(parameter)
+    fake_mode = getattr(found, "fake_mode", None)
+    if fake_mode is not None and not hasattr(wanted, "fake_mode"):
+        wanted = fake_mode.fake_tensor_converter._get_memo(wanted)
+        if wanted is None:  # the traced function does not use the parameter
+            return False
     try:
-        return tensor.untyped_storage().data_ptr() or None
-    except RuntimeError:
-        return None
+        one, other = found.untyped_storage(), wanted.untyped_storage()
+        if fake_mode is not None:  # fake tensors have storages without memory
+            return bool(one._cdata == other._cdata)
+        return bool(one.data_ptr() == other.data_ptr() != 0)
+    except RuntimeError:  # a tensor has no storage
+        return False
+
+
+def _unwrap_traced(tensor: Any) -> Any:
+    """Return the tensor inside the wrappers of torch.func and of AOTAutograd."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor.from_functional() if hasattr(tensor, "from_functional") else tensor
 
 
 # --- torch.utils.data ---

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 from one_rank import simulate_rank
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from unitrain.backends.checks import check_same_weights, check_trainable_model, digest_bits
@@ -85,13 +85,41 @@ def test_model_on_another_device_is_rejected() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_embedding_function_with_max_norm_is_rejected() -> None:
-    model = Lookup(nn.functional.embedding, detaches=False)
+@pytest.mark.parametrize("detaches", [False, True])
+def test_compiled_embedding_function_with_max_norm_is_rejected(detaches: bool) -> None:
+    model = Lookup(nn.functional.embedding, detaches=detaches)
     model.max_norm = 0.5
     compiled = torch.compile(LocalBackend(CPU).distributed_model(model), backend="eager")
     # torch.compile raises another class of error with the same text.
     with pytest.raises(RuntimeError, match=r"max_norm=0\.5 for parameter 'weight' of Lookup"):
         compiled(torch.arange(3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_embedding_with_max_norm_is_rejected_inside_torch_func() -> None:
+    model = LocalBackend(CPU).distributed_model(Lookup(nn.functional.embedding, detaches=False))
+    model.max_norm = 0.5
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        output: Tensor = torch.func.functional_call(model, parameters, torch.arange(3))
+        return output.sum()
+
+    with pytest.raises(ModelError, match=r"max_norm=0\.5 for parameter 'weight' of Lookup"):
+        torch.func.grad(loss)(parameters)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_embedding_with_max_norm_of_other_modules_is_allowed() -> None:
+    """The weight has the shape and dtype of a parameter of the distributed model."""
+    distributed = LocalBackend(CPU).distributed_model(Lookup(nn.functional.embedding, detaches=False))
+    empty = LocalBackend(CPU).distributed_model(nn.ParameterList([torch.zeros(0, 4)]))
+    other = Lookup(nn.functional.embedding, detaches=False)
+    other.max_norm = 0.5
+    assert other.weight.shape == distributed.weight.shape
+    other(torch.arange(3))
+    torch.compile(other, backend="aot_eager")(torch.arange(3)).sum().backward()
+    nn.functional.embedding(torch.zeros(0, dtype=torch.int64), torch.zeros_like(empty[0]), max_norm=0.5)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -25,7 +25,7 @@ from unitrain.backends.tensors import as_bytes
 from unitrain.errors import ConfigError, ModelError, TensorError, UnsupportedError, did_you_mean
 from unitrain.monitoring.flight_recorder import dtype_name
 from unitrain.monitoring.rank_status import format_ranks
-from unitrain.torch_compat import call_before_embedding_renorm, local_shard, memory_address, unwrap_compiled
+from unitrain.torch_compat import call_before_embedding_renorm, local_shard, shares_memory, unwrap_compiled
 
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 DTYPES = (
@@ -267,17 +267,11 @@ def _observe_embedding_renorm() -> None:
 
 
 def _check_renormalized_weight(weight: Tensor, max_norm: float, norm_type: float) -> None:
-    """Raise ModelError if `weight` is a parameter of a distributed model, or shares the memory of one. If torch.compile
-    calls the function, raise ModelError if such a parameter has the shape and dtype of `weight`."""
-    address = memory_address(weight)
+    """Raise ModelError if `weight` is a parameter of a distributed model, or shares the memory of one."""
     for model in list(_distributed_models):
         # The parameters are looked up in each call, because complete ones replace sharded ones in a forward pass.
         for name, parameter in model.named_parameters():
-            if address is None:  # torch.compile calls the function with a tensor that has only a shape
-                is_same = (parameter.shape, parameter.dtype) == (weight.shape, weight.dtype)
-            else:
-                is_same = memory_address(parameter) == address
-            if is_same:
+            if shares_memory(weight, parameter):
                 raise ModelError(
                     f"torch.nn.functional.embedding was called with max_norm={max_norm:g} for parameter {name!r} of "
                     f"{type(model).__name__}: it changes the weights of the items in this rank's batch only, so the "
