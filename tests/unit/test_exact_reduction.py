@@ -249,6 +249,25 @@ def test_unused_parameters() -> None:
         reduce(first, 1, parameters=parameters)
 
 
+@pytest.mark.parametrize("allows_unused", [False, True])
+def test_processes_that_freeze_different_parameters_raise_an_error(allows_unused: bool) -> None:
+    processes, barrier = Processes(2), Barrier(2)
+
+    def run(process: int) -> None:
+        parameters = [torch.ones(2).requires_grad_(), torch.ones(3).requires_grad_(process == 0)]
+        reduction = ExactReduction(
+            ["p0", "p1"], parameters, logical_ranks=2, bucket_bytes=4, start_allreduce=processes.start(process),
+            allows_unused=allows_unused,
+        )  # fmt: skip
+        gradients = [torch.ones(2), torch.ones(3) if process == 0 else None]
+        with pytest.raises(ModelError, match="Parameter 'p1' is trained by some processes and frozen by others"):
+            reduction.mean([gradients], all_ranks_have_run=True)
+        barrier.wait(10)  # both processes have raised the error
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+
+
 def test_complex_and_channels_last_gradients() -> None:
     images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     numbers = torch.randn(5, dtype=torch.complex64)

@@ -160,6 +160,25 @@ def gradients_can_be_accumulated_several_times_in_a_backward_pass(backend: Backe
 
 
 @contract
+def logical_ranks_must_freeze_the_same_parameters_in_all_processes(backend: Backend) -> None:
+    wrapped = backend.distributed_model(model := _network(), logical_ranks=_LOGICAL_RANKS)
+    _run_step(backend, wrapped, range(1), {})
+    model.zero_grad()
+    (name, parameter), *others = model.named_parameters()
+    parameter.requires_grad_(backend.rank == 0)
+    if backend.size > 1:
+        message = f"Parameter {name!r} is trained by some processes and frozen by others"
+        raises(ModelError, message, lambda: _run_step(backend, wrapped, range(1, 2), {}))
+        assert parameter.grad is None
+        model.zero_grad()
+    parameter.requires_grad_(False)
+    _run_step(backend, wrapped, range(2, 3), {})
+    assert parameter.grad is None
+    for _, other in others:
+        assert other.grad is not None
+
+
+@contract
 def buffers_are_those_of_logical_rank_0(backend: Backend) -> None:
     model, twin = _network(), _network()
     wrapped = backend.distributed_model(model, logical_ranks=_LOGICAL_RANKS)

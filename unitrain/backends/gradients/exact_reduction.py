@@ -59,10 +59,13 @@ class _Sum:
 
 
 class _ParameterFlags(NamedTuple):
-    """Whether a parameter has a gradient on any logical rank, and whether it lacks one on any logical rank."""
+    """Whether a parameter has a gradient on any logical rank, whether it lacks one on any logical rank, whether it is
+    trained in any process, and whether it is frozen in any process."""
 
     is_present: bool
     is_missing: bool
+    is_trained: bool
+    is_frozen: bool
 
 
 class _StepFlags(NamedTuple):
@@ -100,7 +103,7 @@ class _Step:
         self.means: list[Tensor | None] = [None] * count
         self.flat_means: dict[int, Tensor] = {}
         # Over all processes:
-        self.parameter_flags = [_ParameterFlags(False, False)] * count
+        self.parameter_flags = [_ParameterFlags(False, False, False, False)] * count
         self.step_flags = _StepFlags(False, False)
 
     def gradients(self, parameter_index: int) -> list[Tensor | None]:
@@ -202,8 +205,8 @@ class ExactReduction:
         """Return the mean gradient of each parameter; None for parameters without a gradient on any logical rank.
 
         `last` contains the gradients of the last logical rank of this process, including those that were added. All
-        processes call it. If a gradient is missing on any logical rank and `allows_unused` is False, ModelError is
-        raised in all processes.
+        processes call it. If a gradient is missing on any logical rank and `allows_unused` is False, or if processes
+        have frozen different parameters, ModelError is raised in all processes.
         """
         step, self._step = self._step, None
         assert step is not None
@@ -245,6 +248,12 @@ class ExactReduction:
                 "The gradients were reduced before every logical rank had run its backward passes. Iterate over a "
                 "ShardedLoader with the same logical_ranks, and use backend.no_sync(model) unless loader.ends_step."
             )
+        for name, flags in zip(self._names, step.parameter_flags, strict=True):
+            if flags.is_trained and flags.is_frozen:
+                raise ModelError(
+                    f"Parameter {name!r} is trained by some processes and frozen by others. Freeze and unfreeze the "
+                    "same parameters in every process: parameter.requires_grad_(...)."
+                )
         unused = [name for name, flags in zip(self._names, step.parameter_flags, strict=True) if flags.is_missing]
         if unused and not self._allows_unused:
             count = "1 parameter" if len(unused) == 1 else f"{len(unused)} parameters"
@@ -266,8 +275,7 @@ class ExactReduction:
             self._start_sum(step, index - 1)
 
     def _start_maxima(self, step: _Step, index: int) -> None:
-        """Start to reduce the exponents of the largest values in each block, and whether the gradients of each
-        parameter are present and complete."""
+        """Start to reduce the exponents of the largest values in each block, and the flags of each parameter."""
         bucket = self._buckets[index]
         maxima = torch.zeros(bucket.num_blocks, dtype=bucket.number_format.value_dtype, device=self._device)
         for piece in bucket.pieces:
@@ -281,7 +289,8 @@ class ExactReduction:
     def _parameter_flags(self, step: _Step, parameter_index: int) -> _ParameterFlags:
         """Return the flags of a parameter in this process. A frozen parameter is not missing."""
         is_present = [gradient is not None for gradient in step.gradients(parameter_index)]
-        return _ParameterFlags(any(is_present), self._parameters[parameter_index].requires_grad and not all(is_present))
+        is_trained = self._parameters[parameter_index].requires_grad
+        return _ParameterFlags(any(is_present), is_trained and not all(is_present), is_trained, not is_trained)
 
     def _start_sum(self, step: _Step, index: int) -> None:
         """Wait for the maxima of a bucket, add up the gradients of this process, and start to reduce the sums."""
@@ -435,7 +444,8 @@ def _encode_maxima(exponents: Tensor, flags: Sequence[_ParameterFlags], step_fla
 def _decode_maxima(message: Tensor, num_blocks: int) -> tuple[Tensor, list[_ParameterFlags], _StepFlags]:
     """Return the arguments of `_encode_maxima`."""
     *flags, is_incomplete, is_repeated = map(bool, message[num_blocks:].tolist())
-    parameter_flags = [_ParameterFlags(*pair) for pair in zip(flags[::2], flags[1::2], strict=True)]
+    count = len(_ParameterFlags._fields)
+    parameter_flags = [_ParameterFlags(*flags[start : start + count]) for start in range(0, len(flags), count)]
     return message[:num_blocks], parameter_flags, _StepFlags(is_incomplete, is_repeated)
 
 
