@@ -92,7 +92,7 @@ def c10d_rendezvous_options(
 
     Args:
         nodes: "MIN:MAX" hosts.
-        nproc_per_node: The node_rank of ranks on this host.
+        nproc_per_node: The number of ranks on this host.
         endpoint: The address and port of the rendezvous, which the first host serves.
         is_first: Whether this host is the first one.
         local_address: The name by which the other hosts reach this host, or None for torchrun's default.

@@ -16,7 +16,7 @@ _FIX = "Use gradient_accumulation_steps={0: 1, 4: 4} for 1 micro-batch per step,
 
 
 def read_accumulation(name: str, value: Any, global_batch_size: Any) -> int | dict[int, int] | None:
-    """Return `value`, a schedule as a dictionary that is sorted by epoch and contains epoch 0.
+    """Return `value`. A schedule is returned as a dictionary that is sorted by epoch and contains epoch 0.
 
     A schedule without epoch 0 starts with 1 micro-batch per step. Raises ConfigError if `value` is not an integer, None
     or a schedule, or if it is a schedule and `global_batch_size` is not None.
@@ -40,18 +40,23 @@ def read_accumulation(name: str, value: Any, global_batch_size: Any) -> int | di
 
 
 def accumulation_by_first_epoch(accumulation: Accumulation | None) -> dict[int, int | None]:
-    """Return `accumulation` by the first epoch to which it applies. None means that the batch sizes determine it."""
+    """Return `accumulation` by the first epoch to which it applies. A value of None means that the number of
+    micro-batches per step follows from the batch sizes."""
     return dict(accumulation) if isinstance(accumulation, Mapping) else {0: accumulation}
 
 
-def first_epoch_of(epochs: Mapping[int, Any], epoch: int) -> int:
+def schedule_key(schedule: Mapping[int, Any], epoch: int) -> int:
     """Return the key of a schedule whose value applies to `epoch`. The keys are sorted and contain 0."""
-    return max(first for first in epochs if first <= epoch)
+    return max(first_epoch for first_epoch in schedule if first_epoch <= epoch)
 
 
-def epochs_with_equal_steps(accumulation: Accumulation | None, first: int, last: int) -> Iterator[range]:
-    """Yield the epochs from `first` to `last` - 1 as ranges with the same number of micro-batches per step."""
-    bounds = [first, *(epoch for epoch in accumulation_by_first_epoch(accumulation) if first < epoch < last), last]
+def epochs_by_accumulation(accumulation: Accumulation | None, start_epoch: int, stop_epoch: int) -> Iterator[range]:
+    """Yield the epochs in [`start_epoch`, `stop_epoch`) as ranges with the same number of micro-batches per step."""
+    bounds = [
+        start_epoch,
+        *(epoch for epoch in accumulation_by_first_epoch(accumulation) if start_epoch < epoch < stop_epoch),
+        stop_epoch,
+    ]
     for start, stop in pairwise(bounds):
         if start < stop:
             yield range(start, stop)

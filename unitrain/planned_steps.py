@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from unitrain.accumulation import epochs_with_equal_steps
+from unitrain.accumulation import epochs_by_accumulation
 from unitrain.config import TrainConfig
 from unitrain.data.training_data import TrainingData
 from unitrain.progress.training_progress import TrainingProgress
@@ -14,16 +14,16 @@ def remaining_steps(config: TrainConfig, progress: TrainingProgress, data: Train
     """Return the number of remaining optimizer steps; None if the length of the data is unknown."""
     if config.max_steps is not None:
         return max(0, config.max_steps - progress.step)
-    first, last = progress.epoch, config.max_epochs or 0
+    start_epoch, stop_epoch = progress.epoch, config.max_epochs or 0
     total = 0
     try:
-        for epochs in epochs_with_equal_steps(config.gradient_accumulation_steps, first, last):
+        for epochs in epochs_by_accumulation(config.gradient_accumulation_steps, start_epoch, stop_epoch):
             steps = _steps_in_epochs(config, progress, data, epochs)
             if steps is None:
                 return None
             total += steps[0] + (len(epochs) - 1) * steps[1]
     finally:
-        data.begin_epoch(first)
+        data.begin_epoch(start_epoch)
     return total
 
 
@@ -39,27 +39,30 @@ def total_scheduler_steps(config: TrainConfig, progress: TrainingProgress, data:
 
 
 def _total_epochs(config: TrainConfig, progress: TrainingProgress, data: TrainingData) -> int | None:
+    """Return the number of epochs in the complete run, including an incomplete last one."""
     if config.max_steps is None:
         return config.max_epochs
-    total = first = progress.epoch
-    left = config.max_steps - progress.step
-    if left <= 0:
-        return first + (progress.step_in_epoch > 0)
+    remaining = config.max_steps - progress.step
+    if remaining <= 0:
+        return progress.epoch + (progress.step_in_epoch > 0)
+    num_epochs = start_epoch = progress.epoch
     try:
         # Each epoch has at least one step, but the current epoch may have no remaining ones.
-        for epochs in epochs_with_equal_steps(config.gradient_accumulation_steps, first, first + 1 + left):
+        for epochs in epochs_by_accumulation(
+            config.gradient_accumulation_steps, start_epoch, start_epoch + 1 + remaining
+        ):
             steps = _steps_in_epochs(config, progress, data, epochs)
             if steps is None:
                 return None
             in_first, in_each = steps[0], max(1, steps[1])
-            needed = 1 + math.ceil(max(0, left - in_first) / in_each)
-            total += min(needed, len(epochs))
-            if needed <= len(epochs):
-                break
-            left -= in_first + (len(epochs) - 1) * in_each
+            num_needed = 1 + math.ceil(max(0, remaining - in_first) / in_each)
+            if num_needed <= len(epochs):
+                return num_epochs + num_needed
+            num_epochs += len(epochs)
+            remaining -= in_first + (len(epochs) - 1) * in_each
     finally:
-        data.begin_epoch(first)
-    return total
+        data.begin_epoch(start_epoch)
+    return num_epochs
 
 
 def _steps_in_epochs(

@@ -35,7 +35,11 @@ from unitrain.modules.buffers import broadcast_buffers
 from unitrain.optim.ema import WeightAverage
 from unitrain.optim.local_sgd import LocalSGD
 from unitrain.progress.history import EPOCHS, STARTS, STEPS, History
-from unitrain.progress.preconditions import preconditions, report_differences, report_different_processes
+from unitrain.progress.reproducibility_settings import (
+    report_differences,
+    report_different_processes,
+    reproducibility_settings,
+)
 from unitrain.progress.training_progress import TrainingProgress
 from unitrain.regular_files import replace_file
 
@@ -257,7 +261,7 @@ class TrainingRun:
         for bit-identical results. All ranks call it.
         """
         if self._config.logical_ranks is not None:
-            return {"preconditions": preconditions(self._backend.device)}
+            return {"preconditions": reproducibility_settings(self._backend.device)}
         return {"generators": self._backend.allgather_object(randomness.capture_generators(self._backend.device))}
 
     def _gather_data_state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from unitrain import Callback, TrainConfig, Trainer
-from unitrain.accumulation import epochs_with_equal_steps, scale_accumulation
+from unitrain.accumulation import epochs_by_accumulation, scale_accumulation
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.batch_size import ElasticBatchSize
@@ -181,12 +181,12 @@ def test_schedule_is_stored_sorted_and_starts_with_epoch_zero() -> None:
     config = TrainConfig(max_epochs=9, batch_size=2, gradient_accumulation_steps={6: 8, 3: 2})
     assert config.gradient_accumulation_steps == {0: 1, 3: 2, 6: 8}
     assert asdict(config)["gradient_accumulation_steps"] == {0: 1, 3: 2, 6: 8}
-    assert list(epochs_with_equal_steps(config.gradient_accumulation_steps, 2, 7)) == [
+    assert list(epochs_by_accumulation(config.gradient_accumulation_steps, 2, 7)) == [
         range(2, 3),
         range(3, 6),
         range(6, 7),
     ]
-    assert list(epochs_with_equal_steps(None, 4, 4)) == []
+    assert list(epochs_by_accumulation(None, 4, 4)) == []
     assert scale_accumulation({0: 2, 1: 4}, 3, 2) == {0: 3, 1: 6}
     assert scale_accumulation(None, 4, 2) == 2
 

@@ -21,8 +21,8 @@ from unitrain.config import TrainConfig
 from unitrain.errors import CheckpointError
 from unitrain.loggers.json_lines import drop_rows_after
 from unitrain.progress.history import History
-from unitrain.report.figures import has_epoch_axis
 from unitrain.report.record import read_records
+from unitrain.report.run_statistics import has_epoch_axis
 from unitrain.trainer import Trainer
 
 LOCAL = LocalBackend(torch.device("cpu"))

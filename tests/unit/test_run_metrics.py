@@ -177,7 +177,7 @@ def test_port_in_use_is_an_error_or_is_opened_later(values: RunValues, caplog: p
                 assert scrape(port)["unitrain_step", ()] == 9
                 break
             except OSError:
-                endpoint._is_closed.wait(0.2)
+                endpoint._closed_event.wait(0.2)
         else:
             pytest.fail("the endpoint was not opened")
     finally:

@@ -16,7 +16,7 @@ import torch
 from unitrain.backends.local import LocalBackend
 from unitrain.progress import cpu_evidence, network_evidence, rank_evidence
 from unitrain.progress.cpu_evidence import CpuReader, CpuSeconds, ProcessTimes, find_cpu_stat_files
-from unitrain.progress.network_evidence import Connection, ConnectionReader
+from unitrain.progress.network_evidence import ConnectionCounters, ConnectionReader
 from unitrain.progress.rank_evidence import RankEvidence
 from unitrain.progress.slow_causes import CAUSES, RankFigures, describe_figures, find_cause
 from unitrain.progress.stragglers import EVIDENCE, TRAINING, EarlierFigures, Straggler, StragglerDetector
@@ -321,7 +321,9 @@ def test_connections_within_the_host_are_ignored() -> None:
 
 
 def test_connection_is_described_with_rate_and_round_trip() -> None:
-    change = Connection("10.0.0.2", 3.0, 40_000_000, 7, 0.041).since(Connection("10.0.0.2", 1.0, 20_000_000, 4, 0.001))
+    change = ConnectionCounters("10.0.0.2", 3.0, 40_000_000, 7, 0.041).since(
+        ConnectionCounters("10.0.0.2", 1.0, 20_000_000, 4, 0.001)
+    )
     assert str(change) == "to 10.0.0.2: 10 MB/s while sending, round trip 41 ms, 3 retransmissions"
 
 

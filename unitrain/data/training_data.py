@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unitrain.accumulation import Accumulation, accumulation_by_first_epoch, first_epoch_of
+from unitrain.accumulation import Accumulation, accumulation_by_first_epoch, schedule_key
 from unitrain.backends.base import Communicator
 from unitrain.config import StreamKind, TrainConfig, Uneven
 from unitrain.data.batch_size import BatchSizes, ElasticBatchSize, resolve_batch_sizes
@@ -128,7 +128,7 @@ class TrainingData(ABC):
         """Use the number of micro-batches per step of `epoch`, and compute `global_batch_size` and `steps_in_epoch` for
         it. Does not communicate.
         """
-        self._use_batch_sizes(self._batch_sizes[first_epoch_of(self._batch_sizes, epoch)])
+        self._use_batch_sizes(self._batch_sizes[schedule_key(self._batch_sizes, epoch)])
 
     @abstractmethod
     def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:

@@ -3,7 +3,7 @@
 training_progress   TrainingProgress: completed epochs, steps and samples
 stopping            stop requests and time limits, synchronized periodically so that all ranks stop at the same step
 preemption          signals that announce the end of the job
-preconditions       properties that must be equal in all processes with logical ranks
+reproducibility_settings  properties that must be equal in all processes with logical ranks
 timing              LoopTimer: time per phase of the training loop
 stragglers          detection of slow ranks, compared with other ranks and with earlier steps
 slow_causes         causes of slow ranks, with suggestions

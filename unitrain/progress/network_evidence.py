@@ -22,8 +22,8 @@ _TCP_INFO_BYTES, _ADDRESS_BYTES = 192, 128
 _RTT, _RETRANSMISSIONS, _ACKNOWLEDGED, _BUSY = 68, 100, 120, 168
 
 
-class Connection(NamedTuple):
-    """Counters of a connection.
+class ConnectionCounters(NamedTuple):
+    """Counters of a connection, or their change between two readings.
 
     `network_limited_seconds` is the time for which unacknowledged data existed while neither the receiver nor the size
     of the send buffer delayed it.
@@ -35,7 +35,7 @@ class Connection(NamedTuple):
     retransmissions: int
     rtt_seconds: float
 
-    def since(self, before: Connection) -> Connection:
+    def since(self, before: ConnectionCounters) -> ConnectionCounters:
         """Return the change of the counters since an earlier reading, with the current round-trip time."""
         return self._replace(
             network_limited_seconds=self.network_limited_seconds - before.network_limited_seconds,
@@ -55,25 +55,25 @@ class ConnectionReader:
     """Reads the connections with the most sent data. Connections within the host are ignored."""
 
     def __init__(self) -> None:
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, ConnectionCounters] = {}
         self._next_search_time, self._search_interval_seconds = 0.0, _MIN_SEARCH_INTERVAL_SECONDS
 
-    def read(self) -> Connection | None:
+    def read(self) -> ConnectionCounters | None:
         """Return the change of the counters since the last call, for the connection that the network limited for the
         longest time; None without connections.
         """
         if time.monotonic() >= self._next_search_time:
             self._search()
-        before, self._connections = self._connections, {}
+        earlier_counters, self._connections = self._connections, {}
         changes = []
-        for descriptor, known in before.items():
-            connection = read_connection(descriptor, known.peer)
+        for descriptor, earlier in earlier_counters.items():
+            counters = read_connection(descriptor, earlier.peer)
             # A different connection may use the file descriptor of a closed one.
-            if connection is None or connection.sent_bytes < known.sent_bytes:
+            if counters is None or counters.sent_bytes < earlier.sent_bytes:
                 self._next_search_time = 0.0
                 continue
-            self._connections[descriptor] = connection
-            changes.append(connection.since(known))
+            self._connections[descriptor] = counters
+            changes.append(counters.since(earlier))
         return max(changes, key=lambda change: change.network_limited_seconds, default=None)
 
     def _search(self) -> None:
@@ -83,12 +83,18 @@ class ConnectionReader:
             descriptors = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
         except OSError:
             descriptors = []
-        found = {descriptor: known for descriptor in descriptors if (known := read_connection(descriptor)) is not None}
-        largest = sorted(found, key=lambda descriptor: -found[descriptor].sent_bytes)[:_MAX_CONNECTIONS]
-        self._connections = {descriptor: self._connections.get(descriptor, found[descriptor]) for descriptor in largest}
+        counters = {
+            descriptor: connection
+            for descriptor in descriptors
+            if (connection := read_connection(descriptor)) is not None
+        }
+        largest = sorted(counters, key=lambda descriptor: -counters[descriptor].sent_bytes)[:_MAX_CONNECTIONS]
+        self._connections = {
+            descriptor: self._connections.get(descriptor, counters[descriptor]) for descriptor in largest
+        }
 
 
-def read_connection(descriptor: int, peer: str | None = None) -> Connection | None:
+def read_connection(descriptor: int, peer: str | None = None) -> ConnectionCounters | None:
     """Return the counters of the TCP connection of a file descriptor, or None if it does not lead to another host.
 
     `peer` is the address of the other host if it is known. The functions of libc are called directly, because a socket
@@ -105,7 +111,7 @@ def read_connection(descriptor: int, peer: str | None = None) -> Connection | No
     (retransmissions,) = struct.unpack_from("=I", info, _RETRANSMISSIONS)
     (acknowledged,) = struct.unpack_from("=Q", info, _ACKNOWLEDGED)
     busy, by_receiver, by_buffer = struct.unpack_from("=QQQ", info, _BUSY)
-    return Connection(peer, (busy - by_receiver - by_buffer) / 1e6, acknowledged, retransmissions, rtt / 1e6)
+    return ConnectionCounters(peer, (busy - by_receiver - by_buffer) / 1e6, acknowledged, retransmissions, rtt / 1e6)
 
 
 def _find_remote_peer(descriptor: int) -> str | None:

@@ -26,7 +26,7 @@ GAUGES = {
     "step": "Completed optimizer steps",
     "epoch": "Completed epochs",
     "ranks": "Number of ranks",
-    "loss": "Mean training loss since the previous sync point",
+    "loss": "Mean training loss over the last logging interval (about two seconds, or log_every_n_steps)",
     "learning_rate": "Learning rate of the first parameter group",
     "samples_per_second": "Training throughput of all ranks in samples per second",
     "tokens_per_second": "Training throughput of all ranks in tokens per second, if loss_fn counts tokens",
@@ -60,9 +60,9 @@ class RunValues:
     """The current metrics of a run. The training thread updates them, except `checkpoint_seconds`, which the thread
     that writes checkpoints updates. Threads of the endpoint read them.
 
-    `gauges` has values of GAUGES. `memory` has one value per rank, `phase_seconds` a list in the order of TRAINING per
-    rank, and `checkpoint_seconds` the number and the total duration of the written checkpoints. `goodput` returns the
-    times of all attempts.
+    `gauges` maps names in GAUGES to their current values. `memory` has one value per rank, `phase_seconds` a list in
+    the order of TRAINING per rank, and `checkpoint_seconds` the number and the total duration of the written
+    checkpoints. `goodput` returns the times of all attempts.
     """
 
     gauges: dict[str, float] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class MetricsEndpoint:
         self._registry = prometheus_client.CollectorRegistry()
         self._collector = _Collector(RunValues())
         self._registry.register(self._collector)
-        self._is_closed = threading.Event()
+        self._closed_event = threading.Event()
         try:
             self._start()
         except OSError as error:
@@ -173,7 +173,7 @@ class MetricsEndpoint:
 
     def close(self) -> None:
         """Stop the server."""
-        self._is_closed.set()
+        self._closed_event.set()
         _endpoints.pop((self._address, self._port), None)
         if self._server is not None:
             self._server.shutdown()
@@ -189,7 +189,7 @@ class MetricsEndpoint:
         self._server = server
 
     def _keep_trying(self) -> None:
-        while not self._is_closed.wait(_RETRY_SECONDS):
+        while not self._closed_event.wait(_RETRY_SECONDS):
             with suppress(OSError):
                 self._start()
                 return

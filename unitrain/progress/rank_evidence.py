@@ -1,4 +1,5 @@
-"""Evidence of the causes of slow ranks, read at sync points on each rank."""
+"""Evidence of the causes of slow ranks, read on each rank at the sync points (the periodic exchanges of
+`stopping.SyncPoint`)."""
 
 from __future__ import annotations
 
@@ -9,9 +10,16 @@ from typing import NamedTuple
 
 from unitrain.progress import slow_causes
 from unitrain.progress.cpu_evidence import CpuReader, CpuSeconds, ProcessTimes
-from unitrain.progress.network_evidence import Connection, ConnectionReader
+from unitrain.progress.network_evidence import ConnectionCounters, ConnectionReader
 from unitrain.progress.slow_causes import RankFigures
-from unitrain.progress.stragglers import EVIDENCE, TRAINING, EarlierFigures, Straggler, is_observation_ending
+from unitrain.progress.stragglers import (
+    EVIDENCE,
+    TRAINING,
+    EarlierFigures,
+    Straggler,
+    is_observation_ending,
+    pack_evidence,
+)
 from unitrain.progress.timing import LoopTimer
 
 # A reading takes about 0.2 ms, so it is not repeated at every sync point if these follow each other closely. The second
@@ -23,7 +31,7 @@ class RankDetails(NamedTuple):
     """The host of a rank, and the evidence of a cause as text."""
 
     host: str
-    evidence: str
+    evidence_text: str
 
 
 class RankEvidence:
@@ -36,7 +44,7 @@ class RankEvidence:
         self._cpu, self._connections = CpuReader(), ConnectionReader()
         self._earlier = EarlierFigures()
         self._processes: ProcessTimes | None = None
-        self._connection: Connection | None = None
+        self._connection: ConnectionCounters | None = None
         self._figures = RankFigures()
         self._phases, self._evidence = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
         # Since the last reading.
@@ -44,14 +52,15 @@ class RankEvidence:
         self._last_reading_time = -math.inf
 
     def start(self) -> None:
-        """Ignore the time before this call, for example of validation, unless the last reading is recent."""
+        """Ignore the time before this call, such as that of a validation. If the last reading is recent, nothing is
+        read again, because the ignored time is short."""
         if self._is_reading_due():
             self._read()
         self._unexplained_seconds = self._copy_seconds = 0.0
 
     def take_recent(self) -> tuple[list[float], int, list[float]]:
-        """Return this rank's seconds per phase of TRAINING since the last call, the number of steps, and the evidence
-        since the last observation for `find_stragglers`.
+        """Return this rank's seconds per phase of TRAINING since the last call, the number of steps, and this rank's
+        row of evidence for `find_stragglers`, since the last observation.
 
         The seconds are those of `LoopTimer.take_recent_seconds`. Except for `data`, they are extrapolated from a few
         steps, so they lack stalls that occur in other steps. A stall that a CPU quota or a copy explains is added.
@@ -63,31 +72,32 @@ class RankEvidence:
         self._unexplained_seconds += recent.unexplained
         self._copy_seconds += recent.copy
         if self._is_reading_due(sum(self._phases) + sum(seconds)):
-            read = self._read()
-            self._evidence["cpu_wait"] += max(0.0, read.run_queue - read.throttled)
-            self._evidence["worker_wait"] += max(0.0, read.workers - read.throttled)
-            self._evidence["throttled"] += read.throttled
-            self._evidence["cpu"] += read.used
+            cpu_seconds = self._read()
+            self._evidence["cpu_wait"] += max(0.0, cpu_seconds.run_queue - cpu_seconds.throttled)
+            self._evidence["worker_wait"] += max(0.0, cpu_seconds.workers - cpu_seconds.throttled)
+            self._evidence["throttled"] += cpu_seconds.throttled
+            self._evidence["cpu"] += cpu_seconds.used
             self._evidence["network"] += 0.0 if self._connection is None else self._connection.network_limited_seconds
-            stalled = min(self._unexplained_seconds, read.throttled)
+            stalled = min(self._unexplained_seconds, cpu_seconds.throttled)
             copied = min(self._unexplained_seconds - stalled, self._copy_seconds)
             seconds[TRAINING.index("compute")] += stalled
             seconds[TRAINING.index("data")] += copied
             self._unexplained_seconds = self._copy_seconds = 0.0
-        self._phases = [before + now for before, now in zip(self._phases, seconds, strict=True)]
-        return seconds, steps, [*self._evidence.values(), *self._earlier.median()]
+        self._phases = [earlier + recent_seconds for earlier, recent_seconds in zip(self._phases, seconds, strict=True)]
+        return seconds, steps, pack_evidence(self._evidence, self._earlier.median())
 
     def discard(self) -> None:
         """Discard the evidence since the last observation."""
         self._phases, self._evidence = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
 
-    def end_observation(self, steps: int, *, is_any_slow: bool, is_suspected: bool) -> None:
+    def end_observation(self, steps: int, *, is_any_suspected: bool, is_suspected: bool) -> None:
         """Keep the figures of an observation of `steps` steps for comparison with later ones.
 
-        `is_any_slow` states whether any rank is suspected to be slow, and `is_suspected` whether this rank is.
+        `is_any_suspected` states whether any rank is suspected to be slow, and `is_suspected` whether this rank is
+        suspected.
         """
         self._figures = RankFigures(*(seconds / steps for seconds in (*self._phases, *self._evidence.values())))
-        self._earlier.add(self._figures, is_slow=is_any_slow)
+        self._earlier.add(self._figures, is_slow=is_any_suspected)
         self.discard()
         if not is_suspected:
             self._processes = None

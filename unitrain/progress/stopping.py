@@ -166,7 +166,7 @@ class SyncPoint:
         """
         detector, own_rank = self._detector, self._communicator.rank
         self._evidence.end_observation(
-            steps, is_any_slow=bool(detector.suspected), is_suspected=own_rank in detector.suspected
+            steps, is_any_suspected=bool(detector.suspected), is_suspected=own_rank in detector.suspected
         )
         slow = detector.slow[:MAX_NAMED_RANKS]
         details = self._details

@@ -101,24 +101,34 @@ def find_stragglers(seconds: Seconds, steps: int, evidence: Seconds = ()) -> lis
     """Return the slow ranks, given the `seconds` per rank and phase of TRAINING in `steps` steps: first those that are
     busy for longer, then those with slow connections, the slowest first in each group.
 
-    `evidence` has a row per rank: the seconds of EVIDENCE in these steps, then the earlier figures of the rank (see
-    EarlierFigures). Without it, causes are unknown, and only peers are compared. A rank is slow if other ranks wait for
-    it, compared with the other ranks (at most half of the ranks), or with its own earlier steps. `Straggler.phase` is
-    the phase with the largest excess, or "network".
+    `evidence` has a row per rank, the result of `pack_evidence`: the seconds of EVIDENCE in these steps, and the
+    earlier figures of the rank (see EarlierFigures). Without it, causes are unknown, and only peers are compared. A
+    rank is slow if other ranks wait for it, compared with the other ranks (at most half of the ranks), or with its own
+    earlier steps. `Straggler.phase` is the phase with the largest excess, or "network".
     """
-    own_size = len(EVIDENCE)
-    rows: Seconds = evidence or [()] * len(seconds)
+    unpacked = [_unpack_evidence(row) for row in evidence or [()] * len(seconds)]
     figures = [
-        RankFigures(*(value / steps for value in (*phases, *row[:own_size])))
-        for phases, row in zip(seconds, rows, strict=True)
+        RankFigures(*(value / steps for value in (*phases, *evidence_seconds)))
+        for phases, (evidence_seconds, _) in zip(seconds, unpacked, strict=True)
     ]
-    # The time of `compute` is never zero in a step that was measured.
-    earlier = [RankFigures(*row[own_size:]) if row and row[own_size + _COMPUTE] else None for row in rows]
-    found = _find_busy_ranks(figures, earlier, has_evidence=bool(evidence))
-    if evidence and not any(straggler.cause in slow_causes.CPU_CAUSES for straggler in found):
+    earlier = [earlier_figures for _, earlier_figures in unpacked]
+    stragglers = _find_busy_ranks(figures, earlier, has_evidence=bool(evidence))
+    if evidence and not any(straggler.cause in slow_causes.CPU_CAUSES for straggler in stragglers):
         # A rank without CPU time also sends and receives slowly.
-        found += _find_slow_links(figures, earlier)
-    return found
+        stragglers += _find_slow_links(figures, earlier)
+    return stragglers
+
+
+def pack_evidence(evidence: Mapping[str, float], earlier: RankFigures) -> list[float]:
+    """Return the row of a rank for `find_stragglers`: the seconds of EVIDENCE, then the earlier figures of the rank."""
+    return [*(evidence[name] for name in EVIDENCE), *earlier]
+
+
+def _unpack_evidence(row: Sequence[float]) -> tuple[Sequence[float], RankFigures | None]:
+    """Return the seconds of EVIDENCE and the earlier figures; None for earlier figures that are not known yet."""
+    earlier = RankFigures(*row[len(EVIDENCE) :])
+    # The time of `compute` is never zero in a step that was measured.
+    return row[: len(EVIDENCE)], earlier if earlier.compute else None
 
 
 def is_observation_ending(seconds: float) -> bool:
@@ -133,32 +143,32 @@ def _find_busy_ranks(
     step = max(rank.work + rank.wait for rank in figures)
     shortest_wait = min(rank.wait for rank in figures)
     others_work = _medians_of_others(work) if len(work) > 1 else work
-    found = []
-    for rank, (own, before) in enumerate(zip(figures, earlier, strict=True)):
-        is_slower_than_others = own.work - others_work[rank] > _MIN_EXCESS * step
+    stragglers = []
+    for rank, (rank_figures, earlier_figures) in enumerate(zip(figures, earlier, strict=True)):
+        is_slower_than_others = rank_figures.work - others_work[rank] > _MIN_EXCESS * step
         has_risen = (
-            before is not None
-            and own.work - before.work > _MIN_EXCESS * step
-            and own.wait - shortest_wait <= _MAX_SLACK * step
+            earlier_figures is not None
+            and rank_figures.work - earlier_figures.work > _MIN_EXCESS * step
+            and rank_figures.wait - shortest_wait <= _MAX_SLACK * step
         )
         if not is_slower_than_others and not has_risen:
             continue
         others = _figures_of_others(figures, rank)
         # With two ranks, the other one may be the exception. The earlier times of a rank are not ambiguous.
-        reference = before if has_risen and (len(figures) <= 2 or not is_slower_than_others) else others
+        reference = earlier_figures if has_risen and (len(figures) <= 2 or not is_slower_than_others) else others
         assert reference is not None
-        phase = max(WORK, key=lambda phase: getattr(own, phase) - getattr(reference, phase))
+        phase = max(WORK, key=lambda phase: getattr(rank_figures, phase) - getattr(reference, phase))
         straggler = Straggler(
             rank,
             phase,
-            getattr(own, phase),
+            getattr(rank_figures, phase),
             getattr(others, phase) if len(figures) > 1 else None,
-            earlier=None if before is None else getattr(before, phase),
-            cause=slow_causes.find_cause(own, reference, phase) if has_evidence else None,
-            figures=own._asdict() if has_evidence else None,
+            earlier=None if earlier_figures is None else getattr(earlier_figures, phase),
+            cause=slow_causes.find_cause(rank_figures, reference, phase) if has_evidence else None,
+            figures=rank_figures._asdict() if has_evidence else None,
         )
-        found.append(straggler)
-    return sorted(found, key=lambda straggler: -work[straggler.rank])
+        stragglers.append(straggler)
+    return sorted(stragglers, key=lambda straggler: -work[straggler.rank])
 
 
 def _find_slow_links(figures: Sequence[RankFigures], earlier: Sequence[RankFigures | None]) -> list[Straggler]:
@@ -170,28 +180,30 @@ def _find_slow_links(figures: Sequence[RankFigures], earlier: Sequence[RankFigur
     if len(figures) < 2:
         return []
     step = max(rank.work + rank.wait for rank in figures)
-    known = [rank for rank in earlier if rank is not None]
+    known_earlier = [rank for rank in earlier if rank is not None]
     reduction = min(rank.wait for rank in figures)
-    has_earlier = len(known) == len(figures)
-    excess = reduction - (min(rank.wait for rank in known) if has_earlier else 0.0)
+    has_earlier = len(known_earlier) == len(figures)
+    excess = reduction - (min(rank.wait for rank in known_earlier) if has_earlier else 0.0)
     if excess <= _MIN_EXCESS * step:
         return []
     others = _medians_of_others([rank.network for rank in figures])
-    found = []
-    for rank, (own, before) in enumerate(zip(figures, earlier, strict=True)):
-        reference = before.network if has_earlier and before is not None else _MIN_LINK_RATIO * others[rank]
-        if own.network - reference >= slow_causes.MIN_EXPLAINED * excess:
+    stragglers = []
+    for rank, (rank_figures, earlier_figures) in enumerate(zip(figures, earlier, strict=True)):
+        reference = (
+            earlier_figures.network if has_earlier and earlier_figures is not None else _MIN_LINK_RATIO * others[rank]
+        )
+        if rank_figures.network - reference >= slow_causes.MIN_EXPLAINED * excess:
             straggler = Straggler(
                 rank,
                 "network",
-                own.network,
+                rank_figures.network,
                 others[rank],
-                earlier=None if before is None else before.network,
+                earlier=None if earlier_figures is None else earlier_figures.network,
                 cause="network",
-                figures=own._asdict(),
+                figures=rank_figures._asdict(),
             )
-            found.append(straggler)
-    return sorted(found, key=lambda straggler: -straggler.seconds)
+            stragglers.append(straggler)
+    return sorted(stragglers, key=lambda straggler: -straggler.seconds)
 
 
 class StragglerDetector:
@@ -226,11 +238,11 @@ class StragglerDetector:
         self._collected = seconds
         if max(map(sum, seconds)) < _OBSERVATION_SECONDS:
             return 0
-        found = find_stragglers(seconds, self._steps, evidence)
-        self.slow = [straggler for straggler in found if straggler.rank in self.suspected]
-        self.suspected = {straggler.rank for straggler in found}
-        observed, self._collected, self._steps = self._steps, [], 0
-        return observed
+        stragglers = find_stragglers(seconds, self._steps, evidence)
+        self.slow = [straggler for straggler in stragglers if straggler.rank in self.suspected]
+        self.suspected = {straggler.rank for straggler in stragglers}
+        observed_steps, self._collected, self._steps = self._steps, [], 0
+        return observed_steps
 
     def set_details(self, straggler: Straggler, host: str, evidence: str) -> Straggler:
         """Set the host and the evidence of one of the `slow` ranks, and return the changed Straggler."""
@@ -277,7 +289,7 @@ class EarlierFigures:
 
 def _figures_of_others(figures: Sequence[RankFigures], rank: int) -> RankFigures:
     """Return the median of the other ranks per figure (the lower one if their number is even)."""
-    others = [own for other, own in enumerate(figures) if other != rank]
+    others = [figures_of_rank for index, figures_of_rank in enumerate(figures) if index != rank]
     return RankFigures(*map(median_low, zip(*others, strict=True))) if others else figures[rank]
 
 
@@ -286,6 +298,6 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
     order = sorted(range(len(values)), key=values.__getitem__)
     middle = (len(values) - 2) // 2
     medians = [0.0] * len(values)
-    for place, index in enumerate(order):
-        medians[index] = values[order[middle if middle < place else middle + 1]]
+    for sorted_position, index in enumerate(order):
+        medians[index] = values[order[middle if middle < sorted_position else middle + 1]]
     return medians

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from unitrain.errors import ReportError
-from unitrain.report.figures import Points
+from unitrain.report.run_statistics import Points
 
 # Based on the color-blind-safe palette of Okabe and Ito. To support dark mode, `to_svg` replaces each color with the
 # CSS variable of the same name, so all values must be distinct.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unitrain.progress.goodput import CATEGORIES
-from unitrain.report import figures
+from unitrain.report import run_statistics
 from unitrain.report.charts import Chart, Line, LineChart, Style, TimeChart
 from unitrain.report.record import RunRecord
 
@@ -26,9 +26,9 @@ def all_charts(records: Sequence[RunRecord]) -> list[Chart]:
 def result_charts(records: Sequence[RunRecord]) -> list[LineChart]:
     """Return the charts of loss, metrics, learning rate and throughput, without empty charts."""
     records = list(records)
-    in_epochs = figures.has_epoch_axis(records)
+    in_epochs = run_statistics.has_epoch_axis(records)
     marks = _resumption_marks(records[0], in_epochs) if len(records) == 1 else []
-    charts = [_metric_chart(records, metric, in_epochs) for metric in figures.metric_names(records)]
+    charts = [_metric_chart(records, metric, in_epochs) for metric in run_statistics.metric_names(records)]
     for title, name in (
         ("learning rate", "learning_rate"),
         ("samples per second", "samples_per_second"),
@@ -43,11 +43,11 @@ def result_charts(records: Sequence[RunRecord]) -> list[LineChart]:
             elif name == "samples_per_second" and len(record.steps) > len(record.epochs):
                 style: Style = "faint" if record.epochs else "solid"
                 lines.append(
-                    Line("between epochs", figures.chart_points(record.steps, name, in_epochs), run_index, style)
+                    Line("between epochs", run_statistics.chart_points(record.steps, name, in_epochs), run_index, style)
                 )
             elif name != "samples_per_second":
                 rows = [row for row in record.steps if name in row]
-            lines.append(Line(record.name, figures.chart_points(rows, name, in_epochs), run_index))
+            lines.append(Line(record.name, run_statistics.chart_points(rows, name, in_epochs), run_index))
         spans = _slow_rank_spans(records, in_epochs) if name == "samples_per_second" else []
         charts.append(LineChart(title, lines, "", legend=False, from_zero=True, spans=spans))
     charts.append(_memory_chart(records, in_epochs))
@@ -74,18 +74,19 @@ def _attempt_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
 
 
 def _rank_time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
-    times = [(record, rank_times) for record in records if (rank_times := figures.rank_times(record))]
+    times = [(record, rank_times) for record in records if (rank_times := run_statistics.rank_times(record))]
     if not times:
         return []
     if len(records) > 1:
         seconds = {
-            phase: [rank_times.mean(phase) / rank_times.epochs for _, rank_times in times] for phase in figures.PHASES
+            phase: [rank_times.mean(phase) / rank_times.num_epochs for _, rank_times in times]
+            for phase in run_statistics.PHASES
         }
         title = "time per epoch, mean over ranks"
         return [TimeChart(title, [record.name for record, _ in times], seconds, x_label="seconds per epoch")]
     record, rank_times = times[0]
     ranks = shown_ranks(rank_times)
-    seconds = {phase: [rank_times.seconds[phase][rank] for rank in ranks] for phase in figures.PHASES}
+    seconds = {phase: [rank_times.seconds[phase][rank] for rank in ranks] for phase in run_statistics.PHASES}
     charts = [TimeChart("time of each rank", [f"rank {rank}" for rank in ranks], seconds, x_label="seconds")]
     rows = [row for row in record.epochs if row.get("compute_seconds")]
     if len({row["epoch"] for row in rows}) > 1:
@@ -97,14 +98,14 @@ def _rank_time_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
                 sum(sum(row[f"{phase}_seconds"]) / len(row[f"{phase}_seconds"]) for row in group)
                 for group in by_epoch.values()
             ]
-            for phase in figures.PHASES
+            for phase in run_statistics.PHASES
         }
         labels = [str(epoch) for epoch in by_epoch]
         charts.append(TimeChart("time of each epoch, mean over ranks", labels, mean, vertical=True, x_label="epoch"))
     return charts
 
 
-def shown_ranks(times: figures.RankTimes) -> list[int]:
+def shown_ranks(times: run_statistics.RankTimes) -> list[int]:
     """Return the ranks to show: all ranks, or the ranks with the most work if there are many."""
     work = times.work_seconds()
     return sorted(sorted(range(times.size), key=lambda rank: -work[rank])[:_MAX_RANKS])
@@ -115,29 +116,29 @@ def _metric_chart(records: list[RunRecord], metric: str, in_epochs: bool) -> Lin
     lines: list[Line] = []
     dots = []
     for run_index, record in enumerate(records):
-        names = [name for name in figures.result_names(record) if figures.split_name(name)[1] == metric]
-        between_epochs = figures.chart_points(record.steps, "loss", in_epochs) if metric == "loss" else []
+        names = [name for name in run_statistics.result_names(record) if run_statistics.split_name(name)[1] == metric]
+        between_epochs = run_statistics.chart_points(record.steps, "loss", in_epochs) if metric == "loss" else []
         if len(between_epochs) > 1 or not names:
             lines.append(Line("between epochs", between_epochs, run_index, "faint" if names else "solid"))
         for name in names:
-            dataset, color = _DATASETS[figures.split_name(name)[0]]
+            dataset, color = _DATASETS[run_statistics.split_name(name)[0]]
             style: Style = "dashed" if is_comparison and dataset == "training" and len(names) > 1 else "solid"
             lines.append(
                 Line(
                     dataset,
-                    figures.chart_points(record.epochs, name, in_epochs),
+                    run_statistics.chart_points(record.epochs, name, in_epochs),
                     run_index if is_comparison else color,
                     style,
                 )
             )
-            monitored, mode = figures.monitored_result(record)
+            monitored, mode = run_statistics.monitored_result(record)
             if (
                 name == monitored
                 and not is_comparison
                 and len(record.epochs) > 1
-                and (best := figures.best_value(record, name, mode))
+                and (best := run_statistics.best_value(record, name, mode))
             ):
-                position = best.position if in_epochs else best.step
+                position = best.epochs if in_epochs else best.step
                 dots.append((position, best.value, f"best: {best.value:.4g}", color))
     values = [value for line in lines for _, value in line.points if value is not None]
     is_logarithmic = (
@@ -170,14 +171,14 @@ def _memory_chart(records: Sequence[RunRecord], in_epochs: bool) -> LineChart:
             ]
             color = number if len(records) == 1 else run_index
             label = f"rank {ranks[0]}" if len(records) == 1 else record.name
-            lines.append(Line(label, figures.chart_points(values, "gib", in_epochs), color))
+            lines.append(Line(label, run_statistics.chart_points(values, "gib", in_epochs), color))
     return LineChart("memory, GiB", lines, "", legend=len(records) == 1, from_zero=True)
 
 
 def _slow_rank_spans(records: Sequence[RunRecord], in_epochs: bool) -> list[tuple[float, float, str]]:
     if len(records) > 1:
         return []
-    periods = figures.slow_periods(records[0], in_epochs)
+    periods = run_statistics.slow_periods(records[0], in_epochs)
     spans = [(*period.positions, f"rank {period.straggler.rank} slow") for period in periods]
     return [(begin, end, label) for begin, end, label in spans if end > begin]
 

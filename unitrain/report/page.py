@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from unitrain.progress.goodput import GoodputSummary
-from unitrain.report import figures
+from unitrain.report import run_statistics
 from unitrain.report.charts import COLORS, RUNS, to_png, to_svg
 from unitrain.report.contents import all_charts, result_charts, shown_ranks, time_charts
 from unitrain.report.record import RunRecord, read_records
@@ -63,32 +63,32 @@ def render(records: Sequence[RunRecord]) -> str:
 
 def headline_values(record: RunRecord) -> list[HeadlineValue]:
     """Return the headline values of a run."""
-    progress, steps = figures.run_progress(record), f"{figures.last_step(record):,} steps"
+    progress, steps = run_statistics.run_progress(record), f"{run_statistics.last_step(record):,} steps"
     requested = "" if progress.requested is None else f" of {progress.requested:,}"
     found = [
         HeadlineValue(progress.unit, f"{progress.done:,.4g}{requested}", steps if progress.unit != "steps" else "")
     ]
-    monitored, mode = figures.monitored_result(record)
-    if len(record.epochs) > 1 and (best := figures.best_value(record, monitored, mode)):
+    monitored, mode = run_statistics.monitored_result(record)
+    if len(record.epochs) > 1 and (best := run_statistics.best_value(record, monitored, mode)):
         kind = "lowest" if mode == "min" else "highest"
         found.append(HeadlineValue(f"best {monitored}", format_number(best.value), f"{kind}, in epoch {best.epoch}"))
     found += [
-        HeadlineValue(name, format_number(figures.last_value(record, name)), "in the last epoch")
-        for name in figures.result_names(record)
+        HeadlineValue(name, format_number(run_statistics.last_value(record, name)), "in the last epoch")
+        for name in run_statistics.result_names(record)
     ]
-    if speed := figures.samples_per_second(record):
+    if speed := run_statistics.samples_per_second(record):
         found.append(HeadlineValue("samples per second", f"{speed:,.0f}", "over all ranks, during training"))
     if record.epochs:
         found.append(
             HeadlineValue(
-                "time", format_duration(figures.total_seconds(record)), "training, validation and checkpoints"
+                "time", format_duration(run_statistics.total_seconds(record)), "training, validation and checkpoints"
             )
         )
     if record.attempts:
         summary = GoodputSummary.of(record.attempts)
         note = f"of {format_duration(summary.total_seconds)}, {_pluralize(summary.attempts - 1, 'restart')}"
         found.append(HeadlineValue("goodput", format_percent(summary.goodput), note))
-    if times := figures.rank_times(record):
+    if times := run_statistics.rank_times(record):
         if times.size > 1:
             found.append(
                 HeadlineValue(
@@ -133,11 +133,11 @@ def format_percent(share: float) -> str:
 
 
 def _describe_run(record: RunRecord, run_index: int) -> dict[str, Any]:
-    start, times = record.start, figures.rank_times(record)
+    start, times = record.start, run_statistics.rank_times(record)
     return {
         "name": record.name,
         "color": f"run-{run_index % RUNS}",
-        "state": "finished" if figures.run_progress(record).is_finished else "not finished",
+        "state": "finished" if run_statistics.run_progress(record).is_finished else "not finished",
         "written": f"{record.last_modified:%Y-%m-%d %H:%M} UTC",
         "environment": _describe_environment(start),
         "starts": [_describe_start(start) for start in record.starts],
@@ -179,7 +179,7 @@ def _describe_start(start: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _describe_times(record: RunRecord, times: figures.RankTimes) -> list[str]:
+def _describe_times(record: RunRecord, times: run_statistics.RankTimes) -> list[str]:
     """Return sentences about slow ranks, and about the fractions of time that ranks wait for gradients and data."""
     slow = times.stragglers()
     sentences = [
@@ -188,7 +188,7 @@ def _describe_times(record: RunRecord, times: figures.RankTimes) -> list[str]:
     if len(slow) > _MAX_NAMED_RANKS:
         hidden = len(slow) - _MAX_NAMED_RANKS
         sentences.append("1 more rank is slow." if hidden == 1 else f"{hidden} more ranks are slow.")
-    periods = figures.slow_periods(record, in_epochs=False)
+    periods = run_statistics.slow_periods(record, in_epochs=False)
     longest = sorted(periods, key=lambda period: period.steps[0] - period.steps[1])[:_MAX_NAMED_RANKS]
     for period in sorted(longest, key=lambda period: period.steps):
         first, last = period.steps
@@ -220,9 +220,9 @@ def _to_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _time_rows(times: figures.RankTimes) -> dict[str, Any]:
+def _time_rows(times: run_statistics.RankTimes) -> dict[str, Any]:
     ranks = shown_ranks(times)
-    phases = [phase for phase in figures.PHASES if any(times.seconds[phase])]
+    phases = [phase for phase in run_statistics.PHASES if any(times.seconds[phase])]
     rows = [
         (
             f"rank {rank}",
@@ -235,7 +235,7 @@ def _time_rows(times: figures.RankTimes) -> dict[str, Any]:
 
 
 def _epoch_rows(record: RunRecord) -> dict[str, Any]:
-    names = figures.result_names(record)
+    names = run_statistics.result_names(record)
     rows = [
         [
             str(row["epoch"]),

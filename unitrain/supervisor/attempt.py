@@ -21,7 +21,7 @@ from unitrain.monitoring.supervisor_client import AttemptInfo
 from unitrain.supervisor import standby_rank
 from unitrain.supervisor.ranks import RankConnections
 
-# Time for which the launcher of an attempt that has failed, or of standby ranks, may run before the next signal.
+# Time that `end_launcher` waits for a launcher before it sends SIGTERM, and again before it sends SIGKILL.
 _LAUNCHER_EXIT_SECONDS = 10.0
 
 
@@ -54,7 +54,7 @@ class SupervisedJob:
         """Return whether all ranks of an attempt on `hosts`, or on the hosts of the spec, run on this host."""
         return all(map(is_this_host, self._hosts(hosts)))
 
-    def starts_on_this_host(self, hosts: tuple[Host, ...] = ()) -> bool:
+    def runs_rank_zero_on_this_host(self, hosts: tuple[Host, ...] = ()) -> bool:
         """Return whether rank 0 of an attempt on `hosts`, or on the hosts of the spec, runs on this host."""
         return all(map(is_this_host, self._hosts(hosts)[:1]))
 
@@ -82,7 +82,7 @@ class SupervisedJob:
             added[environment.JOB_ID_VARIABLE] = self.name
         if self.spec.elastic is not None:
             added[environment.ELASTIC_VARIABLE] = str(self.spec.elastic)
-        if self.memory_folder is not None and self.starts_on_this_host(hosts):
+        if self.memory_folder is not None and self.runs_rank_zero_on_this_host(hosts):
             added[environment.SHARED_MEMORY_FOLDER_VARIABLE] = str(self.memory_folder)
         wrapper = (*self.spec.wrapper, *(standby_rank.wrapper_arguments() if standby else ()))
         spec = replace(self.spec, environment={**self.spec.environment, **added}, wrapper=wrapper)
@@ -111,11 +111,11 @@ class Attempt:
         self.hosts, self.num_ranks = hosts, job.num_ranks(hosts)
         listen_on, advertised_host = job.select_addresses(hosts)
         key = new_key()  # a new key per attempt: messages signed in an earlier attempt are rejected
-        self.ranks = RankConnections(job.name, key, listen_on, advertised_host, standby=standby)
-        self.ranks.describe_attempt = describe
+        self.connections = RankConnections(job.name, key, listen_on, advertised_host, standby=standby)
+        self.connections.describe_attempt = describe
         try:
             environment.export({environment.JOB_KEY_VARIABLE: key})
-            command = job.command(hosts, {environment.SUPERVISOR_VARIABLE: self.ranks.address}, standby=standby)
+            command = job.command(hosts, {environment.SUPERVISOR_VARIABLE: self.connections.address}, standby=standby)
             if not standby:
                 click.echo(command.shell(), err=True)
             self.process = subprocess.Popen(
@@ -124,36 +124,36 @@ class Attempt:
                 stdin=subprocess.DEVNULL if standby else None,  # the running attempt reads the terminal
             )
         except BaseException:
-            self.ranks.close()
+            self.connections.close()
             raise
 
     @property
     def is_ready(self) -> bool:
         """Whether all standby ranks wait for `start`."""
-        return self.ranks.num_ready == self.num_ranks
+        return self.connections.num_ready == self.num_ranks
 
     @property
     def is_running(self) -> bool:
         """Whether all ranks have called `unitrain.init`, and none has shut its backend down."""
-        return self.ranks.num_running == self.num_ranks
+        return self.connections.num_running == self.num_ranks
 
     @property
     def can_start(self) -> bool:
         """Whether the launcher runs and no standby rank has exited."""
-        return self.process.poll() is None and not self.ranks.has_disconnected_ranks
+        return self.process.poll() is None and not self.connections.has_disconnected_ranks
 
     def start(self, describe: Callable[[], AttemptInfo]) -> None:
         """Start the standby ranks. `describe` returns the description of the attempt for rank 0."""
-        self.ranks.describe_attempt = describe
-        self.ranks.start()
+        self.connections.describe_attempt = describe
+        self.connections.start()
 
     def cancel(self) -> None:
         """Let the standby ranks exit, and wait for their launcher."""
         if not self.is_ready:  # the launcher may not have started the ranks yet
             self.process.terminate()
-        self.ranks.exit_remaining_ranks(_LAUNCHER_EXIT_SECONDS)
+        self.connections.exit_remaining_ranks(_LAUNCHER_EXIT_SECONDS)
         end_launcher(self.process)
-        self.ranks.close()
+        self.connections.close()
 
 
 def end_launcher(process: subprocess.Popen[bytes]) -> None:

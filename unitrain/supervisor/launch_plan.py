@@ -136,7 +136,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     else:
         job, command, membership = _plan_elastic_job(request, launcher, spec, launchers.parse_elastic(request.elastic))
     job = replace(job, uses_standby=request.standby)
-    if request.metrics_port is not None and not request.is_dry_run and job.starts_on_this_host():
+    if request.metrics_port is not None and not request.is_dry_run and job.runs_rank_zero_on_this_host():
         check_metrics_package(request.metrics_port)
         _check_metrics_port(request.metrics_port, request.metrics_address or LOOPBACK)
     return LaunchPlan(job, command, membership, names_other_hosts, request.log_dir)

@@ -48,7 +48,11 @@ class Standby:
                 click.echo("unitrain: the standby ranks have exited, so a restart will start new ranks", err=True)
                 self.cancel()
             return
-        if self._served is running or not running.is_running or not self._job.starts_on_this_host(running.hosts):
+        if (
+            self._served is running
+            or not running.is_running
+            or not self._job.runs_rank_zero_on_this_host(running.hosts)
+        ):
             return
         self._running_since = self._running_since or time.monotonic()
         if time.monotonic() - self._running_since < _START_DELAY_SECONDS:

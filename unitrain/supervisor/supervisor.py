@@ -138,7 +138,7 @@ class Supervisor:
             self._before_attempt()
         describe = self._begin_attempt(waiting_seconds)
         attempt = self._standby.take(hosts, describe) or Attempt(self._job, hosts, describe)
-        with attempt.ranks as ranks:
+        with attempt.connections as ranks:
             self._process = attempt.process
             if self._stop_event.is_set():  # a signal arrived before the process was started
                 attempt.process.terminate()
@@ -173,7 +173,7 @@ class Supervisor:
         If a rank was killed or crashed and standby ranks can replace the attempt, request the other ranks to exit, and
         return None when they have exited.
         """
-        process, ranks = attempt.process, attempt.ranks
+        process, ranks = attempt.process, attempt.connections
         actions: list[Callable[[], None]] = [process.terminate, process.kill]
         next_action_at: float | None = None
         while True:

@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from unitrain.progress.preconditions import preconditions, report_differences, report_different_processes
+from unitrain.progress.reproducibility_settings import (
+    report_differences,
+    report_different_processes,
+    reproducibility_settings,
+)
 from unitrain.testing.fake_backend import FakeBackend
 
 CPU = torch.device("cpu")
 
 
 def test_a_resumed_run_reports_each_difference(caplog: pytest.LogCaptureFixture) -> None:
-    saved = {**preconditions(CPU), "threads": 97, "torch": "1.0"}
+    saved = {**reproducibility_settings(CPU), "threads": 97, "torch": "1.0"}
     report_differences(saved, FakeBackend(), "runs/first")
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith(
@@ -24,7 +28,7 @@ def test_a_resumed_run_reports_each_difference(caplog: pytest.LogCaptureFixture)
 
 
 def test_equal_properties_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
-    report_differences(preconditions(CPU), FakeBackend(), "runs/first")
+    report_differences(reproducibility_settings(CPU), FakeBackend(), "runs/first")
     report_different_processes(FakeBackend(0, 3))
     report_differences({"threads": 97}, FakeBackend(1, 2), "runs/first")  # only rank 0 reports
     assert not caplog.records

@@ -15,22 +15,23 @@ Points = list[tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of a result, with its epoch and step."""
+    """The best value of a result, with its epoch and step. `epochs` is the number of epochs until then, which may be
+    fractional."""
 
     name: str
     value: float
     epoch: int
     step: int
-    position: float
+    epochs: float
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds by phase and rank, summed over `epochs` history rows with `steps` steps in total."""
+    """Seconds by phase and rank, summed over `num_epochs` history rows with `num_steps` steps in total."""
 
     seconds: dict[str, list[float]]
-    epochs: int
-    steps: int
+    num_epochs: int
+    num_steps: int
 
     @property
     def size(self) -> int:
@@ -54,7 +55,7 @@ class RankTimes:
     def stragglers(self) -> list[Straggler]:
         """Return the stragglers over all epochs: ranks that other ranks waited for."""
         ranks = list(zip(*(self.seconds[phase] for phase in TRAINING), strict=True))
-        return find_stragglers(ranks, max(1, self.steps))
+        return find_stragglers(ranks, max(1, self.num_steps))
 
 
 def result_names(record: RunRecord) -> list[str]:
@@ -134,12 +135,15 @@ def rank_times(record: RunRecord) -> RankTimes | None:
     size = len(rows[-1]["compute_seconds"])
     rows = [row for row in rows if len(row["compute_seconds"]) == size]
     first_step = record.starts[0]["step"] if record.starts else 0
-    done = {row["step"]: row["step"] - before for row, before in _with_previous_step(record.epochs, first_step)}
+    steps_by_end = {
+        row["step"]: row["step"] - previous_step
+        for row, previous_step in _with_previous_step(record.epochs, first_step)
+    }
     seconds = {
         phase: [sum(ranks) for ranks in zip(*(row[f"{phase}_seconds"] for row in rows), strict=True)]
         for phase in PHASES
     }
-    return RankTimes(seconds, len(rows), sum(done[row["step"]] for row in rows))
+    return RankTimes(seconds, len(rows), sum(steps_by_end[row["step"]] for row in rows))
 
 
 def _with_previous_step(rows: list[Row], first_step: int) -> list[tuple[Row, int]]:
@@ -148,7 +152,8 @@ def _with_previous_step(rows: list[Row], first_step: int) -> list[tuple[Row, int
 
 @dataclass(frozen=True)
 class SlowPeriod:
-    """A period in which every sync point reported the same rank as slow. `straggler` is the last report."""
+    """A period in which every row of steps.jsonl reports the same rank as slow. `straggler` is the last report. `steps`
+    and `positions` (on the x axis) are the first and the last of the period."""
 
     straggler: Straggler
     steps: tuple[int, int]
@@ -158,16 +163,16 @@ class SlowPeriod:
 def slow_periods(record: RunRecord, in_epochs: bool) -> list[SlowPeriod]:
     """Return the periods with slow ranks, in order of their ends."""
     position = "epochs" if in_epochs else "step"
-    found: list[SlowPeriod] = []
-    current: dict[int, SlowPeriod] = {}
+    ended_periods: list[SlowPeriod] = []
+    open_periods: dict[int, SlowPeriod] = {}
     for row in [*record.steps, {}]:
-        named = {straggler["rank"]: Straggler.from_row(straggler) for straggler in row.get("slow", ())}
-        found += [current.pop(rank) for rank in list(current) if rank not in named]
-        for rank, straggler in named.items():
-            step, place = row["step"], row[position] or 0.0
-            previous = current.get(rank, SlowPeriod(straggler, (step, step), (place, place)))
-            current[rank] = SlowPeriod(straggler, (previous.steps[0], step), (previous.positions[0], place))
-    return found
+        stragglers = {straggler["rank"]: Straggler.from_row(straggler) for straggler in row.get("slow", ())}
+        ended_periods += [open_periods.pop(rank) for rank in list(open_periods) if rank not in stragglers]
+        for rank, straggler in stragglers.items():
+            step, x = row["step"], row[position] or 0.0
+            previous = open_periods.get(rank, SlowPeriod(straggler, (step, step), (x, x)))
+            open_periods[rank] = SlowPeriod(straggler, (previous.steps[0], step), (previous.positions[0], x))
+    return ended_periods
 
 
 def total_seconds(record: RunRecord) -> float:

@@ -21,7 +21,7 @@ _FIXES = {
 _FIX = "Use the same type of hardware"
 
 
-def preconditions(device: torch.device) -> dict[str, Any]:
+def reproducibility_settings(device: torch.device) -> dict[str, Any]:
     """Return the properties of this process that must be equal in all processes, and in a resumed run, for
     bit-identical results.
     """
@@ -38,10 +38,10 @@ def preconditions(device: torch.device) -> dict[str, Any]:
 
 
 def report_differences(saved: Mapping[str, Any], communicator: Communicator, source: str) -> None:
-    """Log a warning on rank 0 for each difference between the preconditions `saved` in checkpoint `source` and those of
+    """Log a warning on rank 0 for each difference between the settings `saved` in checkpoint `source` and those of
     this process."""
     if communicator.rank == 0:
-        for name, value in preconditions(communicator.device).items():
+        for name, value in reproducibility_settings(communicator.device).items():
             if name in saved and saved[name] != value:
                 _LOGGER.warning(
                     "The run in '%s' was computed with %s=%s, but this process has %s=%s: its results may differ in "
@@ -51,12 +51,12 @@ def report_differences(saved: Mapping[str, Any], communicator: Communicator, sou
 
 
 def report_different_processes(communicator: Communicator) -> None:
-    """Log a warning on rank 0 if the preconditions differ between processes. All ranks call it."""
-    processes: list[dict[str, Any]] = communicator.allgather_object(preconditions(communicator.device))
+    """Log a warning on rank 0 if the reproducibility settings differ between processes. All ranks call it."""
+    processes: list[dict[str, Any]] = communicator.allgather_object(reproducibility_settings(communicator.device))
     if communicator.rank == 0:
         for name, value in processes[0].items():
             values = [process[name] for process in processes]
-            if any(other != value for other in values):
+            if any(process_value != value for process_value in values):
                 _LOGGER.warning(
                     "With logical_ranks, results depend on the assignment of logical ranks to processes, because %s "
                     "differs between processes: %s. %s.",
