@@ -411,6 +411,9 @@ def an_error_that_the_last_rank_handles(backend: Backend, fault: str) -> str:
     model = build()
     if fault == "block":
         model.append(Failing() if is_last else nn.Identity())
+    norm = nn.BatchNorm1d(CLASSES).double()
+    if fault == "shapes":
+        model.extend([norm, FailingAlways() if is_last else nn.Identity()])
     pipeline = pipeline_of(backend, model, 2)
     inputs, targets = data(8)[:]
     try:
@@ -420,6 +423,7 @@ def an_error_that_the_last_rank_handles(backend: Backend, fault: str) -> str:
         pipeline.forward_backward(broken, targets[:3] if is_last and fault == "targets" else targets)
         pipeline.clip_grad_norm_(float("nan") if is_last and fault == "max_norm" else 1.0)
     except (unitrain.TensorError, unitrain.ConfigError, ZeroDivisionError) as error:
+        assert norm.num_batches_tracked == 0  # the forward pass that finds the shapes has no effect
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -431,6 +435,13 @@ class Failing(nn.Module):
         if torch.is_grad_enabled() and self.training and inputs.requires_grad and inputs.abs().sum():
             raise ZeroDivisionError("of a block")
         return inputs
+
+
+class FailingAlways(nn.Module):
+    """A block that raises an error also in the forward pass that finds the shapes."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise ZeroDivisionError("of a block")
 
 
 def train_as_verified_script(backend: Backend, folder: str, stages: int, replicas: int, wrong: bool) -> None:

@@ -97,6 +97,7 @@ def test_different_shapes_in_one_replica_raise_immediately_and_name_the_ranks(ot
         ("ddp", "forward"),
         ("horovod", "targets"),
         pytest.param("ddp", "block", marks=pytest.mark.ci),
+        pytest.param("ddp", "shapes", marks=pytest.mark.ci),
         pytest.param("horovod", "max_norm", marks=pytest.mark.ci),
     ],
 )

@@ -26,9 +26,9 @@ def register_process_group() -> None:
     function before `init_process_group`.
 
     It also sets the variables that torch reads and the launcher has not set: RANK, WORLD_SIZE and LOCAL_RANK, and under
-    horovodrun, under mpirun and without a launcher, MASTER_ADDR and MASTER_PORT. Under horovodrun and mpirun without
-    MASTER_ADDR, it starts Horovod to choose the address. Further calls do nothing. Raises BackendUnavailableError if
-    Horovod is missing or was built for a different torch version.
+    horovodrun, under mpirun and without a launcher, MASTER_ADDR and MASTER_PORT. Under horovodrun and mpirun, unless
+    both of these are set, it starts Horovod to choose the address or the port. Further calls do nothing. Raises
+    BackendUnavailableError if Horovod is missing or was built for a different torch version.
     """
     from unitrain.backends import registry
 
