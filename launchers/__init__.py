@@ -25,7 +25,7 @@ machine. Other packages can add launchers through the entry-point group `unitrai
 """
 
 from unitrain.launchers.agents import LAUNCH_ID_VARIABLE, add_cleanup
-from unitrain.launchers.arguments import parse_exports, parse_launcher_args
+from unitrain.launchers.arguments import check_no_backend, parse_exports, parse_launcher_args
 from unitrain.launchers.devices import Devices, SelectedDevices, parse_devices, select_devices
 from unitrain.launchers.elastic import (
     SSH_MISSING,
@@ -63,6 +63,7 @@ __all__ = [
     "build",
     "build_local",
     "check_hosts",
+    "check_no_backend",
     "clear_master_port_fix",
     "count_usable_cores",
     "discover_hosts",

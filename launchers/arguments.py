@@ -107,6 +107,15 @@ def parse_exports(
     return tuple(names), values
 
 
+def check_no_backend(values: Mapping[str, str]) -> None:
+    """Raise LaunchError if the `values` of -x contain UNITRAIN_BACKEND, which `unitrain launch` sets."""
+    if "UNITRAIN_BACKEND" in values:
+        raise LaunchError(
+            f"-x UNITRAIN_BACKEND={values['UNITRAIN_BACKEND']} is not supported, because unitrain launch sets this "
+            f"variable. Use: --backend {values['UNITRAIN_BACKEND']}"
+        )
+
+
 def is_likely_secret(name: str, value: str = "") -> bool:
     """Return whether a variable probably contains a secret that must be hidden from other users of the host.
 

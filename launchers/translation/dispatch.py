@@ -37,7 +37,7 @@ _TARGETS_WITH_DISCOVERY = ("horovodrun", "unitrain")
 def parse(line: str) -> Job:
     """Parse the command line `line` into a job.
 
-    The backend is UNITRAIN_BACKEND, else the backend of a `unitrain launch` command, else the default of the launcher.
+    The backend is --backend of a `unitrain launch` command, else UNITRAIN_BACKEND, else the default of the launcher.
     Raises LaunchError for a command that is neither a launcher nor Python, and for unknown options.
     """
     directory = None
@@ -85,7 +85,10 @@ def build(job: Job, target: str, kind: str | None = None) -> Translation:
 
 
 def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:
-    """Return the launcher and the job of a command. Remove torchrun's options (PET_*) from `variables`."""
+    """Return the launcher and the job of a command.
+
+    Remove torchrun's options (PET_*) and the backend of `unitrain launch` from `variables`.
+    """
     name, rest = words[0].rpartition("/")[2], words[1:]
     parsers: dict[str, Callable[[Sequence[str]], Job]] = {
         "torchrun": lambda rest: torchrun.parse([*_pop_torchrun_options(variables), *rest]),
@@ -97,7 +100,7 @@ def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str
     if name in parsers:
         return {"orterun": "mpirun"}.get(name, name.partition(".")[0]), parsers[name](rest)
     if name == "unitrain" and rest[:1] == ["launch"]:
-        return "unitrain", unitrain.parse(rest[1:])
+        return "unitrain", unitrain.parse(rest[1:], variables.pop("UNITRAIN_BACKEND", None))
     if _PYTHON.fullmatch(words[0]):
         rest = rest[1:] if rest[:2] == ["-P", "-m"] else rest
         if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _HOROVODRUN_MODULES:
@@ -109,7 +112,7 @@ def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str
                 job = replace(job, remarks=(*job.remarks, remark))
             return "torchrun", job
         if rest[:2] == ["-m", "unitrain"] and rest[2:3] == ["launch"]:
-            return "unitrain", unitrain.parse(rest[3:])
+            return "unitrain", unitrain.parse(rest[3:], variables.pop("UNITRAIN_BACKEND", None))
         if not rest:
             raise LaunchError(f"{as_typed(words[0])} needs a script. End the command as in: python train.py")
         return "none", Job(program=tuple(words))

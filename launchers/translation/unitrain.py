@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from unitrain.launchers.arguments import is_likely_secret, parse_launcher_args
+from unitrain.launchers.arguments import check_no_backend, is_likely_secret, parse_launcher_args
 from unitrain.launchers.devices import parse_devices, select_devices_without_query
 from unitrain.launchers.elastic import parse_elastic
 from unitrain.launchers.errors import LaunchError
@@ -32,8 +32,8 @@ _TARGET = "unitrain"
 _DEFAULT_LAUNCHERS = {"ddp": "torchrun", "horovod": "horovodrun"}
 
 
-def parse(words: Sequence[str]) -> Job:
-    """Parse the words after `unitrain launch` into a job."""
+def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
+    """Parse the words after `unitrain launch` into a job. `default_backend` is the variable UNITRAIN_BACKEND."""
     options = Options(SYNTAX, words)
     hosts = read_hosts(options.take_last("--hosts"), options.take_last("--hostfile"), "--hostfile")
     slots = sum(host.slots for host in hosts)
@@ -50,12 +50,13 @@ def parse(words: Sequence[str]) -> Job:
         max_ranks = parse_elastic(elastic).max_ranks
         size = min(max_ranks, slots or max_ranks)
     controller = options.take_all("--gloo", "--mpi")
-    backend, launcher = options.take_last("--backend"), options.take_last("--launcher")
+    backend, launcher = options.take_last("--backend") or default_backend, options.take_last("--launcher")
     launcher = launcher or (
         "horovodrun" if controller and backend is None else _DEFAULT_LAUNCHERS.get(backend or "", "torchrun")
     )
     backend = backend or DEFAULT_BACKENDS.get(launcher, "ddp")
     variables, forwarded = options.take_exports()
+    check_no_backend(variables)
     if selected is not None:
         variables = {**variables, **selected.variables}
     texts = [option.values[0] for option in options.take_all("--launcher-args")]

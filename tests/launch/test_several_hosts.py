@@ -270,6 +270,25 @@ def test_host_problems_are_reported_before_the_launch(
     two_hosts[1].wait_until_all_exited(15)
 
 
+FOLDERS = "import os, socket; print(socket.gethostname(), 'runs in', os.getcwd(), flush=True)"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("options", [pytest.param(options, id=name, marks=marks) for name, options, marks in LAUNCHERS])
+def test_ranks_run_in_the_home_folder_of_a_host_without_the_current_folder(
+    options: list[str], two_hosts: list[Host], tmp_path: Path
+) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "parent" / "work"
+    script.write_text(FOLDERS)
+    folder.mkdir(parents=True)
+    assert two_hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", str(folder.parent)]).returncode == 0
+    command = ["env", f"--chdir={folder}", *LAUNCH, *options, "-H", "h1:1,h2:1", str(script)]
+    done = two_hosts[0].run(command, VARIABLES)
+    assert done.returncode == 0, done.stdout
+    assert f"h1 runs in {folder}\n" in done.stdout
+    assert f"h2 runs in {two_hosts[1].home}\n" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "variables", "expected"),
     [

@@ -35,6 +35,7 @@ from unitrain.launchers.translation import (
     torchrun,
     unitrain,
 )
+from unitrain.launchers.translation.job import LauncherOption
 from unitrain.launchers.translation.options import Syntax
 from unitrain.launchers.translation.words import join, split, split_assignments
 
@@ -132,6 +133,15 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
             job(("python", "t.py", "-v"), counts=(4,), max_restarts=2, environment={"A": "1"}, forwarded=("B",)),
         ),
         ("unitrain launch --launcher mpirun -H a:2,b:2 t.py", job(counts=(2, 2), hosts="a b", backend="horovod")),
+        ("UNITRAIN_BACKEND=horovod unitrain launch --backend ddp -np 2 t.py", job(counts=(2,), backend="ddp")),
+        (
+            "UNITRAIN_BACKEND=horovod python -m unitrain launch -np 2 --launcher-args=--verbose t.py",
+            job(
+                counts=(2,),
+                backend="horovod",
+                launcher_options=(LauncherOption("horovodrun", ("--verbose",), "own"),),
+            ),
+        ),
         ("python t.py", job()),
         ("PET_NNODES=2 PET_MASTER_ADDR=a torchrun --nproc-per-node 2 t.py", job(counts=(2, 2), address="a")),
         ("python -m torch.distributed.launch --use_env --nproc_per_node=2 t.py", job(counts=(2,))),
@@ -715,6 +725,13 @@ def test_split_inverts_join(words: list[str]) -> None:
             (
                 "--nproc-per-node must be a whole number of at least 1, got '0'. Write a number, as in: "
                 "--nproc-per-node 2"
+            ),
+        ),
+        (
+            "unitrain launch -x UNITRAIN_BACKEND=horovod t.py",
+            (
+                "-x UNITRAIN_BACKEND=horovod is not supported, because unitrain launch sets this variable. Use: "
+                "--backend horovod"
             ),
         ),
         ("torchrun --standalone", "The torchrun command does not name a program. End it as in: python train.py"),

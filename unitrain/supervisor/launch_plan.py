@@ -200,11 +200,7 @@ def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
     if not hosts and launcher != "none" and not any(word.startswith("--nnodes") for word in options):
         check_started_once(" To start a job in each task, name its host: -H localhost:N")
     forwarded, values = launchers.parse_exports(request.exports)
-    if "UNITRAIN_BACKEND" in values:
-        raise LaunchError(
-            f"-x UNITRAIN_BACKEND={values['UNITRAIN_BACKEND']} is not supported, because unitrain launch sets this "
-            f"variable. Use: --backend {values['UNITRAIN_BACKEND']}"
-        )
+    launchers.check_no_backend(values)
     return launcher, LaunchSpec(
         script="unitrain" if runs_config else str(request.script),
         module=request.module or runs_config,
