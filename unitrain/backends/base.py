@@ -153,7 +153,8 @@ class Backend(Lifecycle, Communicator):
     ) -> nn.Module:
         """Return a module that calls `model`. A backward pass from its output leaves the mean over ranks in `.grad`.
 
-        All ranks call it.
+        All ranks call it. Pass inputs on `device`, where a ShardedLoader puts its batches: whether the returned module
+        moves other inputs depends on the arguments and the backend.
 
         With `find_unused_parameters`, a rank that does not use a parameter contributes a zero gradient; if no rank uses
         the parameter, its `grad` remains None. Otherwise, an unused parameter raises ModelError: on every rank in the
