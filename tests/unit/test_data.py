@@ -405,6 +405,10 @@ def test_data_with_fewer_samples_than_logical_ranks_is_rejected() -> None:
         DataError, match=r"has 3 samples, fewer than the 4 logical ranks\. Use logical_ranks=3, or use more data"
     ):
         TrainingShard(Numbers(3), simulate_rank(0, 2), ShardSettings(batch_size=2, logical_ranks=4))
+    with pytest.raises(
+        DataError, match=r"fewer than one global batch of 8 \(4 logical ranks x batch_size 2 x gradient"
+    ):
+        TrainingShard(Numbers(5), simulate_rank(0, 2), ShardSettings(batch_size=2, logical_ranks=4, drop_last=True))
 
 
 def test_missing_or_contradicting_batch_size_is_rejected() -> None:

@@ -54,6 +54,7 @@ class TrainingShard(TrainingData):
         self._logical_ranks = _local_logical_ranks(settings.logical_ranks, communicator)
         # Number of ranks or, with logical ranks, of logical ranks, among which the data is divided.
         self._num_shards = settings.logical_ranks or communicator.size
+        self._kind_of_ranks = "ranks" if settings.logical_ranks is None else "logical ranks"  # for error messages
         self._interleaves_logical_ranks = settings.interleaves_logical_ranks
         self._batch_sizes = settings.resolve_batch_sizes(data, communicator)
         self._source = source = open_source(
@@ -89,7 +90,7 @@ class TrainingShard(TrainingData):
                 fix = f"Use logical_ranks={source.length}" if is_logical else f"Start at most {source.length} ranks"
                 raise DataError(
                     f"The training data has {source.length} samples, fewer than the {self._num_shards} "
-                    f"{'logical ranks' if is_logical else 'ranks'}. {fix}, or use more data."
+                    f"{self._kind_of_ranks}. {fix}, or use more data."
                 )
             self._find_epoch_end(source.length)
         self._end = 0
@@ -273,7 +274,7 @@ class TrainingShard(TrainingData):
         if length < step_samples:
             raise DataError(
                 f"The training data has {length} samples, fewer than one global batch of {step_samples} "
-                f"({self._num_shards} ranks x batch_size {self.batch_size} x "
+                f"({self._num_shards} {self._kind_of_ranks} x batch_size {self.batch_size} x "
                 f"gradient_accumulation_steps {self._gradient_accumulation_steps}), "
                 "and drop_last=True drops an incomplete global batch. Use drop_last=False, or a smaller batch_size."
             )
@@ -291,8 +292,8 @@ class TrainingShard(TrainingData):
         if count < per_step:
             weight = format_call(self._class_name, "uneven='weight'")
             raise DataError(
-                f"{self._sampler_name} yields {count} batches, but a step takes {per_step} ({self._num_shards} ranks x "
-                f"gradient_accumulation_steps {self._gradient_accumulation_steps}), and "
+                f"{self._sampler_name} yields {count} batches, but a step takes {per_step} ({self._num_shards} "
+                f"{self._kind_of_ranks} x gradient_accumulation_steps {self._gradient_accumulation_steps}), and "
                 f"{self._class_name}.uneven='drop' drops incomplete steps. Use {weight}."
             )
         return bounds[first + (count - first) // per_step * per_step]
