@@ -95,6 +95,13 @@ def test_hooks_are_called_in_order() -> None:
     assert journal.lines == ["start 0", *steps[0], *steps[1], "epoch 1", *steps[2], *steps[3], "epoch 2", "end 4"]
 
 
+def test_a_hook_may_be_assigned_to_an_instance() -> None:
+    callback, steps = Callback(), []
+    callback.on_step_end = lambda trainer: steps.append(trainer.progress.step)  # type: ignore[method-assign]
+    make(LOCAL, [callback], max_steps=2).fit(data())
+    assert steps == [1, 2]
+
+
 def test_on_before_optimizer_step_receives_unclipped_gradients() -> None:
     class Norm(Callback):
         def on_before_optimizer_step(self, trainer: Trainer) -> None:

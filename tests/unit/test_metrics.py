@@ -115,6 +115,23 @@ def test_mean_metric_keeps_a_parameter_that_the_optimizer_changes_later() -> Non
     assert metric.compute() == 1.0
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_mean_metric_keeps_a_count_that_is_overwritten_later(exact: bool) -> None:
+    metric, count = MeanMetric(LocalBackend(CPU), exact=exact), torch.tensor(1)
+    metric.update(2.0, count)
+    count.fill_(3)
+    metric.update(6.0, count)
+    assert metric.compute() == 5.0
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_mean_metric_does_not_round_a_count_to_float32(exact: bool) -> None:
+    metric = MeanMetric(LocalBackend(CPU), exact=exact)
+    metric.update(0.0, 0.1)
+    metric.update(1.0, 16777217.0)
+    assert metric.compute() == 16777217.0 / (0.1 + 16777217.0)
+
+
 def test_mean_metric_sums_batches_of_several_dtypes_without_rounding() -> None:
     values = [torch.tensor(16777217), torch.tensor(1.0, dtype=torch.float16), torch.tensor(1e-9, dtype=torch.float64)]
     assert mean_of(*((value, 1) for value in values)) == (16777218.0 + 1e-9) / 3

@@ -72,6 +72,16 @@ def test_mean_since_sync_includes_the_end_of_the_previous_epoch() -> None:
     assert loss.epoch_mean(2, 4) == 8.0
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_number_of_tokens_may_be_overwritten_before_the_end_of_the_step(exact: bool) -> None:
+    loss, tokens = RunningLoss(LOCAL, exact=exact), torch.tensor(0)
+    for count in (1, 3):
+        tokens.fill_(count)
+        loss.add(torch.tensor(2.0), 1, tokens)
+    loss.finish_step()
+    assert loss.epoch_mean(1, 1) == 1.0
+
+
 def test_unfinished_step_is_not_included_in_the_mean() -> None:
     loss = RunningLoss(LOCAL)
     loss.add(torch.tensor(1.0), 1)

@@ -120,7 +120,10 @@ class Callbacks:
         self._callbacks = tuple(callbacks)
         self._callbacks_by_hook = {
             hook: tuple(
-                callback for callback in callbacks if getattr(type(callback), hook) is not getattr(Callback, hook)
+                callback
+                for callback in callbacks
+                # A hook may also be assigned to an instance.
+                if getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
             )
             for hook in _HOOKS
         }

@@ -71,7 +71,8 @@ class ExactMeans(Means):
         if count is None:
             self.add((loss,), samples, is_owned=is_owned)
         elif samples:
-            self._pending_tokens.append((loss if is_owned else detached_copy(loss), torch.as_tensor(count).detach()))
+            tokens = count if is_owned and isinstance(count, Tensor) else detached_copy(count)
+            self._pending_tokens.append((loss if is_owned else detached_copy(loss), tokens))
             if len(self._pending_tokens) >= MAX_PENDING_BATCHES:
                 self.flush()
 

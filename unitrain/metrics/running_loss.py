@@ -42,6 +42,7 @@ class RunningLoss:
 
         `finish_step` includes it in the means. This method does not synchronize with the device.
         """
+        count = detached_copy(count) if isinstance(count, Tensor) else count
         self._step_losses.append((detached_copy(loss), samples, count))
 
     def finish_step(self) -> None:
