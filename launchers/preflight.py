@@ -17,7 +17,7 @@ from unitrain.launchers.elastic import SSH_MISSING
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host, is_this_host, processes_per_host
 from unitrain.launchers.rendezvous import clear_master_port_fix, user_master_port
-from unitrain.launchers.spec import LaunchSpec, find_module
+from unitrain.launchers.spec import CONFIG_SUFFIXES, LaunchSpec, find_module
 
 _TIMEOUT_SECONDS = 40
 _OUTPUT_PREFIX = "unitrain host probe: "
@@ -86,16 +86,26 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
 
 
 def _required_file(spec: LaunchSpec) -> str:
-    """Return the file that every host needs: the script as given, or the file of a module.
+    """Return the file that every host needs: the script or configuration file as given, or the file of a module.
 
     The path of a module is relative to the current folder if the module is in this folder. Raises LaunchError.
     """
+    if (config := _config_file(spec)) is not None:
+        return str(Path(config))
     if not spec.module:
         return str(Path(spec.script))
     found = find_module(spec.script)
     if found is None:
         raise LaunchError(f"Module {spec.script!r} is not found. Start from the folder that contains its package")
     return str(found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found)
+
+
+def _config_file(spec: LaunchSpec) -> str | None:
+    """Return the configuration file if the program is `python -m unitrain train FILE`, otherwise None."""
+    is_train = spec.module and spec.script == "unitrain" and spec.args[:1] == ("train",)
+    if is_train and spec.args[1:] and Path(spec.args[1]).suffix in CONFIG_SUFFIXES:
+        return spec.args[1]
+    return None
 
 
 def _describe_failure(name: str, code: int, errors: list[str], python: str) -> str:
@@ -134,9 +144,12 @@ def _check_probe_result(result: _ProbeResult, first: _ProbeResult, spec: LaunchS
         )
     if not facts["script"]:
         path = folder / file
+        program = f"{'Module' if spec.module else 'Script'} {spec.script!r}"
+        if (config := _config_file(spec)) is not None:
+            program = f"Configuration file {config!r}"
         raise LaunchError(
-            f"{'Module' if spec.module else 'Script'} {spec.script!r} is not on {name}. Start from a folder that all "
-            f"hosts share, or copy it: scp {path} {name}:{path}"
+            f"{program} is not on {name}. Start from a folder that all hosts share, or copy it: "
+            f"scp {path} {name}:{path}"
         )
     for package, version in first.facts["versions"].items():
         other_version = facts["versions"][package]

@@ -245,6 +245,22 @@ def test_pip_install_is_suggested_only_for_versions_of_the_package_index(package
     assert str(caught.value).endswith(fix)
 
 
+@pytest.mark.parametrize(
+    ("has_folder", "message"),
+    [
+        (False, f"The current folder '{Path.cwd()}' does not exist on b. Start from a folder that all hosts share, or"),
+        (True, f"Configuration file 'run.yaml' is not on b. .* or copy it: scp {Path.cwd()}/run.yaml b:{Path.cwd()}/"),
+    ],
+)
+def test_a_host_without_the_configuration_file_is_reported(has_folder: bool, message: str) -> None:
+    launch_spec = spec(script="unitrain", module=True, args=("train", "run.yaml", "--lr", "1"))
+    facts = {"folder": has_folder, "script": False, "versions": {}, "interfaces": []}
+    result = preflight._ProbeResult(Host("b", 1), facts)
+    assert preflight._required_file(launch_spec) == "run.yaml"
+    with pytest.raises(LaunchError, match=f"^{message}"):
+        preflight._check_probe_result(result, result, launch_spec)
+
+
 @pytest.mark.parametrize("port", ["abc", "0", "70000", "-1"])
 @pytest.mark.parametrize("given", [True, False], ids=["with -x", "in the environment"])
 def test_an_invalid_master_port_is_rejected(port: str, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
