@@ -23,7 +23,7 @@ from unitrain.randomness import seed_generators
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import FEATURES, batch, build, compute_loss
 
-_LOGICAL_RANKS, _EMPTY = 5, 3  # the second micro-batch of logical rank 3 has no samples
+_LOGICAL_RANKS, _RANK_WITH_DUMMY_BATCH = 5, 3  # the second micro-batch of logical rank 3 has no samples
 
 
 class _Branches(nn.Module):
@@ -61,23 +61,28 @@ def _distribute(model: nn.Module, backend: Backend) -> InterleavedRanksModel:
     return distributed
 
 
-def _run_micro_batch(model: nn.Module, logical_rank: int, number: int, action: Callable[[nn.Module], Any]) -> None:
-    is_dummy = logical_rank == _EMPTY and number == 1
+def _run_micro_batch(model: nn.Module, logical_rank: int, micro_batch: int, action: Callable[[nn.Module], Any]) -> None:
+    is_dummy = logical_rank == _RANK_WITH_DUMMY_BATCH and micro_batch == 1
     set_current_logical_rank(LogicalRank(logical_rank, _LOGICAL_RANKS, is_dummy))
-    seed_generators(10 * number + logical_rank)
+    seed_generators(10 * micro_batch + logical_rank)
     action(model)
 
 
-def _backward(logical_rank: int, number: int, model: nn.Module) -> None:
-    loss = compute_loss(model(batch(logical_rank, number).to(next(model.parameters()).dtype)).double())
-    (loss * (0.0 if logical_rank == _EMPTY and number == 1 else 1.0)).backward()
+def _backward(logical_rank: int, micro_batch: int, model: nn.Module) -> None:
+    loss = compute_loss(model(batch(logical_rank, micro_batch).to(next(model.parameters()).dtype)).double())
+    (loss * (0.0 if logical_rank == _RANK_WITH_DUMMY_BATCH and micro_batch == 1 else 1.0)).backward()
 
 
-def _run_step(backend: Backend, model: InterleavedRanksModel, numbers: Sequence[int] = (0, 1)) -> None:
-    """Run the micro-batches `numbers` of the logical ranks of this process, and reduce their gradients."""
-    for number in numbers:
+def _run_step(backend: Backend, model: InterleavedRanksModel, micro_batches: Sequence[int] = (0, 1)) -> None:
+    """Run the given `micro_batches` of the logical ranks of this process, and reduce their gradients."""
+    for micro_batch in micro_batches:
         _run_in_turns(
-            backend, model, {}, number=number, begins_step=number == numbers[0], ends_step=number == numbers[-1]
+            backend,
+            model,
+            {},
+            micro_batch=micro_batch,
+            begins_step=micro_batch == micro_batches[0],
+            ends_step=micro_batch == micro_batches[-1],
         )
 
 
@@ -86,14 +91,14 @@ def _run_in_turns(
     model: InterleavedRanksModel,
     actions: dict[int, Callable[[nn.Module], Any]],
     *,
-    number: int = 0,
+    micro_batch: int = 0,
     begins_step: bool = True,
     ends_step: bool = True,
 ) -> None:
     """Run a micro-batch of each logical rank of this process. `actions` replace the passes of some logical ranks."""
     ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
     functions = [
-        partial(_run_micro_batch, model, rank, number, actions.get(rank, partial(_backward, rank, number)))
+        partial(_run_micro_batch, model, rank, micro_batch, actions.get(rank, partial(_backward, rank, micro_batch)))
         for rank in ranks
     ]
     model.run_in_turns(functions, begins_step=begins_step, ends_step=ends_step)
@@ -144,9 +149,9 @@ def synchronized_logical_ranks_normalize_over_all_samples(backend: Backend) -> N
         model.zero_grad()
         plain.zero_grad()
         _run_step(backend, wrapped)
-        for number in range(2):
-            ranks = [rank for rank in range(_LOGICAL_RANKS) if (rank, number) != (_EMPTY, 1)]
-            outputs = plain(torch.cat([batch(rank, number) for rank in ranks])).chunk(len(ranks))
+        for micro_batch in range(2):
+            ranks = [rank for rank in range(_LOGICAL_RANKS) if (rank, micro_batch) != (_RANK_WITH_DUMMY_BATCH, 1)]
+            outputs = plain(torch.cat([batch(rank, micro_batch) for rank in ranks])).chunk(len(ranks))
             (torch.stack([compute_loss(output) for output in outputs]).sum() / _LOGICAL_RANKS).backward()
         for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-12, msg=name)
@@ -156,7 +161,7 @@ def synchronized_logical_ranks_normalize_over_all_samples(backend: Backend) -> N
 
 @contract
 def logical_ranks_that_call_different_layers_raise_an_error(backend: Backend) -> None:
-    model = _Called()
+    model = _CallsLayersByName()
     wrapped = _distribute(model, backend)
     ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
 
@@ -184,7 +189,7 @@ def logical_ranks_that_call_different_layers_raise_an_error(backend: Backend) ->
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-class _Called(nn.Module):
+class _CallsLayersByName(nn.Module):
     """Model that calls the layers whose names are passed."""
 
     def __init__(self) -> None:

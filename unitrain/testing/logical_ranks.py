@@ -88,14 +88,16 @@ def _run_step(backend: Backend, model: nn.Module, steps: range, factors: dict[in
 def _expected_gradients(model: nn.Module, steps: range, factors: dict[int, float]) -> list[Tensor | None]:
     """Return the gradients that a single process computes with `model`, and update its buffers. Assert that they are
     means over logical ranks, up to rounding."""
-    terms, start = [], _copy_buffers(model)
+    gradients_by_rank, start = [], _copy_buffers(model)
     buffers_of_rank_0 = start
     for rank in range(_LOGICAL_RANKS):
         model.zero_grad()
         _set_buffers(model, start)
         for step in steps:
             _backward(model, rank, step, factors.get(rank, 1.0))
-        terms.append([None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()])
+        gradients_by_rank.append(
+            [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+        )
         buffers_of_rank_0 = buffers_of_rank_0 if rank else _copy_buffers(model)
     _set_buffers(model, buffers_of_rank_0)
     reduction = ExactReduction(
@@ -106,9 +108,12 @@ def _expected_gradients(model: nn.Module, steps: range, factors: dict[int, float
         start_allreduce=None,
         allows_unused=False,
     )
-    tensors = [torch.stack([term for term in some if term is not None]) for some in zip(*terms, strict=True)]
-    result = reduction.mean(terms, all_ranks_have_run=True)
-    for gradient, of_logical_ranks in zip(result, tensors, strict=True):
+    stacked_gradients = [
+        torch.stack([gradient for gradient in gradients if gradient is not None])
+        for gradients in zip(*gradients_by_rank, strict=True)
+    ]
+    result = reduction.mean(gradients_by_rank, all_ranks_have_run=True)
+    for gradient, of_logical_ranks in zip(result, stacked_gradients, strict=True):
         assert gradient is not None
         tolerance = 1e-6 * of_logical_ranks.abs().max().item()
         mean = of_logical_ranks.double().mean(0)

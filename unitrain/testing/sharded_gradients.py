@@ -28,7 +28,7 @@ from unitrain.testing.models import gradients as gradients_of
 from unitrain.torch_compat import foreach_add_, foreach_mul_
 
 
-class _ShardedGradients:
+class _GradientShardingBackend:
     """A backend that shards the gradients of every model that it distributes."""
 
     def __init__(self, backend: Backend) -> None:
@@ -44,13 +44,13 @@ class _ShardedGradients:
         return self._backend.distributed_optimizer(optimizer, model, shard="gradients")
 
 
-def _with_sharded_gradients(case: Case, proxy: type[_ShardedGradients] = _ShardedGradients) -> None:
+def _with_sharded_gradients(case: Case, proxy: type[_GradientShardingBackend] = _GradientShardingBackend) -> None:
     name = f"{case.__name__}_with_sharded_gradients"
     assert name not in CASES, f"duplicate case {name}"
     CASES[name] = partial(_run_case, case, proxy)
 
 
-def _run_case(case: Case, proxy: type[_ShardedGradients], backend: Backend) -> None:
+def _run_case(case: Case, proxy: type[_GradientShardingBackend], backend: Backend) -> None:
     case(proxy(backend))  # type: ignore[arg-type]
 
 
@@ -94,8 +94,8 @@ for _case in (
     _with_sharded_gradients(_case)
 
 
-class _ShardedOptimizers(_ShardedGradients):
-    """A backend that shards gradients in the cases of a sharded optimizer state."""
+class _StateAsGradientsBackend(_GradientShardingBackend):
+    """Proxy for the test cases of shard="state" that replaces "state" with "gradients"."""
 
     def distributed_optimizer(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: str = "state"
@@ -117,7 +117,7 @@ for _case in (
     sharding.sharded_state_with_step_hooks_and_repeated_setup,
     sharding.sharded_state_follows_replaced_parameters,
 ):
-    _with_sharded_gradients(_case, _ShardedOptimizers)
+    _with_sharded_gradients(_case, _StateAsGradientsBackend)
 
 
 _WIDTH = 4 * MIN_DIVIDED_ELEMENTS // FEATURES
@@ -172,21 +172,21 @@ def norms_of_sharded_gradients_are_those_of_complete_gradients(backend: Backend)
             parameter.grad = None if gradient is None else gradient.clone()
 
     def scale(values: list[nn.Parameter]) -> None:
-        foreach_mul_([one.grad for one in values if one.grad is not None], torch.tensor(0.3).double())
+        foreach_mul_([value.grad for value in values if value.grad is not None], torch.tensor(0.3).double())
 
     def on_both(use: Callable[[list[nn.Parameter]], Any]) -> None:
-        found, want = use([*model.parameters()]), use([*twin.parameters()])
-        torch.testing.assert_close(found, want, rtol=1e-12, atol=0)
+        result, expected_result = use([*model.parameters()]), use([*twin.parameters()])
+        torch.testing.assert_close(result, expected_result, rtol=1e-12, atol=0)
         assert_gradients(model, gradients_of(twin))
 
     reset()
     for order in (2.0, 1.0, 3.0, float("inf")):
-        on_both(lambda values, order=order: nn.utils.get_total_norm([one.grad for one in values], order))
+        on_both(lambda values, order=order: nn.utils.get_total_norm([value.grad for value in values], order))
         on_both(lambda values, order=order: nn.utils.clip_grad_norm_(values, 0.01, order))
         on_both(lambda values, order=order: nn.utils.clip_grad_norm_(values, 0.005, order, foreach=True))
     reset()
     on_both(lambda values: nn.utils.clip_grad_value_(values, 1e-3))
-    on_both(lambda values: [one.grad.mul_(0.5).norm() for one in values[:2]])  # type: ignore[union-attr]
+    on_both(lambda values: [value.grad.mul_(0.5).norm() for value in values[:2]])  # type: ignore[union-attr]
     on_both(scale)
     reset()
     model[0].weight.grad.mul_(float("nan"))  # type: ignore[index]
@@ -257,8 +257,8 @@ def complete_gradients_of_complex_parameters(backend: Backend) -> None:
     wrapped(backend.rank).backward()
     (sum(twin(rank) for rank in range(backend.size)) / backend.size).backward()
     gradient: Any = model.weight.grad
-    found = gradient.full_tensor() if isinstance(gradient, ShardedGradient) else gradient
-    torch.testing.assert_close(found, twin.weight.grad)
+    complete_gradient = gradient.full_tensor() if isinstance(gradient, ShardedGradient) else gradient
+    torch.testing.assert_close(complete_gradient, twin.weight.grad)
 
 
 @contract
@@ -284,11 +284,11 @@ def compressed_sharded_gradients_equal_compressed_gradients(backend: Backend) ->
         twin = _build()
         twin_wrapped = backend.distributed_model(twin, compression=name)
         for step in range(2):
-            for one in (wrapped, twin_wrapped):
-                one.zero_grad()
-                with backend.no_sync(one):
-                    _run(one, backend.rank, step)
-                _run(one, backend.rank, step + 7)
+            for distributed_model in (wrapped, twin_wrapped):
+                distributed_model.zero_grad()
+                with backend.no_sync(distributed_model):
+                    _run(distributed_model, backend.rank, step)
+                _run(distributed_model, backend.rank, step + 7)
             assert_gradients(model, gradients_of(twin), 0)
 
 
@@ -373,7 +373,7 @@ def parameters_added_after_backward_are_updated(backend: Backend) -> None:
     """A parameter group is added between backward and step, and one optimizer replaces another."""
     model, twin = _build(), _build()
     wrapped = backend.distributed_model(model, shard="gradients")
-    optimizers = [torch.optim.Adam(one[0].parameters(), lr=0.01) for one in (model, twin)]  # type: ignore[index]
+    optimizers = [torch.optim.Adam(replica[0].parameters(), lr=0.01) for replica in (model, twin)]  # type: ignore[index]
     backend.distributed_optimizer(optimizers[0], wrapped, shard="gradients")
     for step in range(3):
         expected = mean_gradients(backend, twin, lambda m, rank, step=step: _run(m, rank, step))
@@ -381,21 +381,23 @@ def parameters_added_after_backward_are_updated(backend: Backend) -> None:
         _run(wrapped, backend.rank, step)
         for name, parameter in twin.named_parameters():
             parameter.grad = expected[name]
-        for one, optimizer in zip((model, twin), optimizers, strict=True):
+        for replica, optimizer in zip((model, twin), optimizers, strict=True):
             if step == 1:
-                optimizer.add_param_group({"params": [*one[2].parameters()], "lr": 0.02})  # type: ignore[index]
+                optimizer.add_param_group({"params": [*replica[2].parameters()], "lr": 0.02})  # type: ignore[index]
             optimizer.step()
     wrapped.zero_grad()
-    replaced: list[torch.optim.Optimizer] = [torch.optim.Adafactor(one.parameters(), lr=0.01) for one in (model, twin)]
-    backend.distributed_optimizer(replaced[0], wrapped, shard="gradients")
+    replacements: list[torch.optim.Optimizer] = [
+        torch.optim.Adafactor(replica.parameters(), lr=0.01) for replica in (model, twin)
+    ]
+    backend.distributed_optimizer(replacements[0], wrapped, shard="gradients")
     expected = mean_gradients(backend, twin, _run)
     _run(wrapped, backend.rank)
     for name, parameter in twin.named_parameters():
         parameter.grad = expected[name]
-    for replacement in replaced:
+    for replacement in replacements:
         replacement.step()
-    for parameter, want in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(parameter, want, rtol=0, atol=1e-12)
+    for parameter, expected_parameter in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected_parameter, rtol=0, atol=1e-12)
 
 
 @contract

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unitrain.backends.base import Backend
 from unitrain.errors import ConfigError, ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
-from unitrain.testing.sharded_parameters import adam, build_model, complete_state, distribute, model_loss
+from unitrain.testing.sharded_parameters import adamw, build_model, complete_state, distribute, model_loss
 
 
 class _Failing(nn.Module):
@@ -115,7 +115,7 @@ def parameters_that_cannot_be_sharded_raise(backend: Backend) -> None:
         text = raises(
             ModelError,
             f"was called with shard={shard!r} and a model with shard='parameters'",
-            lambda shard=shard: backend.distributed_optimizer(adam(model.parameters()), wrapped, shard=shard),
+            lambda shard=shard: backend.distributed_optimizer(adamw(model.parameters()), wrapped, shard=shard),
         )
         assert_same_on_every_rank(backend, text)
     if backend.name != "local":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,16 +98,17 @@ def model_loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
     return loss
 
 
-def adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """Return AdamW, with a large eps, so that rounding errors of small gradients are not amplified."""
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
 def distribute(
-    backend: Backend, model: nn.Module, make: MakeOptimizer = adam, blocks: tuple[Any, ...] | int = ()
+    backend: Backend, model: nn.Module, make_optimizer: MakeOptimizer = adamw, blocks: tuple[Any, ...] | int = ()
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard the parameters of `model`, and return the distributed model and the optimizer that `make` builds."""
-    optimizer = make(model.parameters())
+    """Shard the parameters of `model`, and return the distributed model and the optimizer that `make_optimizer`
+    builds."""
+    optimizer = make_optimizer(model.parameters())
     wrapped = backend.distributed_model(model, shard="parameters", shard_blocks=blocks)
     return wrapped, backend.distributed_optimizer(optimizer, wrapped, shard="parameters")
 
@@ -132,18 +133,38 @@ def _everyone(backend: Backend) -> range:
     return range(backend.size)
 
 
+class _Run(NamedTuple):
+    """A model that `optimizer` trains on the samples of `ranks`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ranks: Iterable[int]
+
+
+def _runs(
+    backend: Backend,
+    wrapped: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    twin: nn.Module,
+    twin_optimizer: torch.optim.Optimizer,
+) -> tuple[_Run, _Run]:
+    """Return the run of a distributed model on the samples of this rank, and that of its replicated twin on the samples
+    of all ranks."""
+    return _Run(wrapped, optimizer, [backend.rank]), _Run(twin, twin_optimizer, _everyone(backend))
+
+
 @contract
 def sharded_parameters_train_as_plain_torch(backend: Backend) -> None:
     """Train with several optimizers, clipping, and accumulation inside and outside `no_sync`."""
     optimizers: list[tuple[MakeOptimizer, float | None]] = [
-        (adam, 0.05),
+        (adamw, 0.05),
         (lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1), None),
         (lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, eps=0.01, foreach=True), 1e9),
     ]
-    for make, max_norm in optimizers:
+    for make_optimizer, max_norm in optimizers:
         model, twin = build_model(), build_model()
-        wrapped, optimizer = distribute(backend, model, make)
-        twin_optimizer = make(twin.parameters())
+        wrapped, optimizer = distribute(backend, model, make_optimizer)
+        twin_optimizer = make_optimizer(twin.parameters())
         for step in range(3):
             optimizer.zero_grad()
             twin_optimizer.zero_grad()
@@ -154,24 +175,24 @@ def sharded_parameters_train_as_plain_torch(backend: Backend) -> None:
             for micro_step in (10, 0, 20):
                 model_loss(twin, _everyone(backend), micro_step + step).backward()
             if max_norm is not None:
-                norms = [nn.utils.clip_grad_norm_(one.parameters(), max_norm) for one in (model, twin)]
+                norms = [nn.utils.clip_grad_norm_(replica.parameters(), max_norm) for replica in (model, twin)]
                 assert abs(norms[0].item() - norms[1].item()) < 1e-12, norms
             optimizer.step()
             twin_optimizer.step()
         _assert_same(backend, wrapped, twin)
-        assert [id(one) for group in optimizer.param_groups for one in group["params"]] == [
+        assert [id(parameter) for group in optimizer.param_groups for parameter in group["params"]] == [
             *map(id, model.parameters())
         ]
 
 
 def _train_and_compare(backend: Backend, wrapped: nn.Module, optimizer: Any, twin: nn.Module) -> None:
     """Train `wrapped`, and `twin` with the samples of all ranks, for two steps, and compare their weights."""
-    twin_optimizer = adam(twin.parameters())
+    twin_optimizer = adamw(twin.parameters())
     for step in range(2):
-        for one, ranks, each in ((wrapped, [backend.rank], optimizer), (twin, _everyone(backend), twin_optimizer)):
-            each.zero_grad()
-            model_loss(one, ranks, step).backward()
-            each.step()
+        for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+            run.optimizer.zero_grad()
+            model_loss(run.model, run.ranks, step).backward()
+            run.optimizer.step()
     _assert_same(backend, wrapped, twin)
 
 
@@ -190,7 +211,7 @@ def blocks_with_a_minimum_number_of_parameters_train_as_plain_torch(backend: Bac
 
 @contract
 def blocks_that_share_modules_train_as_plain_torch(backend: Backend) -> None:
-    """Share a module of two layers, which are then not blocks, and repeat one layer."""
+    """Use one submodule in two layers, which then cannot be blocks, and use one layer twice."""
 
     def build(module: str) -> nn.Module:
         model = build_model()
@@ -229,15 +250,16 @@ def norms_of_sharded_parameters_are_those_of_complete_gradients(backend: Backend
         for foreach in (None, False):
             model, twin = build(), build()
             wrapped, _ = distribute(backend, model)
-            for one, inputs in ((wrapped, rows[backend.rank :: backend.size]), (twin, rows)):
-                one(inputs).sin().mean().backward()
-            norms = [nn.utils.get_total_norm(gradients(one), order).item() for one in (model, twin)]
+            wrapped(rows[backend.rank :: backend.size]).sin().mean().backward()
+            twin(rows).sin().mean().backward()
+            norms = [nn.utils.get_total_norm(gradients(replica), order).item() for replica in (model, twin)]
             norms += [
-                nn.utils.clip_grad_norm_(one.parameters(), 0.01, order, foreach=foreach).item() for one in (model, twin)
+                nn.utils.clip_grad_norm_(replica.parameters(), 0.01, order, foreach=foreach).item()
+                for replica in (model, twin)
             ]
             assert max(norms) - min(norms) < 1e-12, (order, norms)
-            for found, expected in zip(gradients(model), gradients(twin), strict=True):
-                torch.testing.assert_close(complete_tensor(found, backend), expected, rtol=0, atol=1e-12)
+            for gradient, expected in zip(gradients(model), gradients(twin), strict=True):
+                torch.testing.assert_close(complete_tensor(gradient, backend), expected, rtol=0, atol=1e-12)
 
 
 @contract
@@ -282,12 +304,12 @@ def sharded_parameters_of_large_blocks(backend: Backend) -> None:
 
     model, twin = build(), build()
     wrapped, optimizer = distribute(backend, model, blocks=(nn.Linear,))
-    twin_optimizer = adam(twin.parameters())
+    twin_optimizer = adamw(twin.parameters())
     for step in range(3):
-        for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
-            one.zero_grad()
-            loss(trained, ranks, step).backward()
-            one.step()
+        for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+            run.optimizer.zero_grad()
+            loss(run.model, run.ranks, step).backward()
+            run.optimizer.step()
     _assert_same(backend, wrapped, twin)
 
 
@@ -296,15 +318,15 @@ def sharded_parameters_of_a_conv_net_with_synchronized_batch_norm(backend: Backe
     model, twin = build_model(_ConvNet), build_model(_ConvNet)
     sync_batch_norm(model, backend)
     wrapped, optimizer = distribute(backend, model)
-    twin_optimizer = adam(twin.parameters())
+    twin_optimizer = adamw(twin.parameters())
     for step in range(3):
-        for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
-            one.zero_grad()
-            model_loss(trained, ranks, step).backward()
-            one.step()
+        for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+            run.optimizer.zero_grad()
+            model_loss(run.model, run.ranks, step).backward()
+            run.optimizer.step()
     _assert_same(backend, wrapped, twin)
-    for trained in (wrapped, twin):
-        trained.eval()
+    for evaluated_model in (wrapped, twin):
+        evaluated_model.eval()
     with torch.no_grad():
         values = [model_loss(wrapped, [0], 7).item(), model_loss(twin, [0], 7).item()]
     assert abs(values[0] - values[1]) < 1e-12, values
@@ -313,32 +335,33 @@ def sharded_parameters_of_a_conv_net_with_synchronized_batch_norm(backend: Backe
 
 @contract
 def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend) -> None:
-    """Resume in one process from a state saved with sharded parameters, and the reverse."""
+    """Compare state dicts with those of plain torch, and load state dicts of plain torch."""
     model, twin = build_model(), build_model()
     wrapped, optimizer = distribute(backend, model)
-    twin_optimizer = adam(twin.parameters())
+    twin_optimizer = adamw(twin.parameters())
     assert optimizer.state_dict() == twin_optimizer.state_dict()
 
-    def step(number: int, *pairs: tuple[nn.Module, torch.optim.Optimizer]) -> None:
-        for trained, one in pairs:
-            one.zero_grad()
-            model_loss(trained, [backend.rank] if trained is not twin else _everyone(backend), number).backward()
-            one.step()
+    def train(step: int, *pairs: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+        for trained_model, its_optimizer in pairs:
+            its_optimizer.zero_grad()
+            ranks = _everyone(backend) if trained_model is twin else [backend.rank]
+            model_loss(trained_model, ranks, step).backward()
+            its_optimizer.step()
 
-    for number in range(2):
-        step(number, (wrapped, optimizer), (twin, twin_optimizer))
+    for step in range(2):
+        train(step, (wrapped, optimizer), (twin, twin_optimizer))
     saved, expected = optimizer.state_dict(), twin_optimizer.state_dict()
     assert saved["param_groups"] == expected["param_groups"]
     torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=1e-12)
     assert {type(value) for value in model.state_dict().values()} == {Tensor}
     assert list(model.get_submodule("layers.0").state_dict()) == list(twin.get_submodule("layers.0").state_dict())
 
-    # Load the state of plain torch after training on, and into an optimizer that rank 0 restored before it was sharded.
-    step(5, (wrapped, optimizer))
+    # Load the state of plain torch after a further step, and, on rank 0, into an optimizer before it is sharded.
+    train(5, (wrapped, optimizer))
     model.load_state_dict(copy.deepcopy(twin.state_dict()))
     optimizer.load_state_dict(copy.deepcopy(expected))
     fresh = build_model()
-    fresh_optimizer = adam(fresh.parameters())
+    fresh_optimizer = adamw(fresh.parameters())
     if backend.rank == 0:
         fresh.load_state_dict(twin.state_dict())
         fresh_optimizer.load_state_dict(copy.deepcopy(expected))
@@ -348,8 +371,8 @@ def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend)
         backend.distributed_optimizer(fresh_optimizer, fresh_wrapped, shard="parameters")
     assert fresh_optimizer.param_groups[0]["lr"] == 0.02
     fresh_optimizer.param_groups[0]["lr"] = 0.01
-    for number in (2, 3):
-        step(number, (wrapped, optimizer), (fresh_wrapped, fresh_optimizer), (twin, twin_optimizer))
+    for step in (2, 3):
+        train(step, (wrapped, optimizer), (fresh_wrapped, fresh_optimizer), (twin, twin_optimizer))
     _assert_same(backend, wrapped, twin)
     _assert_same(backend, fresh_wrapped, twin)
 
@@ -357,19 +380,18 @@ def state_dicts_of_sharded_parameters_are_those_of_plain_torch(backend: Backend)
 @contract
 def optimizer_state_that_was_created_from_sharded_parameters(backend: Backend) -> None:
     """Adagrad creates its state when it is built; Adam has state if it was used before `distributed_optimizer`."""
-    makes: list[MakeOptimizer] = [lambda parameters: torch.optim.Adagrad(parameters, 0.01, 0, 0, 0.1), adam]
-    for make in makes:
+    factories: list[MakeOptimizer] = [lambda parameters: torch.optim.Adagrad(parameters, 0.01, 0, 0, 0.1), adamw]
+    for make_optimizer in factories:
         model, twin = build_model(), build_model()
         wrapped = backend.distributed_model(model, shard="parameters")
-        optimizer, twin_optimizer = make(model.parameters()), make(twin.parameters())
-        pairs = ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend)))
+        optimizer, twin_optimizer = make_optimizer(model.parameters()), make_optimizer(twin.parameters())
         for step in range(3):
-            if step == (0 if make is not adam else 1):
+            if step == (0 if make_optimizer is not adamw else 1):
                 backend.distributed_optimizer(optimizer, wrapped, shard="parameters")
-            for one, trained, ranks in pairs:
-                one.zero_grad()
-                model_loss(trained, ranks, step).backward()
-                one.step()
+            for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+                run.optimizer.zero_grad()
+                model_loss(run.model, run.ranks, step).backward()
+                run.optimizer.step()
         _assert_same(backend, wrapped, twin)
         state, expected = optimizer.state_dict()["state"], twin_optimizer.state_dict()["state"]
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
@@ -389,23 +411,23 @@ def sharded_parameters_with_groups_freezing_and_schedulers(backend: Backend) -> 
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
     model, twin = build_model(), build_model()
-    for one in (model, twin):
-        one.get_submodule("layers.1").requires_grad_(False)
+    for replica in (model, twin):
+        replica.get_submodule("layers.1").requires_grad_(False)
     pairs = [make(model), make(twin)]
     wrapped = backend.distributed_model(model, shard="parameters", shard_blocks=("_Layer",))
     backend.distributed_optimizer(pairs[0][0], wrapped, shard="parameters")
     for step in range(5):
-        for one, trained, ranks, (optimizer, scheduler) in (
+        for original, distributed, ranks, (optimizer, scheduler) in (
             (model, wrapped, [backend.rank], pairs[0]),
             (twin, twin, _everyone(backend), pairs[1]),
         ):
             if step == 1:
-                optimizer.add_param_group({"params": [*one.get_submodule("layers.1").parameters()], "lr": 0.02})
+                optimizer.add_param_group({"params": [*original.get_submodule("layers.1").parameters()], "lr": 0.02})
             if step in (2, 4):
-                one.get_submodule("layers.1").requires_grad_(step == 2)
-                one.get_parameter("layers.0.up.bias").requires_grad_(step == 4)
+                original.get_submodule("layers.1").requires_grad_(step == 2)
+                original.get_parameter("layers.0.up.bias").requires_grad_(step == 4)
             optimizer.zero_grad()
-            model_loss(trained, ranks, step).backward()
+            model_loss(distributed, ranks, step).backward()
             optimizer.step()
             scheduler.step()
     _assert_same(backend, wrapped, twin)
@@ -445,15 +467,12 @@ def sharded_parameters_with_activation_checkpointing(backend: Backend) -> None:
         model, twin = build_model(), build_model()
         checkpoint_activations(model, checkpointed)
         wrapped, optimizer = distribute(backend, model, blocks=blocks)
-        twin_optimizer = adam(twin.parameters())
+        twin_optimizer = adamw(twin.parameters())
         for step in range(2):
-            for one, trained, ranks in (
-                (optimizer, wrapped, [backend.rank]),
-                (twin_optimizer, twin, _everyone(backend)),
-            ):
-                one.zero_grad()
-                model_loss(trained, ranks, step).backward()
-                one.step()
+            for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+                run.optimizer.zero_grad()
+                model_loss(run.model, run.ranks, step).backward()
+                run.optimizer.step()
         _assert_same(backend, wrapped, twin)
 
 
@@ -462,15 +481,15 @@ def sharded_parameters_after_forwards_without_backward(backend: Backend) -> None
     """A forward pass with gradients before the step must not leave outdated parameters in memory."""
     model, twin = build_model(), build_model()
     wrapped, optimizer = distribute(backend, model)
-    twin_optimizer = adam(twin.parameters())
+    twin_optimizer = adamw(twin.parameters())
     for step in range(2):
-        for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
-            one.zero_grad()
-            loss = model_loss(trained, ranks, step)
+        for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+            run.optimizer.zero_grad()
+            loss = model_loss(run.model, run.ranks, step)
             loss.backward(retain_graph=True)
             loss.backward()
-            model_loss(trained, ranks, 9)
-            one.step()
+            model_loss(run.model, run.ranks, 9)
+            run.optimizer.step()
     _assert_same(backend, wrapped, twin)
 
 
@@ -486,16 +505,16 @@ def gradients_of_sharded_parameters_after_another_forward(backend: Backend) -> N
     forward and the backward pass, and accumulate the gradients of an output that was changed in place."""
     model, twin = build_model(), build_model()
     wrapped, optimizer = distribute(backend, model)
-    twin_optimizer = adam(twin.parameters())
+    twin_optimizer = adamw(twin.parameters())
     for step in range(3):
         norms = []
-        for one, trained, ranks in ((optimizer, wrapped, [backend.rank]), (twin_optimizer, twin, _everyone(backend))):
-            loss = model_loss(trained, ranks, step)
-            trained.zero_grad()
+        for run in _runs(backend, wrapped, optimizer, twin, twin_optimizer):
+            loss = model_loss(run.model, run.ranks, step)
+            run.model.zero_grad()
             loss.backward()
-            model_loss(_InPlace(trained), ranks, 9).backward()
-            model_loss(trained, ranks, 9)
-            norms.append(nn.utils.clip_grad_norm_(trained.parameters(), 0.05).item())
-            one.step()
+            model_loss(_InPlace(run.model), run.ranks, 9).backward()
+            model_loss(run.model, run.ranks, 9)
+            norms.append(nn.utils.clip_grad_norm_(run.model.parameters(), 0.05).item())
+            run.optimizer.step()
         assert abs(norms[0] - norms[1]) < 1e-12, norms
     _assert_same(backend, wrapped, twin)
