@@ -56,7 +56,7 @@ class ElasticRange:
         slots = hosts[0].slots
         uneven = next((host for host in hosts if host.slots != slots), None)
         if uneven is not None:
-            equal = ",".join(f"{host.name}:{min(each.slots for each in hosts)}" for host in hosts)
+            equal = ",".join(f"{host.name}:{min(other_host.slots for other_host in hosts)}" for host in hosts)
             raise LaunchError(
                 f"torchrun --nnodes MIN:MAX counts hosts, but --elastic {self} counts ranks, so all hosts need the "
                 f"same number of slots; -H gives {hosts[0]} and {uneven}. Use -H {equal}, or --launcher horovodrun."
@@ -128,10 +128,10 @@ def find_reachable_hosts(hosts: Iterable[Host]) -> set[str]:
         return set()
     with ThreadPoolExecutor(min(32, len(candidates))) as pool:
         reachable = zip(candidates, pool.map(_is_reachable, candidates), strict=True)
-        found = {host.name for host, is_reachable in reachable if is_reachable}
-    if not found and shutil.which("ssh") is None:
+        reachable_names = {host.name for host, is_reachable in reachable if is_reachable}
+    if not reachable_names and shutil.which("ssh") is None:
         raise LaunchError(SSH_MISSING)
-    return found
+    return reachable_names
 
 
 def _is_reachable(host: Host) -> bool:

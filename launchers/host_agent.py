@@ -31,20 +31,20 @@ _PR_SET_CHILD_SUBREAPER = 36
 def _find_job_processes(marker: str) -> list[int]:
     """Return the IDs of the descendants of this process, and of the processes with `marker` in their environment."""
     children: dict[int, list[int]] = {}
-    found: list[int] = []
+    process_ids: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(folder.name))
                 if marker and marker.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
+                    process_ids.append(int(folder.name))
     parents = [os.getpid()]
     while parents:
         descendants = children.get(parents.pop(), [])
-        found += descendants
+        process_ids += descendants
         parents += descendants
-    return found
+    return process_ids
 
 
 def _terminate_all(process: subprocess.Popen[bytes] | None, marker: str) -> None:

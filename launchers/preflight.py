@@ -78,8 +78,8 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
             f"Host {name!r} did not answer within {_TIMEOUT_SECONDS} s. Check it with: ssh {name} hostname"
         ) from None
     for line in done.stdout.splitlines():
-        _, found, facts = line.partition(_OUTPUT_PREFIX)  # a shell's startup file may print text before the JSON
-        if found:
+        _, has_prefix, facts = line.partition(_OUTPUT_PREFIX)  # a shell's startup file may print text before the JSON
+        if has_prefix:
             return _ProbeResult(host, json.loads(facts))
     errors = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     raise LaunchError(_describe_failure(name, done.returncode, errors, spec.python))
@@ -94,10 +94,10 @@ def _required_file(spec: LaunchSpec) -> str:
         return str(Path(config))
     if not spec.module:
         return str(Path(spec.script))
-    found = find_module(spec.script)
-    if found is None:
+    module_path = find_module(spec.script)
+    if module_path is None:
         raise LaunchError(f"Module {spec.script!r} is not found. Start from the folder that contains its package")
-    return str(found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found)
+    return str(module_path.relative_to(Path.cwd()) if module_path.is_relative_to(Path.cwd()) else module_path)
 
 
 def _config_file(spec: LaunchSpec) -> str | None:
@@ -165,8 +165,8 @@ def _check_probe_result(result: _ProbeResult, first: _ProbeResult, spec: LaunchS
                 )
             )
     if spec.interface is not None and spec.interface not in facts["interfaces"]:
-        found = ", ".join(interface for interface in facts["interfaces"] if interface != "lo") or "none"
+        interfaces = ", ".join(interface for interface in facts["interfaces"] if interface != "lo") or "none"
         raise LaunchError(
-            f"--interface {spec.interface} does not exist on {name}, which has: {found}. Leave it out to use the "
+            f"--interface {spec.interface} does not exist on {name}, which has: {interfaces}. Leave it out to use the "
             "interface with the route to the other hosts, or name an interface that all hosts have"
         )

@@ -151,10 +151,10 @@ def find_program(name: str, python: str, fix: str, *, is_dry_run: bool = False) 
 
     If it is not found, return `name` itself for a dry run, otherwise raise MissingLauncherError with the `fix`.
     """
-    found = shutil.which(name, path=str(Path(python).parent)) or shutil.which(name)
-    if found is None and not is_dry_run:
+    program = shutil.which(name, path=str(Path(python).parent)) or shutil.which(name)
+    if program is None and not is_dry_run:
         raise MissingLauncherError(f"Launcher {name!r} is not installed. {fix}")
-    return found or name
+    return program or name
 
 
 def launcher_module_command(
@@ -176,12 +176,13 @@ def launcher_module_command(
 def find_module(name: str) -> Path | None:
     """Return the file that `python -m name` would run in the current folder, or None. Nothing is imported."""
     folders: list[str] | None = [str(Path.cwd()), *sys.path]
-    found = None
+    module_spec = None
     for part in [name.rsplit(".", depth)[0] for depth in range(name.count("."), -1, -1)]:
-        found = PathFinder.find_spec(part, folders)
-        if found is None:
+        module_spec = PathFinder.find_spec(part, folders)
+        if module_spec is None:
             return None
-        folders = list(found.submodule_search_locations or ())
-    if found is not None and found.submodule_search_locations is not None:  # a package: python -m runs its __main__
-        found = PathFinder.find_spec(f"{name}.__main__", list(found.submodule_search_locations))
-    return None if found is None or found.origin is None else Path(found.origin)
+        folders = list(module_spec.submodule_search_locations or ())
+    if module_spec is not None and module_spec.submodule_search_locations is not None:
+        # A package: python -m runs its __main__.
+        module_spec = PathFinder.find_spec(f"{name}.__main__", list(module_spec.submodule_search_locations))
+    return None if module_spec is None or module_spec.origin is None else Path(module_spec.origin)

@@ -176,7 +176,11 @@ class _Search:
         fits = not (memory_exceeded or is_above_limit)
         self.trials.append(BatchSizeTrial(batch_size, fits, highest))
         if memory_exceeded:
-            ranks = [rank for rank, found in enumerate(backend.allgather_object(is_out_of_memory)) if found]
+            ranks = [
+                rank
+                for rank, is_rank_out_of_memory in enumerate(backend.allgather_object(is_out_of_memory))
+                if is_rank_out_of_memory
+            ]
             named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
             self.reason = f"{batch_size} samples exceed the memory of {named}"
         elif is_above_limit and limit is not None:

@@ -322,9 +322,9 @@ class TrainConfig:
     def _check_class_names(self, setting: str, alternative: str = "") -> None:
         names = getattr(self, setting)
         if not (isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)):
-            found = validation.describe_value(names)
+            description = validation.describe_value(names)
             raise ConfigError(
-                f"TrainConfig.{setting} must be a tuple of class names{alternative}, got {found}. "
+                f"TrainConfig.{setting} must be a tuple of class names{alternative}, got {description}. "
                 f"Use {setting}=('TransformerEncoderLayer',)."
             )
 
@@ -390,14 +390,14 @@ class TrainConfig:
 
     def _check_length(self) -> None:
         if (self.max_epochs is None) == (self.max_steps is None):
-            found = (
+            description = (
                 "neither"
                 if self.max_epochs is None
                 else f"max_epochs={validation.describe_value(self.max_epochs)} and "
                 f"max_steps={validation.describe_value(self.max_steps)}"
             )
             raise ConfigError(
-                f"TrainConfig takes either max_epochs or max_steps, got {found}. Use TrainConfig(max_epochs=10)."
+                f"TrainConfig takes either max_epochs or max_steps, got {description}. Use TrainConfig(max_epochs=10)."
             )
         fix = 'Use preemption_signals=("SIGTERM", "SIGUSR1"), or () to handle no signal'
         kinds = (tuple, list)

@@ -68,7 +68,7 @@ def _function(target: str) -> Any:
         sys.path.insert(0, str(path.parent))
         module = path.stem
     try:
-        found = vars(importlib.import_module(module))
+        attributes = vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module exists, but one of its imports does not
@@ -76,8 +76,8 @@ def _function(target: str) -> Any:
             f"There is no module {error.name!r} for {target}. "
             f"Name a file, as in train.py:{name}, or install the package."
         ) from None
-    if not callable(found.get(name)):
+    if not callable(attributes.get(name)):
         raise ConfigError(
             f"There is no function {name!r} in {module}. Pass a function that returns the arguments of Trainer."
         )
-    return found[name]
+    return attributes[name]

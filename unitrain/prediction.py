@@ -74,11 +74,11 @@ class Outputs:
         rows = rows if stride_unit == "batches" else [sum(rows)]
         summary = (bool(self._batches), self._specs, self._layout, rows)
         summaries: list[tuple[bool, list[OutputSpec], Any, list[int]]] = communicator.allgather_object(summary)
-        found = [(specs, layout) for has_batches, specs, layout, _ in summaries if has_batches]
-        if not found:
+        layouts = [(specs, layout) for has_batches, specs, layout, _ in summaries if has_batches]
+        if not layouts:
             raise DataError("predict got data without samples. Pass data with at least one sample.")
-        specs, layout = found[0]
-        for other, _ in found:
+        specs, layout = layouts[0]
+        for other, _ in layouts:
             check_same_specs("ranks", specs, other)
         lengths = [lengths for _, _, _, lengths in summaries]
         counts = [sum(lengths_of_rank) for lengths_of_rank in lengths]
@@ -159,13 +159,13 @@ def split_output(output: Any, samples: int) -> tuple[Any, list[OutputSpec], list
     return read_part("output", output), specs, tensors
 
 
-def check_same_specs(compared: str, one: list[OutputSpec], other: list[OutputSpec]) -> None:
+def check_same_specs(compared: str, left: list[OutputSpec], right: list[OutputSpec]) -> None:
     """Raise ModelError if the outputs of two batches or ranks (`compared`) differ."""
-    if one == other:
+    if left == right:
         return
     first, second = (
         ", ".join(str(spec) for spec in specs if spec not in others) or "no other output"
-        for specs, others in ((one, other), (other, one))
+        for specs, others in ((left, right), (right, left))
     )
     raise ModelError(
         f"predict concatenates the outputs of all samples, but they differ between {compared}: {first} (per sample) "

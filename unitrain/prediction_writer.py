@@ -203,12 +203,12 @@ class PredictionFiles:
         communicator, folder = self._communicator, self._folder
         turns = self._batch_rows if self._stride_unit == "batches" else [self._rows]
         summaries = communicator.allgather_object((self._specs, bool(self._rows), turns))
-        found = [specs for specs, has_rows, _ in summaries if has_rows]
-        if not found:
+        specs_by_rank = [specs for specs, has_rows, _ in summaries if has_rows]
+        if not specs_by_rank:
             raise DataError("predict got data without samples. Pass data with at least one sample.")
-        for specs in found:
-            check_same_specs("ranks", found[0], specs)
-        self._specs = found[0]
+        for specs in specs_by_rank:
+            check_same_specs("ranks", specs_by_rank[0], specs)
+        self._specs = specs_by_rank[0]
         total = sum(sum(turns_of_rank) for _, _, turns_of_rank in summaries)
         if self._first_row is None:
             rows = _target_rows([turns for _, _, turns in summaries], self._stride_unit, communicator.rank)

@@ -91,8 +91,8 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_SECONDS
     # Repeat, because the processes may have started further processes.
-    while (found := list(find_processes(tag))) and time.monotonic() < deadline:
-        for pid in found:
+    while (process_ids := list(find_processes(tag))) and time.monotonic() < deadline:
+        for pid in process_ids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     process.wait()

@@ -20,6 +20,6 @@ def read_rank_records(folder: Path) -> list[dict[str, Any]] | None:
 
     Each record contains its rank as "rank" and the number of ranks as "size".
     """
-    found = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
-    found.sort(key=lambda fields: fields["rank"])
-    return found if found and len(found) == found[0]["size"] else None
+    records = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
+    records.sort(key=lambda fields: fields["rank"])
+    return records if records and len(records) == records[0]["size"] else None

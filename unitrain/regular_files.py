@@ -13,14 +13,14 @@ def read_regular_file(path: Path, max_bytes: int) -> str:
     """Return the text of file `path`. Raises OSError if it is a FIFO or a device (which could block), a folder, or
     larger than `max_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"'{path}' is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
-        if found.st_size > max_bytes:
+        if status.st_size > max_bytes:
             raise OSError(errno.EFBIG, f"'{path}' is larger than {max_bytes} bytes")
-        return file.read(found.st_size).decode()  # `read` allocates as many bytes as requested
+        return file.read(status.st_size).decode()  # `read` allocates as many bytes as requested
 
 
 def replace_file(path: Path, text: str) -> None:

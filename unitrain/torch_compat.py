@@ -128,17 +128,17 @@ Work = dist._Work
 
 def transports() -> dict[str, str]:
     """Return the version of each transport in this torch build, or "yes" for a transport without a version."""
-    found: dict[str, str] = {}
+    transport_by_device: dict[str, str] = {}
     if not dist.is_available():
-        return found
+        return transport_by_device
     if dist.is_gloo_available():
-        found["gloo"] = "yes"
+        transport_by_device["gloo"] = "yes"
     if dist.is_nccl_available() and torch.version.cuda is not None:
         version = torch.cuda.nccl.version()
-        found["nccl"] = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+        transport_by_device["nccl"] = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
     if dist.is_mpi_available():
-        found["mpi"] = "yes"
-    return found
+        transport_by_device["mpi"] = "yes"
+    return transport_by_device
 
 
 def default_process_group() -> dist.ProcessGroup:
@@ -359,14 +359,14 @@ def call_before_embedding_renorm(check: Callable[[Tensor, float, float], object]
 def shares_memory(tensor: Tensor, parameter: Tensor) -> bool:
     """Return whether `tensor` uses the memory of `parameter`. While torch.compile or torch.func traces a function,
     `tensor` may represent a tensor with memory. Checked with torch 2.14."""
-    found, wanted = _unwrap_traced(tensor), _unwrap_traced(parameter)
-    fake_mode = getattr(found, "fake_mode", None)
-    if fake_mode is not None and not hasattr(wanted, "fake_mode"):
-        wanted = fake_mode.fake_tensor_converter._get_memo(wanted)
-        if wanted is None:  # the traced function does not use the parameter
+    actual, expected = _unwrap_traced(tensor), _unwrap_traced(parameter)
+    fake_mode = getattr(actual, "fake_mode", None)
+    if fake_mode is not None and not hasattr(expected, "fake_mode"):
+        expected = fake_mode.fake_tensor_converter._get_memo(expected)
+        if expected is None:  # the traced function does not use the parameter
             return False
     try:
-        one, other = found.untyped_storage(), wanted.untyped_storage()
+        one, other = actual.untyped_storage(), expected.untyped_storage()
         if fake_mode is not None:  # fake tensors have storages without memory
             return bool(one._cdata == other._cdata)
         return bool(one.data_ptr() == other.data_ptr() != 0)

@@ -184,18 +184,18 @@ def validation_data_by_prefix(data: Data | Mapping[str, Data] | None, results: S
             f"val_data takes a dataset, or a mapping from names to datasets, got the names {list(data)}. "
             'Use trainer.fit(train_data, {"clean": clean_data, "noisy": noisy_data}).'
         )
-    found: dict[str, tuple[str, str]] = {}
+    prefix_by_name: dict[str, tuple[str, str]] = {}
     for name in data:
         for result in results:
             key = f"val_{name}_{result}"
-            if key in found:
-                other, other_result = found[key]
+            if key in prefix_by_name:
+                other, other_result = prefix_by_name[key]
                 raise ConfigError(
                     f"Two results of Trainer.fit would be named {key!r}: {other_result!r} of val_data[{other!r}], and "
                     f"{result!r} of val_data[{name!r}]. Rename one of the datasets, or a metric in "
                     "Trainer(metrics={...})."
                 )
-            found[key] = name, result
+            prefix_by_name[key] = name, result
     return {f"val_{name}_": dataset for name, dataset in data.items()}
 
 

@@ -183,11 +183,11 @@ class TrainingRun:
         """
         order = self._data_order or data.order_settings
         for name in {**data.order_settings, **order} if self.progress.sample else ():
-            saved, found = order.get(name), data.order_settings.get(name)
-            if saved != found:
+            saved, current = order.get(name), data.order_settings.get(name)
+            if saved != current:
                 raise CheckpointError(
                     f"The run is {self.progress.sample} samples into epoch {self.progress.epoch + 1} of training data "
-                    f"with {name}={saved}, but this data has {name}={found}: samples would be repeated or skipped. "
+                    f"with {name}={saved}, but this data has {name}={current}: samples would be repeated or skipped. "
                     f"{describe_order_fix(name, saved)} Or continue from a checkpoint at the end of an epoch."
                 )
         self._checkpointer.lock_folder()
@@ -448,10 +448,10 @@ def _describe_start(config: TrainConfig, backend: Backend, data: TrainingData) -
 
 
 def _package_versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:  # unitrain is not installed, or Horovod is missing
             continue
-    return found
+    return versions

@@ -256,5 +256,7 @@ def _generators_of(data: Any) -> list[torch.Generator]:
     if not isinstance(data, DataLoader):
         return []
     owners = (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return list(
+        {id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}.values()
+    )

@@ -147,18 +147,21 @@ def _parse_elastic_options(options: Options, size: int) -> tuple[list[LauncherOp
     """Return the elastic options with their equivalents for `unitrain launch`, and the host discovery script."""
     if not options.has("--min-np", "--host-discovery-script"):
         return [], None
-    found = options.take_all("--min-np", "--max-np", "--host-discovery-script")
-    values = {option.name: option.values[0] for option in found}
+    elastic_options = options.take_all("--min-np", "--max-np", "--host-discovery-script")
+    values = {option.name: option.values[0] for option in elastic_options}
     min_ranks = number("--min-np", values.get("--min-np", str(size or 1)))
     max_ranks = number("--max-np", values.get("--max-np", str(max(size, min_ranks))))
     script = values.get("--host-discovery-script")
-    words = tuple(word for option in found for word in option.words)
+    words = tuple(word for option in elastic_options for word in option.words)
     counterpart = ("--elastic", f"{min_ranks}:{max_ranks}", *(("--host-discovery-script", script) if script else ()))
     launcher_options = [LauncherOption(LAUNCHER, words, "elastic", equivalents={"unitrain": counterpart})]
-    for name, theirs in (("--elastic-timeout", "--elastic-timeout"), ("--reset-limit", "--max-restarts")):
-        equivalents = [(option.words, {"unitrain": (theirs, option.values[0])}) for option in options.take_all(name)]
+    for name, unitrain_name in (("--elastic-timeout", "--elastic-timeout"), ("--reset-limit", "--max-restarts")):
+        equivalents = [
+            (option.words, {"unitrain": (unitrain_name, option.values[0])}) for option in options.take_all(name)
+        ]
         launcher_options += [
-            LauncherOption(LAUNCHER, words, "elastic", equivalents=each) for words, each in equivalents
+            LauncherOption(LAUNCHER, words, "elastic", equivalents=equivalents_of_option)
+            for words, equivalents_of_option in equivalents
         ]
     return launcher_options, script
 

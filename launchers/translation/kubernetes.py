@@ -315,9 +315,9 @@ def _torchrun_words(job: Job, launcher_words: list[str]) -> list[str]:
 
 def _container_fields(job: Job, pods: Pods, name: str, notes: list[str], launcher: str = LAUNCHER) -> dict[str, Any]:
     """Return the fields of a container that depend on the job: working directory, variables and resources."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if job.directory is not None:
-        found["workingDir"] = job.directory
+        fields["workingDir"] = job.directory
     variables: list[dict[str, Any]] = []
     secrets: list[str] = []
     values = variables_for(job, launcher)
@@ -338,7 +338,7 @@ def _container_fields(job: Job, pods: Pods, name: str, notes: list[str], launche
             f"it with: env | grep -E '^({'|'.join(secrets)})=' | {create}"
         )
     if variables:
-        found["env"] = variables
+        fields["env"] = variables
     limits: dict[str, Any] = {}
     if pods.gpus:
         limits["nvidia.com/gpu"] = pods.gpus
@@ -347,8 +347,8 @@ def _container_fields(job: Job, pods: Pods, name: str, notes: list[str], launche
     if pods.memory is not None:
         limits["memory"] = pods.memory
     if limits:
-        found["resources"] = {"limits": limits}
-    return found
+        fields["resources"] = {"limits": limits}
+    return fields
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]

@@ -205,7 +205,7 @@ def _resolve_slots(
             f"mpirun starts at most one process per core on {', '.join(unknown)}; the number of cores is unknown here."
         )
         return tuple(host if host.slots else Host(host.name, size) for host in hosts), (notes,)
-    found: list[Host] = []
+    hosts_with_slots: list[Host] = []
     unplaced = size
     for place, host in enumerate(hosts):
         if not host.slots and (unplaced is None or (unplaced > 1 and place < len(hosts) - 1)):
@@ -214,15 +214,15 @@ def _resolve_slots(
                 f"number of cores is unknown here. Write the number of slots into the file, as in: {host.name} slots=8"
             )
         slots = host.slots or max(1, unplaced or 0)
-        found.append(Host(host.name, slots))
+        hosts_with_slots.append(Host(host.name, slots))
         unplaced = None if unplaced is None else max(0, unplaced - slots)
-    return tuple(found), ()
+    return tuple(hosts_with_slots), ()
 
 
 def _binding_and_mca_options(options: Options) -> list[LauncherOption]:
     """Return the --bind-to and --mca options, with any equivalents, but without those that `build` always sets."""
     bound = [option for option in options.take_all("--bind-to") if option.values[0] != "none"]
-    found = [LauncherOption(LAUNCHER, option.words, "binding") for option in bound]
+    launcher_options = [LauncherOption(LAUNCHER, option.words, "binding") for option in bound]
     for option in options.take_all("--mca", "--gmca"):
         name, value = option.values
         converted = LauncherOption(LAUNCHER, option.words, "own")
@@ -236,5 +236,5 @@ def _binding_and_mca_options(options: Options) -> list[LauncherOption]:
                 converted = replace(converted, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
         elif name == "plm_rsh_args":
             converted = replace(converted, topic="ssh")
-        found.append(converted)
-    return found
+        launcher_options.append(converted)
+    return launcher_options

@@ -177,14 +177,14 @@ def _parse_gpus(options: Options, nodes: int | None, tasks_per_gpu: int) -> int:
             parts = option.values[0].split(",")
             if name == "--gres":
                 parts = [part.partition(":")[2] or "1" for part in parts if part.partition(":")[0] == "gpu"]
-            found = sum(_count_gpus(name, part) for part in parts)
-            if found and not count and name != "--gpus" and (nodes or 1) > 1:
+            num_gpus = sum(_count_gpus(name, part) for part in parts)
+            if num_gpus and not count and name != "--gpus" and (nodes or 1) > 1:
                 raise LaunchError(
                     f"How many tasks srun starts for --nodes {nodes} {join(option.words)} --ntasks-per-gpu "
                     f"{tasks_per_gpu} depends on the version of Slurm. Add their number to the command, as in: "
-                    f"srun --ntasks {(nodes or 1) * found * tasks_per_gpu}"
+                    f"srun --ntasks {(nodes or 1) * num_gpus * tasks_per_gpu}"
                 )
-            count = count or found  # several options may request the same GPUs
+            count = count or num_gpus  # several options may request the same GPUs
     if not count:
         raise LaunchError(
             "The srun command has --ntasks-per-gpu but does not request GPUs, so the number of tasks depends on the "
@@ -228,16 +228,16 @@ def _parse_export(options: Options, notes: list[str]) -> tuple[dict[str, str], t
 
 def _sbatch_options(options: Options) -> list[LauncherOption]:
     """Take and return the options that sbatch also has. Drop the options that `build` sets by default."""
-    found: list[LauncherOption] = []
+    launcher_options: list[LauncherOption] = []
     for option in options.take_all("--kill-on-bad-exit", "--wait"):
         if option.values not in ((), ("1",)) if option.name == "--kill-on-bad-exit" else option.values != ("0",):
             options.put_back(option)
     for option in options.take_all(*_JOB_OPTIONS.split()):
         directive = option.name if not option.values else f"{option.name}={option.values[0]}"
-        found.append(
+        launcher_options.append(
             replace(
                 LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "resources")),
                 equivalents={"sbatch": (directive,)},
             )
         )
-    return found
+    return launcher_options

@@ -25,12 +25,12 @@ def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], se
     wanted = [classes] if isinstance(classes, type | str) else list(classes)
     for block_class in wanted:
         _check_class(model, block_class, setting)
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not _is_inside(name, found) and any(is_of_class(module, block_class) for block_class in wanted):
+        if not _is_inside(name, blocks) and any(is_of_class(module, block_class) for block_class in wanted):
             _check_has_forward(module, setting)
-            found[name] = module
-    return found
+            blocks[name] = module
+    return blocks
 
 
 def find_repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -39,11 +39,11 @@ def find_repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     Modules without submodules, and nn.Sequential, nn.ModuleList and nn.ModuleDict, are not blocks.
     """
     counts = Counter(type(module) for module in model.modules() if _is_composite(module))
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if _is_composite(module) and counts[type(module)] > 1 and not _is_inside(name, found):
-            found[name] = module
-    return found
+        if _is_composite(module) and counts[type(module)] > 1 and not _is_inside(name, blocks):
+            blocks[name] = module
+    return blocks
 
 
 def find_large_blocks(model: nn.Module, min_elements: int) -> dict[str, nn.Module]:
@@ -52,7 +52,7 @@ def find_large_blocks(model: nn.Module, min_elements: int) -> dict[str, nn.Modul
     Containers without a forward method, such as ModuleList, are not blocks. Modules in an nn.MultiheadAttention are not
     blocks either, because it does not call them.
     """
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     has_block: dict[nn.Module, bool] = {}
 
     def search(name: str, module: nn.Module) -> bool:
@@ -69,11 +69,11 @@ def find_large_blocks(model: nn.Module, min_elements: int) -> dict[str, nn.Modul
         num_elements = sum(parameter.numel() for parameter in module.parameters())
         if _lacks_forward(module) or num_elements < min_elements:
             return False
-        found[name] = module
+        blocks[name] = module
         return True
 
     search("", model)
-    return found
+    return blocks
 
 
 def is_of_class(module: nn.Module, block_class: BlockClass) -> bool:

@@ -196,10 +196,10 @@ def check_matching_shard(model_shard: Shard | None, shard: Shard) -> None:
     """
     for value in ("gradients", "parameters"):
         if value in (model_shard, shard) and model_shard != shard:
-            found = "that is not distributed" if model_shard is None else f"with shard={model_shard!r}"
+            model_description = "that is not distributed" if model_shard is None else f"with shard={model_shard!r}"
             raise ModelError(
-                f"distributed_optimizer was called with shard={shard!r} and a model {found}. Pass the same value to "
-                f"both: model = backend.distributed_model(model, shard={value!r}), and "
+                f"distributed_optimizer was called with shard={shard!r} and a model {model_description}. Pass the same "
+                f"value to both: model = backend.distributed_model(model, shard={value!r}), and "
                 f"backend.distributed_optimizer(optimizer, model, shard={value!r})."
             )
 
@@ -328,12 +328,12 @@ def check_optimizer_of_model(optimizer: torch.optim.Optimizer, model: nn.Module)
 def check_same_settings(communicator: Communicator, method: str, **settings: object) -> None:
     """Raise ConfigError on every rank if arguments of `method` differ between ranks. All ranks call it."""
     of_all_ranks = gather_if_different(communicator, settings) or []
-    for rank, found in enumerate(of_all_ranks):
+    for rank, settings_of_rank in enumerate(of_all_ranks):
         for name, value in of_all_ranks[0].items():
-            if found[name] != value:
+            if settings_of_rank[name] != value:
                 raise ConfigError(
-                    f"{method} was called with {name}={value!r} on rank 0 and {name}={found[name]!r} on rank "
-                    f"{rank}. Pass the same value on every rank."
+                    f"{method} was called with {name}={value!r} on rank 0 and {name}={settings_of_rank[name]!r} on "
+                    f"rank {rank}. Pass the same value on every rank."
                 )
 
 
@@ -348,11 +348,11 @@ def check_same_model(communicator: Communicator, model: nn.Module) -> None:
     tables: list[dict[str, tuple[str, list[int]]]] = [table for table, _, _ in by_rank]
     for rank, table in enumerate(tables):
         for name in dict.fromkeys([*tables[0], *table]):
-            expected, found = tables[0].get(name), table.get(name)
-            if expected != found:
+            expected, actual = tables[0].get(name), table.get(name)
+            if expected != actual:
                 raise ModelError(
                     f"The model differs between ranks: {name!r} is {_describe_tensor(expected)} on rank 0 and "
-                    f"{_describe_tensor(found)} on rank {rank}. Build it from the same arguments on every rank."
+                    f"{_describe_tensor(actual)} on rank {rank}. Build it from the same arguments on every rank."
                 )
     if any(list(table) != list(tables[0]) for table in tables):
         raise ModelError(
@@ -390,10 +390,11 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
     own = torch.stack(digests).tolist() if digests else []
     by_rank: list[list[int]] = gather_if_different(communicator, own) or []
     is_equal = True
-    for name, found in zip(parameters, zip(*by_rank, strict=True), strict=False):
-        counts = Counter(found)  # if several digests are equally frequent, `max` returns that of the lowest rank
+    for name, values_by_rank in zip(parameters, zip(*by_rank, strict=True), strict=False):
+        # If several digests are equally frequent, `max` returns that of the lowest rank.
+        counts = Counter(values_by_rank)
         expected = max(counts, key=counts.__getitem__)
-        different = [rank for rank, digest in enumerate(found) if digest != expected]
+        different = [rank for rank, digest in enumerate(values_by_rank) if digest != expected]
         is_equal = is_equal and not different
         if different and not _differs_by_rounding(communicator, parameters[name].detach()):
             raise ModelError(
@@ -444,8 +445,8 @@ def check_same_order(communicator: Communicator, optimizer: torch.optim.Optimize
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
     by_rank: list[list[str]] = gather_if_different(communicator, own) or []
-    for rank, found in enumerate(by_rank):
-        for number, (expected, name) in enumerate(zip(by_rank[0], found, strict=True)):
+    for rank, names_of_rank in enumerate(by_rank):
+        for number, (expected, name) in enumerate(zip(by_rank[0], names_of_rank, strict=True)):
             if name != expected:
                 raise ModelError(
                     f"Parameter {number} of the optimizer is {expected!r} on rank 0 and {name!r} on rank {rank}, so "

@@ -52,10 +52,10 @@ def check_backend_name(name: str) -> None:
 def _find_entry_point(name: str) -> EntryPoint:
     if name in BUILT_IN:
         return EntryPoint(name, BUILT_IN[name], _GROUP)
-    found = entry_points(group=_GROUP, name=name)
-    if not found:
+    matches = entry_points(group=_GROUP, name=name)
+    if not matches:
         choices = available()
         raise UnknownBackendError(
             f"Unknown backend {name!r}. {did_you_mean(name, choices)}Available: {', '.join(choices)}."
         )
-    return next(iter(found))
+    return next(iter(matches))

@@ -25,15 +25,15 @@ def raise_on_all_ranks(communicator: Communicator, error: UnitrainError | None) 
     if not communicator.allreduce(torch.tensor(float(error is not None)), "sum"):
         return
     errors = communicator.allgather_object(error)
-    for rank, found in enumerate(errors):
-        if found is not None:
+    for rank, rank_error in enumerate(errors):
+        if rank_error is not None:
             if error is not None and rank == communicator.rank:
                 raise error  # pickling drops the cause and the traceback
             if None in errors:
-                found.add_note(f"Rank {rank} raised this error, and all ranks raise it.")
+                rank_error.add_note(f"Rank {rank} raised this error, and all ranks raise it.")
                 if isinstance(communicator, Backend):  # ranks of another communicator may have other numbers
-                    found.failed_rank = rank
-            raise found
+                    rank_error.failed_rank = rank
+            raise rank_error
 
 
 def call_on_all_ranks(communicator: Communicator, function: Callable[[], ResultT]) -> ResultT:

@@ -48,7 +48,7 @@ class Turns(Generic[ResultT]):
         not call `exchange` equally often, CollectiveMismatchError is raised.
         """
         settings = _ThreadSettings.of_this_thread(self._device)
-        self._threads = [_Thread(self, index, one, settings) for index, one in enumerate(functions[:-1])]
+        self._threads = [_Thread(self, index, function, settings) for index, function in enumerate(functions[:-1])]
         self._last = self._running = len(self._threads)
         self._values, self._is_cancelled = [None] * len(functions), False
         try:

@@ -94,9 +94,9 @@ def _verdicts(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[
         "the same within noise" if min(map(len, pair)) >= MIN_ROUNDS else "too few rounds" for pair in pairs
     ]
     tested = [number for number, verdict in enumerate(verdicts) if verdict != "too few rounds"]
-    found = sorted((mann_whitney_p_value(*pairs[number]), number) for number in tested)
-    for place, (probability, number) in enumerate(found):
-        if probability > _SIGNIFICANCE / (len(found) - place):
+    probabilities = sorted((mann_whitney_p_value(*pairs[number]), number) for number in tested)
+    for place, (probability, number) in enumerate(probabilities):
+        if probability > _SIGNIFICANCE / (len(probabilities) - place):
             break
         (_, before, _), (_, after, _) = map(quartiles, pairs[number])
         if before != after:

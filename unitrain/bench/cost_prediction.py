@@ -164,12 +164,12 @@ def fit_networks(
     if result is None:
         assert known_networks is not None
         return {("", algorithm): (known_networks, None) for algorithm in requested}
-    found: dict[tuple[str, str], FittedNetwork] = {}
+    networks: dict[tuple[str, str], FittedNetwork] = {}
     for name in row_names(result):
         for algorithm, cost in requested.items():
             fitted = calibrate(result, name, ALGORITHMS["ring"] if algorithm == HIERARCHICAL else cost)
-            found[name, algorithm] = (fitted.network, fitted)
-    return found
+            networks[name, algorithm] = (fitted.network, fitted)
+    return networks
 
 
 def predict(
@@ -264,7 +264,7 @@ def compare_with_measured(
     The prediction uses the bucket sizes of DistributedDataParallel. Rows with settings are skipped, because the model
     does not include their changes of computation or communication.
     """
-    found = []
+    differences = []
     for row in trained["rows"]:
         if row["setting"] is not None:
             continue
@@ -273,7 +273,7 @@ def compare_with_measured(
                 continue
             step = predict_step(model.work(), _allreduce(requested[algorithm], row["ranks"], network))
             measured = quartiles(row["seconds"])[1]
-            found.append(
+            differences.append(
                 {
                     "name": row_name(row),
                     "algorithm": algorithm,
@@ -283,4 +283,4 @@ def compare_with_measured(
                     "relative_error": step.seconds / measured - 1,
                 }
             )
-    return found
+    return differences

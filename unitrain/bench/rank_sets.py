@@ -147,9 +147,9 @@ def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[
                     backend_timeout_seconds=TURN_TIMEOUT_SECONDS,
                 )
             )
-            one = SuspendableRanks(group)
-            stack.callback(one.resume)
-            rank_sets.append(one)
+            suspendable_ranks = SuspendableRanks(group)
+            stack.callback(suspendable_ranks.resume)
+            rank_sets.append(suspendable_ranks)
         yield rank_sets
 
 

@@ -37,7 +37,7 @@ def measure_collectives(
     first set.
     """
     ranks = rank_sets[0].info.ranks
-    found: dict[tuple[int, str, int], list[float]] = {}
+    seconds_by_case: dict[tuple[int, str, int], list[float]] = {}
     calls: dict[tuple[int, str, int], int] = {}
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
     for number, index in rounds:
@@ -52,7 +52,7 @@ def measure_collectives(
                         continue
                     slowest = max(turn.seconds for turn in turns)
                     if number:
-                        found.setdefault(key, []).append(slowest)
+                        seconds_by_case.setdefault(key, []).append(slowest)
                     else:
                         calls[key] = max(1, min(_MAX_CALLS, math.ceil(_TURN_SECONDS / slowest)))
     return {
@@ -73,13 +73,13 @@ def measure_collectives(
             for index in range(len(rank_sets))
             for operation in operations
             for size in sizes
-            if (measured := found.get((index, operation, size)))
+            if (measured := seconds_by_case.get((index, operation, size)))
         ],
         "floors": [
             {"name": name, "bytes": round_up_bytes(size, ranks), "seconds": measured}
             for name in LOWER_BOUNDS
             for size in sizes
-            if (measured := found.get((0, name, size)))
+            if (measured := seconds_by_case.get((0, name, size)))
         ],
     }
 

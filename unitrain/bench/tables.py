@@ -93,7 +93,7 @@ def train(result: dict[str, Any]) -> Table:
     return table
 
 
-def differences_table(found: list[Difference]) -> Table:
+def differences_table(differences: list[Difference]) -> Table:
     """Return a table with a row per measurement shared by two results."""
     table = create_table(
         "ratio: time before / time after (above 1, the second result is faster); in brackets: lower and upper quartile"
@@ -102,7 +102,7 @@ def differences_table(found: list[Difference]) -> Table:
     for heading in ("before", "after", "ratio"):
         table.add_column(heading, justify="right")
     table.add_column("")
-    for difference in found:
+    for difference in differences:
         shown = [
             f"{format_seconds(median)} [{format_seconds(low)}, {format_seconds(high)}]"
             for low, median, high in (difference.before, difference.after)
@@ -123,11 +123,11 @@ def prediction(result: dict[str, Any]) -> Table:
     for name, algorithm in columns:
         for heading in (f"{name} {algorithm}".strip(), "exposed", "efficiency"):
             table.add_column(heading, justify="right", overflow="fold")
-    found = {(row["name"], row["algorithm"], row["ranks"]): row for row in result["rows"]}
+    row_by_case = {(row["name"], row["algorithm"], row["ranks"]): row for row in result["rows"]}
     for ranks in dict.fromkeys(row["ranks"] for row in result["rows"]):
         cells = [f"{ranks:,}"]
         for name, algorithm in columns:
-            row = found[name, algorithm, ranks]
+            row = row_by_case[name, algorithm, ranks]
             cells += [
                 format_seconds(row["step_seconds"]),
                 format_seconds(row["exposed_seconds"]) if row["exposed_seconds"] else "0",

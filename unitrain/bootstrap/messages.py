@@ -48,11 +48,11 @@ class MessageStore:
         assert not expected
         sealed, replaced = self._seal(key, desired), ""
         for _ in range(_MAX_REPLACED_VALUES):
-            found = self._store.compare_set(key, replaced, sealed)
+            stored = self._store.compare_set(key, replaced, sealed)
             try:
-                return self._unseal(key, found).encode()
+                return self._unseal(key, stored).encode()
             except AuthenticationError:
-                replaced = found.decode(errors="replace")
+                replaced = stored.decode(errors="replace")
         self._store.set(key, sealed)  # the other program writes all the time, or its value is not text
         return desired.encode()
 

@@ -27,7 +27,7 @@ def local_address_for(host: str) -> str:
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 addresses of this host by interface."""
-    found: dict[str, str] = {}
+    address_by_interface: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -35,8 +35,8 @@ def interfaces() -> dict[str, str]:
                 reply = fcntl.ioctl(probe.fileno(), _GET_INTERFACE_ADDRESS, request)
             except OSError:
                 continue  # without an IPv4 address
-            found[name] = socket.inet_ntoa(reply[20:24])
-    return found
+            address_by_interface[name] = socket.inet_ntoa(reply[20:24])
+    return address_by_interface
 
 
 def interface_with_address(address: str) -> str | None:
@@ -51,10 +51,10 @@ def interface_with_address(address: str) -> str | None:
 def own_addresses() -> list[str]:
     """Return this host's addresses: first the address of the default route, then others, and loopback addresses
     last."""
-    found = list(interfaces().values())
+    addresses = list(interfaces().values())
     with contextlib.suppress(OSError):  # there is no default route
-        found.insert(0, local_address_for("10.255.255.255"))
-    return sorted(dict.fromkeys(found), key=is_loopback) or ["127.0.0.1"]
+        addresses.insert(0, local_address_for("10.255.255.255"))
+    return sorted(dict.fromkeys(addresses), key=is_loopback) or ["127.0.0.1"]
 
 
 def reachable_addresses(addresses: list[str], port: int, seconds: float) -> list[str]:

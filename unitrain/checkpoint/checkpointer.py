@@ -133,8 +133,8 @@ class Checkpointer:
         communicator, task = self._communicator, f"restore the optimizer state from '{path}'"
         fix = "Use the same optimizer as the run that wrote it."
         # Only rank 0 reads the positions of the tensors, so that the other ranks open only the files that they need.
-        found = on_rank_zero(communicator, task, fix, lambda: StoredOptimizerState.open(path))
-        stored: StoredOptimizerState = communicator.broadcast_object(found)
+        stored_state = on_rank_zero(communicator, task, fix, lambda: StoredOptimizerState.open(path))
+        stored: StoredOptimizerState = communicator.broadcast_object(stored_state)
         with state_dicts_of_shards():
             on_all_ranks(communicator, task, fix, lambda: load_own_state(optimizer, stored))
 
@@ -353,9 +353,9 @@ def load_checkpoint(
         try:
             scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))
         except Exception as error:  # if only this rank raised the error, the other ranks would hang
-            name, found = type(scheduler).__name__, f"{type(error).__name__}: {error}"
+            name, error_text = type(scheduler).__name__, f"{type(error).__name__}: {error}"
             problem = CheckpointError(
-                f"Cannot restore from '{path}': {name}.load_state_dict raised {found} on rank "
+                f"Cannot restore from '{path}': {name}.load_state_dict raised {error_text} on rank "
                 f"{communicator.rank}. Use the same scheduler on every rank as the run that wrote it."
             )
             problem.__cause__ = error

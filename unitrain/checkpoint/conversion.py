@@ -132,23 +132,23 @@ def _first_present(parts: dict[str, Any], names: tuple[str, ...]) -> Any:
     return next((parts[name] for name in names if name in parts), None)
 
 
-def _single_state(path: Path, found: Any) -> dict[str, Any] | None:
+def _single_state(path: Path, contents: Any) -> dict[str, Any] | None:
     """Return a state, or the single state in a list such as Lightning's `optimizer_states`; None if there is none.
 
     Raises CheckpointError for a list of several states.
     """
-    if isinstance(found, (list, tuple)):
-        if len(found) > 1:
+    if isinstance(contents, (list, tuple)):
+        if len(contents) > 1:
             raise CheckpointError(
-                f"'{path}' has {len(found)} optimizers or schedulers, but unitrain supports one. Save a checkpoint "
+                f"'{path}' has {len(contents)} optimizers or schedulers, but unitrain supports one. Save a checkpoint "
                 "with one of each."
             )
-        found = found[0] if found else None
-    return found if isinstance(found, dict) else None
+        contents = contents[0] if contents else None
+    return contents if isinstance(contents, dict) else None
 
 
-def _parse_number(found: Any) -> int | None:
-    if isinstance(found, Tensor) and found.numel() == 1:
-        found = found.item()
-    is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
-    return int(found) if is_number else None
+def _parse_number(value: Any) -> int | None:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return int(value) if is_number else None

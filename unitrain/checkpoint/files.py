@@ -108,8 +108,8 @@ def find_corruption(path: Path, first: int = 0, stride: int = 1) -> str | None:
             return "the list of files in its manifest has changed since it was written"
         names = [TRAINING, *sorted({*files} - {TRAINING})] if "ranks" in manifest else [MODEL, TRAINING]
         for name in names[first::stride]:
-            if (found := (path / name).stat().st_size) != files[name]["bytes"]:
-                return f"{name} has {found} bytes instead of {files[name]['bytes']}"
+            if (size := (path / name).stat().st_size) != files[name]["bytes"]:
+                return f"{name} has {size} bytes instead of {files[name]['bytes']}"
             if sha256(path / name) != files[name]["sha256"]:
                 return f"the content of {name} has changed since it was written"
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -127,18 +127,18 @@ def find_newest_valid(
     CheckpointError if all checkpoints are corrupt, if there is none and `required` is True, or if a checked one has a
     newer format.
     """
-    found = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else list_checkpoints(where)
+    candidates = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else list_checkpoints(where)
     damages: list[str | None] = []
-    for path in found:
+    for path in candidates:
         _check_format(path)
         damages.append(damaged := check(path))
         if damaged is None:
-            _warn_of_other_run(path, found)
+            _warn_of_other_run(path, candidates)
             return path
         _log.warning("Checkpoint '%s' is skipped: %s.", path, damaged)
-    if found:
+    if candidates:
         raise CheckpointError(
-            f"None of the {len(found)} checkpoints in '{where}' is valid; in the newest, {damages[0]}. "
+            f"None of the {len(candidates)} checkpoints in '{where}' is valid; in the newest, {damages[0]}. "
             "Restore the files from a copy, or start again in another output_dir."
         )
     if required:

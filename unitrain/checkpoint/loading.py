@@ -67,9 +67,9 @@ def load(
         if scheduler is not None and has_scheduler:
             scheduler.load_state_dict(copy.deepcopy(training["scheduler"]))  # CyclicLR removes a key
     except (RuntimeError, ValueError, LookupError) as error:
-        found = " ".join(str(error).split())
+        error_text = " ".join(str(error).split())
         raise CheckpointError(
-            f"Checkpoint '{path}' does not fit {type(model).__name__} with {type(optimizer).__name__}: {found}. "
+            f"Checkpoint '{path}' does not fit {type(model).__name__} with {type(optimizer).__name__}: {error_text}. "
             "Use the same model and optimizer as the run that wrote it."
         ) from error
     return training
@@ -86,9 +86,9 @@ def load_weights(path: Path, model: nn.Module, average: nn.Module | None) -> Non
             _load_average(path, average)
         _load_model(path, model)
     except (RuntimeError, ValueError, LookupError) as error:
-        found = " ".join(str(error).split())
+        error_text = " ".join(str(error).split())
         raise CheckpointError(
-            f"The weights of checkpoint '{path}' do not fit {type(model).__name__}: {found}. "
+            f"The weights of checkpoint '{path}' do not fit {type(model).__name__}: {error_text}. "
             "Use the same model as the run that wrote it."
         ) from error
 

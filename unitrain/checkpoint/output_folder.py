@@ -81,8 +81,8 @@ def find_on_rank_zero(
     if communicator.rank != 0:
         while (checkpoint := communicator.broadcast_object(None)) is not None:
             find_corruption_on_all_ranks(checkpoint, communicator)
-    found: _ResultT = communicator.broadcast_object(on_rank_zero(communicator, task, fix, find_and_end))
-    return found
+    result: _ResultT = communicator.broadcast_object(on_rank_zero(communicator, task, fix, find_and_end))
+    return result
 
 
 def find_corruption_on_all_ranks(checkpoint: Path, communicator: Communicator) -> str | None:
@@ -90,8 +90,10 @@ def find_corruption_on_all_ranks(checkpoint: Path, communicator: Communicator) -
 
     Each rank verifies a part of the files.
     """
-    found = communicator.allgather_object(files.find_corruption(checkpoint, communicator.rank, communicator.size))
-    return next((reason for reason in found if reason is not None), None)
+    corruption_by_rank = communicator.allgather_object(
+        files.find_corruption(checkpoint, communicator.rank, communicator.size)
+    )
+    return next((reason for reason in corruption_by_rank if reason is not None), None)
 
 
 def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) -> tuple[bool, list[ElasticBatchSize]]:
@@ -107,10 +109,10 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
         probe = folder / f".probe-{os.getpid()}.unfinished"
         probe.mkdir()
         probe.rmdir()
-        found, continues = files.list_checkpoints(folder), resume or belongs_to_this_job(folder)
-        if found and not continues:
+        checkpoints, continues = files.list_checkpoints(folder), resume or belongs_to_this_job(folder)
+        if checkpoints and not continues:
             raise CheckpointError(
-                f"Output folder '{folder}' already holds a run, up to {found[0].name}. "
+                f"Output folder '{folder}' already holds a run, up to {checkpoints[0].name}. "
                 "Use TrainConfig(resume=True) to continue it, or another output_dir."
             )
         return continues, stored_batch_sizes(folder)

@@ -179,7 +179,7 @@ def _write_files(staging_folder: Path, shard: StateShard, rank: int) -> dict[str
         folder.mkdir(exist_ok=True)
         metadata = {_STATE_KEYS_METADATA: json.dumps(keys)} if name == OPTIMIZER_FOLDER else {}
         files = write_chunks(folder, _stem(rank), chunks, metadata)
-        written |= {f"{name}/{file}": found for file, found in files.items()}
+        written |= {f"{name}/{file}": file_fields for file, file_fields in files.items()}
     values = {"values": shard.values} if shard.values else {}
     for name, state in ((OPTIMIZER_FOLDER, values), (LOCAL_FOLDER, shard.local_state)):
         if not state:
@@ -292,8 +292,8 @@ def _failure_marker_path(staging_folder: Path, rank: int) -> Path:
 def open_tensors(path: Path, folder: str) -> StoredTensors:
     """Return the index of the tensors in `folder` of sharded checkpoint `path`."""
     names = [name for name in read_manifest(path)["files"] if name.startswith(f"{folder}/")]
-    found = (name.partition("/")[2] for name in names)
-    return StoredTensors.open(path / folder, sorted(name for name in found if name.endswith(".safetensors")))
+    tensor_names = (name.partition("/")[2] for name in names)
+    return StoredTensors.open(path / folder, sorted(name for name in tensor_names if name.endswith(".safetensors")))
 
 
 def read_local_states(path: Path) -> list[dict[str, Any]]:
@@ -350,10 +350,10 @@ def _check_matches(stored: StoredTensors, state: Mapping[str, Any], model_name: 
     ]
     problems += [f"unexpected {name!r}" for name in stored.tensors if name not in state]
     problems += [
-        f"size mismatch for {name!r}: {list(found.original_shape)} in the checkpoint, {list(state[name].shape)} in the "
-        "model"
-        for name, found in stored.tensors.items()
-        if name in state and found.original_shape != tuple(state[name].shape)
+        f"size mismatch for {name!r}: {list(stored_tensor.original_shape)} in the checkpoint, "
+        f"{list(state[name].shape)} in the model"
+        for name, stored_tensor in stored.tensors.items()
+        if name in state and stored_tensor.original_shape != tuple(state[name].shape)
     ]
     if problems:
         raise RuntimeError(f"Error(s) in loading state_dict for {model_name}: {'; '.join(problems)}")

@@ -340,13 +340,13 @@ def _add_tensors(tensors: dict[str, StoredTensor], folder: Path, name: str) -> d
     facts: dict[str, str] = header.pop("__metadata__", {})
     complex_names = json.loads(facts.get(COMPLEX, "[]"))
     offsets = json.loads(facts[_OFFSETS]) if _OFFSETS in facts else {}
-    for tensor, found in header.items():
-        lengths, dtype = tuple(map(operator.index, found["shape"])), _DTYPES[found["dtype"]]
+    for tensor, tensor_fields in header.items():
+        lengths, dtype = tuple(map(operator.index, tensor_fields["shape"])), _DTYPES[tensor_fields["dtype"]]
         place = tuple(map(operator.index, offsets[tensor]["saved_offsets"])) if offsets else (0,) * len(lengths)
         if min((*lengths, *place, 0)) < 0:
             raise ValueError(f"tensor {tensor!r} has shape {list(lengths)} and offsets {list(place)}")
         end = tuple(offset + length for offset, length in zip(place, lengths, strict=True))
-        first = start + operator.index(found["data_offsets"][0])
+        first = start + operator.index(tensor_fields["data_offsets"][0])
         if not start <= first <= first + prod(lengths) * dtype.itemsize <= size:
             raise ValueError(f"the file does not contain all bytes of tensor {tensor!r}")
         known = tensors.get(tensor) or StoredTensor(end, dtype, tensor in complex_names)

@@ -69,9 +69,11 @@ class Retention:
         The best one is first. Among equal results, newer checkpoints come first.
         """
         results = {path: files.read_manifest(path).get("results") for path in checkpoints}
-        found = {path: kept.get(self.best) for path, kept in results.items() if isinstance(kept, dict)}
+        value_by_path = {path: kept.get(self.best) for path, kept in results.items() if isinstance(kept, dict)}
         numbers = {
-            path: result for path, result in found.items() if isinstance(result, int | float) and math.isfinite(result)
+            path: result
+            for path, result in value_by_path.items()
+            if isinstance(result, int | float) and math.isfinite(result)
         }
         return sorted(numbers, key=lambda path: numbers[path], reverse=self.mode == "max")  # keeps the order of equals
 

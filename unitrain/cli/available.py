@@ -27,7 +27,7 @@ def find_available(names: list[str]) -> tuple[dict[str, list[str | None]], list[
     from unitrain.errors import BackendUnavailableError
     from unitrain.horovod_wheel import check
 
-    found: dict[str, list[str | None]] = {}
+    transports_by_backend: dict[str, list[str | None]] = {}
     skipped: list[tuple[str, str]] = []
     for name in names:
         if name == "horovod":
@@ -42,16 +42,16 @@ def find_available(names: list[str]) -> tuple[dict[str, list[str | None]], list[
             }
             if reasons["mpi"] is None and shutil.which("mpirun") is None:
                 reasons["mpi"] = "mpirun is not on PATH."
-            found[name] = [controller for controller, reason in reasons.items() if reason is None]
+            transports_by_backend[name] = [controller for controller, reason in reasons.items() if reason is None]
             skipped += [
                 (f"{name} over {controller}", reason) for controller, reason in reasons.items() if reason is not None
             ]
         elif name in registry.BUILT_IN:
-            found[name] = [None]
+            transports_by_backend[name] = [None]
         else:
             try:
                 registry.load(name)
-                found[name] = [None]
+                transports_by_backend[name] = [None]
             except BackendUnavailableError as error:
                 skipped.append((name, str(error)))
-    return found, skipped
+    return transports_by_backend, skipped

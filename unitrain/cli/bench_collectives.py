@@ -115,8 +115,8 @@ def _start_rank_sets(
         names = [
             name for name in parse_backends(backends or environment.get_variable("UNITRAIN_BACKEND")) if name != "local"
         ]
-        found, skipped = find_available(names)
-        launched: list[RankSet] = [LaunchedRanks(name, device) for name in found]
+        available, skipped = find_available(names)
+        launched: list[RankSet] = [LaunchedRanks(name, device) for name in available]
         yield launched, skipped, rank_info.rank == 0
         return
     from unitrain.bench.rank_sets import start_rank_sets

@@ -107,8 +107,8 @@ def train(
 
                 specs.append(RankSetSpec("local", 1))
                 continue
-            found, skipped = list_rank_sets(backends, number, device)
-            specs += found
+            rank_sets_of_size, skipped = list_rank_sets(backends, number, device)
+            specs += rank_sets_of_size
         from unitrain.bench.rank_sets import start_rank_sets
         from unitrain.bench.rounds import measure_training
 

@@ -41,10 +41,10 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     """List the checkpoints in FOLDER (the output_dir of a run) with epoch, step, metrics and size."""
     from unitrain.checkpoint import files
 
-    found = files.list_checkpoints(folder)[::-1]
-    if not found:
+    checkpoints = files.list_checkpoints(folder)[::-1]
+    if not checkpoints:
         raise CheckpointError(f"There is no checkpoint in '{folder}'. Pass the output_dir of a run.")
-    manifests = {path.name: files.read_manifest(path) for path in found}
+    manifests = {path.name: files.read_manifest(path) for path in checkpoints}
     if as_json:
         for name, manifest in manifests.items():
             click.echo(json.dumps({"name": name, **manifest}))
@@ -89,19 +89,19 @@ def verify(folder: Path) -> None:
     """Verify the files of a checkpoint, or of all checkpoints in FOLDER, against their manifests."""
     from unitrain.checkpoint import files
 
-    found = files.list_checkpoints(folder)[::-1]
-    if not found and not any((folder / name).exists() for name in (files.MODEL, files.TRAINING, files.MANIFEST)):
+    checkpoints = files.list_checkpoints(folder)[::-1]
+    if not checkpoints and not any((folder / name).exists() for name in (files.MODEL, files.TRAINING, files.MANIFEST)):
         raise CheckpointError(
             f"There is no checkpoint in '{folder}'. Pass the output_dir of a run, or one of its checkpoints."
         )
-    found = found or [folder]
-    damages = {path: files.find_corruption(path) for path in found}
+    checkpoints = checkpoints or [folder]
+    damages = {path: files.find_corruption(path) for path in checkpoints}
     for path, damage in damages.items():
         click.echo(f"{path.name}  {'valid' if damage is None else f'DAMAGED: {damage}'}")
     damaged = sum(damage is not None for damage in damages.values())
     if damaged:
         raise CheckpointError(
-            f"{damaged} of {len(found)} checkpoints are damaged. Remove them, or restore their files: a run "
+            f"{damaged} of {len(checkpoints)} checkpoints are damaged. Remove them, or restore their files: a run "
             "resumes from the newest valid checkpoint."
         )
 
@@ -160,21 +160,21 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     from unitrain.checkpoint import files
     from unitrain.checkpoint.conversion import read_foreign_checkpoint
 
-    found = read_foreign_checkpoint(source)
-    if strip_prefix and not any(name.startswith(strip_prefix) for name in found.model):
-        names = ", ".join(list(found.model)[:3])
+    foreign_checkpoint = read_foreign_checkpoint(source)
+    if strip_prefix and not any(name.startswith(strip_prefix) for name in foreign_checkpoint.model):
+        names = ", ".join(list(foreign_checkpoint.model)[:3])
         raise CheckpointError(
             f"No name in the model begins with {strip_prefix!r}; the first names are {names}. Leave --strip-prefix out."
         )
-    model = {name.removeprefix(strip_prefix): value for name, value in found.model.items()}
+    model = {name.removeprefix(strip_prefix): value for name, value in foreign_checkpoint.model.items()}
     progress = {
-        "epoch": (found.epoch or 0) if epoch is None else epoch,
-        "step": (found.step or 0) if step is None else step,
+        "epoch": (foreign_checkpoint.epoch or 0) if epoch is None else epoch,
+        "step": (foreign_checkpoint.step or 0) if step is None else step,
         "sample": 0,
     }
-    training = {"optimizer": found.optimizer, "progress": progress}
-    if found.scheduler is not None:
-        training["scheduler"] = found.scheduler
+    training = {"optimizer": foreign_checkpoint.optimizer, "progress": progress}
+    if foreign_checkpoint.scheduler is not None:
+        training["scheduler"] = foreign_checkpoint.scheduler
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -182,7 +182,10 @@ def convert(source: Path, folder: Path, strip_prefix: str, epoch: int | None, st
     target = files.checkpoint_path(folder, progress["step"])
     if target.exists():
         raise CheckpointError(f"'{target}' already exists. Use another folder.")
-    files.write(target, model, training, {**progress, "converted_from": f"{found.kind} {source}"})
-    parts = [f"{len(model)} tensors", *(part for part in ("optimizer", "scheduler") if getattr(found, part))]
-    click.echo(f"{found.kind}: {', '.join(parts)}; epoch {progress['epoch']}, step {progress['step']}")
+    files.write(target, model, training, {**progress, "converted_from": f"{foreign_checkpoint.kind} {source}"})
+    parts = [
+        f"{len(model)} tensors",
+        *(part for part in ("optimizer", "scheduler") if getattr(foreign_checkpoint, part)),
+    ]
+    click.echo(f"{foreign_checkpoint.kind}: {', '.join(parts)}; epoch {progress['epoch']}, step {progress['step']}")
     click.echo(f'{target}  resume from it with TrainConfig(resume="{folder}", output_dir=...)')

@@ -226,7 +226,7 @@ def _extend_module_search(files: Iterable[ConfigFile]) -> None:
 
 def _locate(text: str, files: Sequence[ConfigFile], overrides: Sequence[str]) -> ConfigError:
     """Return a ConfigError with file, line and key for `text`, an error message of jsonargparse."""
-    names = [part for found in _KEY_PATTERN.findall(text) for part in found.split(".")]
+    names = [part for dotted_key in _KEY_PATTERN.findall(text) for part in dotted_key.split(".")]
     if not names:
         return ConfigError(f"{text.strip()}. Print all keys with: unitrain train --help")
     message, value = _shorten(text)
@@ -242,15 +242,15 @@ def _locate(text: str, files: Sequence[ConfigFile], overrides: Sequence[str]) ->
 
 def _shorten(text: str) -> tuple[str, str | None]:
     """Return the message of jsonargparse in one line, and the invalid value if it is known."""
-    text = _CLASS_PATTERN.sub(lambda found: "None" if found[1] == "NoneType" else found[1], text)
+    text = _CLASS_PATTERN.sub(lambda match: "None" if match[1] == "NoneType" else match[1], text)
     text = re.sub(r"typing\.Literal\[([^\]]*)\]", r"one of \1", text)
     types, given = re.search(r"Subtypes: \[(.*)\]$", text, re.MULTILINE), re.search(r"Given value: (.*)", text)
     if text.count(_UNION) == 1 and types and given and "Problem with" not in text:
         expected = sorted(types[1].split(", "), key=lambda name: name == "None")  # the order differs between versions
         return f"expected {' or '.join(expected)}, got {given[1]!r}", given[1]
     last = text.strip().splitlines()[-1].strip().removeprefix("- ")
-    if (found := re.fullmatch(r"Expected an? (.*)\. Got value: (.*)", last)) is not None:
-        return f"expected {found[1]}, got {found[2]!r}", found[2]
+    if (match := re.fullmatch(r"Expected an? (.*)\. Got value: (.*)", last)) is not None:
+        return f"expected {match[1]}, got {match[2]!r}", match[2]
     problem = re.search(r"Problem with given class_path '([^']+)':\s*(.*)", text)
     if problem is not None and text.count("Problem with") == 1:
         return f"{problem[1]}: {problem[2].strip()}", problem[1]

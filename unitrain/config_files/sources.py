@@ -42,7 +42,7 @@ class ConfigFile:
         For a syntax error, the message contains the line.
         """
         if not path.is_file():
-            known = [one.name for one in path.parent.glob("*") if one.suffix in CONFIG_SUFFIXES]
+            known = [entry.name for entry in path.parent.glob("*") if entry.suffix in CONFIG_SUFFIXES]
             raise ConfigError(
                 f"Configuration file '{path}' {'is not a file' if path.exists() else 'does not exist'}. "
                 f"{did_you_mean(path.name, known)}Create one with: unitrain train --print_config > config.yaml"
@@ -93,10 +93,10 @@ class ConfigFile:
         until one matches. Return None if the file does not contain the first of `names`.
         """
         for count in range(len(names), 0, -1):
-            found = [entry for entry in self.entries if _contains(entry.key, names[:count])]
-            if found:
-                same_value = [entry for entry in found if value is not None and entry.value == value]
-                return (same_value or found)[0]
+            matches = [entry for entry in self.entries if _contains(entry.key, names[:count])]
+            if matches:
+                same_value = [entry for entry in matches if value is not None and entry.value == value]
+                return (same_value or matches)[0]
         return None
 
 

@@ -75,12 +75,12 @@ def _rerun_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
     def find() -> str:
         number = 2
         while True:
-            found = folder.with_name(f"{folder.name}-{number}")
-            if not found.exists() or output_folder.belongs_to_this_job(found):
-                return str(found)
+            candidate = folder.with_name(f"{folder.name}-{number}")
+            if not candidate.exists() or output_folder.belongs_to_this_job(candidate):
+                return str(candidate)
             number += 1
 
     task = f"find a new folder for the run of '{folder}'"
-    found = output_folder.on_rank_zero(backend, task, output_folder.CHECK_WRITABLE, find)
-    new_folder: str = backend.broadcast_object(found)
+    free_folder = output_folder.on_rank_zero(backend, task, output_folder.CHECK_WRITABLE, find)
+    new_folder: str = backend.broadcast_object(free_folder)
     return new_folder

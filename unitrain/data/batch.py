@@ -149,7 +149,7 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
     if batch is None:
         return 0
     count = len(items)
-    item = next((one for one in items if one is not None), None)
+    item = next((nonempty_item for nonempty_item in items if nonempty_item is not None), None)
     parts = _parts(batch)
     columns = [batch] if parts is None else list(parts)
     has_full_column = any(_length(column) == count for column in columns)
@@ -164,8 +164,8 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
             return len(batch)  # a list of samples, such as [first_item, second_item]
     if has_full_column:
         return count  # no sample was dropped
-    lengths = [found for column in columns if (found := _possible_sample_counts(column))]
-    common = [length for length in (lengths[0] if lengths else ()) if all(length in found for found in lengths)]
+    lengths = [counts for column in columns if (counts := _possible_sample_counts(column))]
+    common = [length for length in (lengths[0] if lengths else ()) if all(length in counts for counts in lengths)]
     if not common or count in common or _samples_are_in_dim_1(columns, count, item):
         return count  # unknown, or no sample was dropped
     return common[0]
@@ -189,8 +189,8 @@ def _length(column: Any) -> int | None:
 def _possible_sample_counts(column: Any) -> list[int]:
     """Return the numbers of samples that `column` may have: its length, and the lengths that all its parts share."""
     length_here, parts = _length(column), _parts(column)
-    inner = [found for part in parts or () if (found := _possible_sample_counts(part))]
-    common = [length for length in (inner[0] if inner else ()) if all(length in found for found in inner)]
+    inner = [counts for part in parts or () if (counts := _possible_sample_counts(part))]
+    common = [length for length in (inner[0] if inner else ()) if all(length in counts for counts in inner)]
     return common if length_here is None else [length_here, *common]
 
 
@@ -204,8 +204,10 @@ def _has_structure_of(part: Any, item: Any) -> bool:
     if isinstance(part, Mapping) and part.keys() != item.keys():
         return False
     # Only the first 100 parts are compared, because a list may be long.
-    ours, theirs = (list(islice(_parts(one) or (), _MAX_COMPARED_PARTS)) for one in (part, item))
-    return len(ours) == len(theirs) and all(_has_structure_of(*pair) for pair in zip(ours, theirs, strict=True))
+    parts, item_parts = (list(islice(_parts(container) or (), _MAX_COMPARED_PARTS)) for container in (part, item))
+    return len(parts) == len(item_parts) and all(
+        _has_structure_of(*pair) for pair in zip(parts, item_parts, strict=True)
+    )
 
 
 def _samples_are_in_dim_1(columns: list[Any], count: int, item: Any) -> bool:
@@ -238,7 +240,7 @@ def count_batch_samples(batch: Any) -> int:
             )
         tensors = [tensor for tensor in tensors if tensor.dim()] or tensors
     if not tensors or tensors[0].dim() == 0:
-        found = "its first tensor has no dimension" if tensors else "it contains no tensor"
+        reason = "its first tensor has no dimension" if tensors else "it contains no tensor"
         example = "(inputs, targets) with tensors of shape [samples, ...]"
         if isinstance(batch, Mapping):
             example = (
@@ -246,7 +248,7 @@ def count_batch_samples(batch: Any) -> int:
                 'dataset.with_format("torch")'
             )
         raise DataError(
-            f"The number of samples in this {type(batch).__name__} is unknown, because {found}. Yield batches "
+            f"The number of samples in this {type(batch).__name__} is unknown, because {reason}. Yield batches "
             f"such as {example}."
         )
     return len(tensors[0])

@@ -295,9 +295,9 @@ def _repeat_endlessly(
     """Yield the batches of `first`, then those of `batches`, which is restarted at its end until it yields no batch."""
     if first is not None:
         yield from first()
-    found = True
-    while found:
-        found = False
+    has_items = True
+    while has_items:
+        has_items = False
         for counted in batches():
-            found = True
+            has_items = True
             yield counted

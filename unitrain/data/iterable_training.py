@@ -153,7 +153,7 @@ class TrainingStream(TrainingData):
             return state_of_rank_zero
         known = [one for one in self._communicator.allgather_object(own) if one is not None]
         return (
-            {**known[0], "ranks": {rank: one for each in known for rank, one in each["ranks"].items()}}
+            {**known[0], "ranks": {rank: one for rank_state in known for rank, one in rank_state["ranks"].items()}}
             if known
             else None
         )

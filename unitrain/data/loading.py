@@ -274,14 +274,18 @@ def _subset_indices(indices: Any, length: int) -> Tensor | None:
     """Return the indices of a Subset of a dataset with `length` samples, as non-negative int64 [indices]; None unless
     they are integers in range."""
     try:
-        found = torch.as_tensor(indices)
+        index_tensor = torch.as_tensor(indices)
     except (TypeError, ValueError, RuntimeError):
         return None
     # torch interprets uint8 and bool as masks.
-    if found.dim() != 1 or found.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
+    if index_tensor.dim() != 1 or index_tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
         return None
-    found = found.to("cpu", torch.int64)
-    return _normalize_negative(found, length) if bool(((found >= -length) & (found < length)).all()) else None
+    index_tensor = index_tensor.to("cpu", torch.int64)
+    return (
+        _normalize_negative(index_tensor, length)
+        if bool(((index_tensor >= -length) & (index_tensor < length)).all())
+        else None
+    )
 
 
 def _normalize_negative(indices: Tensor, length: int) -> Tensor:
@@ -310,11 +314,11 @@ def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, class_
                 "Use DataLoader(dataset, batch_size=32, shuffle=True), and move the code of __iter__ into the dataset."
             )
         if batch_size not in (None, data.batch_size):
-            found = (
+            description = (
                 f"batch_size={data.batch_size}" if data.batch_sampler is None or data.batch_size else "a batch_sampler"
             )
             raise ConfigError(
-                f"A batch size of {batch_size} was requested, but the DataLoader was built with {found}. "
+                f"A batch size of {batch_size} was requested, but the DataLoader was built with {description}. "
                 f"Leave one of them out: with a DataLoader, {class_name} does not need {setting}."
             )
         return data.batch_size
@@ -379,7 +383,7 @@ def check_same_data(subject: str, communicator: Communicator, length: int | None
             "Give every rank the complete dataset; unitrain shards it."
         )
     for name, value in everywhere[0][1].items():
-        values = [found[name] for _, found in everywhere]
+        values = [settings_of_rank[name] for _, settings_of_rank in everywhere]
         if any(other != value for other in values):
             raise DataError(
                 f"{subject} differs between ranks in {name}: {values}. Use {name}={value} on every rank, in the "

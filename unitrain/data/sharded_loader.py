@@ -293,11 +293,11 @@ class ShardedLoader:
     def _check_same_position(self) -> None:
         """Raise ConfigError on every rank if the positions differ between ranks: batches would overlap. All ranks call
         it."""
-        found = gather_if_different(self._backend, (self._epoch, self._position)) or []
-        if found:
+        positions_by_rank = gather_if_different(self._backend, (self._epoch, self._position)) or []
+        if positions_by_rank:
             raise ConfigError(
                 "The ranks iterate over a ShardedLoader at different positions, as (epoch, sample): "
-                f"{', '.join(f'{position} on rank {rank}' for rank, position in enumerate(found))}. Call "
+                f"{', '.join(f'{position} on rank {rank}' for rank, position in enumerate(positions_by_rank))}. Call "
                 "loader.load_state_dict(state) or set loader.epoch on every rank, and iterate on every rank."
             )
 
@@ -362,9 +362,9 @@ def _check_arguments(data: Any, batch_size: Any, num_workers: Any, settings: Map
 
 
 def _check_same_on_all_ranks(backend: Communicator, settings: dict[str, Any]) -> None:
-    found = gather_if_different(backend, settings) or []
+    settings_by_rank = gather_if_different(backend, settings) or []
     for name in settings:
-        values = [other[name] for other in found]
+        values = [rank_settings[name] for rank_settings in settings_by_rank]
         if any(value != values[0] for value in values):
             raise ConfigError(
                 f"ShardedLoader({name}=...) differs between ranks: {values}. Use the same arguments on every rank."

@@ -211,5 +211,7 @@ def _find_invalid_part(state: Any, path: str = "a state") -> str | None:
         parts = enumerate(state)
     else:
         return f"{path} of type {type(state).__name__}"
-    found = (_find_invalid_part(part, f"{path if path != 'a state' else 'state'}[{key!r}]") for key, part in parts)
-    return next((problem for problem in found if problem is not None), None)
+    invalid_parts = (
+        _find_invalid_part(part, f"{path if path != 'a state' else 'state'}[{key!r}]") for key, part in parts
+    )
+    return next((problem for problem in invalid_parts if problem is not None), None)

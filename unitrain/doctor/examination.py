@@ -103,8 +103,8 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
         stderr.seek(0)
         done = subprocess.CompletedProcess(command, exit_code, stdout.read(), stderr.read())
     for line in done.stdout.splitlines():
-        _, found, report = line.partition(MARKER)
-        if found:
+        _, has_marker, report = line.partition(MARKER)
+        if has_marker:
             result: dict[str, Any] = json.loads(report)
             return result
     raise ExaminationError(_describe_failed_launch(done))

@@ -149,10 +149,10 @@ def _read_boot_id() -> str | None:
 
 def _resolve_host_name(name: str) -> tuple[str, ...]:
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET)
+        address_infos = socket.getaddrinfo(name, None, socket.AF_INET)
     except OSError:
         return ()
-    return tuple(sorted({str(entry[4][0]) for entry in found}))
+    return tuple(sorted({str(entry[4][0]) for entry in address_infos}))
 
 
 def _detect_gpus() -> list[Gpu]:

@@ -41,8 +41,8 @@ class RankReport:
 
 def find_problems(reports: Sequence[RankReport]) -> list[Finding]:
     """Return the findings, most severe first. `reports` must be in rank order."""
-    found = [finding for check in _CHECKS for finding in check(reports)]
-    return sorted(dict.fromkeys(found), key=lambda finding: _ORDER.index(finding.level))
+    findings = [finding for check in _CHECKS for finding in check(reports)]
+    return sorted(dict.fromkeys(findings), key=lambda finding: _ORDER.index(finding.level))
 
 
 def _hosts(reports: Sequence[RankReport]) -> list[Facts]:
@@ -172,11 +172,11 @@ def _check_host_names(reports: Sequence[RankReport]) -> Iterator[Finding]:
                 fix=f"sudo sed -i '/^{loops[0]}.*{facts.host}/d' /etc/hosts; {line}",
             )
     machines = _group_by_value([(facts.machine, facts.host) for facts in _hosts(reports) if facts.machine])
-    for host, found in machines.items():
-        if len(set(found)) > 1:
+    for host, names in machines.items():
+        if len(set(names)) > 1:
             yield Finding(
                 level="error",
-                what=f"{len(set(found))} machines have the name {host}. Ranks of different machines would get "
+                what=f"{len(set(names))} machines have the name {host}. Ranks of different machines would get "
                 "local ranks as if they shared a host.",
                 fix="sudo hostnamectl set-hostname NAME  # a different name on each machine",
             )
@@ -276,9 +276,9 @@ def _check_limits(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 def _check_cores(reports: Sequence[RankReport]) -> Iterator[Finding]:
     for host, on_host in _group_by_value([(report.facts, report.facts.host) for report in reports]).items():
-        cores, count = len({core for one in on_host for core in one.cores}), len(on_host)
+        cores, count = len({core for facts in on_host for core in facts.cores}), len(on_host)
         threads = on_host[0].variables.get("OMP_NUM_THREADS", "")
-        if any(one.gpus for one in on_host):
+        if any(facts.gpus for facts in on_host):
             continue
         shared = f"{cores} {'core' if cores == 1 else 'cores'} on {host}"
         if count > cores:

@@ -168,8 +168,8 @@ def _run_step(
         for line in process.stdout:
             lines.append(line)
             write(line)
-            if found := _PERCENT.match(line.strip()):
-                reporter.report_percent(int(found.group(1)))
+            if match := _PERCENT.match(line.strip()):
+                reporter.report_percent(int(match.group(1)))
     if process.returncode != 0:
         raise HorovodBuildError(_describe_failure(step, process.returncode, lines, plan))
 
@@ -208,10 +208,10 @@ def _describe_failure(step: BuildStep, returncode: int, lines: list[str], plan: 
 
 
 def _unpack(plan: BuildPlan) -> None:
-    found = hashlib.sha256(plan.sdist.read_bytes()).hexdigest()
-    if found != SDIST_SHA256:
+    digest = hashlib.sha256(plan.sdist.read_bytes()).hexdigest()
+    if digest != SDIST_SHA256:
         raise HorovodBuildError(
-            f"{plan.sdist} is not the sdist of Horovod {HOROVOD}: its sha256 is {found}, expected {SDIST_SHA256}. "
+            f"{plan.sdist} is not the sdist of Horovod {HOROVOD}: its sha256 is {digest}, expected {SDIST_SHA256}. "
             f"Remove it and build again: rm {plan.sdist}"
         )
     extract(plan.sdist, plan.work)

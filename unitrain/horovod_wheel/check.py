@@ -121,75 +121,75 @@ def inspect(
     return create_report(json.loads(lines[-1]), end)
 
 
-def create_report(found: Mapping[str, Any], end: str = "") -> Report:
+def create_report(facts: Mapping[str, Any], end: str = "") -> Report:
     """Convert the output of the probe to a report. `end` describes how the probe ended if the imports crashed or hung,
     as "ended its process with status -11".
     """
-    built: Mapping[str, int] = found.get("built") or {}
-    record: Mapping[str, Any] = found.get("record") or {}
+    built: Mapping[str, int] = facts.get("built") or {}
+    record: Mapping[str, Any] = facts.get("record") or {}
     gpu = ("nccl", "cuda", "rocm", "ddl")
     return Report(
-        python=found["python"],
-        version=found.get("version"),
-        folder=found.get("folder"),
-        torch=found.get("torch"),
-        built_for_torch=_read_build_torch_version(found),
+        python=facts["python"],
+        version=facts.get("version"),
+        folder=facts.get("folder"),
+        torch=facts.get("torch"),
+        built_for_torch=_read_build_torch_version(facts),
         controllers=tuple(name for name in ("gloo", "mpi") if built.get(name)),
         cpu_operations=tuple(name for name in ("gloo", "mpi", "ccl") if built.get(name)),
         gpu_operations=tuple(name for name in gpu if built.get(name)),
         runtime_fixes=tuple(record["runtime_fixes"]) if "runtime_fixes" in record else None,
         built_by_unitrain=bool(record),
         key=record.get("key"),
-        problems=tuple(_find_problems(found, record, built, end)),
+        problems=tuple(_find_problems(facts, record, built, end)),
     )
 
 
-def _read_build_torch_version(found: Mapping[str, Any]) -> str | None:
+def _read_build_torch_version(facts: Mapping[str, Any]) -> str | None:
     """Return the torch version from the metadata that every Horovod wheel contains, or from unitrain's record."""
-    version = (found.get("metadata") or {}).get("pytorch") or (found.get("record") or {}).get("torch")
+    version = (facts.get("metadata") or {}).get("pytorch") or (facts.get("record") or {}).get("torch")
     return str(version) if version else None
 
 
 def _find_problems(
-    found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int], end: str
+    facts: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int], end: str
 ) -> Iterator[Problem]:
-    python, torch, built_for = found["python"], found.get("torch"), _read_build_torch_version(found)
-    if "probe_error" in found:
-        what = f"The check of Horovod in {python} {found['probe_error']}."
+    python, torch, built_for = facts["python"], facts.get("torch"), _read_build_torch_version(facts)
+    if "probe_error" in facts:
+        what = f"The check of Horovod in {python} {facts['probe_error']}."
         yield Problem(what=what, fix=f"See the error of: {python} -c 'import horovod.torch'", fatal=True)
         return
-    if "folder" not in found:
+    if "folder" not in facts:
         yield Problem(
             what=f"Horovod is not installed in {python}.",
             fix=f"Build it for this torch with: {BUILD_COMMAND}",
             fatal=True,
         )
         return
-    if "torch_error" in found:
-        what = f"torch cannot be imported in {python}: {found['torch_error']}."
+    if "torch_error" in facts:
+        what = f"torch cannot be imported in {python}: {facts['torch_error']}."
         yield Problem(
             what=what, fix=f"Install torch, then build Horovod: pip install torch && {BUILD_COMMAND}", fatal=True
         )
         return
     if built_for is None:
-        what = f"The Horovod in {found['folder']} was built without PyTorch."
+        what = f"The Horovod in {facts['folder']} was built without PyTorch."
         yield Problem(what=what, fix=f"Build it for this torch with: {BUILD_COMMAND}", fatal=True)
         return
     if torch is not None and built_for != torch:
         what = f"Horovod was built for torch {built_for}, but torch {torch} is installed."
         yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD_COMMAND}", fatal=True)
-    elif found.get("crashed"):
+    elif facts.get("crashed"):
         what = f"`import horovod.torch` {end or 'ended its process'}."
         yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD_COMMAND} --force", fatal=True)
     elif not built:
-        what = f"`import horovod.torch` fails: {' '.join(found['built_error'].split())}."
+        what = f"`import horovod.torch` fails: {' '.join(facts['built_error'].split())}."
         yield Problem(what=what, fix=f"Rebuild it for this torch with: {BUILD_COMMAND} --force", fatal=True)
     else:
-        yield from _find_limitations(found, record, built)
+        yield from _find_limitations(facts, record, built)
 
 
 def _find_limitations(
-    found: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]
+    facts: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]
 ) -> Iterator[Problem]:
     """Yield the limitations of an importable Horovod."""
     missing = [name for name in runtime_fixes(PATCHES) if name not in record.get("runtime_fixes", ())]
@@ -201,14 +201,14 @@ def _find_limitations(
     if not built.get("gloo"):
         what = "Horovod was built without the Gloo controller, so it only starts under mpirun."
         yield Problem(what=what, fix=f"Build it with Gloo: {BUILD_COMMAND}")
-    if built.get("mpi") and not found.get("mpirun"):
+    if built.get("mpi") and not facts.get("mpirun"):
         what = "Horovod was built with the MPI controller, but mpirun is not on PATH."
         yield Problem(
             what=what, fix="Install Open MPI (sudo apt-get install openmpi-bin) or load it: module load openmpi"
         )
-    if found.get("gpus") and not built.get("nccl"):
-        what = f"GPUs are visible ({found['gpus']}), but Horovod has no GPU operations, so tensors must be on the CPU."
+    if facts.get("gpus") and not built.get("nccl"):
+        what = f"GPUs are visible ({facts['gpus']}), but Horovod has no GPU operations, so tensors must be on the CPU."
         yield Problem(what=what, fix=f"Build it with NCCL: {BUILD_COMMAND} --with-cuda")
-    if "launcher_error" in found:
-        what = f"horovodrun cannot start: {found['launcher_error']}."
+    if "launcher_error" in facts:
+        what = f"horovodrun cannot start: {facts['launcher_error']}."
         yield Problem(what=what, fix=f"Build it with the patches for this Python: {BUILD_COMMAND} --force")

@@ -139,8 +139,8 @@ def _choose_num_jobs() -> int:
     """Return the number of compiler processes: one per usable core, limited by the available memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     meminfo = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.is_file() else "")
-    return max(1, min(cores, int(found.group(1)) * 1024 // BYTES_PER_JOB)) if found else cores
+    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.is_file() else "")
+    return max(1, min(cores, int(match.group(1)) * 1024 // BYTES_PER_JOB)) if match else cores
 
 
 def _detect_cpu() -> str:
@@ -174,8 +174,8 @@ def _detect_cmake(named: str | None, search_path: str) -> Tool | None:
     """Return the cmake `named`, else the one next to this Python (from pip), else the one on PATH, often older."""
     python_folder = str(Path(sys.executable).parent)
     path = named or shutil.which("cmake", path=python_folder + os.pathsep + search_path)
-    found = re.search(r"cmake version (\S+)", _run_and_read(path, "--version")) if path else None
-    return Tool(path=path, version=found.group(1)) if path and found else None
+    match = re.search(r"cmake version (\S+)", _run_and_read(path, "--version")) if path else None
+    return Tool(path=path, version=match.group(1)) if path and match else None
 
 
 def _detect_mpi(search_path: str) -> Tool | None:
@@ -184,8 +184,8 @@ def _detect_mpi(search_path: str) -> Tool | None:
         return None
     # The wrapper of Open MPI supports --showme, and MPICH and derived versions (Intel, Cray) support -v.
     output = _run_and_read(path, "--showme:version") or _run_and_read(path, "-v")
-    found = re.search(r"(Open MPI|MPICH|MVAPICH2?|Intel\S* MPI)\D*?(\d+(?:\.\d+)+)", output)
-    return Tool(path=path, version=" ".join(found.groups()) if found else "unknown MPI")
+    match = re.search(r"(Open MPI|MPICH|MVAPICH2?|Intel\S* MPI)\D*?(\d+(?:\.\d+)+)", output)
+    return Tool(path=path, version=" ".join(match.groups()) if match else "unknown MPI")
 
 
 def _detect_toolkits(environment: Mapping[str, str], search_path: str) -> Iterator[Tool]:
@@ -204,9 +204,9 @@ def _detect_toolkits(environment: Mapping[str, str], search_path: str) -> Iterat
         if root in seen or not any((header / "cuda_runtime.h").is_file() for header in headers):
             continue
         seen.add(root)
-        found = re.search(r"release (\d+\.\d+)", _run_and_read(str(root / "bin" / "nvcc"), "--version"))
-        if found:
-            yield Tool(path=str(root), version=found.group(1))
+        match = re.search(r"release (\d+\.\d+)", _run_and_read(str(root / "bin" / "nvcc"), "--version"))
+        if match:
+            yield Tool(path=str(root), version=match.group(1))
 
 
 def _detect_nccl(named: str | None) -> Tool | None:

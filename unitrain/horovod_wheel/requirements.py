@@ -87,8 +87,8 @@ def _missing_compiler(machine: Machine) -> Iterator[str]:
     if machine.compiler is None:
         yield f"No C++ compiler was found (CXX, c++, g++ or clang++ on PATH). Install one with: {line}"
         return
-    found = re.findall(r"\b(\d+)\.\d+\.\d+\b", machine.compiler.version)
-    if found and int(found[-1]) < MIN_COMPILER_VERSION:
+    versions = re.findall(r"\b(\d+)\.\d+\.\d+\b", machine.compiler.version)
+    if versions and int(versions[-1]) < MIN_COMPILER_VERSION:
         yield (
             f"The C++ compiler {machine.compiler.path} is {machine.compiler.version!r}, but torch's headers need "
             f"C++20: g++ {MIN_COMPILER_VERSION} or newer. Install one with: {line}   (on a cluster: module load gcc), "

@@ -53,8 +53,12 @@ class MLflowLogger(Logger):
         self._client = self._package.MlflowClient(tracking_uri=uri)
         self._service_run = ServiceRun("mlflow", run_info.output_dir, run_info.step)
         if self._service_run.id is None:
-            found = self._client.get_experiment_by_name(self.experiment)
-            experiment = found.experiment_id if found else self._client.create_experiment(self.experiment, artifacts)
+            existing_experiment = self._client.get_experiment_by_name(self.experiment)
+            experiment = (
+                existing_experiment.experiment_id
+                if existing_experiment
+                else self._client.create_experiment(self.experiment, artifacts)
+            )
             self._service_run.set_id(self._client.create_run(experiment, run_name=self.run_name).info.run_id)
             self._log_parameters(run_info.description)
         else:

@@ -96,7 +96,7 @@ def check_host_memory() -> None:
 
 
 def _read(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    if match is None:
         raise LookupError(f"{_STATUS} has no {name}")
-    return int(found[1]) * 1024
+    return int(match[1]) * 1024

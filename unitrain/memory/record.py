@@ -107,5 +107,5 @@ class RankMemory:
 
 def read_records(folder: Path) -> list[RankMemory] | None:
     """Read the records of all ranks from `folder`, in rank order. Return None if the record of a rank is missing."""
-    found = read_rank_records(folder)
-    return None if found is None else [RankMemory.from_fields(fields) for fields in found]
+    rank_records = read_rank_records(folder)
+    return None if rank_records is None else [RankMemory.from_fields(fields) for fields in rank_records]

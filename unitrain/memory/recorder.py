@@ -192,9 +192,9 @@ class MemoryRecorder(Callback):
     def _live_gradient_storages(self) -> Iterator[torch.UntypedStorage]:
         """Yield the memory of the last step's gradients that is still in use, and the memory of gradients created
         since."""
-        found = {address: storage for address, known in self._gradient_storages.items() if (storage := known())}
+        live_storages = {address: storage for address, known in self._gradient_storages.items() if (storage := known())}
         new = (parameter.grad for parameter in self._parameters() if parameter.grad is not None)
-        yield from {**found, **storages_of(new)}.values()
+        yield from {**live_storages, **storages_of(new)}.values()
 
     # --- the record ---
 

@@ -176,23 +176,23 @@ def _savings_table(usage: Usage, savings: Sequence[Saving], ranks: int) -> Table
 def notes(usage: Usage) -> list[str]:
     """Return explanations of this run's figures."""
     record = usage.record
-    found = [
+    lines = [
         "Activations are the tensors that autograd saves for the backward pass. The remainder is the measured peak "
         "minus all other rows: temporary tensors, and memory that the allocator has not returned."
     ]
     if record.settings.get("checkpoint_activations"):
-        found.append("The remainder includes the activations of one block, which are recomputed in the backward pass.")
+        lines.append("The remainder includes the activations of one block, which are recomputed in the backward pass.")
     if record.step_peak > record.forward_backward_peak:
-        found.append("The peak is in the optimizer step, when activations are not in memory.")
+        lines.append("The peak is in the optimizer step, when activations are not in memory.")
     if record.gradient_storages > record.early_gradients:
-        found.append(
+        lines.append(
             f"Gradients need {format_bytes(record.gradient_storages)} after the backward pass, and "
             f"{format_bytes(record.early_gradients)} when activations are at their maximum. With several ranks, "
             "gradients are in memory all the time."
         )
     if record.startup_peak > record.peak:
-        found.append(f"The first steps needed more memory, up to {format_bytes(record.startup_peak)}.")
-    return found
+        lines.append(f"The first steps needed more memory, up to {format_bytes(record.startup_peak)}.")
+    return lines
 
 
 def write_json(records: Sequence[RankMemory], ranks: int, settings: dict[str, Any], path: Path) -> None:

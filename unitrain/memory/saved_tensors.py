@@ -179,12 +179,12 @@ def checkpointing_by_class(storages: Iterable[SavedStorage]) -> list[Checkpointi
     saved = list(storages)
     calls = {call for storage in saved for stack in storage.stacks for call in stack}
     kinds = {type(call.module) for call in calls if not isinstance(call.module, CheckpointedForward)}
-    found = []
+    results = []
     for kind in sorted(kinds, key=lambda kind: kind.__name__):
         blocks = {call for call in calls if type(call.module) is kind}
         if any(any(True for _ in call.module.children()) for call in blocks):
-            found.append(_with_checkpointing(kind.__name__, saved, blocks))
-    return [block for block in found if block.calls > 1]
+            results.append(_with_checkpointing(kind.__name__, saved, blocks))
+    return [block for block in results if block.calls > 1]
 
 
 def _with_checkpointing(name: str, saved: list[SavedStorage], blocks: set[ModuleCall]) -> CheckpointingEffect:

@@ -88,13 +88,13 @@ def list_savings(usage: Usage, ranks: int) -> list[Saving]:
     Settings that the script already uses, or that save almost nothing, are not listed.
     """
     record = usage.record
-    found = [
+    savings = [
         *_sharding(usage, ranks),
         *_checkpointing(record),
         *_smaller_batch(record, usage.batch_size),
         *_precision(record),
     ]
-    listed = [saving for saving in found if saving.saved_bytes >= _MIN_SHARE * record.peak]
+    listed = [saving for saving in savings if saving.saved_bytes >= _MIN_SHARE * record.peak]
     return sorted(listed, key=lambda saving: -saving.saved_bytes)
 
 
@@ -108,15 +108,15 @@ def _sharding(usage: Usage, ranks: int) -> list[Saving]:
     parameters = record.parameters * (d if is_sharded[0] else 1)
     gradients = usage.gradients * (d if is_sharded[1] else 1)
     now = record.parameters + usage.gradients + record.state
-    found = []
+    savings = []
     for stage in stages[stages.index(usage.shard) + 1 :]:
         sizes = persistent_bytes(
             parameters=parameters, gradients=gradients, state=usage.state, shard=stage, ranks=ranks
         )
         saved = now - round(sum(sizes.values()))
         note = "plus the gathered parameters of one block at a time" if stage == "parameters" else ""
-        found.append(Saving(setting=f'shard="{stage}"', saved_bytes=saved, is_estimate=False, note=note))
-    return found
+        savings.append(Saving(setting=f'shard="{stage}"', saved_bytes=saved, is_estimate=False, note=note))
+    return savings
 
 
 def _checkpointing(record: RankMemory) -> list[Saving]:

@@ -34,12 +34,12 @@ def element_bytes(tensors: Iterable[Tensor]) -> int:
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the memory that `tensors` occupy or keep allocated, by address, with one entry per shared memory."""
-    found = {}
+    storages = {}
     for tensor in tensors:
         storage = _dense(tensor).untyped_storage()
         if storage.nbytes():
-            found[storage.data_ptr()] = storage
-    return found
+            storages[storage.data_ptr()] = storage
+    return storages
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -208,9 +208,9 @@ class MeanMetric:
         self._means.clear()
 
 
-def _invalid_count(found: object) -> str:
+def _invalid_count(count: object) -> str:
     return (
-        f"MeanMetric.update(count=...) must be a number of at least 0, got {found}. "
+        f"MeanMetric.update(count=...) must be a number of at least 0, got {count}. "
         "Pass the number of samples of the mean: metric.update(loss, len(targets))."
     )
 
@@ -228,16 +228,16 @@ def _check_value(value: Any) -> None:
     if isinstance(value, Tensor):
         if not value.is_meta:
             return
-        found = f"a tensor of shape {list(value.shape)} on device meta"
+        description = f"a tensor of shape {list(value.shape)} on device meta"
     else:
         try:
             if not torch.as_tensor(value).is_complex():
                 return
-            found = f"the complex number {value}"
+            description = f"the complex number {value}"
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            found = describe_value(value)
+            description = describe_value(value)
     raise TensorError(
-        f"MeanMetric.update(value) must be a number or a tensor of numbers, got {found}. "
+        f"MeanMetric.update(value) must be a number or a tensor of numbers, got {description}. "
         "Pass the mean over the batch: metric.update(loss, len(targets))."
     )
 

@@ -158,15 +158,15 @@ class TorchMetrics:
             values = total.split([part.numel() for part in parts])
             for state_entry, value, (updates, ranks) in zip(group, values, states_by_rank, strict=True):
                 default = metrics_by_path[state_entry.metric][state_entry.path]._defaults[state_entry.name]
-                found = value.view(state_entry.shape)
+                reduced = value.view(state_entry.shape)
                 if kind == "mean":
-                    found = found / max(updates, 1)
+                    reduced = reduced / max(updates, 1)
                 elif kind == "sum":
                     # Each rank's sum includes the default value, but the merged sum must include it only once.
-                    found = found - (ranks - 1) * default.to(found)
+                    reduced = reduced - (ranks - 1) * default.to(reduced)
                 _, values_by_name = merged[state_entry.metric].setdefault(state_entry.path, (updates, {}))
                 if updates:
-                    values_by_name[state_entry.name] = found.to(state_entry.dtype)
+                    values_by_name[state_entry.name] = reduced.to(state_entry.dtype)
         return merged
 
     def _compute_results(
@@ -254,15 +254,15 @@ def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced:
     states_before = {path: (part, *_read_local_state(part)) for path, part in _find_metrics(metric).items()}
     try:
         for path, (part, *_) in states_before.items():
-            found = [states[path] for states in states_of_ranks if path in states and states[path][0]]
-            if found:
-                part._update_count = sum(updates for updates, _ in found)
-                joined_states = _merge_moments(part, [state for _, state in found])
-                for name in found[0][1]:
+            rank_states = [states[path] for states in states_of_ranks if path in states and states[path][0]]
+            if rank_states:
+                part._update_count = sum(updates for updates, _ in rank_states)
+                joined_states = _merge_moments(part, [state for _, state in rank_states])
+                for name in rank_states[0][1]:
                     if name in joined_states:
                         setattr(part, name, joined_states[name])
                         continue
-                    values = [(updates, state[name]) for updates, state in found]
+                    values = [(updates, state[name]) for updates, state in rank_states]
                     setattr(part, name, _merge(values, part._reductions.get(name), part._defaults.get(name)))
             if path in reduced:
                 updates, values_by_name = reduced[path]
@@ -366,7 +366,7 @@ def _predict_result_names(name: str, metric: Any) -> Iterator[str]:
     except Exception:  # metrics that concatenate their inputs cannot be computed without inputs
         yield name
     else:
-        yield from (found for found, _ in _iterate_numbers(name, value))
+        yield from (result_name for result_name, _ in _iterate_numbers(name, value))
 
 
 def _metric_error(name: str, metric: Any, what: str, error: Exception) -> MetricError:

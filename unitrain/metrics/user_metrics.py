@@ -92,14 +92,14 @@ def _read_value(name: str, value: Any) -> Tensor | float:
     if isinstance(value, Tensor):
         if not value.is_meta:
             return value
-        found = f"a tensor of shape {list(value.shape)} on device meta"
+        description = f"a tensor of shape {list(value.shape)} on device meta"
     else:
         try:
             torch.tensor(value, dtype=torch.float64)
             return value  # type: ignore[no-any-return]
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            found = describe_value(value)
+            description = describe_value(value)
     raise TensorError(
-        f"Metric {name!r} must return a number or a tensor of numbers for a batch, got {found}. Return the mean over "
-        "the batch or one value per sample, and pass one function per result in Trainer(metrics={...})."
+        f"Metric {name!r} must return a number or a tensor of numbers for a batch, got {description}. Return the mean "
+        "over the batch or one value per sample, and pass one function per result in Trainer(metrics={...})."
     )

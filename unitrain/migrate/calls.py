@@ -12,17 +12,17 @@ def arguments(call: cst.Call, parameters: Sequence[str]) -> dict[str, cst.Arg] |
 
     Return None if an argument cannot be assigned to a parameter: `*args`, `**kwargs`, or too many.
     """
-    found = dict[str, cst.Arg]()
+    arguments_by_name = dict[str, cst.Arg]()
     for index, argument in enumerate(call.args):
         if argument.star:
             return None
         if argument.keyword is not None:
-            found[argument.keyword.value] = argument
+            arguments_by_name[argument.keyword.value] = argument
         elif index < len(parameters):
-            found[parameters[index]] = argument
+            arguments_by_name[parameters[index]] = argument
         else:
             return None
-    return found
+    return arguments_by_name
 
 
 def literal(argument: cst.Arg | None) -> object:
@@ -44,7 +44,7 @@ def build_call(function: str, positional: Sequence[cst.BaseExpression], **keywor
     """Return a call of `function`."""
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    found = [cst.Arg(value) for value in positional]
-    found += [cst.Arg(value, keyword=cst.Name(name), equal=equal) for name, value in keywords.items()]
-    found = [one.with_changes(comma=comma) for one in found[:-1]] + found[-1:]
-    return cst.Call(cst.parse_expression(function), found)
+    call_arguments = [cst.Arg(value) for value in positional]
+    call_arguments += [cst.Arg(value, keyword=cst.Name(name), equal=equal) for name, value in keywords.items()]
+    call_arguments = [argument.with_changes(comma=comma) for argument in call_arguments[:-1]] + call_arguments[-1:]
+    return cst.Call(cst.parse_expression(function), call_arguments)

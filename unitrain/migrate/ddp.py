@@ -42,7 +42,7 @@ _LEFT_OUT = ("device_ids", "output_device", "dim", "bucket_cap_mb", "check_reduc
 def is_kept(name: str) -> bool:
     """Return whether `name` of torch.distributed remains in the script."""
     member = name.removeprefix("torch.distributed.")
-    return any(member == one or member.startswith(one + ".") for one in KEPT)
+    return any(member == kept or member.startswith(kept + ".") for kept in KEPT)
 
 
 def convert(edits: Edits) -> None:
@@ -76,26 +76,26 @@ def _needs_process_group(script: Script) -> bool:
         if name.startswith("torch.distributed.") and is_kept(name) and name not in _WITHOUT_GROUP:
             return True
         if name.endswith(".DistributedSampler") and isinstance(node, cst.Call):
-            found = arguments(node, ("dataset", "num_replicas", "rank"))
-            if found is not None and "num_replicas" not in found:
+            sampler_arguments = arguments(node, ("dataset", "num_replicas", "rank"))
+            if sampler_arguments is not None and "num_replicas" not in sampler_arguments:
                 return True
     return False
 
 
 def _convert_wrapper(edits: Edits, call: cst.Call) -> None:
-    found = arguments(call, _PARAMETERS)
-    if found is None or "module" not in found:
+    ddp_arguments = arguments(call, _PARAMETERS)
+    if ddp_arguments is None or "module" not in ddp_arguments:
         edits.refuse(call, f"Use {edits.backend}.distributed_model(model)")
         return
-    for name, argument in found.items():
+    for name, argument in ddp_arguments.items():
         if name in ("module", *_PASSED_ON, *_LEFT_OUT) or (name == "static_graph" and literal(argument) is False):
             continue
         edits.refuse(argument, f"{edits.backend}.distributed_model does not support it: remove it", name=name)
 
     def build(updated: cst.CSTNode) -> cst.BaseExpression:
         assert isinstance(updated, cst.Call)
-        values = {name: updated.args[call.args.index(argument)].value for name, argument in found.items()}
-        keywords = {name: values[name] for name in _PASSED_ON if name in found}
+        values = {name: updated.args[call.args.index(argument)].value for name, argument in ddp_arguments.items()}
+        keywords = {name: values[name] for name in _PASSED_ON if name in ddp_arguments}
         return build_call(f"{edits.backend}.distributed_model", [values["module"]], **keywords)
 
     edits.replace(call, build)
@@ -121,21 +121,21 @@ def _convert_sync_batch_norm(edits: Edits, call: cst.Call) -> None:
 def init_arguments(edits: Edits, call: cst.Call) -> str:
     """Return the arguments of `unitrain.init` for a call of `init_process_group`, and explain those left out."""
     script = edits.script
-    found = arguments(call, _INIT_PARAMETERS)
-    if found is None:
+    call_arguments = arguments(call, _INIT_PARAMETERS)
+    if call_arguments is None:
         edits.refuse(call, "Use unitrain.init()")
         return ""
-    method = literal(found.get("init_method"))
+    method = literal(call_arguments.get("init_method"))
     if method is not None and (method is ... or not str(method).startswith("env://")):
         edits.refuse(call, "The launcher defines the rendezvous: remove init_method", name="init_method")
     for name in ("store", "group_name", "pg_options"):
-        if name in found:
+        if name in call_arguments:
             edits.refuse(call, f"unitrain.init does not support it: remove {name}", name=name)
-    ignored = [name for name in ("rank", "world_size") if name in found]
+    ignored = [name for name in ("rank", "world_size") if name in call_arguments]
     text = "unitrain selects the transport by the device, and the backend by the launcher or UNITRAIN_BACKEND"
     if ignored:
         text += f"; the launcher defines {_join(ignored)}"
-    timeout = found.get("timeout")
+    timeout = call_arguments.get("timeout")
     if timeout is None:
         edits.explain(call, f"{text}; the timeout is 300 s")
         return ""

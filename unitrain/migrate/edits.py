@@ -75,10 +75,10 @@ class Edits:
         build = self._statements.get(node)
 
         def with_inserted(updated: Statement) -> Sequence[Statement]:
-            found = list(build(updated)) if build is not None else [updated]
-            if found:  # otherwise, the statement is removed
-                found[0] = found[0].with_changes(leading_lines=())
-            return [*statements, *found]
+            replacements = list(build(updated)) if build is not None else [updated]
+            if replacements:  # otherwise, the statement is removed
+                replacements[0] = replacements[0].with_changes(leading_lines=())
+            return [*statements, *replacements]
 
         self._statements[node] = with_inserted
 
@@ -109,12 +109,12 @@ class _Transformer(cst.CSTTransformer):
             return _keep_parentheses(original_node, build(updated))
         if (build_statements := self._statements.get(original_node)) is not None:
             assert isinstance(updated, Statement)
-            found = list(build_statements(updated))
-            if not found:
+            statements = list(build_statements(updated))
+            if not statements:
                 return cst.RemoveFromParent()
-            if updated not in found:  # comments before the statement remain
-                found[0] = found[0].with_changes(leading_lines=updated.leading_lines)
-            return found[0] if len(found) == 1 else cst.FlattenSentinel(found)
+            if updated not in statements:  # comments before the statement remain
+                statements[0] = statements[0].with_changes(leading_lines=updated.leading_lines)
+            return statements[0] if len(statements) == 1 else cst.FlattenSentinel(statements)
         return updated
 
 
@@ -125,6 +125,6 @@ def _keep_parentheses(original: cst.CSTNode, new: cst.BaseExpression) -> cst.Bas
 
 def parse_statement(text: str) -> Statement:
     """Return the statement with the source `text`."""
-    found = cst.parse_statement(text)
-    assert isinstance(found, Statement)
-    return found
+    statement = cst.parse_statement(text)
+    assert isinstance(statement, Statement)
+    return statement

@@ -63,8 +63,11 @@ def _variable(script: Script, node: cst.CSTNode) -> str | None:
     elif isinstance(node, cst.Call) and script.called_name(node) in _READS and node.args:
         value = literal(node.args[0])
     elif isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
-        one = node.comparisons[0]
-        if isinstance(one.operator, cst.In | cst.NotIn) and script.imported_name(one.comparator) == "os.environ":
+        comparison = node.comparisons[0]
+        if (
+            isinstance(comparison.operator, cst.In | cst.NotIn)
+            and script.imported_name(comparison.comparator) == "os.environ"
+        ):
             value = literal(cst.Arg(node.left))
     return value if isinstance(value, str) and value in (*_ATTRIBUTES, *_ADDRESSES) else None
 
@@ -100,8 +103,8 @@ def _has_same_default(node: cst.CSTNode, attribute: str) -> bool:
     """Return whether the read has no default, or the value that the backend has without a launcher."""
     if not isinstance(node, cst.Call):
         return True
-    found = arguments(node, ("key", "default"))
-    if found is None:
+    call_arguments = arguments(node, ("key", "default"))
+    if call_arguments is None:
         return False
-    default = literal(found.get("default"))
+    default = literal(call_arguments.get("default"))
     return default is None or str(default) == ("1" if attribute.endswith("size") else "0")

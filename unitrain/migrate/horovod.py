@@ -62,19 +62,22 @@ def convert(edits: Edits) -> None:
 def _convert_collective(edits: Edits, call: cst.Call, member: str) -> None:
     """Convert a collective. `allreduce_` and `broadcast_`, which write to their argument, copy the result to it."""
     script = edits.script
-    found = arguments(call, _COLLECTIVES[member])
+    call_arguments = arguments(call, _COLLECTIVES[member])
     function = member.removesuffix("_")
-    if found is None or (member != "barrier" and not {"tensor", "obj"} & set(found)):
+    if call_arguments is None or (member != "barrier" and not {"tensor", "obj"} & set(call_arguments)):
         edits.refuse(call, f"Use {edits.backend}.{function}(tensor)")
         return
-    found.pop("name", None)
-    operation = _operation(script, found.pop("op", None), found.pop("average", None))
-    if "compression" in found and script.imported_name(found["compression"].value) == f"{MODULE}.Compression.none":
-        found.pop("compression")
-    root = found.pop("root_rank", None)
-    value = found.pop("tensor", None) or found.pop("obj", None)
-    if found or operation is None:
-        text = ", ".join(found) or "op"
+    call_arguments.pop("name", None)
+    operation = _operation(script, call_arguments.pop("op", None), call_arguments.pop("average", None))
+    if (
+        "compression" in call_arguments
+        and script.imported_name(call_arguments["compression"].value) == f"{MODULE}.Compression.none"
+    ):
+        call_arguments.pop("compression")
+    root = call_arguments.pop("root_rank", None)
+    value = call_arguments.pop("tensor", None) or call_arguments.pop("obj", None)
+    if call_arguments or operation is None:
+        text = ", ".join(call_arguments) or "op"
         edits.refuse(call, f"The argument {text} is not supported. Use {edits.backend}.{function}(tensor)")
         return
     detaches = function == "allreduce" and value is not None and _is_number_only(script, call, value)
@@ -146,7 +149,7 @@ def _convert_optimizer(edits: Edits) -> None:
         for name in _WRAPPERS
     }
     # An error in their arguments is reported instead of their names.
-    edits.converted |= {node.func for found in calls.values() for node in found}
+    edits.converted |= {node.func for nodes in calls.values() for node in nodes}
     wrappers = calls["DistributedOptimizer"]
     if len(wrappers) != 1:
         for node in [*wrappers, *([] if wrappers else calls["broadcast_parameters"])]:
@@ -175,28 +178,32 @@ def _calls(script: Script, node: cst.CSTNode, member: str) -> bool:
 def _read_wrapping(edits: Edits, call: cst.Call) -> _Wrapping | None:
     script = edits.script
     statement = script.statement(call)
-    found = arguments(call, _OPTIMIZER)
+    optimizer_arguments = arguments(call, _OPTIMIZER)
     target = targets(statement) if statement is not None else ()
-    if statement is None or found is None or "optimizer" not in found or len(target) != 1:
+    if statement is None or optimizer_arguments is None or "optimizer" not in optimizer_arguments or len(target) != 1:
         edits.refuse(call, "Assign it in one statement: optimizer = hvd.DistributedOptimizer(optimizer, ...)")
         return None
     if assigned_value(statement) is not call:
         edits.refuse(call, "Assign it in one statement: optimizer = hvd.DistributedOptimizer(optimizer, ...)")
         return None
-    model = _find_model(script, found)
+    model = _find_model(script, optimizer_arguments)
     if model is None:
         edits.refuse(
             call, "Pass the parameters of the model: named_parameters=model.named_parameters()", name="named_parameters"
         )
         return None
-    return _Wrapping(call, statement, found, target[0], model) if _check_settings(edits, call, found) else None
+    return (
+        _Wrapping(call, statement, optimizer_arguments, target[0], model)
+        if _check_settings(edits, call, optimizer_arguments)
+        else None
+    )
 
 
-def _check_settings(edits: Edits, call: cst.Call, found: dict[str, cst.Arg]) -> bool:
+def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str, cst.Arg]) -> bool:
     """Return whether the other arguments of DistributedOptimizer can be converted, and explain those left out."""
     script = edits.script
     is_valid = True
-    for name, argument in found.items():
+    for name, argument in optimizer_arguments.items():
         if name == "op":
             inside_nodes = (argument.value, *_references(argument.value))
             inside = {script.imported_name(node) for node in inside_nodes}
@@ -227,14 +234,14 @@ def _references(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
         yield from _references(child)
 
 
-def _find_model(script: Script, found: dict[str, cst.Arg]) -> str | None:
+def _find_model(script: Script, optimizer_arguments: dict[str, cst.Arg]) -> str | None:
     """Return the model whose parameters are named, or with which the optimizer was created."""
-    if "named_parameters" in found:
-        return _owner(found["named_parameters"].value, "named_parameters")
-    value: cst.CSTNode = found["optimizer"].value
+    if "named_parameters" in optimizer_arguments:
+        return _owner(optimizer_arguments["named_parameters"].value, "named_parameters")
+    value: cst.CSTNode = optimizer_arguments["optimizer"].value
     if not isinstance(value, cst.Call):
         name = script.text(value)
-        created = [node for node in script.nodes if name in [script.text(one) for one in targets(node)]]
+        created = [node for node in script.nodes if name in [script.text(target) for target in targets(node)]]
         created = [node for node in created if not _calls(script, assigned_value(node) or node, "DistributedOptimizer")]
         if len(created) != 1:
             return None
@@ -260,7 +267,7 @@ def _broadcast(
 ) -> Statement | None:
     """Return the statement that broadcasts the model or the optimizer of `wrapping`, or None if there is none."""
     script = edits.script
-    found = list[Statement]()
+    statements = list[Statement]()
     for call in calls:
         statement = script.statement(call)
         passed = arguments(call, ("state", "root_rank"))
@@ -273,10 +280,10 @@ def _broadcast(
         elif assigned_value(statement) is not call or script.block(statement) is not script.block(wrapping.statement):
             edits.refuse(call, "Move it to the block of hvd.DistributedOptimizer")
         else:
-            found.append(statement)
-    for repeated in found[:-1]:
+            statements.append(statement)
+    for repeated in statements[:-1]:
         edits.remove_statement(repeated)
-    return found[-1] if found else None
+    return statements[-1] if statements else None
 
 
 def _place(edits: Edits, wrapping: _Wrapping, parameters: Statement | None, state: Statement | None) -> None:
@@ -355,8 +362,8 @@ def _convert_synchronize(edits: Edits) -> None:
             edits.remove_statement(statement)
             edits.explain(node, "the gradients are already reduced when backward returns")
             continue
-        block = next((one for one in script.ancestors(node) if isinstance(one, cst.With)), None)
-        if member == "skip_synchronize" and block is not None and [one.item for one in block.items] == [node]:
+        block = next((ancestor for ancestor in script.ancestors(node) if isinstance(ancestor, cst.With)), None)
+        if member == "skip_synchronize" and block is not None and [ancestor.item for ancestor in block.items] == [node]:
             edits.replace_statement(block, _body)
             edits.explain(node, "the gradients are already reduced when backward returns")
         else:
@@ -379,4 +386,4 @@ def _may_be_optimizer(script: Script, value: cst.BaseExpression) -> bool:
 
 def _body(statement: Statement) -> list[Statement]:
     assert isinstance(statement, cst.With)
-    return [one for one in statement.body.body if isinstance(one, Statement)]
+    return [child for child in statement.body.body if isinstance(child, Statement)]

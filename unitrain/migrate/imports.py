@@ -70,7 +70,7 @@ def _is_unused(edits: Edits, statement: cst.Import | cst.ImportFrom, alias: cst.
     ]
     if not uses and not name.startswith("horovod"):
         return False
-    return all(any(one in edits.converted for one in (node, *script.ancestors(node))) for node in uses)
+    return all(any(ancestor in edits.converted for ancestor in (node, *script.ancestors(node))) for node in uses)
 
 
 def _with_names(

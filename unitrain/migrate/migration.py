@@ -47,27 +47,27 @@ def migrate(source: str) -> Migration:
 
 def _libraries(script: Script) -> list[str]:
     """Return the libraries with which the script trains. Raises ConfigError if there are none."""
-    found = set[str]()
+    libraries = set[str]()
     uses_unitrain = False
     for node in script.nodes:
         name = script.imported_name(node) or "" if isinstance(node, cst.Name | cst.Attribute) else ""
         uses_unitrain |= name == "unitrain" or name.startswith("unitrain.")
         if name == "horovod" or name.startswith("horovod."):
-            found.add("Horovod")
+            libraries.add("Horovod")
         elif name.startswith("torch.distributed.") or name in ddp.WRAPPERS:
-            found.add("DDP")
+            libraries.add("DDP")
         elif name in trainers.ACCELERATE:
-            found.add("Accelerate")
+            libraries.add("Accelerate")
         elif name in trainers.FABRIC:
-            found.add("Fabric")
+            libraries.add("Fabric")
     if uses_unitrain:
         raise ConfigError("The script already uses unitrain. Pass the original script.")
-    if not found:
+    if not libraries:
         raise ConfigError(
             "The script uses neither Horovod nor DDP, Accelerate or Fabric. "
             "Pass the file that calls hvd.init, init_process_group, Accelerator or Fabric."
         )
-    return sorted(found)
+    return sorted(libraries)
 
 
 def _convert_calls(edits: Edits, libraries: list[str]) -> None:
@@ -84,7 +84,7 @@ def _refuse_unknown(edits: Edits) -> None:
     """Refuse each reference to one of the libraries that no rule converts or keeps."""
     script = edits.script
     for node, name in script.imported_references():
-        if any(one in edits.converted for one in (node, *script.ancestors(node))):
+        if any(ancestor in edits.converted for ancestor in (node, *script.ancestors(node))):
             continue
         if (fix := find_fix(name, STRUCTURAL)) is not None:
             edits.refuse(node, fix, is_structural=True)

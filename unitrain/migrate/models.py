@@ -27,18 +27,18 @@ _NOT_SUPPORTED = {
 
 def distributed_variables(script: Script, wrapped: Iterable[cst.CSTNode]) -> set[Binding]:
     """Return the variables that hold a distributed model. `wrapped` are names or attributes that it is assigned to."""
-    found = {binding for node in wrapped if (binding := script.binding(node)) is not None}
+    bindings = {binding for node in wrapped if (binding := script.binding(node)) is not None}
     while True:
         added = set[Binding]()
         for node in script.nodes:
             if isinstance(node, cst.Call) and (callee := script.function_named(node)) is not None:
-                added |= _parameters(script, node, *callee, found)
+                added |= _parameters(script, node, *callee, bindings)
             value = assigned_value(node)
-            if value is not None and _returns(script, value, found):
-                added |= {binding for one in targets(node) if (binding := script.binding(one)) is not None}
-        if added <= found:
-            return found
-        found |= added
+            if value is not None and _returns(script, value, bindings):
+                added |= {binding for target in targets(node) if (binding := script.binding(target)) is not None}
+        if added <= bindings:
+            return bindings
+        bindings |= added
 
 
 def _returns(script: Script, value: cst.CSTNode, variables: set[Binding]) -> bool:
@@ -62,8 +62,8 @@ def _parameters(
 ) -> set[Binding]:
     """Return the parameters of `function` for which `call` passes one of `variables`."""
     positional = [*function.params.posonly_params, *function.params.params][skipped:]
-    names = {one.name.value for one in (*positional, *function.params.kwonly_params)}
-    found = set[Binding]()
+    names = {parameter.name.value for parameter in (*positional, *function.params.kwonly_params)}
+    bindings = set[Binding]()
     for index, argument in enumerate(call.args):
         if argument.star:
             break
@@ -76,8 +76,8 @@ def _parameters(
             name = positional[index].name.value
         binding = script.parameter(function, name) if name in names and name is not None else None
         if binding is not None:
-            found.add(binding)
-    return found
+            bindings.add(binding)
+    return bindings
 
 
 def convert_reads(
@@ -99,7 +99,9 @@ def convert_reads(
     for node in script.nodes:
         if script.binding(node) not in variables or not isinstance(node, cst.Name | cst.Attribute):
             continue
-        if _is_before(script, node, starts_after) or any(one in edits.converted for one in script.ancestors(node)):
+        if _is_before(script, node, starts_after) or any(
+            ancestor in edits.converted for ancestor in script.ancestors(node)
+        ):
             continue
         parent = script.parent(node)
         if isinstance(parent, cst.Arg) and not is_kept:

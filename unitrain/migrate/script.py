@@ -62,8 +62,8 @@ class Script:
         if not _is_dotted_name(node):  # libcst also names members of the result of a call
             return None
         names = self._names.get(node, ())
-        found = {name.name for name in _evaluate(names) if name.source is QualifiedNameSource.IMPORT}
-        return next(iter(found)) if len(found) == 1 else None
+        import_names = {name.name for name in _evaluate(names) if name.source is QualifiedNameSource.IMPORT}
+        return next(iter(import_names)) if len(import_names) == 1 else None
 
     def called_name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of the imported function that `node` calls, or None."""
@@ -82,23 +82,23 @@ class Script:
 
     def is_inside_import(self, node: cst.CSTNode) -> bool:
         """Return whether `node` is a part of an import statement."""
-        return any(isinstance(one, cst.Import | cst.ImportFrom) for one in self.ancestors(node))
+        return any(isinstance(ancestor, cst.Import | cst.ImportFrom) for ancestor in self.ancestors(node))
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
         """Return the innermost function whose body contains `node`."""
         inner = node
-        for one in self.ancestors(node):
-            if isinstance(one, cst.FunctionDef) and inner is one.body:
-                return one
-            inner = one
+        for ancestor in self.ancestors(node):
+            if isinstance(ancestor, cst.FunctionDef) and inner is ancestor.body:
+                return ancestor
+            inner = ancestor
         return None
 
     def statement(self, node: cst.CSTNode) -> cst.SimpleStatementLine | None:
         """Return the simple statement that contains `node`, or None if it belongs to the header of a block."""
-        for one in (node, *self.ancestors(node)):
-            if isinstance(one, cst.SimpleStatementLine):
-                return one
-            if isinstance(one, cst.BaseCompoundStatement):
+        for ancestor in (node, *self.ancestors(node)):
+            if isinstance(ancestor, cst.SimpleStatementLine):
+                return ancestor
+            if isinstance(ancestor, cst.BaseCompoundStatement):
                 return None
         return None
 
@@ -109,13 +109,15 @@ class Script:
 
     def branches(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         """Return the if, for, while, try and match statements between `node` and its function or the module."""
-        found = list[cst.CSTNode]()
-        for one in self.ancestors(node):
-            if isinstance(one, cst.FunctionDef | cst.ClassDef):
+        branches = list[cst.CSTNode]()
+        for ancestor in self.ancestors(node):
+            if isinstance(ancestor, cst.FunctionDef | cst.ClassDef):
                 break
-            if isinstance(one, cst.If | cst.For | cst.While | cst.Try | cst.Match) and not self.is_main_guard(one):
-                found.append(one)
-        return found
+            if isinstance(ancestor, cst.If | cst.For | cst.While | cst.Try | cst.Match) and not self.is_main_guard(
+                ancestor
+            ):
+                branches.append(ancestor)
+        return branches
 
     def is_main_guard(self, node: cst.CSTNode) -> TypeGuard[cst.If]:
         """Return whether `node` is the statement `if __name__ == "__main__":`."""
@@ -133,7 +135,7 @@ class Script:
     def binding(self, node: cst.CSTNode) -> Binding | None:
         """Return the variable that `node`, a name or an attribute of `self`, refers to."""
         if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name) and node.value.value == "self":
-            owner = next((one for one in self.ancestors(node) if isinstance(one, cst.ClassDef)), None)
+            owner = next((ancestor for ancestor in self.ancestors(node) if isinstance(ancestor, cst.ClassDef)), None)
             return None if owner is None else (owner, node.attr.value)
         if not isinstance(node, cst.Name):
             return None
@@ -163,7 +165,7 @@ class Script:
                     method = _method(node, "__init__")
                     return None if method is None else (method, 1)
         if isinstance(func, cst.Attribute) and self.text(func.value) == "self":
-            owner = next((one for one in self.ancestors(call) if isinstance(one, cst.ClassDef)), None)
+            owner = next((ancestor for ancestor in self.ancestors(call) if isinstance(ancestor, cst.ClassDef)), None)
             method = None if owner is None else _method(owner, func.attr.value)
             return None if method is None else (method, 1)
         return None
@@ -174,7 +176,7 @@ class Script:
 
     def calls_in(self, node: cst.CSTNode) -> list[cst.Call]:
         """Return the calls inside `node`."""
-        return [one for one in _walk(node) if isinstance(one, cst.Call)]
+        return [descendant for descendant in _walk(node) if isinstance(descendant, cst.Call)]
 
     def uses_name(self, name: str) -> bool:
         """Return whether the script uses `name` as a variable or a parameter of a function."""
@@ -201,12 +203,14 @@ def assigned_value(statement: cst.CSTNode) -> cst.BaseExpression | None:
     """Return the value of an assignment or an expression that is the only statement in its line."""
     if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
         return None
-    one = statement.body[0]
-    return one.value if isinstance(one, cst.Assign | cst.AnnAssign | cst.Expr) else None
+    small_statement = statement.body[0]
+    return small_statement.value if isinstance(small_statement, cst.Assign | cst.AnnAssign | cst.Expr) else None
 
 
 def _method(owner: cst.ClassDef, name: str) -> cst.FunctionDef | None:
-    return next((one for one in owner.body.body if isinstance(one, cst.FunctionDef) and one.name.value == name), None)
+    return next(
+        (child for child in owner.body.body if isinstance(child, cst.FunctionDef) and child.name.value == name), None
+    )
 
 
 def _walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -230,5 +234,5 @@ def _is_attribute_name(parent: cst.CSTNode | None, node: cst.Name) -> bool:
 
 
 def _evaluate(names: Any) -> set[QualifiedName]:
-    found = names() if callable(names) else names
-    return set(found)
+    values = names() if callable(names) else names
+    return set(values)

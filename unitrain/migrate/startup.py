@@ -77,7 +77,7 @@ def _runs_before(script: Script, node: cst.CSTNode, statement: cst.CSTNode) -> b
 
 def _find_main_guard(script: Script, node: cst.CSTNode) -> cst.CSTNode | None:
     """Return the statement `if __name__ == "__main__":` around `node`, or None."""
-    return next((one for one in script.ancestors(node) if script.is_main_guard(one)), None)
+    return next((ancestor for ancestor in script.ancestors(node) if script.is_main_guard(ancestor)), None)
 
 
 def _refuse_early(edits: Edits, nodes: Sequence[cst.CSTNode]) -> None:
@@ -120,25 +120,25 @@ def _append(edits: Edits, block: Block, statement: Statement) -> None:
 
 
 def _is_inside(script: Script, node: cst.CSTNode, function: cst.FunctionDef | None) -> bool:
-    return function is None or any(one is function for one in script.ancestors(node))
+    return function is None or any(ancestor is function for ancestor in script.ancestors(node))
 
 
 def _wrap_main(edits: Edits, startup: Startup, statement: Statement, function: cst.FunctionDef) -> None:
     """Move the statement that calls `function`, directly or not, into a `with` block."""
     script = edits.script
-    found = [
-        one
-        for one in script.main_block().body
-        if not isinstance(one, cst.FunctionDef | cst.ClassDef)
-        and any(_reaches(script, call, function, set()) for call in script.calls_in(one))
+    statements = [
+        child
+        for child in script.main_block().body
+        if not isinstance(child, cst.FunctionDef | cst.ClassDef)
+        and any(_reaches(script, call, function, set()) for call in script.calls_in(child))
     ]
-    if len(found) != 1 or not isinstance(found[0], cst.SimpleStatementLine):
+    if len(statements) != 1 or not isinstance(statements[0], cst.SimpleStatementLine):
         edits.refuse(
             startup.call,
             'Call the function from one statement under if __name__ == "__main__":, without a condition',
         )
         return
-    main = found[0]
+    main = statements[0]
     early = [
         node
         for node in edits.uses_backend
@@ -178,7 +178,7 @@ def _reaches(script: Script, call: cst.Call, function: cst.FunctionDef, seen: se
     if callee[0] is function:
         return True
     seen.add(callee[0])
-    return any(_reaches(script, one, function, seen) for one in script.calls_in(callee[0]))
+    return any(_reaches(script, inner_call, function, seen) for inner_call in script.calls_in(callee[0]))
 
 
 def _remove_empty_function(edits: Edits, statement: Statement) -> None:
@@ -187,7 +187,7 @@ def _remove_empty_function(edits: Edits, statement: Statement) -> None:
     function = script.function(statement)
     if function is None or script.block(function) is not script.module:
         return
-    rest = [one for one in function.body.body if one is not statement and not _is_docstring(one)]
+    rest = [child for child in function.body.body if child is not statement and not _is_docstring(child)]
     if rest:
         return
     name = function.name.value

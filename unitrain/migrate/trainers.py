@@ -45,13 +45,15 @@ def _check_accelerator(edits: Edits, call: cst.Call) -> None:
 
 
 def _check_fabric(edits: Edits, call: cst.Call) -> None:
-    found = arguments(call, ("accelerator", "strategy", "devices", "num_nodes"))
-    if found is None:
+    call_arguments = arguments(call, ("accelerator", "strategy", "devices", "num_nodes"))
+    if call_arguments is None:
         edits.refuse(call, 'Pass the arguments by name: Fabric(strategy="ddp")')
         return
-    strategy = literal(found.get("strategy"))
+    strategy = literal(call_arguments.get("strategy"))
     if strategy not in _STRATEGIES:
-        edits.refuse(found["strategy"], 'unitrain\'s process group trains with strategy="ddp" only', name="strategy")
+        edits.refuse(
+            call_arguments["strategy"], 'unitrain\'s process group trains with strategy="ddp" only', name="strategy"
+        )
     edits.explain(
         call,
         "Fabric trains on the process group that unitrain starts, with the same results; devices and num_nodes must "

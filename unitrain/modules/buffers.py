@@ -44,26 +44,26 @@ def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
     if not isinstance(passed, Communicator):
         check_model_and_communicator("broadcast_buffers", model, communicator)  # raises an error
     buffers = list[Tensor]()
-    found: list[tuple[list[int], str]] | UnitrainError
+    buffer_sizes: list[tuple[list[int], str]] | UnitrainError
     try:
         _check_model("broadcast_buffers", model)
     except UnitrainError as error:
-        found = error
+        buffer_sizes = error
     else:
         # Writes to `data` do not invalidate an earlier forward pass whose backward pass has not run yet.
         buffers = [buffer.data for buffer in model.buffers()]
-        found = [(list(buffer.shape), str(buffer.dtype)) for buffer in buffers]
-    by_rank = gather_if_different(communicator, found)
+        buffer_sizes = [(list(buffer.shape), str(buffer.dtype)) for buffer in buffers]
+    by_rank = gather_if_different(communicator, buffer_sizes)
     if by_rank is not None:
-        raise next((one for one in by_rank if isinstance(one, UnitrainError)), None) or _difference(by_rank)
-    if isinstance(found, UnitrainError):
-        raise found
+        raise next((result for result in by_rank if isinstance(result, UnitrainError)), None) or _difference(by_rank)
+    if isinstance(buffer_sizes, UnitrainError):
+        raise buffer_sizes
     broadcast_tensors(communicator, buffers)
 
 
 def _difference(by_rank: list[list[tuple[list[int], str]]]) -> ModelError:
     """Return the error for buffers that differ between ranks. `by_rank` contains the shapes and dtypes of each rank."""
-    rank = next(rank for rank, found in enumerate(by_rank) if found != by_rank[0])
+    rank = next(rank for rank, value in enumerate(by_rank) if value != by_rank[0])
     first, other = by_rank[0], by_rank[rank]
     if len(first) != len(other):
         text = f"{len(first)} buffers on rank 0 and {len(other)} on rank {rank}"

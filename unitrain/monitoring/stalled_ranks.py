@@ -71,16 +71,16 @@ def describe_stall(records_by_rank: Mapping[int, Sequence[FlightRecord]]) -> Fai
     for rank, records in records_by_rank.items():
         for record in records:
             by_position.setdefault(record.position, {})[rank] = record
-    for _, found in sorted(by_position.items()):
-        counts = Counter(record.key for record in found.values())
+    for _, ranks_at_position in sorted(by_position.items()):
+        counts = Counter(record.key for record in ranks_at_position.values())
         if len(counts) == 1:
             continue
         ranks_by_text: dict[str, list[int]] = {}
-        for rank, record in found.items():
+        for rank, record in ranks_at_position.items():
             ranks_by_text.setdefault(record.text, []).append(rank)
         operations = "; ".join(f"{format_ranks(ranks)} in {text}" for text, ranks in ranks_by_text.items())
         usual = max(counts, key=counts.__getitem__)
-        rank = next(rank for rank, record in found.items() if record.key != usual)
+        rank = next(rank for rank, record in ranks_at_position.items() if record.key != usual)
         return Failure(
             rank,
             f"{CollectiveMismatchError.__name__}: The ranks wait for each other in different operations: {operations}. "

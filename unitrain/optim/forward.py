@@ -75,9 +75,9 @@ class Forward:
             return
         self._has_checked_keys = True
         own = ", ".join(sorted(map(repr, batch))) if isinstance(batch, Mapping) else None
-        found = gather_if_different(communicator, own)
-        if found is not None:
-            listed = "; ".join(f"rank {rank}: {keys or 'not a mapping'}" for rank, keys in enumerate(found))
+        keys_by_rank = gather_if_different(communicator, own)
+        if keys_by_rank is not None:
+            listed = "; ".join(f"rank {rank}: {keys or 'not a mapping'}" for rank, keys in enumerate(keys_by_rank))
             raise DataError(
                 f"The batches do not have the same keys on every rank ({listed}). Give every rank the same data, and "
                 "let the dataset and its collate_fn return the same keys for every sample."
@@ -93,8 +93,12 @@ class Keywords:
             parameters = list(inspect.signature(model.forward).parameters.values())
         except (TypeError, ValueError):  # some compiled functions have no signature
             parameters = [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
-        self._accepted = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        self._accepts_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        self._accepted = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        self._accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
     def call(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
         """Return `model(**batch)`. Raises DataError if the batch has no tensor, if it has keys that the model does not
@@ -141,7 +145,7 @@ class Keywords:
         if not self._accepts_all or not isinstance(key, str):
             return True
         return isinstance(value, str) or (
-            isinstance(value, list | tuple) and any(isinstance(one, str) for one in value)
+            isinstance(value, list | tuple) and any(isinstance(element, str) for element in value)
         )
 
     def _unknown_keys(self, unknown: Iterable[Any]) -> DataError:
@@ -167,7 +171,7 @@ def _is_predicted(name: Any, value: Any) -> bool:
 
 
 def _is_list_of_tensors(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, Tensor) for one in value)
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(element, Tensor) for element in value)
 
 
 def input_and_target(batch: Any) -> tuple[Any, Any]:
@@ -181,13 +185,13 @@ def input_and_target(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def _describe_object(found: Any) -> str:
-    kind = type(found).__name__
-    if isinstance(found, Tensor):
-        return f"a {kind} of shape {list(found.shape)}"
-    if isinstance(found, Mapping):
-        return f"a {kind} with {', '.join(map(repr, found)) or 'nothing in it'}"
-    return f"a {kind} of {len(found)}" if isinstance(found, (list, tuple)) else f"a {kind}"
+def _describe_object(value: Any) -> str:
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        return f"a {kind} of shape {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a {kind} with {', '.join(map(repr, value)) or 'nothing in it'}"
+    return f"a {kind} of {len(value)}" if isinstance(value, (list, tuple)) else f"a {kind}"
 
 
 def _forward_example(batch: Any) -> str:

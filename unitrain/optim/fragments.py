@@ -79,8 +79,12 @@ class Fragment:
         for bucket in self.buckets:
             bucket.load(outer, errors)
         self.steps_until_merge = None
-        found = {merges_in.get(name) for name in self.names}
-        if len(found) == 1 and (steps := found.pop()) is not None and not self._settings.averages_weights:
+        steps_until_merge = {merges_in.get(name) for name in self.names}
+        if (
+            len(steps_until_merge) == 1
+            and (steps := steps_until_merge.pop()) is not None
+            and not self._settings.averages_weights
+        ):
             self.steps_until_merge = steps
             for bucket in self.buckets:
                 bucket.load_pending(outer["pending"])

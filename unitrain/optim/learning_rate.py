@@ -94,13 +94,13 @@ def learning_rate_sum(optimizer: Optimizer) -> float:
 
 def check_same_learning_rates(sums: Sequence[float], step: int) -> None:
     """Raise ConfigError if the results of `learning_rate_sum` differ between ranks, after `step` steps."""
-    for rank, found in enumerate(sums):
+    for rank, rank_sum in enumerate(sums):
         # The mathematical functions of different hosts may round differently.
-        if found != sums[0] and not math.isclose(found, sums[0], rel_tol=_RELATIVE_TOLERANCE):
-            if math.isnan(found) and math.isnan(sums[0]):
+        if rank_sum != sums[0] and not math.isclose(rank_sum, sums[0], rel_tol=_RELATIVE_TOLERANCE):
+            if math.isnan(rank_sum) and math.isnan(sums[0]):
                 continue
             raise ConfigError(
                 f"The learning rates of rank 0 and rank {rank} differ after step {step}: their weighted sums over the "
-                f"parameter groups are {sums[0]:g} and {found:g}. Build the same scheduler on every rank, and "
+                f"parameter groups are {sums[0]:g} and {rank_sum:g}. Build the same scheduler on every rank, and "
                 "let callbacks change the learning rate on every rank."
             )

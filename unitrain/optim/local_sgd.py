@@ -237,7 +237,7 @@ class LocalSGD:
             own["weights"] = dict(zip(self._weight_names(), weights, strict=True))
         own["errors"] = self._by_name([bucket.mean.error for bucket in self._buckets])
         # Transfers are finished before the slice errors are read, because a transfer changes the slice errors.
-        pending = {name: part for one in self._fragments for name, part in one.finish_transfer().items()}
+        pending = {name: part for fragment in self._fragments for name, part in fragment.finish_transfer().items()}
         outer = {
             "anchors": self._by_name([bucket.anchor for bucket in self._buckets]),
             "momentum": self._by_name([bucket.momentum for bucket in self._buckets]),
@@ -249,7 +249,10 @@ class LocalSGD:
             "steps_since_synchronization": self._steps_since_synchronization,
             "groups": self._groups.ranks,
             "merges_in": {
-                name: one.steps_until_merge for one in self._fragments if one.steps_until_merge for name in one.names
+                name: fragment.steps_until_merge
+                for fragment in self._fragments
+                if fragment.steps_until_merge
+                for name in fragment.names
             },
             "outer": cpu_copy(outer),
             "ranks": [],
@@ -283,8 +286,8 @@ class LocalSGD:
         header, shapes, count = backend.broadcast_object((header, shapes, len(ranks)))
         if not header:
             return
-        for found in shapes:
-            self._check_shapes(found)
+        for rank_shapes in shapes:
+            self._check_shapes(rank_shapes)
         self._steps = header["steps"]
         self._steps_since_synchronization = min(header["steps_since_synchronization"], self.settings.steps - 1)
         outer = broadcast_with_tensors(backend, dict(state["outer"]) if is_rank_zero else None)
@@ -327,7 +330,10 @@ class LocalSGD:
         """Raise ModelError if the optimizer contains a parameter that requires grad but is not synchronized."""
         for parameter in optimizer_parameters(self._optimizer):
             if parameter.requires_grad and parameter not in self._synchronized:
-                name = next((name for name, one in self._model.named_parameters() if one is parameter), "a parameter")
+                name = next(
+                    (name for name, named_parameter in self._model.named_parameters() if named_parameter is parameter),
+                    "a parameter",
+                )
                 raise ModelError(
                     f"Parameter {name!r} was unfrozen, or added to the optimizer, after LocalSGD was built, so "
                     "the ranks would train different values of it. Freeze it after LocalSGD is built instead, or "
@@ -399,10 +405,10 @@ class LocalSGD:
             for name, part in bucket.parts(vector).items()
         }
 
-    def _check_shapes(self, found: Mapping[str, Mapping[str, list[int]]]) -> None:
+    def _check_shapes(self, shapes_by_kind: Mapping[str, Mapping[str, list[int]]]) -> None:
         expected = {name: vector_shape(parameter) for name, parameter in self._parameters.items()}
-        for kind, shapes in found.items():
-            wanted = dict(zip(self._weight_names(), (list(one.shape) for one in self._weights()), strict=True))
+        for kind, shapes in shapes_by_kind.items():
+            wanted = dict(zip(self._weight_names(), (list(weight.shape) for weight in self._weights()), strict=True))
             wanted = wanted if kind == "weights" else expected
             is_complete = kind in ("anchors", "weights")  # other state exists after the first use only
             different = shapes.keys() ^ wanted.keys() if is_complete and shapes else shapes.keys() - wanted.keys()

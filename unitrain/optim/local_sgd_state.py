@@ -14,10 +14,10 @@ from unitrain.errors import CheckpointError
 
 def check_state(state: Any) -> None:
     """Raise CheckpointError unless `state` is empty or a result of `state_dict`."""
-    found = _describe_invalid_state(state)
-    if found is not None:
+    problem = _describe_invalid_state(state)
+    if problem is not None:
         raise CheckpointError(
-            f"LocalSGD.load_state_dict takes a result of LocalSGD.state_dict, got {found}. Pass the state "
+            f"LocalSGD.load_state_dict takes a result of LocalSGD.state_dict, got {problem}. Pass the state "
             "that rank 0 saved, such as local.load_state_dict(checkpoint['local']), or {} to start without one."
         )
 

@@ -63,11 +63,11 @@ def read_loss(output: LossOutput) -> Loss:
     """
     value, tokens = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not (isinstance(value, Tensor) and value.dim() == 0):
-        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ModelError(f"The loss must be one number, got {found}. {_RETURN}")
+        description = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ModelError(f"The loss must be one number, got {description}. {_RETURN}")
     if not (tokens is None or isinstance(tokens, int | float) or (isinstance(tokens, Tensor) and tokens.dim() == 0)):
-        found = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
-        raise ModelError(f"The number of tokens in a summed loss must be one number, got {found}. {_RETURN}")
+        description = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+        raise ModelError(f"The number of tokens in a summed loss must be one number, got {description}. {_RETURN}")
     if not value.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")
         raise ModelError(f"The loss must be a floating-point number, got one of dtype {kind}. {_RETURN}")
@@ -155,8 +155,8 @@ class LossWeighting:
         sums = torch.tensor([kind is LossKind.SUM], dtype=torch.int64, device=self._communicator.device)
         kinds = [LossKind.SUM if is_sum else LossKind.MEAN for is_sum in self._communicator.allgather(sums).tolist()]
         if len(set(kinds)) > 1:
-            found = {kind: [rank for rank, other in enumerate(kinds) if other is kind] for kind in LossKind}
-            texts = [f"{kind.value} on {format_ranks(ranks)}" for kind, ranks in found.items()]
+            ranks_by_kind = {kind: [rank for rank, other in enumerate(kinds) if other is kind] for kind in LossKind}
+            texts = [f"{kind.value} on {format_ranks(ranks)}" for kind, ranks in ranks_by_kind.items()]
             raise ModelError(f"loss_fn returned {' and '.join(texts)}. {_RETURN} Return the same on every rank.")
 
     def loss_scale(self) -> Tensor | None:

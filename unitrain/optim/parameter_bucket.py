@@ -104,14 +104,14 @@ class ParameterBucket:
     def reduce_gradients(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Set each `.grad` to its mean over ranks, or leave it None if it is None on every rank. All ranks over which
         the mean is computed call it."""
-        found = [parameter.grad for parameter in self._parameters]
+        gradients = [parameter.grad for parameter in self._parameters]
         values = [
             torch.zeros_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(self._parameters, found, strict=True)
+            for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
         flat = self._flatten(values)
-        is_used = flat.new_tensor([float(gradient is not None) for gradient in found])
-        mean, any_used = mean_over_ranks(torch.cat([flat, is_used])).split([len(flat), len(found)])
+        is_used = flat.new_tensor([float(gradient is not None) for gradient in gradients])
+        mean, any_used = mean_over_ranks(torch.cat([flat, is_used])).split([len(flat), len(gradients)])
         used = any_used.tolist()
         for index, (parameter, part) in enumerate(zip(self._parameters, self._split(mean), strict=True)):
             if not used[index]:

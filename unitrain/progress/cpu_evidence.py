@@ -87,7 +87,7 @@ def find_cpu_stat_files(membership: str, mounts: str) -> list[str]:
     """Return the cpu.stat files of a process's cgroups and their parents that may have a CPU quota, given the contents
     of /proc/self/cgroup and /proc/self/mountinfo, for cgroup versions 1 and 2.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for line in membership.splitlines():
         number, controllers, path = line.split(":", 2)
         is_v2 = number == "0" and not controllers
@@ -103,9 +103,11 @@ def find_cpu_stat_files(membership: str, mounts: str) -> list[str]:
             inner = path.removeprefix(root) if root != "/" and path.startswith(root) else path
             group = Path(folder, inner.lstrip("/"))
             groups = [group, *(parent for parent in group.parents if parent.is_relative_to(folder))]
-            found += [str(one / "cpu.stat") for one in groups if "nr_throttled" in _read(str(one / "cpu.stat"))]
+            paths += [
+                str(cgroup / "cpu.stat") for cgroup in groups if "nr_throttled" in _read(str(cgroup / "cpu.stat"))
+            ]
             break
-    return found
+    return paths
 
 
 def _read_throttled_seconds(path: str) -> float:
@@ -138,11 +140,11 @@ def _list_threads() -> list[str]:
 
 def _read_schedstat(paths: list[str]) -> dict[str, tuple[int, int]]:
     """Return the nanoseconds on a core and the nanoseconds on a run queue, by path. Unreadable files are left out."""
-    found = {}
+    times_by_path = {}
     for path in paths:
         if numbers := _read(path).split():
-            found[path] = (int(numbers[0]), int(numbers[1]))
-    return found
+            times_by_path[path] = (int(numbers[0]), int(numbers[1]))
+    return times_by_path
 
 
 def _longest_wait(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]]) -> float:
@@ -167,7 +169,7 @@ class ProcessTimes:
     @classmethod
     def read(cls) -> ProcessTimes:
         """Read the times of at most 4,096 processes. This takes about 20 µs per process."""
-        cores, own, found = set(usable_cores()), os.getpid(), dict[int, tuple[float, str]]()
+        cores, own, seconds_by_process = set(usable_cores()), os.getpid(), dict[int, tuple[float, str]]()
         ticks = os.sysconf("SC_CLK_TCK")
         try:
             processes = [name for name in os.listdir(_PROC) if name.isdigit()][:_MAX_PROCESSES]  # noqa: PTH208
@@ -178,8 +180,8 @@ class ProcessTimes:
             match = re.match(r"\d+ \((.*)\) (.*)", _read(f"/proc/{name}/stat"), re.DOTALL)
             numbers = match[2].split() if match else []
             if match and len(numbers) > 36 and own not in (int(name), int(numbers[1])) and int(numbers[36]) in cores:
-                found[int(name)] = ((int(numbers[11]) + int(numbers[12])) / ticks, match[1])
-        return cls(time.perf_counter(), found)
+                seconds_by_process[int(name)] = ((int(numbers[11]) + int(numbers[12])) / ticks, match[1])
+        return cls(time.perf_counter(), seconds_by_process)
 
     def describe_since(self, before: ProcessTimes) -> str:
         """Return at most two processes that used the most CPU time since `before`, such as "python (process 17) used

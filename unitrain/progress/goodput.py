@@ -259,17 +259,17 @@ def read_attempts(folder: Path) -> list[AttemptRecord]:
     Raises OSError, or ValueError if the file is corrupt.
     """
     try:
-        found = json.loads(read_regular_file(folder / GOODPUT_FILE, _MAX_FILE_BYTES))
-        return [_parse_attempt(attempt) for attempt in found["attempts"]]
+        contents = json.loads(read_regular_file(folder / GOODPUT_FILE, _MAX_FILE_BYTES))
+        return [_parse_attempt(attempt) for attempt in contents["attempts"]]
     except FileNotFoundError:
         return []
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"it has another format ({type(error).__name__}: {error})") from None
 
 
-def _parse_attempt(found: Mapping[str, Any]) -> AttemptRecord:
+def _parse_attempt(attempt_fields: Mapping[str, Any]) -> AttemptRecord:
     names = [known.name for known in fields(AttemptRecord)]
-    attempt = AttemptRecord(**{name: found[name] for name in names})
+    attempt = AttemptRecord(**{name: attempt_fields[name] for name in names})
     numbers = [attempt.started, attempt.ended, attempt.last_step, attempt.replayed_steps, *attempt.seconds.values()]
     if not all(isinstance(number, int | float) for number in numbers):
         raise TypeError("a value is not a number")

@@ -154,7 +154,7 @@ class RunMetrics:
         if self._has_endpoint:
             self._values.add_phase_seconds(sync_point.seconds)
         slow_ranks = sync_point.slow_ranks().get("slow", [])
-        slow = frozenset(int(found["rank"]) for found in slow_ranks)
+        slow = frozenset(int(slow_rank["rank"]) for slow_rank in slow_ranks)
         if slow != self._slow_ranks:
             self._slow_ranks = self._values.slow_ranks = slow
             self._events.append("straggler", progress.step, ranks=slow_ranks)
@@ -170,16 +170,16 @@ class RunMetrics:
             return {}
         before, self._loop_seconds = self._loop_seconds, self._goodput.loop_seconds()
         seconds = self._loop_seconds - before
-        found = {"samples_per_second": samples_per_second}
+        values = {"samples_per_second": samples_per_second}
         units_per_second, flops = samples_per_second, self.flops.flops_per_sample
         if tokens is not None and seconds > 0:
-            found["tokens_per_second"] = units_per_second = tokens / seconds
+            values["tokens_per_second"] = units_per_second = tokens / seconds
             flops = self.flops.flops_per_token
         if self._peak_flops is not None and flops is not None:
-            found["mfu"] = flops * units_per_second / (self._peak_flops * self._backend.size)
+            values["mfu"] = flops * units_per_second / (self._peak_flops * self._backend.size)
         if self._values.memory:
-            found["max_memory_bytes"] = max(self._values.memory)
-        return {**found, "goodput": self._summary().goodput}
+            values["max_memory_bytes"] = max(self._values.memory)
+        return {**values, "goodput": self._summary().goodput}
 
     def goodput_seconds(self) -> dict[str, float]:
         """Return the seconds of each category of the goodput over all attempts, for loggers; an empty dictionary on

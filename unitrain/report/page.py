@@ -65,21 +65,21 @@ def headline_values(record: RunRecord) -> list[HeadlineValue]:
     """Return the headline values of a run."""
     progress, steps = run_statistics.run_progress(record), f"{run_statistics.last_step(record):,} steps"
     requested = "" if progress.requested is None else f" of {progress.requested:,}"
-    found = [
+    values = [
         HeadlineValue(progress.unit, f"{progress.done:,.4g}{requested}", steps if progress.unit != "steps" else "")
     ]
     monitored, mode = run_statistics.monitored_result(record)
     if len(record.epochs) > 1 and (best := run_statistics.best_value(record, monitored, mode)):
         kind = "lowest" if mode == "min" else "highest"
-        found.append(HeadlineValue(f"best {monitored}", format_number(best.value), f"{kind}, in epoch {best.epoch}"))
-    found += [
+        values.append(HeadlineValue(f"best {monitored}", format_number(best.value), f"{kind}, in epoch {best.epoch}"))
+    values += [
         HeadlineValue(name, format_number(run_statistics.last_value(record, name)), "in the last epoch")
         for name in run_statistics.result_names(record)
     ]
     if speed := run_statistics.samples_per_second(record):
-        found.append(HeadlineValue("samples per second", f"{speed:,.0f}", "over all ranks, during training"))
+        values.append(HeadlineValue("samples per second", f"{speed:,.0f}", "over all ranks, during training"))
     if record.epochs:
-        found.append(
+        values.append(
             HeadlineValue(
                 "time", format_duration(run_statistics.total_seconds(record)), "training, validation and checkpoints"
             )
@@ -87,24 +87,24 @@ def headline_values(record: RunRecord) -> list[HeadlineValue]:
     if record.attempts:
         summary = GoodputSummary.of(record.attempts)
         note = f"of {format_duration(summary.total_seconds)}, {_pluralize(summary.attempts - 1, 'restart')}"
-        found.append(HeadlineValue("goodput", format_percent(summary.goodput), note))
+        values.append(HeadlineValue("goodput", format_percent(summary.goodput), note))
     if times := run_statistics.rank_times(record):
         if times.size > 1:
-            found.append(
+            values.append(
                 HeadlineValue(
                     "waiting",
                     format_percent(times.time_fraction("wait")),
                     "of training time, for gradients of other ranks",
                 )
             )
-        found.append(
+        values.append(
             HeadlineValue(
                 "data loading",
                 format_percent(times.time_fraction("data")),
                 "of training time, waiting for the next batch",
             )
         )
-    return found
+    return values
 
 
 def format_number(value: float | None) -> str:

@@ -49,9 +49,9 @@ def read_records(folders: list[Path]) -> list[RunRecord]:
 def _read_record(folder: Path, name: str) -> RunRecord:
     if not folder.is_dir():
         siblings = [path.name for path in folder.parent.glob("*/")] if folder.parent.is_dir() else []
-        found = "is a file" if folder.exists() else "does not exist"
+        problem = "is a file" if folder.exists() else "does not exist"
         raise ReportError(
-            f"Folder '{folder}' {found}. {did_you_mean(folder.name, siblings)}Pass the output_dir of a run."
+            f"Folder '{folder}' {problem}. {did_you_mean(folder.name, siblings)}Pass the output_dir of a run."
         )
     paths = [folder / file for file in (STARTS, EPOCHS, STEPS)]
     present = [path for path in paths if path.is_file()]

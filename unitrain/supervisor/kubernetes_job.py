@@ -76,8 +76,8 @@ class KubernetesJob(FollowedJob):
         if job is None:
             raise JobGoneError(f"{self.name} was deleted, so its exit code is unknown")
         pods = self._get("pods", "--selector", f"{_JOB_LABELS[self._kind]}={self._job}")
-        found = sorted((pods or {}).get("items", ()), key=lambda pod: pod["metadata"]["creationTimestamp"])
-        first = [pod for pod in found if _is_first(pod)]
+        pods_by_age = sorted((pods or {}).get("items", ()), key=lambda pod: pod["metadata"]["creationTimestamp"])
+        first = [pod for pod in pods_by_age if _is_first(pod)]
         self._pod = first[-1] if first else None  # the newest, after a restart
         conditions = {
             condition["type"]: condition
@@ -88,18 +88,18 @@ class KubernetesJob(FollowedJob):
             return JobStatus("is completed", 0)
         failed = next((conditions[name] for name in _FAILED if name in conditions), None)
         if failed is not None:
-            code = next((code for code in map(_exit_code, [*reversed(first), *found]) if code), 1)
+            code = next((code for code in map(_exit_code, [*reversed(first), *pods_by_age]) if code), 1)
             return JobStatus(f"has failed ({_reason(failed)}), with exit code {code}", code)
         if "Suspended" in conditions:
             return JobStatus(f"is suspended ({_reason(conditions['Suspended'])})")
-        waiting = [(pod["metadata"]["name"], reason) for pod in found if (reason := _waiting_reason(pod))]
-        restarts = sum(status.get("restartCount", 0) for pod in found for status in _container_statuses(pod))
+        waiting = [(pod["metadata"]["name"], reason) for pod in pods_by_age if (reason := _waiting_reason(pod))]
+        restarts = sum(status.get("restartCount", 0) for pod in pods_by_age for status in _container_statuses(pod))
         restarted = f", {restarts} restarts of containers" if restarts else ""
-        if not found:
+        if not pods_by_age:
             return JobStatus("is pending (no pods yet)")
         if waiting:
             return JobStatus(f"is pending ({waiting[0][0]}: {waiting[0][1]}){restarted}")
-        nodes = dict.fromkeys(pod["spec"].get("nodeName", "unknown node") for pod in found)
+        nodes = dict.fromkeys(pod["spec"].get("nodeName", "unknown node") for pod in pods_by_age)
         return JobStatus(f"is running on {', '.join(nodes)}{restarted}")
 
     def copy_log(self) -> bool:
@@ -113,12 +113,12 @@ class KubernetesJob(FollowedJob):
         done = run_client(["kubectl", "get", *words, *self._namespace, "--output", "json"])
         if done.returncode == 0:
             try:
-                found = json.loads(done.stdout)
+                response = json.loads(done.stdout)
             except ValueError:
-                found = None
-            if not isinstance(found, dict):
+                response = None
+            if not isinstance(response, dict):
                 raise UnreachableError(f"kubectl printed no JSON object: {done.stdout[:_SHOWN_CHARACTERS]!r}")
-            return found
+            return response
         if "(NotFound)" in done.stderr:
             return None
         raise UnreachableError(done.stderr.strip() or f"kubectl exited with {done.returncode}")

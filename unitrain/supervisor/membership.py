@@ -53,16 +53,21 @@ class Membership:
             if hosts := self._choose(listed):
                 self._selected = self._latest_choice = hosts
                 return hosts
-            found = ", ".join(str(host) for host in listed if host.name not in self._unresponsive_since) or "none"
+            responsive_hosts = (
+                ", ".join(str(host) for host in listed if host.name not in self._unresponsive_since) or "none"
+            )
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"--elastic {self._elastic} needs slots for at least {self._elastic.min_ranks} "
                     f"{'rank' if self._elastic.min_ranks == 1 else 'ranks'}, but after {self._timeout_seconds:g} s the "
-                    f"hosts that respond are: {found}{problem}. Start more hosts, or raise the limit with: "
+                    f"hosts that respond are: {responsive_hosts}{problem}. Start more hosts, or raise the limit with: "
                     f"--elastic-timeout {2 * self._timeout_seconds:g}"
                 )
             if not is_reported:
-                _report(f"waiting for slots for {self._elastic.min_ranks} ranks; hosts that respond: {found}{problem}")
+                _report(
+                    f"waiting for slots for {self._elastic.min_ranks} ranks; hosts that respond: "
+                    f"{responsive_hosts}{problem}"
+                )
                 is_reported = True
             stop_event.wait(POLL_SECONDS)
         return ()

@@ -117,10 +117,10 @@ class _GrowingFile:
         """Write new content to standard output, and return whether there was any."""
         is_new = self._copy_open_file()
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError:  # it does not exist yet, or is being replaced
             return is_new
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             if not self._is_reported:
                 click.echo(f"unitrain: {self.path} is not a regular file, so its content is not shown", err=True)
             self._is_reported = True
@@ -130,7 +130,7 @@ class _GrowingFile:
                 known = os.fstat(self._descriptor)
             except OSError:  # a network file system reports that the open file was replaced
                 known = None
-            if known is None or (known.st_dev, known.st_ino) != (found.st_dev, found.st_ino):
+            if known is None or (known.st_dev, known.st_ino) != (status.st_dev, status.st_ino):
                 os.close(self._descriptor)
                 self._descriptor = None
             elif known.st_size < os.lseek(self._descriptor, 0, os.SEEK_CUR):

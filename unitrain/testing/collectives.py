@@ -229,7 +229,7 @@ def allgather_of_one_row_returns_a_contiguous_tensor(backend: Backend) -> None:
     for shape in ((), (1,), (1, 3), (1, 2, 2)):
         inputs = [torch.full(shape, rank + 1.0) for rank in range(backend.size)]
         gathered = backend.allgather(inputs[backend.rank])
-        assert torch.equal(gathered, torch.cat([one.reshape(shape or (1,)) for one in inputs]))
+        assert torch.equal(gathered, torch.cat([rank_input.reshape(shape or (1,)) for rank_input in inputs]))
         assert gathered.is_contiguous(), (shape, gathered.stride())
         assert gathered.untyped_storage().nbytes() == gathered.nbytes, shape
 
@@ -253,7 +253,7 @@ def tensor_without_values_raises_on_every_rank(backend: Backend) -> None:
         "a nested tensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "a lazy module": torch.nn.LazyLinear(1).weight,
     }
-    for found, tensor in tensors.items():
+    for description, tensor in tensors.items():
         own = tensor if backend.rank == backend.size - 1 else torch.ones(backend.size)
         for collective in (
             backend.allreduce,
@@ -262,7 +262,7 @@ def tensor_without_values_raises_on_every_rank(backend: Backend) -> None:
             backend.broadcast,
             lambda tensor: unitrain.differentiable_allgather(tensor, backend),
         ):
-            text = raises(TensorError, found, lambda collective=collective, own=own: collective(own))
+            text = raises(TensorError, description, lambda collective=collective, own=own: collective(own))
             assert_same_on_every_rank(backend, text)
 
 
@@ -306,7 +306,7 @@ def min_and_max_propagate_nan(backend: Backend) -> None:
             inputs.append(torch.where(torch.rand(chosen.shape, generator=generator) < 0.3, values[chosen], own))
             if rank == backend.size - 1:
                 inputs[rank][0, 0] = torch.nan
-        inputs = [one.to(dtype) for one in inputs]
+        inputs = [rank_input.to(dtype) for rank_input in inputs]
         expected = functools.reduce(torch.minimum if op == "min" else torch.maximum, inputs)
         assert expected.isnan().any()
         own = inputs[backend.rank]

@@ -43,7 +43,7 @@ class FakeBackend(LocalBackend):
 
     def allgather(self, tensor: Tensor) -> Tensor:
         tensors = self._gather_from_peers("allgather", super().allgather(tensor))
-        return torch.cat([one.reshape(one.shape or (1,)) for one in tensors])
+        return torch.cat([rank_tensor.reshape(rank_tensor.shape or (1,)) for rank_tensor in tensors])
 
     def reducescatter(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         reduced = _reduce(self._gather_from_peers("reducescatter", super().reducescatter(tensor, op)), op)
@@ -51,7 +51,7 @@ class FakeBackend(LocalBackend):
 
     def alltoall(self, tensor: Tensor) -> Tensor:
         tensors = self._gather_from_peers("alltoall", super().alltoall(tensor))
-        return torch.cat([one.chunk(self.size)[self.rank] for one in tensors])
+        return torch.cat([rank_tensor.chunk(self.size)[self.rank] for rank_tensor in tensors])
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         tensors: list[Tensor] = self._gather_from_peers("broadcast", super().broadcast(tensor, root))

@@ -107,8 +107,8 @@ def clipping_uses_global_gradients(backend: Backend) -> None:
     expected = mean_gradients(backend, twin, backward)
     for name, parameter in twin.named_parameters():
         parameter.grad = expected[name]
-    want = nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
-    torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
+    expected_norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
+    torch.testing.assert_close(norm, expected_norm, rtol=1e-12, atol=0)
     assert_gradients(model, gradients(twin))
 
 

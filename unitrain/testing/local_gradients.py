@@ -225,8 +225,8 @@ def manually_assigned_gradients_are_accepted(backend: Backend) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    found = torch.autograd.grad(compute_loss(model(batch(0))), list(model.parameters()))
-    for parameter, gradient in zip(model.parameters(), found, strict=True):
+    computed_gradients = torch.autograd.grad(compute_loss(model(batch(0))), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), computed_gradients, strict=True):
         parameter.grad = gradient
     optimizer.step()
     assert_same_on_every_rank(backend, [parameter.tolist() for parameter in model.parameters()])

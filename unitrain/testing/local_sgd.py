@@ -195,9 +195,11 @@ def unused_parameters_of_the_warm_up_keep_no_gradient(backend: Backend) -> None:
     heads = "left" if backend.rank == 0 else "left right"
     compute_loss(model(batch(backend.rank), heads)).backward()
     local.reduce_gradients()
-    found = {name: parameter.grad is not None for name, parameter in model.named_parameters()}
-    assert_same_on_every_rank(backend, found)
-    assert all(used == (backend.size > 1 or not name.startswith("right")) for name, used in found.items()), found
+    has_gradient = {name: parameter.grad is not None for name, parameter in model.named_parameters()}
+    assert_same_on_every_rank(backend, has_gradient)
+    assert all(used == (backend.size > 1 or not name.startswith("right")) for name, used in has_gradient.items()), (
+        has_gradient
+    )
 
 
 @contract
@@ -284,9 +286,9 @@ def invalid_state_raises_on_every_rank(backend: Backend) -> None:
         ("got no states of ranks", {**state, "ranks": [{}]}),
         ("got no state of the outer optimizer", {**state, "outer": {}}),
     ]
-    for found, own in invalid:
+    for invalid_state, own in invalid:
         passed = own if backend.rank == 0 else None
-        text = raises(CheckpointError, found, lambda passed=passed: local.load_state_dict(passed))
+        text = raises(CheckpointError, invalid_state, lambda passed=passed: local.load_state_dict(passed))
         assert_same_on_every_rank(backend, text)
     before = vector(model).clone()
     local.load_state_dict(state if backend.rank == 0 else None)  # type: ignore[arg-type]

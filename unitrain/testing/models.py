@@ -47,15 +47,15 @@ def mean_gradients(
 
     The gradient of a parameter counts as zero on ranks that do not use it, and is None if no rank uses it.
     """
-    found: list[dict[str, Tensor | None]] = []
+    gradients_by_rank: list[dict[str, Tensor | None]] = []
     for rank in range(backend.size):
         model.zero_grad(set_to_none=True)
         run(model, rank)
-        found.append(gradients(model))
+        gradients_by_rank.append(gradients(model))
     model.zero_grad(set_to_none=True)
     result: dict[str, Tensor | None] = {}
-    for name in found[0]:
-        parts = [part[name] for part in found]
+    for name in gradients_by_rank[0]:
+        parts = [part[name] for part in gradients_by_rank]
         some = [part for part in parts if part is not None]
         result[name] = torch.stack(some).sum(0) / backend.size if some else None
     return result
@@ -64,13 +64,17 @@ def mean_gradients(
 def assert_gradients(actual: nn.Module, expected: dict[str, Tensor | None], tolerance: float = 1e-12) -> None:
     """Assert that the gradients of `actual` equal `expected`."""
     for name, parameter in actual.named_parameters():
-        want = expected[name]
-        if want is None or parameter.grad is None:
-            assert want is None, f"{name} has no gradient"
+        expected_gradient = expected[name]
+        if expected_gradient is None or parameter.grad is None:
+            assert expected_gradient is None, f"{name} has no gradient"
             assert parameter.grad is None, f"{name} has a gradient, but no rank used it"
             continue
         torch.testing.assert_close(
-            complete(parameter.grad), want, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            complete(parameter.grad),
+            expected_gradient,
+            rtol=0,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 

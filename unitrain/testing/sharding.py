@@ -97,7 +97,7 @@ def sharded_state_trains_as_plain_torch(backend: Backend) -> None:
             _step(backend, wrapped, optimizer, number, max_norm)
             _reference_step(backend, twin, twin_optimizer, number, max_norm)
         _assert_same(backend, model, twin)
-        assert [id(one) for group in optimizer.param_groups for one in group["params"]] == [
+        assert [id(parameter) for group in optimizer.param_groups for parameter in group["params"]] == [
             *map(id, model.parameters())
         ]
 
@@ -178,12 +178,12 @@ def sharded_state_with_groups_freezing_and_schedulers(backend: Backend) -> None:
     backend.distributed_optimizer(pairs[0][0], wrapped, shard="state")
     for number in range(6):
         if number == 2:
-            for one, (optimizer, _) in zip((model, twin), pairs, strict=True):
-                optimizer.add_param_group({"params": [*one[2].parameters()], "lr": 0.02})  # type: ignore[index]
+            for replica, (optimizer, _) in zip((model, twin), pairs, strict=True):
+                optimizer.add_param_group({"params": [*replica[2].parameters()], "lr": 0.02})  # type: ignore[index]
         if number in (3, 5):
-            for one in (model, twin):
-                one[4].requires_grad_(number == 3)  # type: ignore[index]
-                one[1].bias.requires_grad_(number == 5)  # type: ignore[index]
+            for replica in (model, twin):
+                replica[4].requires_grad_(number == 3)  # type: ignore[index]
+                replica[1].bias.requires_grad_(number == 5)  # type: ignore[index]
         _step(backend, wrapped, pairs[0][0], number)
         _reference_step(backend, twin, pairs[1][0], number)
         for _, scheduler in pairs:
@@ -255,8 +255,8 @@ def sharded_state_of_one_small_parameter(backend: Backend) -> None:
     model, twin = (nn.Linear(FEATURES, 1, bias=False).double() for _ in range(2))
     twin.load_state_dict(model.state_dict())
     shared = backend.broadcast(model.weight.detach())
-    for one in (model, twin):
-        one.weight.data.copy_(shared)
+    for replica in (model, twin):
+        replica.weight.data.copy_(shared)
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.Adam(model.parameters()), wrapped, shard="state")
     twin_optimizer = torch.optim.Adam(twin.parameters())
@@ -291,7 +291,7 @@ class _BroadcastOnly:
 def sharded_state_needs_only_blocking_broadcasts(backend: Backend) -> None:
     model, twin = _build(), _build()
     wrapped = backend.distributed_model(model)
-    optimizer, twin_optimizer = (torch.optim.Adam(one.parameters()) for one in (model, twin))
+    optimizer, twin_optimizer = (torch.optim.Adam(replica.parameters()) for replica in (model, twin))
     shard_optimizer_state(optimizer, _BroadcastOnly(backend))  # type: ignore[arg-type]
     for number in range(2):
         _step(backend, wrapped, optimizer, number)
@@ -384,7 +384,7 @@ def sharded_state_with_step_hooks_and_repeated_setup(backend: Backend) -> None:
     """Step hooks registered after sharding receive all parameters, and an optimizer may be distributed twice."""
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], 0.05)
+        nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], 0.05)
 
     def shrink(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
@@ -392,16 +392,16 @@ def sharded_state_with_step_hooks_and_repeated_setup(backend: Backend) -> None:
                 parameter.data.mul_(0.99)
 
     model, twin = _build(), _build()
-    optimizer, twin_optimizer = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, twin))
-    for one in (optimizer, twin_optimizer):
-        one.register_step_post_hook(shrink)
+    optimizer, twin_optimizer = (torch.optim.Adam(replica.parameters(), lr=0.01) for replica in (model, twin))
+    for replica in (optimizer, twin_optimizer):
+        replica.register_step_post_hook(shrink)
     removed = optimizer.register_step_post_hook(shrink)
     wrapped = backend.distributed_model(model)
     for _ in range(2):
         backend.distributed_optimizer(optimizer, wrapped, shard="state")
     removed.remove()
-    for one in (optimizer, twin_optimizer):
-        one.register_step_pre_hook(clip)
+    for replica in (optimizer, twin_optimizer):
+        replica.register_step_pre_hook(clip)
     for number in range(3):
         _step(backend, wrapped, optimizer, number)
         _reference_step(backend, twin, twin_optimizer, number)
@@ -412,12 +412,12 @@ def sharded_state_with_step_hooks_and_repeated_setup(backend: Backend) -> None:
 def sharded_state_follows_replaced_parameters(backend: Backend) -> None:
     model, twin = _build(), _build()
     wrapped = backend.distributed_model(model)
-    optimizers = [torch.optim.Adam([*one.parameters()][:3], lr=0.01) for one in (model, twin)]
+    optimizers = [torch.optim.Adam([*replica.parameters()][:3], lr=0.01) for replica in (model, twin)]
     backend.distributed_optimizer(optimizers[0], wrapped, shard="state")
     for number in range(3):
         if number == 1:
-            for one, optimizer in zip((model, twin), optimizers, strict=True):
-                optimizer.param_groups[0]["params"] = [*one.parameters()][3:6]
+            for replica, optimizer in zip((model, twin), optimizers, strict=True):
+                optimizer.param_groups[0]["params"] = [*replica.parameters()][3:6]
         wrapped.zero_grad()
         _step(backend, wrapped, optimizers[0], number)
         _reference_step(backend, twin, optimizers[1], number)

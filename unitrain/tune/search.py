@@ -71,13 +71,13 @@ def list_tunables(backend_tunables: Sequence[Tunable], threads: int | None, core
 
     `threads` is the default number of threads per rank, or None on a GPU.
     """
-    found = list(backend_tunables)
+    tunables = list(backend_tunables)
     if threads is not None:
         counts = {count for count in (1, cores_per_rank // 2, cores_per_rank, 2 * cores_per_rank) if count > 0}
         alternatives = tuple(str(count) for count in sorted(counts - {threads}))
         if alternatives:
-            found.append(Tunable("OMP_NUM_THREADS", "threads per rank", str(threads), alternatives))
-    return found
+            tunables.append(Tunable("OMP_NUM_THREADS", "threads per rank", str(threads), alternatives))
+    return tunables
 
 
 def measure_ratio(

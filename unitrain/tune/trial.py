@@ -61,8 +61,8 @@ class TrialResult:
     def parse_output(cls, output: str) -> TrialResult | None:
         """Find the result in the output of a run. Return None if the output has no result."""
         for line in output.splitlines():
-            _, found, text = line.partition(_MARKER)
-            if found:
+            _, has_marker, text = line.partition(_MARKER)
+            if has_marker:
                 # The script may print the marker too, and lines of several ranks may be mixed.
                 with contextlib.suppress(ValueError, TypeError):
                     return cls(**json.loads(text))

@@ -98,19 +98,21 @@ class TunedEntry:
             return [
                 "they were found by an earlier version of unitrain, which did not record the arguments and the machine"
             ]
-        found: list[str] = []
+        differences: list[str] = []
         if self.args != run.args:
-            found.append(
+            differences.append(
                 f"they were found with {_format_arguments(self.args or ())}, and this run has "
                 f"{_format_arguments(run.args)}"
             )
         if self.num_nodes != run.num_nodes:
-            found.append(f"they were found on {_format_hosts(self.num_nodes or 1)}, and this run is on {run.num_nodes}")
+            differences.append(
+                f"they were found on {_format_hosts(self.num_nodes or 1)}, and this run is on {run.num_nodes}"
+            )
         if self.torch != run.torch:
-            found.append(f"they were found with torch {self.torch}, and torch {run.torch} is installed")
+            differences.append(f"they were found with torch {self.torch}, and torch {run.torch} is installed")
         if self.machine != run.machine:
-            found.append(f"they were found on another machine ({self.machine}), and this is: {run.machine}")
-        return found
+            differences.append(f"they were found on another machine ({self.machine}), and this is: {run.machine}")
+        return differences
 
     @property
     def _identity(self) -> tuple[object, ...]:
@@ -134,24 +136,24 @@ def find_tuned(run: TunedRun, file: Path = TUNED_FILE) -> tuple[TunedEntry | Non
     If the script, backend and number of ranks of an entry match but the rest of its configuration does not, the list
     contains the differences. Raises ConfigError if the file cannot be read.
     """
-    found = [(entry.describe_differences(run), entry) for entry in _load(file) if entry.may_apply_to(run)]
-    if not found:
+    candidates = [(entry.describe_differences(run), entry) for entry in _load(file) if entry.may_apply_to(run)]
+    if not candidates:
         return None, []
-    differences, tuned = min(found, key=lambda pair: len(pair[0]))
+    differences, tuned = min(candidates, key=lambda pair: len(pair[0]))
     return (None, differences) if differences else (tuned, [])
 
 
 def remove_tuned(run: TunedRun, file: Path = TUNED_FILE) -> None:
     """Remove the entry for this run from `file`, and entries of earlier versions with its script, backend and size."""
-    found = _load(file)
+    entries = _load(file)
 
     def is_obsolete(entry: TunedEntry) -> bool:
         is_unrecorded = None in (entry.torch, entry.args, entry.num_nodes, entry.machine)
         is_same = (entry.args, entry.num_nodes, entry.machine) == (run.args, run.num_nodes, run.machine)
         return entry.may_apply_to(run) and (is_unrecorded or is_same)
 
-    others = [entry for entry in found if not is_obsolete(entry)]
-    if len(others) < len(found):
+    others = [entry for entry in entries if not is_obsolete(entry)]
+    if len(others) < len(entries):
         _store(others, file)
 
 
@@ -176,7 +178,7 @@ def describe_machine() -> str:
     """
     parts = [cpu_model_name(), f"{len(usable_cores())} cores"]
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    gpus = [found[1].strip() for file in files if (found := re.search(r"^Model:(.*)$", _read_text(file), re.MULTILINE))]
+    gpus = [match[1].strip() for file in files if (match := re.search(r"^Model:(.*)$", _read_text(file), re.MULTILINE))]
     parts += [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
     return ", ".join(parts)
 

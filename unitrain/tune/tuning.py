@@ -83,10 +83,11 @@ class Tuner:
         # The tunables of a backend affect communication only, and a single rank does not communicate.
         backend_tunables = registry.load(first.backend).tunables if first.size > 1 else ()
         tunables = list_tunables(backend_tunables, first.threads, first.cores_per_rank)
-        found = search(measure, tunables, search_seconds, run_seconds=run_seconds)
+        search_result = search(measure, tunables, search_seconds, run_seconds=run_seconds)
         report(
             save_and_describe(
-                found, TunedRun.on_this_machine(self.script, self.args, first.backend, first.size, first.num_nodes)
+                search_result,
+                TunedRun.on_this_machine(self.script, self.args, first.backend, first.size, first.num_nodes),
             )
         )
         if with_compression:
@@ -173,13 +174,13 @@ def _quote(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def save_and_describe(found: SearchResult, run: TunedRun) -> str:
+def save_and_describe(search_result: SearchResult, run: TunedRun) -> str:
     """Save the settings for `run` if the gain is significant, otherwise remove the entry of `run`. Return a summary."""
-    gain = found.gain
+    gain = search_result.gain
     skipped = ""
-    if found.skipped:
-        minutes = math.ceil(found.seconds_needed / 60)
-        tried = "1 other setting was" if found.skipped == 1 else f"{found.skipped} other settings were"
+    if search_result.skipped:
+        minutes = math.ceil(search_result.seconds_needed / 60)
+        tried = "1 other setting was" if search_result.skipped == 1 else f"{search_result.skipped} other settings were"
         skipped = f" {tried} not tried for lack of time. Allow more: --minutes {minutes}"
     if gain is None or not gain.is_significant:
         best = f" The best gain, {_format_gain(gain)}, is within the noise." if gain is not None else ""
@@ -187,12 +188,12 @@ def save_and_describe(found: SearchResult, run: TunedRun) -> str:
         return f"No settings are significantly faster than the default settings.{best}{skipped}"
     TunedEntry(
         **asdict(run),
-        variables=found.settings,
+        variables=search_result.settings,
         gain=round(gain.median, 4),
         spread=(round(gain.spread[0], 4), round(gain.spread[1], 4)),
     ).save()
     return (
-        f"Faster by {_format_gain(gain)}: {format_settings(found.settings)}.{skipped}\n"
+        f"Faster by {_format_gain(gain)}: {format_settings(search_result.settings)}.{skipped}\n"
         f"Saved in {TUNED_FILE}. In this folder, unitrain launch uses these settings for the same arguments, hosts, "
         "torch version and hardware, and prints them. Ignore them with: --untuned"
     )

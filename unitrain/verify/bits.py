@@ -103,7 +103,7 @@ def show_bits(rows: Sequence[BitRow], title: str, skipped: Sequence[tuple[str, s
 
 def write_bits(rows: Sequence[BitRow], settings: Mapping[str, Any], path: Path) -> None:
     """Write the settings, all rows and the verdict to `path` as JSON."""
-    found = [
+    bits = [
         {
             "backend": row.outcome.run.backend,
             "transport": row.outcome.transport,
@@ -115,7 +115,7 @@ def write_bits(rows: Sequence[BitRow], settings: Mapping[str, Any], path: Path) 
         }
         for row in rows
     ]
-    path.write_text(json.dumps({**settings, "same": is_bit_equal(rows), "rows": found}, indent=2) + "\n")
+    path.write_text(json.dumps({**settings, "same": is_bit_equal(rows), "rows": bits}, indent=2) + "\n")
 
 
 def _steps(record: Record) -> list[dict[str, Any]]:

@@ -105,7 +105,10 @@ def _print_stacks(tag: bytes, script: str) -> None:
     for pid in find_processes(tag):
         with contextlib.suppress(OSError):
             program, *arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-            if "python" in program and next((one for one in arguments if not one.startswith("-")), None) == script:
+            if (
+                "python" in program
+                and next((argument for argument in arguments if not argument.startswith("-")), None) == script
+            ):
                 resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
                 os.kill(pid, signal.SIGABRT)
                 time.sleep(_BETWEEN_RANKS_SECONDS)

@@ -94,7 +94,7 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
     """
     relative = RELATIVE_TOLERANCE[float64]
     loss, first_loss_step = _compare_losses(run.losses(), reference.losses(), tolerance, relative)
-    found = {"parameter": LargestDifference(), "state": LargestDifference()}
+    largest_differences = {"parameter": LargestDifference(), "state": LargestDifference()}
     with (
         safe_open(run.folder / TENSORS_FILE, framework="pt") as run_tensors,
         safe_open(reference.folder / TENSORS_FILE, framework="pt") as reference_tensors,
@@ -112,10 +112,10 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
                 mismatched.append(name)
                 continue
             scales = _Scales(tolerance, relative, reference.steps, changes[name], largest[_tensor_kind(name)])
-            found[kind] = _update_largest(found[kind], left, right, rest, scales)
+            largest_differences[kind] = _update_largest(largest_differences[kind], left, right, rest, scales)
     return Difference(
-        parameters=found["parameter"],
-        state=found["state"],
+        parameters=largest_differences["parameter"],
+        state=largest_differences["state"],
         loss=loss,
         steps=(run.steps, reference.steps),
         first_loss_step=first_loss_step,

@@ -109,8 +109,10 @@ class Record:
     @classmethod
     def read(cls, folder: Path) -> Record | None:
         """Read the record from `folder`. Return None if the record of a rank is missing."""
-        found = read_rank_records(folder)
-        return None if found is None else cls([RankRecord.from_fields(fields) for fields in found], folder)
+        rank_records = read_rank_records(folder)
+        return (
+            None if rank_records is None else cls([RankRecord.from_fields(fields) for fields in rank_records], folder)
+        )
 
     @property
     def first(self) -> RankRecord:

@@ -217,12 +217,12 @@ def _copy_tensors(trainer: Trainer) -> dict[str, Tensor]:
     All ranks call it if parameters or the optimizer state are sharded.
     """
     parameters = _parameters(trainer)
-    found = {f"parameter {name}": copy_to_cpu(parameter) for name, parameter in parameters.items()}
+    copies = {f"parameter {name}": copy_to_cpu(parameter) for name, parameter in parameters.items()}
     state = trainer.optimizer.state_dict()["state"]  # complete, even if the optimizer state is sharded
     names = {parameter: name for name, parameter in trainer.backend.unwrap(trainer.model).named_parameters()}
     for index, parameter in enumerate(optimizer_parameters(trainer.optimizer)):
-        found |= copy_state(names[parameter], state.get(index, {}))
-    return found
+        copies |= copy_state(names[parameter], state.get(index, {}))
+    return copies
 
 
 def _convert_to_double(

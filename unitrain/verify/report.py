@@ -70,7 +70,7 @@ def write_json(verdict: Verdict, settings: Mapping[str, Any], path: Path) -> Non
 
 
 def _format_cells(row: Row) -> list[str]:
-    outcome, found = row.outcome, row.difference
+    outcome, difference = row.outcome, row.difference
     style = _STYLES.get(row.status)
     status = f"[{style}]{row.status}[/{style}]" if style else row.status
     identity = [str(outcome.run.processes), outcome.run.backend, outcome.transport]
@@ -80,10 +80,10 @@ def _format_cells(row: Row) -> list[str]:
     mismatch = outcome.record.first_replica_mismatch()
     is_single = outcome.record.first.size == 1
     replicas = "" if is_single else "bit-equal" if mismatch is None else f"rank {mismatch[0]} differs"
-    if found is None:
+    if difference is None:
         return [*identity, "", "", "", "", replicas, status]
-    data = "same" if found.first_data_step is None else f"differ in step {found.first_data_step}"
-    numbers = [_format_delta(part) for part in (found.parameters, found.state, found.loss)]
+    data = "same" if difference.first_data_step is None else f"differ in step {difference.first_data_step}"
+    numbers = [_format_delta(part) for part in (difference.parameters, difference.state, difference.loss)]
     return [*identity, *numbers, data, replicas, status]
 
 
@@ -102,10 +102,10 @@ def _print_reasons(console: Console, group: Group, row: Row) -> None:
         console.print(f"  {line}", markup=False)
 
 
-def _describe_location(found: Difference) -> list[str]:
+def _describe_location(difference: Difference) -> list[str]:
     """Return messages that locate the differences."""
-    sentences = [] if found.first_loss_step is None else [f"losses differ from step {found.first_loss_step}"]
-    for kind, part in (("parameter", found.parameters), ("optimizer state", found.state)):
+    sentences = [] if difference.first_loss_step is None else [f"losses differ from step {difference.first_loss_step}"]
+    for kind, part in (("parameter", difference.parameters), ("optimizer state", difference.state)):
         if not part.is_within_tolerance:
             sentences.append(f"the {kind} with the largest difference is {part.where}")
     return sentences

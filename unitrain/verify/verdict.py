@@ -128,8 +128,8 @@ def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, 
 def resolve_with_float64(group: Group, repeated: Group) -> Group:
     """Return `group` with the unresolved rows resolved by the same runs in double precision, which are in
     `repeated`."""
-    found = {row.outcome.run: row for row in repeated.rows}
-    return replace(group, rows=[_resolve_row(row, found.get(row.outcome.run)) for row in group.rows])
+    repeated_rows = {row.outcome.run: row for row in repeated.rows}
+    return replace(group, rows=[_resolve_row(row, repeated_rows.get(row.outcome.run)) for row in group.rows])
 
 
 def _resolve_row(row: Row, repeated: Row | None) -> Row:
@@ -206,44 +206,44 @@ def expected_difference(record: Record, reference: Record) -> str | None:
 def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: float, *, float64: bool) -> Row:
     if outcome.record is None or reference is None:
         return Row(outcome=outcome, status="failed", reasons=[outcome.failure or ""])
-    found = None
+    difference = None
     if outcome is not reference[0]:
-        found = compare(outcome.record, reference[1], tolerance, float64=float64)
+        difference = compare(outcome.record, reference[1], tolerance, float64=float64)
     if (mismatch := outcome.record.first_replica_mismatch()) is not None:
         rank, parameter = mismatch
-        reasons = [] if found is None else list(_known_causes(found, outcome.record, reference[1]))
+        reasons = [] if difference is None else list(_known_causes(difference, outcome.record, reference[1]))
         reasons.append(f"after the last step, {parameter} on rank {rank} differs from rank 0")
-        return Row(outcome=outcome, status="differs", difference=found, reasons=reasons)
-    if found is None:
+        return Row(outcome=outcome, status="differs", difference=difference, reasons=reasons)
+    if difference is None:
         return Row(outcome=outcome, status="reference")
-    if found.is_within_tolerance and found.is_conclusive:
-        return Row(outcome=outcome, status="same results", difference=found)
+    if difference.is_within_tolerance and difference.is_conclusive:
+        return Row(outcome=outcome, status="same results", difference=difference)
     if (reason := expected_difference(outcome.record, reference[1])) is not None:
-        return Row(outcome=outcome, status="by design", difference=found, reasons=[reason])
-    if causes := list(_known_causes(found, outcome.record, reference[1])):
-        return Row(outcome=outcome, status="differs", difference=found, reasons=causes)
-    reason = _HIDDEN_BY_ROUNDING if found.is_within_tolerance else _UNKNOWN_CAUSE
-    return Row(outcome=outcome, status="differs", difference=found, reasons=[reason], needs_float64=not float64)
+        return Row(outcome=outcome, status="by design", difference=difference, reasons=[reason])
+    if causes := list(_known_causes(difference, outcome.record, reference[1])):
+        return Row(outcome=outcome, status="differs", difference=difference, reasons=causes)
+    reason = _HIDDEN_BY_ROUNDING if difference.is_within_tolerance else _UNKNOWN_CAUSE
+    return Row(outcome=outcome, status="differs", difference=difference, reasons=[reason], needs_float64=not float64)
 
 
-def _known_causes(found: Difference, run: Record, reference: Record) -> Iterator[str]:
+def _known_causes(difference: Difference, run: Record, reference: Record) -> Iterator[str]:
     """Yield the known causes of a difference, root causes first."""
-    if found.mismatched is not None:
-        yield f"{found.mismatched} exists in only one of the runs, or its shapes differ"
-    elif found.first_different_initial_parameter is not None:
+    if difference.mismatched is not None:
+        yield f"{difference.mismatched} exists in only one of the runs, or its shapes differ"
+    elif difference.first_different_initial_parameter is not None:
         yield (
-            f"{found.first_different_initial_parameter} has other initial values. Call torch.manual_seed(0) before the "
-            "model is built, and build it in the same way on every backend"
+            f"{difference.first_different_initial_parameter} has other initial values. Call torch.manual_seed(0) "
+            "before the model is built, and build it in the same way on every backend"
         )
-    if found.first_data_step is not None:
-        sizes = [record.global_batch_sizes()[found.first_data_step - 1] for record in (run, reference)]
+    if difference.first_data_step is not None:
+        sizes = [record.global_batch_sizes()[difference.first_data_step - 1] for record in (run, reference)]
         counts = f" ({sizes[0]} instead of {sizes[1]})" if sizes[0] != sizes[1] else ""
         yield (
-            f"step {found.first_data_step} has other samples{counts}. Seed everything that shuffles, splits or "
+            f"step {difference.first_data_step} has other samples{counts}. Seed everything that shuffles, splits or "
             "augments the data, with the same seed on every rank"
         )
-    if (step := found.first_learning_rate_step) is not None:
+    if (step := difference.first_learning_rate_step) is not None:
         rates = [", ".join(f"{rate:.6g}" for rate in one.learning_rates()[step - 1]) for one in (run, reference)]
         yield f"the learning rate of step {step} is {rates[0]} instead of {rates[1]}"
-    if found.steps[0] != found.steps[1]:
-        yield f"the run ended after {found.steps[0]} steps, the reference after {found.steps[1]}"
+    if difference.steps[0] != difference.steps[1]:
+        yield f"the run ended after {difference.steps[0]} steps, the reference after {difference.steps[1]}"

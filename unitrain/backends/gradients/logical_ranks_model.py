@@ -140,11 +140,11 @@ class LogicalRanksModel(nn.Module, WrappedModel):
     def _before_forward(self) -> None:
         current = current_logical_rank()
         if current is None or current.count != self._logical_ranks:
-            found = "no logical rank" if current is None else f"one of {current.count} logical ranks"
+            description = "no logical rank" if current is None else f"one of {current.count} logical ranks"
             raise ModelError(
-                f"The model was distributed with logical_ranks={self._logical_ranks}, but the batch belongs to {found}."
-                f" Use unitrain.ShardedLoader(data, backend, logical_ranks={self._logical_ranks}, ...), or call the "
-                "model under torch.no_grad()."
+                f"The model was distributed with logical_ranks={self._logical_ranks}, but the batch belongs to "
+                f"{description}. Use unitrain.ShardedLoader(data, backend, logical_ranks={self._logical_ranks}, ...), "
+                "or call the model under torch.no_grad()."
             )
         logical_rank = current.index
         self._reducing_forwards += self._requires_sync

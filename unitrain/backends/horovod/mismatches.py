@@ -81,13 +81,14 @@ class MismatchDetector:
                 return None
             if not own or not self._store.check(["0"]):
                 return None
-            found = _first_difference([Operation(*one) for one in json.loads(self._store.get("0"))], own)
-            confirmed, self._suspected = found is not None and found == self._suspected, found
-            if found is not None and confirmed:
+            difference = _first_difference([Operation(*fields) for fields in json.loads(self._store.get("0"))], own)
+            confirmed, self._suspected = difference is not None and difference == self._suspected, difference
+            if difference is not None and confirmed:
                 message = (
-                    f"Ranks called different collectives: rank 0 waits for {found[0].describe()}, and rank "
-                    f"{self._rank} for {found[1].describe()} (operation {found[1].position + 1} of this group). Call "
-                    "the same collectives in the same order, with tensors of the same dtype and size, on every rank."
+                    f"Ranks called different collectives: rank 0 waits for {difference[0].describe()}, and rank "
+                    f"{self._rank} for {difference[1].describe()} (operation {difference[1].position + 1} of this "
+                    "group). Call the same collectives in the same order, with tensors of the same dtype and size, on "
+                    "every rank."
                 )
                 self._store.set("error", message)
                 return CollectiveMismatchError(message)
@@ -99,6 +100,6 @@ def _first_difference(root: Sequence[Operation], own: Sequence[Operation]) -> tu
     the other's operation."""
     if not root or not own or root[0].position != own[0].position:
         return None
-    if own[0].kind in {one.kind for one in root} or root[0].kind in {one.kind for one in own}:
+    if own[0].kind in {operation.kind for operation in root} or root[0].kind in {operation.kind for operation in own}:
         return None
     return root[0], own[0]

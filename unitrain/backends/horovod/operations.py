@@ -212,10 +212,10 @@ class OperationStarter(dist.ProcessGroup):
 
         Each piece, uint8 [size * bytes], is passed to `finish(gathered, place=...)`.
         """
-        payload, size, each = dense_bytes(local_tensor), self.size(), local_tensor.element_size()
+        payload, size, element_bytes = dense_bytes(local_tensor), self.size(), local_tensor.element_size()
         works = []
-        for elements in piece_slices(local_tensor.numel(), size * each):
-            place = slice(elements.start * each, elements.stop * each)
+        for elements in piece_slices(local_tensor.numel(), size * element_bytes):
+            place = slice(elements.start * element_bytes, elements.stop * element_bytes)
             piece = payload[place]
             works.append(
                 self._issue(

@@ -242,7 +242,7 @@ class HorovodProcessGroup(OperationStarter):
             self._gather(local_tensor, list(parts), outputs)
             for local_tensor, parts in zip(inputs, zip(*outputs, strict=True), strict=True)
         ]
-        return join_works([work for some in works for work in some], outputs, inputs[0].device)
+        return join_works([work for group_works in works for work in group_works], outputs, inputs[0].device)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -347,7 +347,9 @@ class HorovodProcessGroup(OperationStarter):
         all_received = Destination(received)
 
         def finish() -> None:
-            for target, part in zip(targets, received.split([len(one.bytes) for one in targets]), strict=True):
+            for target, part in zip(
+                targets, received.split([len(target_tensor.bytes) for target_tensor in targets]), strict=True
+            ):
                 target.bytes.copy_(part)
                 target.finish()
 
@@ -449,7 +451,7 @@ class HorovodProcessGroup(OperationStarter):
 
 def _join_all(works: list[list[HorovodWork]], tensors: list[Tensor]) -> dist.Work:
     device = tensors[0].device if tensors else torch.device("cpu")
-    return join_works([work for some in works for work in some], tensors, device)
+    return join_works([work for group_works in works for work in group_works], tensors, device)
 
 
 def _check_splits(kind: str, splits: list[int], rows: int, size: int) -> None:

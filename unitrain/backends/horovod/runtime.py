@@ -103,9 +103,9 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
     global _own_address, _horovod
     host = store_host(store) or environment.get_variable("MASTER_ADDR") or LOOPBACK
     running = hvd.is_initialized() and (hvd.rank(), hvd.size()) == (rank, size)
-    found = _launcher_rank_info()
+    rank_info = _launcher_rank_info()
     exchange = Rendezvous(RankInfo("init_process_group", rank, size, rank), store, host, timeout)
-    has_launcher_rank = found is not None and (found.rank, found.size) == (rank, size)
+    has_launcher_rank = rank_info is not None and (rank_info.rank, rank_info.size) == (rank, size)
     own = [
         _horovod if running else None, _can_start(), has_launcher_rank, uuid.uuid4().hex, socket.gethostname(),
         own_addresses()[0],
@@ -124,10 +124,10 @@ def start_for_group(store: dist.Store, rank: int, size: int, timeout: timedelta)
         _horovod = new[0]
         if len(set(names)) > 1 and is_loopback(host):
             host = addresses[0]
-        if not all(have_launcher_rank) or found is None:
-            found = RankInfo("init_process_group", rank, size, names[:rank].count(names[rank]))
+        if not all(have_launcher_rank) or rank_info is None:
+            rank_info = RankInfo("init_process_group", rank, size, names[:rank].count(names[rank]))
         _group_numbers.clear()
-        start_horovod(found, Rendezvous(found, store, host, timeout))
+        start_horovod(rank_info, Rendezvous(rank_info, store, host, timeout))
     _own_address = _find_own_address(exchange if exchange.host == host else replace(exchange, host=host))
 
 
@@ -166,11 +166,11 @@ def _launcher_rank_info() -> RankInfo | None:
     if environment.get_variable(environment.HOROVOD_SET_BY_UNITRAIN) is not None:
         return None
     try:
-        found = environment.detect()
+        rank_info = environment.detect()
     except EnvironmentVariableError:  # the arguments take precedence
         return None
     # Without a launcher, Horovod would use MPI, which can start only once in a process.
-    return None if found.launcher == "none" and hvd.gloo_built() else found
+    return None if rank_info.launcher == "none" and hvd.gloo_built() else rank_info
 
 
 def own_address() -> str:
@@ -296,7 +296,7 @@ def _slot_info(positions: list[NodePosition], rank: int) -> SlotInfo:
     """Return Horovod's ranks and sizes for a rank. "cross" refers to the ranks with the same local_rank on all
     hosts."""
     own = positions[rank]
-    peers = [one for one in positions if one.local_rank == own.local_rank]
+    peers = [position for position in positions if position.local_rank == own.local_rank]
     return SlotInfo(
         hostname=f"node{own.node_rank}",
         rank=rank,

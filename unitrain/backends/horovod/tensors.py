@@ -79,19 +79,19 @@ def find_reduction(dtype: torch.dtype, op: Any) -> Reduction:
     integers, only `decode` can raise it, because it depends on the values.
     """
     name = next((name for name in (*_OPS, *_BITWISE) if op == getattr(dist.ReduceOp, name)), str(op))
-    found = None
+    reduction = None
     if name in _BITWISE:
-        found = _bitwise_reduction(dtype, name)
+        reduction = _bitwise_reduction(dtype, name)
     elif name in _OPS:
         if dtype in _REAL:
-            found = _complex_reduction(dtype, op, name)
+            reduction = _complex_reduction(dtype, op, name)
         elif dtype.is_floating_point:
-            found = _float_reduction(dtype, op, name)
+            reduction = _float_reduction(dtype, op, name)
         elif is_mean_of_integers(dtype, op):
-            found = Reduction(hvd.Sum, _split_integers, lambda total: _divide_exactly(total, dtype))
+            reduction = Reduction(hvd.Sum, _split_integers, lambda total: _divide_exactly(total, dtype))
         elif name not in ("AVG", "PREMUL_SUM"):
-            found = _integer_reduction(dtype, name)
-    if found is None:
+            reduction = _integer_reduction(dtype, name)
+    if reduction is None:
         raise UnsupportedError(
             f"Horovod's process group cannot reduce {dtype_name(dtype)} by {name}. "
             + (
@@ -100,7 +100,7 @@ def find_reduction(dtype: torch.dtype, op: Any) -> Reduction:
                 else "Use SUM, MIN, MAX or PRODUCT, or convert to another dtype first: tensor.double()"
             )
         )
-    return found
+    return reduction
 
 
 def is_mean_of_integers(dtype: torch.dtype, op: Any) -> bool:
@@ -188,20 +188,20 @@ def _bitwise_reduction(dtype: torch.dtype, name: str) -> Reduction | None:
     function = _BITWISE[name]
     if dtype in _SIGNED:
         signed = _SIGNED[dtype]
-        return Reduction(None, combine=lambda one, other: function(one.view(signed), other.view(signed)).view(dtype))
+        return Reduction(None, combine=lambda left, right: function(left.view(signed), right.view(signed)).view(dtype))
     if dtype in _INTEGERS or dtype == torch.bool:
         return Reduction(None, combine=function)
     return None
 
 
-def combine_two(one: Tensor, other: Tensor, op: Any) -> Tensor:
+def combine_two(left: Tensor, right: Tensor, op: Any) -> Tensor:
     """Return the reduction by `op` of two tensors of one rank. Raises UnsupportedError for AVG and PREMUL_SUM."""
     functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum, **_BITWISE,
     }  # fmt: skip
     for name, function in functions.items():
         if op == getattr(dist.ReduceOp, name):
-            return function(one, other)
+            return function(left, right)
     raise UnsupportedError(f"Horovod's process group reduces only one tensor of each rank by {op}. Use ReduceOp.SUM.")
 
 

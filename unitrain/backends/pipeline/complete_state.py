@@ -154,8 +154,8 @@ def _join_groups(by_stage: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the parameter groups of the complete model. Raises ModelError if the number or the settings of the groups
     differ between stages."""
     settings = [[{**group, "params": None} for group in groups] for groups in by_stage]
-    for stage, found in enumerate(settings):
-        if found != settings[0]:
+    for stage, stage_settings in enumerate(settings):
+        if stage_settings != settings[0]:
             raise ModelError(
                 f"The optimizers of stage 0 and stage {stage} have different parameter groups, so they are not parts "
                 "of one optimizer. Use the same groups and settings on every rank; a group may be empty."

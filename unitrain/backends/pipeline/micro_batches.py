@@ -54,11 +54,15 @@ def split_batch(inputs: Any, micro_batches: int, replicas: int = 1) -> list[Tens
             "tensor.to_padded_tensor(0.0)."
         )
     if not isinstance(inputs, Tensor) or inputs.dim() == 0 or len(inputs) == 0:
-        found = f"shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
-        raise TensorError(f"The inputs of a Pipeline must be one tensor [samples, ...], got {found}. Pass a batch.")
+        description = f"shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
+        raise TensorError(
+            f"The inputs of a Pipeline must be one tensor [samples, ...], got {description}. Pass a batch."
+        )
     if inputs.is_meta or inputs.layout is not torch.strided:
-        found = "has no data, because it is on the device 'meta'" if inputs.is_meta else f"is {inputs.layout}"
-        raise TensorError(f"The inputs of a Pipeline must be one dense tensor, but the tensor {found}. Pass a batch.")
+        description = "has no data, because it is on the device 'meta'" if inputs.is_meta else f"is {inputs.layout}"
+        raise TensorError(
+            f"The inputs of a Pipeline must be one dense tensor, but the tensor {description}. Pass a batch."
+        )
     counts = [len(range(number, len(inputs), replicas)) for number in range(replicas)]
     return list(inputs.split([size for count in counts if count for size in micro_batch_sizes(count, micro_batches)]))
 
@@ -90,10 +94,10 @@ def weighted_loss(loss_fn: LossFunction, output: Any, target: Target) -> Tensor:
     """Return the loss of a micro-batch times its weight. Raises ModelError unless it is one floating-point number."""
     loss = loss_fn(output, target.values)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-        found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        description = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ModelError(
             f"The loss_fn of a Pipeline must return the mean over the samples of a micro-batch, one floating-point "
-            f"number, got {found}. Return loss.mean()."
+            f"number, got {description}. Return loss.mean()."
         )
     return loss * target.weight
 

@@ -24,8 +24,8 @@ def partition(blocks: int, stages: int, cost: StageCost) -> list[int] | None:
     maximum, _ = _best(blocks, stages, costs, max)
     if not math.isfinite(maximum):
         return None
-    squares = {key: found * found if found <= maximum else math.inf for key, found in costs.items()}
-    return _best(blocks, stages, squares, lambda one, other: one + other)[1]
+    squares = {key: stage_cost * stage_cost if stage_cost <= maximum else math.inf for key, stage_cost in costs.items()}
+    return _best(blocks, stages, squares, lambda left, right: left + right)[1]
 
 
 def _best(

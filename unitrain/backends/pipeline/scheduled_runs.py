@@ -111,11 +111,11 @@ class ScheduledStageRuns(StageRuns):
         stage, schedule = self._schedules[key]
         shapes = []
         for number, values in enumerate(inputs):
-            found = specification(values)
-            if found not in self._shapes:
+            actual = specification(values)
+            if actual not in self._shapes:
                 content = (values, targets[number].values) if targets else values
-                self._shapes[found] = self._exchange_shapes(values, checksum(content))
-            shapes.append(self._shapes[found])
+                self._shapes[actual] = self._exchange_shapes(values, checksum(content))
+            shapes.append(self._shapes[actual])
         stage.inputs, stage.outputs = [shape for shape, _ in shapes], [shape for _, shape in shapes]
         return stage, schedule
 
@@ -162,10 +162,10 @@ class ScheduledStageRuns(StageRuns):
             return output if isinstance(output, Tensor) else torch.empty(0)
         is_sent = isinstance(output, Tensor) and output.is_floating_point() and output.dtype in DTYPES
         if not is_sent or output.dim() > _MAX_DIMS:
-            found = str(output.dtype) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+            description = str(output.dtype) if isinstance(output, Tensor) else f"a {type(output).__name__}"
             name = list(self._module.named_children())[-1][0]
             raise ModelError(
-                f"Block {name!r}, the last one of stage {self._group.index}, returned {found}, but a stage of a "
+                f"Block {name!r}, the last one of stage {self._group.index}, returned {description}, but a stage of a "
                 f"Pipeline sends one floating-point tensor of up to {_MAX_DIMS} dims to the next stage. Divide the "
                 "model after another block: Pipeline(balance=[...])."
             )

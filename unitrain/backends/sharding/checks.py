@@ -75,12 +75,12 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
     """
     is_by_class = bool(blocks) and not isinstance(blocks, int)
     if isinstance(blocks, int):
-        found = find_large_blocks(model, blocks)
-        _check_any_block(model, blocks, found)
+        chosen_blocks = find_large_blocks(model, blocks)
+        _check_any_block(model, blocks, chosen_blocks)
     else:
-        found = find_blocks(model, blocks, _SETTING) if blocks else find_repeated_blocks(model)
-    found.pop("", None)  # the model itself is always a block
-    owners = _parameter_owners(model, found)
+        chosen_blocks = find_blocks(model, blocks, _SETTING) if blocks else find_repeated_blocks(model)
+    chosen_blocks.pop("", None)  # the model itself is always a block
+    owners = _parameter_owners(model, chosen_blocks)
     for name, parameter in model.named_parameters():
         sharing = owners[id(parameter)]
         if len(sharing) > 1 and is_by_class:
@@ -91,8 +91,8 @@ def choose_blocks(model: nn.Module, blocks: BlockChoice) -> dict[str, nn.Module]
                 "out."
             )
         for block in sharing if len(sharing) > 1 else ():
-            found.pop(block, None)
-    return {name: module for name, module in found.items() if any(True for _ in module.parameters())}
+            chosen_blocks.pop(block, None)
+    return {name: module for name, module in chosen_blocks.items() if any(True for _ in module.parameters())}
 
 
 def _parameter_owners(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, set[str]]:
@@ -116,8 +116,8 @@ def _parameter_owners(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[in
     return owners
 
 
-def _check_any_block(model: nn.Module, elements: int, found: dict[str, nn.Module]) -> None:
-    if found:
+def _check_any_block(model: nn.Module, elements: int, chosen_blocks: dict[str, nn.Module]) -> None:
+    if chosen_blocks:
         return
     total = sum(parameter.numel() for parameter in model.parameters())
     raise ModelError(
@@ -163,8 +163,10 @@ def _check_dtypes(name: str, module: nn.Module) -> None:
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, parameter_name)
     if len(dtypes) > 1:
-        found = ", ".join(f"{parameter} has {str(dtype).removeprefix('torch.')}" for dtype, parameter in dtypes.items())
+        description = ", ".join(
+            f"{parameter} has {str(dtype).removeprefix('torch.')}" for dtype, parameter in dtypes.items()
+        )
         raise ModelError(
-            f"The trained parameters of block {name!r} have different dtypes: {found}. Their gradients are reduced in "
-            f"one tensor, which has one dtype. Convert the parameters to one dtype, {_ALTERNATIVE}."
+            f"The trained parameters of block {name!r} have different dtypes: {description}. Their gradients are "
+            f"reduced in one tensor, which has one dtype. Convert the parameters to one dtype, {_ALTERNATIVE}."
         )

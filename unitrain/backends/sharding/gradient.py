@@ -239,16 +239,16 @@ def _foreach_norm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _unscale(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale the gradients for GradScaler: multiply them by a number, and find inf and nan on any rank."""
-    gradients, found, factor = args
+    gradients, found_inf, factor = args
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedGradient)]
     for gradient in sharded:
         gradient.check_reduced("GradScaler.unscale_")
         gradient.clear_cached_norms()
     stored = [local for local in _local_of(gradients) if local.numel()]
     if stored:
-        function(stored, found, factor)
+        function(stored, found_inf, factor)
     if sharded:
-        found.copy_(sharded[0]._group.communicator.allreduce(found, "max"))
+        found_inf.copy_(sharded[0]._group.communicator.allreduce(found_inf, "max"))
 
 
 _HANDLERS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
