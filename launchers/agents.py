@@ -163,8 +163,8 @@ class Agents:
         The exit code is 128 + N if signal N killed the agent. After the first failure, the other programs receive
         SIGTERM 5 s later, and are killed another 40 s later. Must be called in the main thread.
         """
-        for number in _FORWARDED_SIGNALS:
-            signal.signal(number, self._record_signal)
+        for signum in _FORWARDED_SIGNALS:
+            signal.signal(signum, self._record_signal)
         exit_code, failed_at, is_terminated, last_heartbeat = 0, 0.0, False, time.monotonic()
         while self._running.keys() - self._cleanup_hosts:
             for name, process in list(self._running.items()):
@@ -203,9 +203,9 @@ class Agents:
                 process.kill()
                 process.wait()
 
-    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, signum: int, frame: FrameType | None) -> None:
         # The signal may interrupt a write to a pipe, and buffered files are not reentrant.
-        self._received_signals.append(number)
+        self._received_signals.append(signum)
 
     def _send_all(self, line: bytes) -> None:
         for process in self._running.values():

@@ -30,8 +30,8 @@ class Host:
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Parse "name:slots,...". A host without a number has one slot. Raises LaunchError, also for repeated hosts."""
     hosts = tuple(_parse_host(part.strip(), text) for part in text.split(","))
-    for number, host in enumerate(hosts):
-        for earlier in hosts[:number]:
+    for index, host in enumerate(hosts):
+        for earlier in hosts[:index]:
             if earlier.name == host.name:
                 raise LaunchError(
                     f"Host {host.name!r} is named twice in {text!r}. Add up its slots: "

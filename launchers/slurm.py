@@ -154,7 +154,7 @@ def _require_variable(name: str, job_id: str, environ: Mapping[str, str]) -> str
 
 def _numbers_per_host(name: str, text: str) -> list[int]:
     """Return the numbers in the variable `name`: "2(x3),1" is 2, 2, 2, 1. Raises LaunchError."""
-    numbers: list[int] = []
+    counts: list[int] = []
     for part in text.split(","):
         match = _COUNT_PER_HOST.fullmatch(part)
         if match is None:
@@ -162,8 +162,8 @@ def _numbers_per_host(name: str, text: str) -> list[int]:
                 f'{name} must list counts per host, such as "2(x3),1", but is {text!r}. '
                 "Start from a shell that salloc or sbatch started"
             )
-        numbers += [int(match["tasks"])] * int(match["hosts"] or 1)
-    return numbers
+        counts += [int(match["tasks"])] * int(match["hosts"] or 1)
+    return counts
 
 
 def _tasks_of_job(job_id: str, num_hosts: int, environ: Mapping[str, str]) -> list[int]:

@@ -256,15 +256,15 @@ def _call(model: nn.Module, inputs: Any) -> Any:
         ) from error
 
 
-def _format_count(number: int) -> str:
+def _format_count(count: int) -> str:
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.3g} {suffix}"
-    return str(number)
+        if count >= limit:
+            return f"{count / limit:.3g} {suffix}"
+    return str(count)
 
 
-def _format_bytes(number: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     for limit, suffix in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= limit:
-            return f"{number / limit:.1f} {suffix}"
-    return f"{number} B"
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:.1f} {suffix}"
+    return f"{num_bytes} B"

@@ -80,9 +80,9 @@ def exit_on_termination_signals() -> None:
     By default, these signals would terminate only this process and orphan the ranks, which run in other sessions. An
     ignored signal stays ignored, as under nohup. Only the main thread may call this function.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
 
 
 def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
@@ -135,8 +135,8 @@ def terminate_workers_with_rank() -> None:
     os.register_at_fork(before=before_fork, after_in_child=after_fork_in_child)
 
 
-def parent_death_signal(number: signal.Signals) -> Callable[[], bool]:
-    """Return a function that requests signal `number` for the calling process when its parent terminates.
+def parent_death_signal(signum: signal.Signals) -> Callable[[], bool]:
+    """Return a function that requests signal `signum` for the calling process when its parent terminates.
 
     The function returns whether the kernel supports this. It may be called in a forked process, in which loading a
     library is not safe. The kernel sends the signal when the thread that started the process terminates.
@@ -144,7 +144,7 @@ def parent_death_signal(number: signal.Signals) -> Callable[[], bool]:
     if sys.platform != "linux":
         return lambda: False
     prctl = _libc().prctl
-    return lambda: bool(prctl(_PR_SET_PDEATHSIG, number) == 0)
+    return lambda: bool(prctl(_PR_SET_PDEATHSIG, signum) == 0)
 
 
 def terminate_with_parent() -> None:

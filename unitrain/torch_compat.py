@@ -128,17 +128,17 @@ Work = dist._Work
 
 def transports() -> dict[str, str]:
     """Return the version of each transport in this torch build, or "yes" for a transport without a version."""
-    transport_by_device: dict[str, str] = {}
+    version_by_transport: dict[str, str] = {}
     if not dist.is_available():
-        return transport_by_device
+        return version_by_transport
     if dist.is_gloo_available():
-        transport_by_device["gloo"] = "yes"
+        version_by_transport["gloo"] = "yes"
     if dist.is_nccl_available() and torch.version.cuda is not None:
         version = torch.cuda.nccl.version()
-        transport_by_device["nccl"] = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+        version_by_transport["nccl"] = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
     if dist.is_mpi_available():
-        transport_by_device["mpi"] = "yes"
-    return transport_by_device
+        version_by_transport["mpi"] = "yes"
+    return version_by_transport
 
 
 def default_process_group() -> dist.ProcessGroup:
@@ -366,10 +366,10 @@ def shares_memory(tensor: Tensor, parameter: Tensor) -> bool:
         if expected is None:  # the traced function does not use the parameter
             return False
     try:
-        one, other = actual.untyped_storage(), expected.untyped_storage()
+        actual_storage, expected_storage = actual.untyped_storage(), expected.untyped_storage()
         if fake_mode is not None:  # fake tensors have storages without memory
-            return bool(one._cdata == other._cdata)
-        return bool(one.data_ptr() == other.data_ptr() != 0)
+            return bool(actual_storage._cdata == expected_storage._cdata)
+        return bool(actual_storage.data_ptr() == expected_storage.data_ptr() != 0)
     except RuntimeError:  # a tensor has no storage
         return False
 
@@ -432,8 +432,8 @@ def worker_of_next_batch(batches: Any) -> tuple[int, int, Any] | None:
     """Return the number and the process ID of the worker that loads a DataLoader iterator's next batch, and the
     loader's worker_init_fn; None without workers. Checked with torch 2.14."""
     try:
-        number = batches._task_info[batches._rcvd_idx][0]
-        return number, batches._workers[number].pid, batches._worker_init_fn
+        worker_index = batches._task_info[batches._rcvd_idx][0]
+        return worker_index, batches._workers[worker_index].pid, batches._worker_init_fn
     except (AttributeError, KeyError, IndexError):  # another version of torch, or a loader without workers
         return None
 

@@ -94,10 +94,10 @@ def _check_learning_rates(optimizer: torch.optim.Optimizer) -> None:
     name, fix = type(optimizer).__name__, "Build the optimizer with a learning rate, such as lr=0.1"
     if not optimizer.param_groups:
         raise ConfigError(f"Trainer(optimizer) is a {name} without parameter groups. {fix}.")
-    for number, group in enumerate(optimizer.param_groups):
+    for group_index, group in enumerate(optimizer.param_groups):
         rate = group.get("lr")
         plain = float(rate) if isinstance(rate, torch.Tensor) and rate.numel() == 1 else rate
-        validation.check_non_negative(f"lr in parameter group {number} of the Trainer's {name}", plain, fix)
+        validation.check_non_negative(f"lr in parameter group {group_index} of the Trainer's {name}", plain, fix)
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -184,18 +184,18 @@ def validation_data_by_prefix(data: Data | Mapping[str, Data] | None, results: S
             f"val_data takes a dataset, or a mapping from names to datasets, got the names {list(data)}. "
             'Use trainer.fit(train_data, {"clean": clean_data, "noisy": noisy_data}).'
         )
-    prefix_by_name: dict[str, tuple[str, str]] = {}
+    source_by_key: dict[str, tuple[str, str]] = {}
     for name in data:
         for result in results:
             key = f"val_{name}_{result}"
-            if key in prefix_by_name:
-                other, other_result = prefix_by_name[key]
+            if key in source_by_key:
+                other, other_result = source_by_key[key]
                 raise ConfigError(
                     f"Two results of Trainer.fit would be named {key!r}: {other_result!r} of val_data[{other!r}], and "
                     f"{result!r} of val_data[{name!r}]. Rename one of the datasets, or a metric in "
                     "Trainer(metrics={...})."
                 )
-            prefix_by_name[key] = name, result
+            source_by_key[key] = name, result
     return {f"val_{name}_": dataset for name, dataset in data.items()}
 
 

@@ -107,8 +107,8 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
             continue
         for number_range in match["ranges"].split(","):
             first, _, last = number_range.partition("-")
-            numbers = range(int(first), int(last or first) + 1)
-            names += [f"{match['before']}{number:0{len(first)}}{match['after']}" for number in numbers]
+            host_numbers = range(int(first), int(last or first) + 1)
+            names += [f"{match['before']}{host_number:0{len(first)}}{match['after']}" for host_number in host_numbers]
     return tuple(names)
 
 

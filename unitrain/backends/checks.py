@@ -446,10 +446,10 @@ def check_same_order(communicator: Communicator, optimizer: torch.optim.Optimize
     own = [names.get(parameter, "") for group in optimizer.param_groups for parameter in group["params"]]
     by_rank: list[list[str]] = gather_if_different(communicator, own) or []
     for rank, names_of_rank in enumerate(by_rank):
-        for number, (expected, name) in enumerate(zip(by_rank[0], names_of_rank, strict=True)):
+        for index, (expected, name) in enumerate(zip(by_rank[0], names_of_rank, strict=True)):
             if name != expected:
                 raise ModelError(
-                    f"Parameter {number} of the optimizer is {expected!r} on rank 0 and {name!r} on rank {rank}, so "
+                    f"Parameter {index} of the optimizer is {expected!r} on rank 0 and {name!r} on rank {rank}, so "
                     "they would be trained with each other's settings and state. Build the optimizer from the "
                     "parameters in the same order on every rank."
                 )

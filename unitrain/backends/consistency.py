@@ -285,6 +285,6 @@ def _supports_point_to_point(group: dist.ProcessGroup | None) -> bool:
     return dist.get_backend_config(group).startswith(("gloo", "cpu:gloo"))
 
 
-def _split_bits(number: int) -> list[int]:
+def _split_bits(value: int) -> list[int]:
     mask = (1 << _PART_BITS) - 1
-    return [number >> _PART_BITS * index & mask for index in range(_PARTS)]
+    return [value >> _PART_BITS * index & mask for index in range(_PARTS)]

@@ -124,8 +124,8 @@ def _send(addresses: list[str], port: int, token: bytes, size: int, calls: int) 
     payload = memoryview(bytearray(size))
     with _connect(addresses, port) as connection:
         connection.sendall(token)
-        for number in range(calls + 1):
-            if number == 1:  # the first call is a warm-up
+        for call_index in range(calls + 1):
+            if call_index == 1:  # the first call is a warm-up
                 started = time.perf_counter()
             connection.sendall(payload)
             if not connection.recv(1):

@@ -80,11 +80,11 @@ def mann_whitney_p_value(first_values: Sequence[float], second_values: Sequence[
     ways: list[Counter[int]] = [Counter({0: 1}), *(Counter() for _ in first_values)]
     for rank in (doubled[value] for value in values.elements()):
         for count in range(len(first_values), 0, -1):
-            for total, number in ways[count - 1].items():
-                ways[count][total + rank] += number
+            for total, num_ways in ways[count - 1].items():
+                ways[count][total + rank] += num_ways
     mean = len(first_values) * (len(first_values) + len(second_values) + 1)
     distance = abs(sum(doubled[value] for value in first_values) - mean)
-    num_extreme = sum(number for total, number in ways[-1].items() if abs(total - mean) >= distance)
+    num_extreme = sum(num_ways for total, num_ways in ways[-1].items() if abs(total - mean) >= distance)
     return num_extreme / comb(len(first_values) + len(second_values), len(first_values))
 
 
@@ -93,14 +93,14 @@ def _verdicts(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[
     verdicts: list[Verdict] = [
         "the same within noise" if min(map(len, pair)) >= MIN_ROUNDS else "too few rounds" for pair in pairs
     ]
-    tested = [number for number, verdict in enumerate(verdicts) if verdict != "too few rounds"]
-    probabilities = sorted((mann_whitney_p_value(*pairs[number]), number) for number in tested)
-    for place, (probability, number) in enumerate(probabilities):
-        if probability > _SIGNIFICANCE / (len(probabilities) - place):
+    tested = [index for index, verdict in enumerate(verdicts) if verdict != "too few rounds"]
+    probabilities = sorted((mann_whitney_p_value(*pairs[index]), index) for index in tested)
+    for position, (probability, index) in enumerate(probabilities):
+        if probability > _SIGNIFICANCE / (len(probabilities) - position):
             break
-        (_, before, _), (_, after, _) = map(quartiles, pairs[number])
+        (_, before, _), (_, after, _) = map(quartiles, pairs[index])
         if before != after:
-            verdicts[number] = "faster" if after < before else "slower"
+            verdicts[index] = "faster" if after < before else "slower"
     return verdicts
 
 

@@ -130,10 +130,10 @@ def start_rank_sets(specs: Sequence[RankSetSpec], device: str) -> Iterator[list[
     """
     with ExitStack() as stack:
         # Exit after the cleanup, as after Ctrl-C; otherwise, suspended ranks would outlive this process.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if (before := signal.getsignal(number)) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, lambda number, _: sys.exit(128 + number))
-                stack.callback(signal.signal, number, before)
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            if (before := signal.getsignal(signum)) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
+                stack.callback(signal.signal, signum, before)
         rank_sets: list[RankSet] = []
         for spec in specs:
             group = stack.enter_context(

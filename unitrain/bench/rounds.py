@@ -40,7 +40,7 @@ def measure_collectives(
     seconds_by_case: dict[tuple[int, str, int], list[float]] = {}
     calls: dict[tuple[int, str, int], int] = {}
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
-    for number, index in rounds:
+    for round_index, index in rounds:
         rank_set = rank_sets[index]
         with rank_set.activate():
             for operation in (*operations, *(LOWER_BOUNDS if index == 0 else ())):
@@ -51,7 +51,7 @@ def measure_collectives(
                     if any(turn.seconds is None for turn in turns):
                         continue
                     slowest = max(turn.seconds for turn in turns)
-                    if number:
+                    if round_index:
                         seconds_by_case.setdefault(key, []).append(slowest)
                     else:
                         calls[key] = max(1, min(_MAX_CALLS, math.ceil(_TURN_SECONDS / slowest)))
@@ -101,12 +101,12 @@ def measure_training(
     """
     turns: dict[tuple[int, str | None], list[list[TrainTurn]]] = {}
     rounds = _Rounds(len(rank_sets), seconds, report_progress)
-    for number, index in rounds:
+    for round_index, index in rounds:
         with rank_sets[index].activate():
             for setting, values in settings.items():
                 ranks = rank_sets[index].run(training.take_turn, target, values, batch_size, steps)
                 rounds.subtract_turn(max(turn.turn_seconds for turn in ranks))
-                if number:
+                if round_index:
                     turns.setdefault((index, setting), []).append(ranks)
     rows = []
     for (index, setting), recorded in sorted(turns.items(), key=lambda item: (item[0][0], item[0][1] or "")):
@@ -161,12 +161,12 @@ class _Rounds:
         self._random = random.Random(0)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        number = 0
-        while number <= _MIN_ROUNDS or self._remaining_seconds > 0:
-            self._report(f"round {number}" if number else "warm-up")
+        round_index = 0
+        while round_index <= _MIN_ROUNDS or self._remaining_seconds > 0:
+            self._report(f"round {round_index}" if round_index else "warm-up")
             for index in self._random.sample(range(self._set_count), self._set_count):
-                yield number, index
-            number += 1
+                yield round_index, index
+            round_index += 1
 
     def subtract_turn(self, seconds: float) -> None:
         """Subtract the duration of a turn from the remaining time."""

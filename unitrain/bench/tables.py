@@ -51,7 +51,7 @@ def collectives(result: dict[str, Any]) -> Table:
     speed = {(row["name"], row["bytes"]): row["bytes"] / quartiles(row["seconds"])[1] / 1e9 for row in result["floors"]}
     taken = {(row_name(row), row["operation"], row["bytes"]): quartiles(row["seconds"])[1] for row in result["rows"]}
     pairs = list(dict.fromkeys((row["operation"], row["bytes"]) for row in result["rows"]))
-    for number, (operation, size) in enumerate(pairs):
+    for index, (operation, size) in enumerate(pairs):
         cells = [operation, format_bytes(size)]
         for name in backends:
             seconds = taken.get((name, operation, size))
@@ -61,7 +61,7 @@ def collectives(result: dict[str, Any]) -> Table:
             algorithm = size / seconds / 1e9
             cells += [format_seconds(seconds), f"{algorithm:.3g}", f"{algorithm * bus_factor(operation, ranks):.3g}"]
         cells += [f"{speed[floor, size]:.3g}" if (floor, size) in speed else "" for floor in floors]
-        last = number + 1 == len(pairs) or pairs[number + 1][0] != operation
+        last = index + 1 == len(pairs) or pairs[index + 1][0] != operation
         table.add_row(*cells, end_section=last)
     return table
 
@@ -78,7 +78,7 @@ def train(result: dict[str, Any]) -> Table:
     for heading in ("samples/s", "efficiency", "step", *PHASES, "memory"):
         table.add_column(heading, justify="right", overflow="fold")
     rows = sorted(result["rows"], key=lambda row: (row.get("setting") or "", row["ranks"]))
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         share = efficiency(result, row)
         table.add_row(
             str(row["ranks"]),
@@ -88,7 +88,7 @@ def train(result: dict[str, Any]) -> Table:
             format_seconds(quartiles(row["seconds"])[1]),
             *(f"{quartiles(row['phases'][phase])[1] * 1000:.3g}" for phase in PHASES),
             format_bytes(row["memory"]),
-            end_section=number + 1 == len(rows) or rows[number + 1]["ranks"] != row["ranks"],
+            end_section=index + 1 == len(rows) or rows[index + 1]["ranks"] != row["ranks"],
         )
     return table
 

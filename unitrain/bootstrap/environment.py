@@ -217,8 +217,8 @@ def flight_record_folder() -> str | None:
 
 def max_pods() -> int:
     """Return the maximum number of pods of this process's PyTorchJob or TrainJob; 1 outside such a job."""
-    number = os.environ.get("PET_NNODES", "").rpartition(":")[2]
-    return int(number) if number.isascii() and number.isdecimal() else 1
+    max_nodes = os.environ.get("PET_NNODES", "").rpartition(":")[2]
+    return int(max_nodes) if max_nodes.isascii() and max_nodes.isdecimal() else 1
 
 
 def check_not_in_step_shell(rank_info: RankInfo) -> None:

@@ -80,9 +80,9 @@ class MessageStore:
                 lines.append(None)
         return lines
 
-    def add(self, counter: str, number: int) -> int:
-        """Add `number` to a counter and return its new value."""
-        return self._store.add(counter, number)
+    def add(self, counter: str, amount: int) -> int:
+        """Add `amount` to a counter and return its new value."""
+        return self._store.add(counter, amount)
 
     def _is_authentic(self, key: str) -> bool:
         try:

@@ -63,9 +63,9 @@ class ResponsiveStore:
         """See torch.distributed.Store."""
         self._call(lambda: self._store.append(key, value))  # type: ignore[attr-defined]  # missing in torch's stubs
 
-    def add(self, key: str, number: int) -> int:
+    def add(self, key: str, amount: int) -> int:
         """See torch.distributed.Store."""
-        return self._call(lambda: self._store.add(key, number))
+        return self._call(lambda: self._store.add(key, amount))
 
     def clone(self) -> dist.Store:
         """See torch.distributed.Store."""

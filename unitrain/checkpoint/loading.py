@@ -163,7 +163,7 @@ def _check_settings(
     checkpoint, or the checkpoint may have additional names, but not both. The checkpoint's values are used, because
     schedulers and callbacks may have changed them during the run.
     """
-    for number, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
+    for index, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
         missing = [name for name in current_settings if name not in saved_settings and name != "initial_lr"]
         if "lr" in missing or (
             missing and [name for name in saved_settings if name not in current_settings and name != "initial_lr"]
@@ -191,7 +191,7 @@ def _check_settings(
                     "Checkpoint '%s' has %s=%g in parameter group %d, and the optimizer of this run was built with "
                     "%s=%g. The run continues with %g. To change it, set it after the Trainer is built: "
                     "optimizer.param_groups[%d][%r] = %g",
-                    path, name, saved_value, number, name, current_value, saved_value, number, name, current_value,
+                    path, name, saved_value, index, name, current_value, saved_value, index, name, current_value,
                 )  # fmt: skip
 
 

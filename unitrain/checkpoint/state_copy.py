@@ -90,9 +90,9 @@ def _plain(value: Any, path: str) -> Any:
     if kind in (list, tuple):
         return kind(_plain(inner, f"{path}[{index}]") for index, inner in enumerate(value))
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
-        number = value.item()
-        if type(number) is not kind:  # a long double has no equivalent in Python
-            return _plain(number, path)
+        element = value.item()
+        if type(element) is not kind:  # a long double has no equivalent in Python
+            return _plain(element, path)
     loaded = _save_and_load(value, path)
     # Subclasses of Tensor are not replaced by their copy, because they may share memory with other tensors.
     return value if isinstance(value, Tensor) else loaded

@@ -58,13 +58,13 @@ def write_chunks(
     files: list[list[TensorChunk]] = []
     count: dict[str, int] = {}
     for chunk in chunks:
-        number = count[chunk.name] = count.get(chunk.name, -1) + 1
-        if number == len(files):
+        file_index = count[chunk.name] = count.get(chunk.name, -1) + 1
+        if file_index == len(files):
             files.append([])
-        files[number].append(chunk)
+        files[file_index].append(chunk)
     written = {}
-    for number, contents in enumerate(files):
-        name = f"{stem}-{number}.safetensors" if number else f"{stem}.safetensors"
+    for file_index, contents in enumerate(files):
+        name = f"{stem}-{file_index}.safetensors" if file_index else f"{stem}.safetensors"
         written[name] = _write_file(folder / name, contents, metadata)
     return written
 

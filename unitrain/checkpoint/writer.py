@@ -70,12 +70,13 @@ class Retention:
         """
         results = {path: files.read_manifest(path).get("results") for path in checkpoints}
         value_by_path = {path: kept.get(self.best) for path, kept in results.items() if isinstance(kept, dict)}
-        numbers = {
+        result_by_path = {
             path: result
             for path, result in value_by_path.items()
             if isinstance(result, int | float) and math.isfinite(result)
         }
-        return sorted(numbers, key=lambda path: numbers[path], reverse=self.mode == "max")  # keeps the order of equals
+        # `sorted` keeps the order of equal results.
+        return sorted(result_by_path, key=lambda path: result_by_path[path], reverse=self.mode == "max")
 
     def apply(self, newest: Path) -> None:
         """Remove obsolete checkpoints. Each is renamed first, so a partially removed checkpoint is never loaded."""

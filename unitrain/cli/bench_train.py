@@ -101,13 +101,13 @@ def train(
         device = device or select_default_device()
         specs: list[RankSetSpec] = []
         skipped: list[tuple[str, str]] = []
-        for number in parse_numbers("--ranks", ranks):
-            if number == 1:
+        for size in parse_numbers("--ranks", ranks):
+            if size == 1:
                 from unitrain.bench.rank_sets import RankSetSpec
 
                 specs.append(RankSetSpec("local", 1))
                 continue
-            rank_sets_of_size, skipped = list_rank_sets(backends, number, device)
+            rank_sets_of_size, skipped = list_rank_sets(backends, size, device)
             specs += rank_sets_of_size
         from unitrain.bench.rank_sets import start_rank_sets
         from unitrain.bench.rounds import measure_training

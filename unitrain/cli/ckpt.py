@@ -62,10 +62,10 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     for column in ("epoch", "step", *results, "size"):
         table.add_column(column, justify="right")
     for name, manifest in manifests.items():
-        numbers = [manifest.get("results", {}).get(result) for result in results]
+        values = [manifest.get("results", {}).get(result) for result in results]
         size = sum(file["bytes"] for file in manifest.get("files", {}).values())
         place = [str(manifest.get(key, "?")) for key in ("epoch", "step")]
-        shown = ["" if number is None else f"{number:.4g}" for number in numbers]
+        shown = ["" if value is None else f"{value:.4g}" for value in values]
         without_size = "damaged manifest" if name in damaged else "no manifest"
         table.add_row(name, *place, *shown, decimal(size) if manifest else without_size)
     Console(width=None if Console().is_terminal else 200).print(table)
@@ -76,7 +76,7 @@ def _is_well_formed(manifest: dict[str, Any]) -> bool:
     results, files = manifest.get("results", {}), manifest.get("files", {})
     return (
         isinstance(results, dict)
-        and all(isinstance(number, int | float | None) for number in results.values())
+        and all(isinstance(value, int | float | None) for value in results.values())
         and isinstance(files, dict)
         and all(isinstance(file, dict) and isinstance(file.get("bytes"), int) for file in files.values())
     )

@@ -61,5 +61,5 @@ def migrate(script: Path, write: bool) -> None:
         click.echo(f"Wrote {script}. The original is {backup}.", err=True)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -103,7 +103,7 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
     --KEY.help and --print_config print and exit. Raises ConfigError, or MissingDependencyError without jsonargparse.
     """
     jsonargparse = _import_jsonargparse()
-    count = next((number for number, argument in enumerate(argv) if argument.startswith("-")), len(argv))
+    count = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
     files, overrides = [ConfigFile.read(Path(name)) for name in argv[:count]], list(argv[count:])
     parser = _create_parser(jsonargparse)
     _check_keys(files, overrides)

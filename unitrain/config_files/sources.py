@@ -128,8 +128,8 @@ def _entries(path: Path, node: yaml.Node, key: Key) -> Iterator[Entry]:
             yield Entry(inner, line, value.value if isinstance(value, yaml.ScalarNode) else None)
             yield from _entries(path, value, inner)
     elif isinstance(node, yaml.SequenceNode):
-        for number, value in enumerate(node.value):
-            inner = (*key, number)
+        for index, value in enumerate(node.value):
+            inner = (*key, index)
             scalar = value.value if isinstance(value, yaml.ScalarNode) else None
             yield Entry(inner, value.start_mark.line + 1, scalar)
             yield from _entries(path, value, inner)

@@ -73,12 +73,12 @@ def _rerun_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
         return None
 
     def find() -> str:
-        number = 2
+        suffix = 2
         while True:
-            candidate = folder.with_name(f"{folder.name}-{number}")
+            candidate = folder.with_name(f"{folder.name}-{suffix}")
             if not candidate.exists() or output_folder.belongs_to_this_job(candidate):
                 return str(candidate)
-            number += 1
+            suffix += 1
 
     task = f"find a new folder for the run of '{folder}'"
     free_folder = output_folder.on_rank_zero(backend, task, output_folder.CHECK_WRITABLE, find)

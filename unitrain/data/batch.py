@@ -256,7 +256,7 @@ def count_batch_samples(batch: Any) -> int:
 
 def fingerprint(item: Any) -> int:
     """Return a hash of the dense tensors, arrays, real numbers and strings in `item`. Other parts are ignored."""
-    number = 0
+    crc = 0
     for leaf in leaves(item):
         if isinstance(leaf, Tensor):
             leaf = as_bytes(leaf.cpu()).numpy() if leaf.layout == torch.strided else ""
@@ -264,8 +264,8 @@ def fingerprint(item: Any) -> int:
             content = leaf.tobytes()
         else:
             content = repr(leaf).encode() if isinstance(leaf, bool | int | float | str | bytes) else b""
-        number = zlib.crc32(content, number)
-    return number
+        crc = zlib.crc32(content, crc)
+    return crc
 
 
 def leaves(container: Any) -> list[Any]:

@@ -115,7 +115,7 @@ class EvaluationShard:
         if bounds is not None:
             batches = [slice(*ends) for ends in pairwise(bounds)][:limit_batches]
             parts = divide(len(batches))
-            self._slices = [batches[number] for part in parts for number in part]
+            self._slices = [batches[batch_index] for part in parts for batch_index in part]
             starts = [batches[part.start].start for part in parts if part.start < len(batches)]
         else:
             length, step = len(self._order), source.batch_size or 1

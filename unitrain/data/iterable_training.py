@@ -151,12 +151,9 @@ class TrainingStream(TrainingData):
             # Rank 0 has a batch of each step. Its state is broadcast, so that the result is the same on all ranks.
             state_of_rank_zero: dict[str, Any] | None = self._communicator.broadcast_object(own)
             return state_of_rank_zero
-        known = [one for one in self._communicator.allgather_object(own) if one is not None]
-        return (
-            {**known[0], "ranks": {rank: one for rank_state in known for rank, one in rank_state["ranks"].items()}}
-            if known
-            else None
-        )
+        states = [state for state in self._communicator.allgather_object(own) if state is not None]
+        ranks = {rank: rank_state for state in states for rank, rank_state in state["ranks"].items()}
+        return {**states[0], "ranks": ranks} if states else None
 
     def _state_properties(self, epoch: int, position: int) -> dict[str, Any]:
         """Return the properties that must be equal in a resumed run."""

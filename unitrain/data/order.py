@@ -132,9 +132,9 @@ def merge_logical_ranks(
     """Yield the `micro_batches` of several logical ranks, in each step ordered by logical rank."""
     while True:
         for logical_rank, own in zip(logical_ranks, micro_batches, strict=True):
-            for number, micro_batch in enumerate(own):
+            for index, micro_batch in enumerate(own):
                 ends_step = micro_batch.ends_step and logical_rank == logical_ranks[-1]
-                yield micro_batch._replace(ends_step=ends_step, logical_rank=logical_rank, number=number)
+                yield micro_batch._replace(ends_step=ends_step, logical_rank=logical_rank, number=index)
                 if micro_batch.ends_step:
                     break
             else:
@@ -146,12 +146,12 @@ def interleave_logical_ranks(
 ) -> Iterator[MicroBatch]:
     """Yield the `micro_batches` of several logical ranks: the first one of each, then the second one of each, and so
     on."""
-    number = 0
+    index = 0
     for together in zip(*micro_batches, strict=True):
         for logical_rank, micro_batch in zip(logical_ranks, together, strict=True):
             ends_step = micro_batch.ends_step and logical_rank == logical_ranks[-1]
-            yield micro_batch._replace(ends_step=ends_step, logical_rank=logical_rank, number=number)
-        number = 0 if ends_step else number + 1
+            yield micro_batch._replace(ends_step=ends_step, logical_rank=logical_rank, number=index)
+        index = 0 if ends_step else index + 1
 
 
 def _batch_length(bounds: Sequence[int], batch: int) -> int:

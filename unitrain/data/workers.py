@@ -118,8 +118,8 @@ def _find_fetch(frame: FrameType) -> tuple[FrameType, str] | None:
     return None
 
 
-def _ignore_first_signal(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
+def _ignore_first_signal(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signum, signal.SIG_DFL)
 
 
 @functools.cache

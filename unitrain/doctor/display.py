@@ -39,10 +39,10 @@ def show(report: Mapping[str, Any]) -> None:
     for column in ("host", "ranks", "cores", "memory", "GPUs", "torch", "Horovod", "address"):
         table.add_column(column, overflow="fold", no_wrap=column == "torch")
     hosts: dict[str, list[int]] = {}
-    for number, facts in enumerate(ranks):
-        hosts.setdefault(facts["host"], []).append(number)
-    for host, numbers in hosts.items():
-        table.add_row(*map(escape, _row(host, numbers, report["ranks"])))
+    for rank, facts in enumerate(ranks):
+        hosts.setdefault(facts["host"], []).append(rank)
+    for host, host_ranks in hosts.items():
+        table.add_row(*map(escape, _row(host, host_ranks, report["ranks"])))
     console.print(table)
 
     for finding in report["findings"]:
@@ -56,8 +56,8 @@ def show(report: Mapping[str, Any]) -> None:
         console.print("No problems found.", style="bold green")
 
 
-def _row(host: str, numbers: Sequence[int], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    facts, checks = ranks[numbers[0]]["facts"], ranks[numbers[0]]["peer_checks"]
+def _row(host: str, host_ranks: Sequence[int], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    facts, checks = ranks[host_ranks[0]]["facts"], ranks[host_ranks[0]]["peer_checks"]
     address = (
         checks["address"]
         if checks
@@ -71,8 +71,8 @@ def _row(host: str, numbers: Sequence[int], ranks: Sequence[Mapping[str, Any]]) 
     operations = [*horovod["cpu_operations"], *horovod["gpu_operations"]] if horovod else []
     return [
         host,
-        ", ".join(map(str, numbers)),
-        str(len({core for number in numbers for core in ranks[number]["facts"]["cores"]})),
+        ", ".join(map(str, host_ranks)),
+        str(len({core for rank in host_ranks for core in ranks[rank]["facts"]["cores"]})),
         f"{facts['memory'] / 2**30:.0f} GiB" if facts["memory"] else "?",
         ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "-",
         facts["torch"],
@@ -81,5 +81,5 @@ def _row(host: str, numbers: Sequence[int], ranks: Sequence[Mapping[str, Any]]) 
     ]
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

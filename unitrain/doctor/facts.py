@@ -160,7 +160,7 @@ def _detect_gpus() -> list[Gpu]:
 
     if not torch.cuda.is_available():
         return []
-    properties = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [Gpu(name=gpu.name, memory=gpu.total_memory, uuid=str(gpu.uuid)) for gpu in properties]
 
 

@@ -147,14 +147,14 @@ def _memory_table(usage: Usage) -> Table:
         table.add_column(heading, justify="right")
     *rows, others = memory_rows(usage)
     training = record.peak - others.at_peak
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         table.add_row(
             row.name,
             "" if row.predicted is None else format_bytes(row.predicted),
             "" if row.measured is None else format_bytes(row.measured),
             format_bytes(row.at_peak) if row.at_peak >= 0 else f"-{format_bytes(-row.at_peak)}",
             _percent(row.at_peak, training),
-            end_section=number + 1 == len(rows),
+            end_section=index + 1 == len(rows),
         )
     for name, size in (("training", training), (others.name, others.at_peak), ("peak", record.peak)):
         table.add_row(name, "", "", format_bytes(size), "")

@@ -111,7 +111,7 @@ class ExactMeans(Means):
         self.flush()
         own = ([exact.parts for exact in self._exact], self._samples, self._exact_tokens.parts)
         ranks: list[tuple[list[list[float]], int, list[float]]] = communicator.allgather_object(own)
-        sums = [total(part for sums, _, _ in ranks for part in sums[number]) for number in range(len(self.names))]
+        sums = [total(part for sums, _, _ in ranks for part in sums[index]) for index in range(len(self.names))]
         return sums, sum(samples for _, samples, _ in ranks) + total(part for *_, tokens in ranks for part in tokens)
 
     def clear(self) -> None:
@@ -138,7 +138,7 @@ class ExactMeans(Means):
         """Restore the sum of several ranks' results of `state`."""
         self.clear()
         given: Sequence[Mapping[str, Any]] = list(states)
-        for number in range(len(self.names)):
-            self._exact[number] = ExactSum(part for state in given for part in state["exact"][number])
+        for index in range(len(self.names)):
+            self._exact[index] = ExactSum(part for state in given for part in state["exact"][index])
         self._exact_tokens = ExactSum(part for state in given for part in state["tokens"])
         self._samples = sum(state["samples"] for state in given)

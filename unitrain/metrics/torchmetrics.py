@@ -218,12 +218,12 @@ def _reducible(metrics: Iterable[Any], states: Iterable[_States]) -> Iterator[_R
         functions.dim_zero_min: "min",
         functions.dim_zero_max: "max",
     }
-    for number, (metric, metric_states) in enumerate(zip(metrics, states, strict=True)):
+    for metric_index, (metric, metric_states) in enumerate(zip(metrics, states, strict=True)):
         for path, part in _find_metrics(metric).items():
             for name, value in metric_states[path][1].items():
                 kind = kinds.get(part._reductions.get(name))
                 if kind is not None and isinstance(value, Tensor) and not value.is_complex():
-                    yield _Reducible(number, path, name, kind, tuple(value.shape), value.dtype)
+                    yield _Reducible(metric_index, path, name, kind, tuple(value.shape), value.dtype)
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -86,14 +86,14 @@ def _to_torch_entry(entry: FlightEntry, state: str) -> dict[str, Any]:
         # The first dimension of an allgather may differ between ranks.
         shape = operation.shape[1:] if operation.operation == "allgather" else operation.shape
         sizes, dtypes = [list(shape)], [dtype_name(operation.dtype)]
-    number = entry.position + 1
+    sequence_number = entry.position + 1
     return {
         "record_id": entry.position,
         "pg_id": 0,
         "process_group": ("0", "default_pg"),
-        "collective_seq_id": number,
+        "collective_seq_id": sequence_number,
         "p2p_seq_id": 0,
-        "op_id": number,
+        "op_id": sequence_number,
         "profiling_name": f"{_LIBRARY}:{_OPERATIONS.get(kind, 'all_reduce')}",
         "time_created_ns": entry.time_ns,
         "input_sizes": sizes,

@@ -51,13 +51,13 @@ class LoopCounters:
 
     def count_backward(self) -> None:
         """Count a backward pass that reduces gradients, at its end on this rank."""
-        number = self._latest[0] + 1
-        if number == 1:
+        num_backwards = self._latest[0] + 1
+        if num_backwards == 1:
             self._forwards_before_training = self._forwards - self._used_forwards
         # Another thread reads these attributes, so each is replaced by an immutable tuple in one assignment.
         forwards = self._forwards - self._forwards_before_training
-        latest = (number, self._steps, forwards, forwards - self._used_forwards)
-        self._latest = self._history[number % _MAX_KEPT] = latest
+        latest = (num_backwards, self._steps, forwards, forwards - self._used_forwards)
+        self._latest = self._history[num_backwards % _MAX_KEPT] = latest
 
     def publish(self, store: MessageStore) -> None:
         """Write the latest counts to the store."""

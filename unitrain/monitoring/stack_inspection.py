@@ -107,8 +107,8 @@ def awaited_batch() -> tuple[int, int] | None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if (batches := awaited_batches(frame)) is not None:
-            number = next_batch_number(batches)
-            return None if number is None else (id(batches), number)
+            batch_number = next_batch_number(batches)
+            return None if batch_number is None else (id(batches), batch_number)
         frame = frame.f_back
     return None
 

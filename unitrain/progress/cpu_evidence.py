@@ -89,8 +89,8 @@ def find_cpu_stat_files(membership: str, mounts: str) -> list[str]:
     """
     paths: list[str] = []
     for line in membership.splitlines():
-        number, controllers, path = line.split(":", 2)
-        is_v2 = number == "0" and not controllers
+        hierarchy_id, controllers, path = line.split(":", 2)
+        is_v2 = hierarchy_id == "0" and not controllers
         if not is_v2 and "cpu" not in controllers.split(","):
             continue
         for mount in mounts.splitlines():
@@ -142,8 +142,8 @@ def _read_schedstat(paths: list[str]) -> dict[str, tuple[int, int]]:
     """Return the nanoseconds on a core and the nanoseconds on a run queue, by path. Unreadable files are left out."""
     times_by_path = {}
     for path in paths:
-        if numbers := _read(path).split():
-            times_by_path[path] = (int(numbers[0]), int(numbers[1]))
+        if fields := _read(path).split():
+            times_by_path[path] = (int(fields[0]), int(fields[1]))
     return times_by_path
 
 
@@ -178,9 +178,9 @@ class ProcessTimes:
         for name in processes:
             # The name in parentheses may contain spaces and parentheses.
             match = re.match(r"\d+ \((.*)\) (.*)", _read(f"/proc/{name}/stat"), re.DOTALL)
-            numbers = match[2].split() if match else []
-            if match and len(numbers) > 36 and own not in (int(name), int(numbers[1])) and int(numbers[36]) in cores:
-                seconds_by_process[int(name)] = ((int(numbers[11]) + int(numbers[12])) / ticks, match[1])
+            fields = match[2].split() if match else []
+            if match and len(fields) > 36 and own not in (int(name), int(fields[1])) and int(fields[36]) in cores:
+                seconds_by_process[int(name)] = ((int(fields[11]) + int(fields[12])) / ticks, match[1])
         return cls(time.perf_counter(), seconds_by_process)
 
     def describe_since(self, before: ProcessTimes) -> str:

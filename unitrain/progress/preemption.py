@@ -73,16 +73,16 @@ class PreemptionHandler:
         """Read the numbers of received signals until the connection is shut down."""
         first = 0.0
         while numbers := self._receiver.recv(16):
-            for number in numbers:
-                if number not in self._handled:
+            for signum in numbers:
+                if signum not in self._handled:
                     continue
                 if self.received is None:
-                    first, self.received = time.monotonic(), signal.Signals(number).name
+                    first, self.received = time.monotonic(), signal.Signals(signum).name
                 elif time.monotonic() - first > _SAME_NOTICE_SECONDS:
-                    os._exit(128 + number)
+                    os._exit(128 + signum)
 
 
-def _ignore_signal(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(signum: int, frame: FrameType | None) -> None:
     """Do nothing. Without a Python handler, the signal would terminate the process instead of waking the thread."""
 
 
@@ -91,7 +91,7 @@ def _ignore_signals_in_forks() -> None:
     """Prevent signals to forked processes, such as DataLoader workers, from waking this process's thread."""
 
     def detach_wakeup_socket() -> None:
-        if any(signal.getsignal(number) is _ignore_signal for number in signal.valid_signals()):
+        if any(signal.getsignal(signum) is _ignore_signal for signum in signal.valid_signals()):
             signal.set_wakeup_fd(-1)
 
     os.register_at_fork(after_in_child=detach_wakeup_socket)

@@ -68,7 +68,7 @@ def _attempt_charts(records: Sequence[RunRecord]) -> list[TimeChart]:
         return []
     attempts = records[0].attempts[-_MAX_RANKS:]
     first = len(records[0].attempts) - len(attempts) + 1
-    labels = [f"attempt {number}" for number in range(first, first + len(attempts))]
+    labels = [f"attempt {attempt_number}" for attempt_number in range(first, first + len(attempts))]
     seconds = {name: [attempt.seconds.get(name, 0.0) for attempt in attempts] for name in CATEGORIES}
     return [TimeChart("wall-clock time of each attempt", labels, seconds, x_label="seconds")]
 
@@ -160,7 +160,7 @@ def _memory_chart(records: Sequence[RunRecord], in_epochs: bool) -> LineChart:
             continue
         last = rows[-1]["memory_bytes"]
         most = sorted(range(len(last)), key=lambda rank: -last[rank])[:_MAX_MEMORY_LINES]
-        for number, ranks in enumerate([[rank] for rank in sorted(most)] if len(records) == 1 else [range(len(last))]):
+        for index, ranks in enumerate([[rank] for rank in sorted(most)] if len(records) == 1 else [range(len(last))]):
             values = [
                 {
                     **row,
@@ -169,7 +169,7 @@ def _memory_chart(records: Sequence[RunRecord], in_epochs: bool) -> LineChart:
                 for row in rows
                 if ranks[0] < len(row["memory_bytes"])
             ]
-            color = number if len(records) == 1 else run_index
+            color = index if len(records) == 1 else run_index
             label = f"rank {ranks[0]}" if len(records) == 1 else record.name
             lines.append(Line(label, run_statistics.chart_points(values, "gib", in_epochs), color))
     return LineChart("memory, GiB", lines, "", legend=len(records) == 1, from_zero=True)

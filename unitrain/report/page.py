@@ -53,7 +53,7 @@ def render(records: Sequence[RunRecord]) -> str:
     return load_template("page.html").render(
         colors=COLORS,
         title=", ".join(record.name for record in records),
-        runs=[_describe_run(record, number) for number, record in enumerate(records)],
+        runs=[_describe_run(record, index) for index, record in enumerate(records)],
         result_charts=[(chart.title, to_svg(chart)) for chart in result_charts(records)],
         time_charts=[(chart.title, to_svg(chart)) for chart in time_charts(records)],
         settings=_settings(records),

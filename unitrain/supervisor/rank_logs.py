@@ -46,10 +46,10 @@ def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_befor
     logs: dict[int, str] = {}
     # The folder may contain other files, such as a renamed copy of a log.
     for path in sorted(folder.glob("rank-*.log")):
-        number = path.stem.removeprefix("rank-")
-        if number.isdecimal() and path.is_file() and (new := _read_end(path, sizes_before.get(path.name, 0))):
-            logs[int(number)] = new
-    named = [int(number) for text in logs.values() for number in _FAILED_FIRST.findall(text)[-1:]]
+        rank_text = path.stem.removeprefix("rank-")
+        if rank_text.isdecimal() and path.is_file() and (new := _read_end(path, sizes_before.get(path.name, 0))):
+            logs[int(rank_text)] = new
+    named = [int(rank_text) for text in logs.values() for rank_text in _FAILED_FIRST.findall(text)[-1:]]
     with_traceback = [rank for rank, text in logs.items() if "Traceback (most recent call last)" in text]
     rank = killed_rank
     if rank is None and named:

@@ -388,9 +388,9 @@ def large_tensors_and_objects_are_transferred(backend: Backend) -> None:
 
 @contract
 def many_collectives_in_a_row_keep_their_order(backend: Backend) -> None:
-    for number in range(100):
-        result = backend.allreduce(torch.tensor([float(number * (backend.rank + 1))]), "sum")
-        assert result.item() == number * backend.size * (backend.size + 1) / 2
+    for call_index in range(100):
+        result = backend.allreduce(torch.tensor([float(call_index * (backend.rank + 1))]), "sum")
+        assert result.item() == call_index * backend.size * (backend.size + 1) / 2
 
 
 @contract

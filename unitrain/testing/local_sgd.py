@@ -286,9 +286,9 @@ def invalid_state_raises_on_every_rank(backend: Backend) -> None:
         ("got no states of ranks", {**state, "ranks": [{}]}),
         ("got no state of the outer optimizer", {**state, "outer": {}}),
     ]
-    for invalid_state, own in invalid:
+    for problem, own in invalid:
         passed = own if backend.rank == 0 else None
-        text = raises(CheckpointError, invalid_state, lambda passed=passed: local.load_state_dict(passed))
+        text = raises(CheckpointError, problem, lambda passed=passed: local.load_state_dict(passed))
         assert_same_on_every_rank(backend, text)
     before = vector(model).clone()
     local.load_state_dict(state if backend.rank == 0 else None)  # type: ignore[arg-type]

@@ -300,8 +300,8 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
             twin.zero_grad()
             backward(reference_wrapped, backend.rank, step)
             assert_gradients(model, gradients(twin), 0)
-        actual_errors, expected_gradient = mean_errors(backend, compression_state), mean_errors(backend, other)
-        assert all(torch.equal(actual_errors[name], expected_gradient[name]) for name in expected_gradient)
+        actual_errors, expected_errors = mean_errors(backend, compression_state), mean_errors(backend, other)
+        assert all(torch.equal(actual_errors[name], expected_errors[name]) for name in expected_errors)
 
 
 @contract

@@ -46,20 +46,20 @@ def _setup(backend: Backend, make: MakeOptimizer) -> tuple[nn.Module, nn.Module,
 
 
 def _step(
-    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, max_norm: float | None = None
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, max_norm: float | None = None
 ) -> None:
     optimizer.zero_grad()
-    compute_loss(model(batch(backend.rank, number))).backward()
+    compute_loss(model(batch(backend.rank, step))).backward()
     if max_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
 
 
 def _reference_step(
-    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, max_norm: float | None = None
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, max_norm: float | None = None
 ) -> None:
     """Run the same step without the backend: one process, with the samples of all ranks."""
-    expected = mean_gradients(backend, model, lambda m, rank: compute_loss(m(batch(rank, number))).backward())
+    expected = mean_gradients(backend, model, lambda m, rank: compute_loss(m(batch(rank, step))).backward())
     for name, parameter in model.named_parameters():
         parameter.grad = expected[name]
     if max_norm is not None:
@@ -93,9 +93,9 @@ def sharded_state_trains_as_plain_torch(backend: Backend) -> None:
         model, wrapped, optimizer = _setup(backend, make)
         twin = _build()
         twin_optimizer = make(twin.parameters())
-        for number in range(3):
-            _step(backend, wrapped, optimizer, number, max_norm)
-            _reference_step(backend, twin, twin_optimizer, number, max_norm)
+        for step in range(3):
+            _step(backend, wrapped, optimizer, step, max_norm)
+            _reference_step(backend, twin, twin_optimizer, step, max_norm)
         _assert_same(backend, model, twin)
         assert [id(parameter) for group in optimizer.param_groups for parameter in group["params"]] == [
             *map(id, model.parameters())
@@ -124,9 +124,9 @@ def state_dict_of_sharded_state_is_that_of_plain_torch(backend: Backend) -> None
     twin = _build()
     twin_optimizer = make(twin.parameters())
     assert optimizer.state_dict() == twin_optimizer.state_dict()
-    for number in range(2):
-        _step(backend, wrapped, optimizer, number)
-        _reference_step(backend, twin, twin_optimizer, number)
+    for step in range(2):
+        _step(backend, wrapped, optimizer, step)
+        _reference_step(backend, twin, twin_optimizer, step)
     saved, expected = optimizer.state_dict(), twin_optimizer.state_dict()
     assert saved["param_groups"] == expected["param_groups"]
     torch.testing.assert_close(saved["state"], expected["state"], rtol=0, atol=1e-10)
@@ -150,10 +150,10 @@ def state_dict_of_sharded_state_is_that_of_plain_torch(backend: Backend) -> None
         fresh_optimizer.load_state_dict(copy.deepcopy(twin_optimizer.state_dict()))
     fresh_wrapped = backend.distributed_model(fresh)
     backend.distributed_optimizer(fresh_optimizer, fresh_wrapped, shard="state")
-    for number in (3, 4):
-        _step(backend, wrapped, optimizer, number)
-        _step(backend, fresh_wrapped, fresh_optimizer, number)
-        _reference_step(backend, twin, twin_optimizer, number)
+    for step in (3, 4):
+        _step(backend, wrapped, optimizer, step)
+        _step(backend, fresh_wrapped, fresh_optimizer, step)
+        _reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
     _assert_same(backend, fresh, twin)
 
@@ -176,16 +176,16 @@ def sharded_state_with_groups_freezing_and_schedulers(backend: Backend) -> None:
     pairs = [make(model), make(twin)]
     wrapped = backend.distributed_model(model)
     backend.distributed_optimizer(pairs[0][0], wrapped, shard="state")
-    for number in range(6):
-        if number == 2:
+    for step in range(6):
+        if step == 2:
             for replica, (optimizer, _) in zip((model, twin), pairs, strict=True):
                 optimizer.add_param_group({"params": [*replica[2].parameters()], "lr": 0.02})  # type: ignore[index]
-        if number in (3, 5):
+        if step in (3, 5):
             for replica in (model, twin):
-                replica[4].requires_grad_(number == 3)  # type: ignore[index]
-                replica[1].bias.requires_grad_(number == 5)  # type: ignore[index]
-        _step(backend, wrapped, pairs[0][0], number)
-        _reference_step(backend, twin, pairs[1][0], number)
+                replica[4].requires_grad_(step == 3)  # type: ignore[index]
+                replica[1].bias.requires_grad_(step == 5)  # type: ignore[index]
+        _step(backend, wrapped, pairs[0][0], step)
+        _reference_step(backend, twin, pairs[1][0], step)
         for _, scheduler in pairs:
             scheduler.step()
         assert [group["lr"] for group in pairs[0][0].param_groups] == [
@@ -202,16 +202,16 @@ def sharded_state_with_loss_scaling(backend: Backend) -> None:
     twin = _build()
     twin_optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(backend.device.type, init_scale=256.0)
-    for number in range(4):
+    for step in range(4):
         optimizer.zero_grad()
-        loss = compute_loss(wrapped(batch(backend.rank, number)))
-        if number == 1 and backend.rank == backend.size - 1:
+        loss = compute_loss(wrapped(batch(backend.rank, step)))
+        if step == 1 and backend.rank == backend.size - 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        if number != 1:
-            _reference_step(backend, twin, twin_optimizer, number)
+        if step != 1:
+            _reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
 
 
@@ -229,18 +229,18 @@ def sharded_state_of_two_optimizers_with_a_closure(backend: Backend) -> None:
     optimizers, twins = pair(model), pair(twin)
     for optimizer in optimizers:
         backend.distributed_optimizer(optimizer, wrapped, shard="state")
-    for number in range(3):
+    for step in range(3):
 
-        def closure(number: int = number) -> float:
+        def closure(step: int = step) -> float:
             model.zero_grad()
-            loss = compute_loss(wrapped(batch(backend.rank, number)))
+            loss = compute_loss(wrapped(batch(backend.rank, step)))
             loss.backward()
             return loss.item()
 
         assert isinstance(optimizers[0].step(closure), float)
         optimizers[1].step()
         expected = mean_gradients(
-            backend, twin, lambda m, rank, number=number: compute_loss(m(batch(rank, number))).backward()
+            backend, twin, lambda m, rank, step=step: compute_loss(m(batch(rank, step))).backward()
         )
         for name, parameter in twin.named_parameters():
             parameter.grad = expected[name]
@@ -260,9 +260,9 @@ def sharded_state_of_one_small_parameter(backend: Backend) -> None:
     wrapped = backend.distributed_model(model)
     optimizer = backend.distributed_optimizer(torch.optim.Adam(model.parameters()), wrapped, shard="state")
     twin_optimizer = torch.optim.Adam(twin.parameters())
-    for number in range(3):
-        _step(backend, wrapped, optimizer, number)
-        _reference_step(backend, twin, twin_optimizer, number)
+    for step in range(3):
+        _step(backend, wrapped, optimizer, step)
+        _reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
     torch.testing.assert_close(optimizer.state_dict()["state"], twin_optimizer.state_dict()["state"])
 
@@ -293,9 +293,9 @@ def sharded_state_needs_only_blocking_broadcasts(backend: Backend) -> None:
     wrapped = backend.distributed_model(model)
     optimizer, twin_optimizer = (torch.optim.Adam(replica.parameters()) for replica in (model, twin))
     shard_optimizer_state(optimizer, _BroadcastOnly(backend))  # type: ignore[arg-type]
-    for number in range(2):
-        _step(backend, wrapped, optimizer, number)
-        _reference_step(backend, twin, twin_optimizer, number)
+    for step in range(2):
+        _step(backend, wrapped, optimizer, step)
+        _reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
 
 
@@ -316,9 +316,9 @@ def sharded_state_survives_a_failing_step(backend: Backend) -> None:
     raises(RuntimeError, "failed", lambda: _step(backend, wrapped, optimizer, 0))
     assert len(optimizer.state_dict()["param_groups"][0]["params"]) == len([*model.parameters()])
     optimizer.fails = False  # type: ignore[attr-defined]
-    for number in range(2):
-        _step(backend, wrapped, optimizer, number)
-        _reference_step(backend, twin, twin_optimizer, number)
+    for step in range(2):
+        _step(backend, wrapped, optimizer, step)
+        _reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
 
 
@@ -353,19 +353,19 @@ def sharded_state_of_user_defined_optimizers(backend: Backend) -> None:
             model, wrapped, optimizer = _setup(backend, make)
             twin = _build()
             twin_optimizer = make(twin.parameters())
-            for number in range(3):
+            for step in range(3):
                 if with_closure and make is _DecayingAdam:
 
-                    def closure(wrapped: nn.Module = wrapped, number: int = number) -> float:
+                    def closure(wrapped: nn.Module = wrapped, step: int = step) -> float:
                         wrapped.zero_grad()
-                        loss = compute_loss(wrapped(batch(backend.rank, number)))
+                        loss = compute_loss(wrapped(batch(backend.rank, step)))
                         loss.backward()
                         return loss.item()
 
                     optimizer.step(closure)
                 else:
-                    _step(backend, wrapped, optimizer, number)
-                _reference_step(backend, twin, twin_optimizer, number)
+                    _step(backend, wrapped, optimizer, step)
+                _reference_step(backend, twin, twin_optimizer, step)
             _assert_same(backend, model, twin)
 
 
@@ -393,18 +393,18 @@ def sharded_state_with_step_hooks_and_repeated_setup(backend: Backend) -> None:
 
     model, twin = _build(), _build()
     optimizer, twin_optimizer = (torch.optim.Adam(replica.parameters(), lr=0.01) for replica in (model, twin))
-    for replica in (optimizer, twin_optimizer):
-        replica.register_step_post_hook(shrink)
+    for hooked_optimizer in (optimizer, twin_optimizer):
+        hooked_optimizer.register_step_post_hook(shrink)
     removed = optimizer.register_step_post_hook(shrink)
     wrapped = backend.distributed_model(model)
     for _ in range(2):
         backend.distributed_optimizer(optimizer, wrapped, shard="state")
     removed.remove()
-    for replica in (optimizer, twin_optimizer):
-        replica.register_step_pre_hook(clip)
-    for number in range(3):
-        _step(backend, wrapped, optimizer, number)
-        _reference_step(backend, twin, twin_optimizer, number)
+    for hooked_optimizer in (optimizer, twin_optimizer):
+        hooked_optimizer.register_step_pre_hook(clip)
+    for step in range(3):
+        _step(backend, wrapped, optimizer, step)
+        _reference_step(backend, twin, twin_optimizer, step)
     _assert_same(backend, model, twin)
 
 
@@ -414,13 +414,13 @@ def sharded_state_follows_replaced_parameters(backend: Backend) -> None:
     wrapped = backend.distributed_model(model)
     optimizers = [torch.optim.Adam([*replica.parameters()][:3], lr=0.01) for replica in (model, twin)]
     backend.distributed_optimizer(optimizers[0], wrapped, shard="state")
-    for number in range(3):
-        if number == 1:
+    for step in range(3):
+        if step == 1:
             for replica, optimizer in zip((model, twin), optimizers, strict=True):
                 optimizer.param_groups[0]["params"] = [*replica.parameters()][3:6]
         wrapped.zero_grad()
-        _step(backend, wrapped, optimizers[0], number)
-        _reference_step(backend, twin, optimizers[1], number)
+        _step(backend, wrapped, optimizers[0], step)
+        _reference_step(backend, twin, optimizers[1], step)
     _assert_same(backend, model, twin)
 
 

@@ -57,12 +57,12 @@ def find_first_difference(record: Record, reference: Record) -> str:
         if record.first.start.get(name) != digest:
             return f"the initial values of parameter {name} differ. Call torch.manual_seed(0) before the model is built"
     steps = zip(_steps(record), _steps(reference), strict=False)
-    for number, (own, other) in enumerate(steps, 1):
+    for step, (own, other) in enumerate(steps, 1):
         for name in own:
             if own[name] != other.get(name):
-                return f"step {number} is the first with a difference: {name}"
+                return f"step {step} is the first with a difference: {name}"
         if missing := other.keys() - own.keys():
-            return f"step {number} is the first with a difference: {min(missing)} is missing"
+            return f"step {step} is the first with a difference: {min(missing)} is missing"
     if record.steps != reference.steps:
         return f"the run ended after {record.steps} steps, the reference after {reference.steps}"
     return ""
@@ -70,12 +70,12 @@ def find_first_difference(record: Record, reference: Record) -> str:
 
 def find_replica_difference(record: Record) -> str:
     """Return a description of the first tensor that differs from rank 0 on another rank; empty if all are equal."""
-    for number in range(record.steps):
-        first = record.first.steps[number].tensors
+    for index in range(record.steps):
+        first = record.first.steps[index].tensors
         for rank in record.ranks:
-            for name, digest in rank.steps[number].tensors.items():
+            for name, digest in rank.steps[index].tensors.items():
                 if first.get(name) != digest:
-                    return f"after step {number + 1}, {name} on rank {rank.rank} differs from rank 0"
+                    return f"after step {index + 1}, {name} on rank {rank.rank} differs from rank 0"
     return ""
 
 

@@ -122,8 +122,8 @@ class PowerSGDCompressor(CompressionState):
         # The transpose of M^T P, which is several times faster to compute.
         queries = [base.T @ matrix.remainder * self._inverse_size for matrix, base in zip(matrices, bases, strict=True)]
         yield from _allreduce_parts(queries, start_allreduce)
-        for number, matrix in enumerate(matrices):
-            self._set_gradient(matrix, bases[number], queries[number].T, finite[number], used[number])
+        for index, matrix in enumerate(matrices):
+            self._set_gradient(matrix, bases[index], queries[index].T, finite[index], used[index])
 
     def finish(self) -> None:
         """Apply the new state of all matrices, unless a gradient of the backward pass contains inf or nan."""

@@ -38,7 +38,7 @@ def join_process_set(store: dist.Store, rank: int, ranks: Sequence[int], timeout
     store.set(f"joined/{rank}", "")
 
     def missing_ranks() -> list[int]:
-        return [one for number, one in enumerate(ranks) if not store.check([f"joined/{number}"])]
+        return [rank for position, rank in enumerate(ranks) if not store.check([f"joined/{position}"])]
 
     try:
         return add_process_set(ranks, timeout, missing_ranks)
@@ -62,13 +62,13 @@ def add_process_set(
     with _lock:
         _users[key] += 1
     deadline = time.monotonic() + timeout.total_seconds()
-    number = _PENDING
+    process_set_id = _PENDING
     try:
-        while (number := _library.horovod_request_process_set(_as_array(ranks), len(ranks))) == _PENDING:
+        while (process_set_id := _library.horovod_request_process_set(_as_array(ranks), len(ranks))) == _PENDING:
             if time.monotonic() > deadline:
                 raise GroupTimeoutError(_describe_timeout(ranks, timeout, missing_ranks()))
             time.sleep(_POLL_SECONDS)
-        if number < 0:
+        if process_set_id < 0:
             raise RuntimeError(
                 f"Horovod could not create a group of the ranks {list(ranks)}, because it has been shut down. "
                 "Check whether a rank has failed or called hvd.shutdown()."
@@ -77,7 +77,7 @@ def add_process_set(
         remove_process_set(ranks)
         raise
     process_set = hvd.ProcessSet(list(ranks))
-    process_set.process_set_id = number
+    process_set.process_set_id = process_set_id
     return process_set
 
 

@@ -65,15 +65,15 @@ def gather_optimizer_state(
     order = [name for group in names for name in group]
     named = {
         "state": {order[key]: entry for key, entry in own["state"].items()},
-        "groups": [{**group, "params": names[number]} for number, group in enumerate(own["param_groups"])],
+        "groups": [{**group, "params": names[index]} for index, group in enumerate(own["param_groups"])],
     }
     parts = [broadcast_with_tensors(communicator, named, root=stage) for stage in range(stages)]
     groups = _join_groups([part["groups"] for part in parts])
     entries = {name: entry for part in parts for name, entry in part["state"].items()}
-    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
+    index_by_name = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
     return {
-        "state": {number: entries[name] for name, number in numbers.items() if name in entries},
-        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+        "state": {index: entries[name] for name, index in index_by_name.items() if name in entries},
+        "param_groups": [{**group, "params": [index_by_name[name] for name in group["params"]]} for group in groups],
     }
 
 
@@ -111,7 +111,7 @@ def _load_stage(
 ) -> None:
     """Load the entries that `state` contains for this stage into `optimizer`. `own` contains the names of this stage's
     parameters by group, and `by_stage` those of every stage."""
-    groups = [[name for names in by_stage for name in names[number]] for number in range(len(own))]
+    groups = [[name for names in by_stage for name in names[index]] for index in range(len(own))]
     saved = state["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group) for group in groups]:
         raise CheckpointError(
@@ -119,17 +119,19 @@ def _load_stage(
             f"optimizer of the complete model has {[len(group) for group in groups]}. Load the state of the same "
             "optimizer and model."
         )
-    numbers = {
-        name: number
+    index_by_name = {
+        name: index
         for names, group in zip(groups, saved, strict=True)
-        for name, number in zip(names, group["params"], strict=True)
+        for name, index in zip(names, group["params"], strict=True)
     }
     order = [name for group in own for name in group]
     positions = {name: position for position, name in enumerate(order)}
     optimizer.load_state_dict(
         {
             "state": {
-                positions[name]: state["state"][numbers[name]] for name in order if numbers[name] in state["state"]
+                positions[name]: state["state"][index_by_name[name]]
+                for name in order
+                if index_by_name[name] in state["state"]
             },
             "param_groups": [
                 {**group, "params": [positions[name] for name in names]}
@@ -161,6 +163,6 @@ def _join_groups(by_stage: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
                 "of one optimizer. Use the same groups and settings on every rank; a group may be empty."
             )
     return [
-        {**group, "params": [name for groups in by_stage for name in groups[number]["params"]]}
-        for number, group in enumerate(by_stage[0])
+        {**group, "params": [name for groups in by_stage for name in groups[group_index]["params"]]}
+        for group_index, group in enumerate(by_stage[0])
     ]

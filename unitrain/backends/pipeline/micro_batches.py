@@ -32,7 +32,7 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> list[int]:
     A batch with fewer samples than `micro_batches` has one micro-batch per sample.
     """
     count = min(samples, micro_batches)
-    return [samples // count + (number < samples % count) for number in range(count)]
+    return [samples // count + (index < samples % count) for index in range(count)]
 
 
 def order_by_replica(batch: Any, replicas: int) -> Any:
@@ -41,7 +41,7 @@ def order_by_replica(batch: Any, replicas: int) -> Any:
     A ShardedLoader assigns consecutive samples to consecutive replicas.
     """
     return tree_map_only(
-        Tensor, lambda tensor: torch.cat([tensor[number::replicas] for number in range(replicas)]), batch
+        Tensor, lambda tensor: torch.cat([tensor[replica::replicas] for replica in range(replicas)]), batch
     )
 
 
@@ -63,7 +63,7 @@ def split_batch(inputs: Any, micro_batches: int, replicas: int = 1) -> list[Tens
         raise TensorError(
             f"The inputs of a Pipeline must be one dense tensor, but the tensor {description}. Pass a batch."
         )
-    counts = [len(range(number, len(inputs), replicas)) for number in range(replicas)]
+    counts = [len(range(replica, len(inputs), replicas)) for replica in range(replicas)]
     return list(inputs.split([size for count in counts if count for size in micro_batch_sizes(count, micro_batches)]))
 
 
@@ -104,12 +104,12 @@ def weighted_loss(loss_fn: LossFunction, output: Any, target: Target) -> Tensor:
 
 def checksum(values: Any) -> int:
     """Return a hash of the shapes, dtypes and contents of the tensors in `values`."""
-    number = 0
+    crc = 0
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
-            number = zlib.crc32(f"{leaf.dtype} {list(leaf.shape)}".encode(), number)
-            number = zlib.crc32(as_bytes(leaf.cpu()).numpy().data, number)
-    return number
+            crc = zlib.crc32(f"{leaf.dtype} {list(leaf.shape)}".encode(), crc)
+            crc = zlib.crc32(as_bytes(leaf.cpu()).numpy().data, crc)
+    return crc
 
 
 def specification(tensor: Tensor) -> tuple[object, ...]:

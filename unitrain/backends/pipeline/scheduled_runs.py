@@ -110,10 +110,10 @@ class ScheduledStageRuns(StageRuns):
             )
         stage, schedule = self._schedules[key]
         shapes = []
-        for number, values in enumerate(inputs):
+        for index, values in enumerate(inputs):
             actual = specification(values)
             if actual not in self._shapes:
-                content = (values, targets[number].values) if targets else values
+                content = (values, targets[index].values) if targets else values
                 self._shapes[actual] = self._exchange_shapes(values, checksum(content))
             shapes.append(self._shapes[actual])
         stage.inputs, stage.outputs = [shape for shape, _ in shapes], [shape for _, shape in shapes]

@@ -135,13 +135,13 @@ class GradientGroup:
             )
         device = self.communicator.device
         powers = torch.zeros(len(gradients), dtype=torch.float64, device=device)
-        stored = [(number, gradient.local) for number, gradient in enumerate(gradients) if gradient.local.numel()]
+        stored = [(index, gradient.local) for index, gradient in enumerate(gradients) if gradient.local.numel()]
         if stored:
             norms = foreach_norm([_upcast_half(local) for _, local in stored], order)
             values = torch.stack([norm.double() for norm in norms])
             if not math.isinf(order):
                 values = values.pow(order)
-            powers[torch.tensor([number for number, _ in stored], device=device)] = values
+            powers[torch.tensor([index for index, _ in stored], device=device)] = values
         total = self.communicator.allreduce(powers, "max" if math.isinf(order) else "sum")
         if not math.isinf(order):
             total = total.pow(1 / order)

@@ -240,7 +240,7 @@ class ShardedState:
         return divide_elements(sizes, self._communicator.size)
 
     def _arrange_batches(self, optimizer: Optimizer, held: list[nn.Parameter]) -> None:
-        groups = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        groups = [group_index for group_index, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         shards = [
             replace(shard, index=index) for index, parameter in enumerate(held) for shard in self._shards[parameter]
         ]
@@ -320,8 +320,8 @@ class ShardedState:
 
     def _enter_batch(self, optimizer: Optimizer, batch: _Batch) -> None:
         """Replace the optimizer's parameters with this rank's shards of `batch`."""
-        for number, group in enumerate(optimizer.param_groups):
-            group["params"] = [owned.local for owned in batch.owned.get(number, ())]
+        for group_index, group in enumerate(optimizer.param_groups):
+            group["params"] = [owned.local for owned in batch.owned.get(group_index, ())]
         if self._reducer is not None:
             self._set_complete_gradients(batch)
         for owned in self._partial_shards(batch):
