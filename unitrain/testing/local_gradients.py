@@ -375,6 +375,9 @@ def two_models_with_shared_parameters_are_reduced(backend: Backend) -> None:
     with backend.no_sync(wrapped[0]):
         backward(wrapped[0], backend.rank)
     raises(ModelError, "0.weight", optimizers[1].step)
+    with backend.no_sync(wrapped[0]):
+        backward(wrapped[1], backend.rank)
+    optimizers[1].step()
     assert_same_on_every_rank(backend, [parameter.tolist() for model in pair for parameter in model.parameters()])
 
 

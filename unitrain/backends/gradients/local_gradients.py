@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unitrain.backends.logical_ranks import check_no_logical_rank
 from unitrain.backends.sharding.gradient import ShardedGradient
 from unitrain.errors import ModelError
-from unitrain.torch_compat import local_shard
+from unitrain.torch_compat import current_backward, local_shard
 
 _MAX_SHOWN = 5
 
@@ -29,8 +29,7 @@ class LocalGradients:
 
     - If every backward pass outside `no_sync` leaves all gradients reduced, as on a single rank, call `track` at the
       first `no_sync`, because no gradient is local before that. The hooks call `is_accumulating`, which returns whether
-      the model is inside `no_sync`. If neither it nor another model with the same parameter is, no gradient is local
-      after the backward pass.
+      the model is inside `no_sync`. A backward pass outside `no_sync` leaves no local gradient.
     - A reducer that determines itself which gradients are local calls `mark_local` and `mark_reduced` instead of
       `track`.
     """
@@ -59,6 +58,7 @@ class LocalGradients:
         LocalGradients._instances.add(self)
         self._is_accumulating = is_accumulating
         self._handles: list[Any] = []
+        self._last_reducing_backward = -1
         if is_accumulating is None:
             self.track()
 
@@ -87,12 +87,20 @@ class LocalGradients:
         return on_gradient
 
     def _accumulates(self, key: int) -> bool:
-        """Return whether this model, or another one with the same parameter, is inside `no_sync`."""
-        trackers = [self, *self._trackers_with_shared_parameters] if self._has_shared_parameters else [self]
-        return any(
-            key in tracker._names and tracker._is_accumulating is not None and tracker._is_accumulating()
-            for tracker in trackers
-        )
+        """Return whether the current backward pass accumulates the gradient of a parameter without reducing it.
+
+        If the parameter is shared and only some of its models are inside `no_sync`, the pass reduces the gradient if it
+        has reached a parameter that belongs to the other models only.
+        """
+        trackers = [self]
+        if self._has_shared_parameters:
+            trackers += [other for other in self._trackers_with_shared_parameters if key in other._names]
+        reducing = [tracker for tracker in trackers if not (tracker._is_accumulating and tracker._is_accumulating())]
+        backward = current_backward()
+        if len(reducing) == len(trackers):
+            self._last_reducing_backward = backward
+            return False
+        return all(tracker._last_reducing_backward != backward for tracker in reducing)
 
     def set_reduced_parameters(self, reduced: Iterable[Tensor]) -> None:
         """Restrict `mark_reduced` to the parameters in `reduced`, whose gradients the reducer reduces."""
