@@ -42,10 +42,10 @@ def network() -> nn.Module:
     return nn.Linear(4, 3)
 
 
-def make(model: nn.Module, **settings: object) -> Trainer:
+def make(model: nn.Module, loss_fn: Any = sum_and_count, **settings: object) -> Trainer:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     config = TrainConfig(**{"max_epochs": 2, "progress": "off", **settings})  # type: ignore[arg-type]
-    return Trainer(model, optimizer, sum_and_count, backend=LOCAL, config=config)
+    return Trainer(model, optimizer, loss_fn, backend=LOCAL, config=config)
 
 
 def test_loss_is_the_mean_over_the_tokens_of_a_step() -> None:
@@ -79,6 +79,20 @@ class Unfreezes(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == 2:
             trainer.optimizer.add_param_group({"params": list(two_layers(trainer.model)[0].parameters()), "lr": 0.25})
+
+
+def test_tokens_may_be_counted_in_the_same_tensor_for_each_batch() -> None:
+    data, counter = sequences(), torch.zeros((), dtype=torch.float64)
+
+    def sum_and_counter(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = sum_and_count(output, target)
+        return total, counter.fill_(count)
+
+    expected, found = network(), network()
+    settings = {"batch_size": 2, "gradient_accumulation_steps": 2}
+    results = make(expected, **settings).fit(data, data)
+    assert make(found, sum_and_counter, **settings).fit(data, data) == results
+    assert torch.equal(found.weight, expected.weight)
 
 
 def two_layers(model: Any) -> nn.Sequential:

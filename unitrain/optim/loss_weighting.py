@@ -138,7 +138,11 @@ class LossWeighting:
         if loss.tokens is None:
             weight *= micro_batch.samples
             return loss.value if weight == 1.0 else loss.value * weight
-        local_tokens = torch.as_tensor(loss.tokens, dtype=torch.float64, device=self._communicator.device).detach()
+        device = self._communicator.device
+        if isinstance(loss.tokens, Tensor):  # a copy, because loss_fn may overwrite it in the next micro-batch
+            local_tokens = loss.tokens.detach().to(device, torch.float64, copy=True)
+        else:
+            local_tokens = torch.tensor(loss.tokens, dtype=torch.float64, device=device)
         tokens = local_tokens if micro_batch.samples else torch.zeros_like(local_tokens)
         self._local_tokens = tokens if self._local_tokens is None else self._local_tokens + tokens
         if self._tokens_per_sample is None:
