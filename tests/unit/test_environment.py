@@ -299,7 +299,9 @@ def test_variables_are_read_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UNITRAIN_A", "UNITRAIN_B"):
         monkeypatch.setenv(name, "of the user")
     monkeypatch.setenv("UNITRAIN_C", "")
-    environment.export_defaults({"UNITRAIN_A": "ours"})
+    monkeypatch.setenv("UNITRAIN_EMPTY", "")
+    environment.export_defaults({"UNITRAIN_A": "ours", "UNITRAIN_EMPTY": "ours"})
+    assert environment.get_variable("UNITRAIN_EMPTY") == "ours"
     environment.export({"UNITRAIN_B": "ours"})
     assert [environment.get_variable(f"UNITRAIN_{letter}") for letter in "ABCD"] == ["of the user", "ours", None, None]
     assert environment.copy()["UNITRAIN_B"] == "ours"

@@ -284,9 +284,10 @@ def export(values: Mapping[str, str]) -> None:
 
 
 def export_defaults(values: Mapping[str, str]) -> None:
-    """Set the variables that are not set yet."""
+    """Set the variables that are unset or empty."""
     for name, value in values.items():
-        os.environ.setdefault(name, value)
+        if not os.environ.get(name):
+            os.environ[name] = value
 
 
 def export_terminal() -> None:
