@@ -120,7 +120,7 @@ def _differing_fields(host: dict[str, object], first: dict[str, object]) -> dict
         common = first.get(field)
         if isinstance(value, list | tuple) and isinstance(common, list | tuple) and len(value) == len(common):
             pairs = enumerate(zip(value, common, strict=True))
-            differing[field] = {str(at): word for at, (word, other) in pairs if word != other}
+            differing[field] = {str(at): word for at, (word, first_word) in pairs if word != first_word}
         elif field not in first or value != common:
             differing[field] = value
     return differing

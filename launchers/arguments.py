@@ -62,12 +62,12 @@ def merge_options(defaults: Iterable[Sequence[str]], options: Sequence[str]) -> 
     ignored.
     """
     plain = [word.lstrip("-") for word in options]
-    kept: list[str] = []
+    kept_defaults: list[str] = []
     for default in defaults:
         name = [word.lstrip("-") for word in default[:-1]]
         if not any(plain[at : at + len(name)] == name for at in range(len(plain))):
-            kept += default
-    return (*kept, *options)
+            kept_defaults += default
+    return (*kept_defaults, *options)
 
 
 def parse_exports(

@@ -91,7 +91,7 @@ def discover_hosts(script: Path) -> tuple[Host, ...]:
     it cannot be run or its output cannot be parsed.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [str(script.absolute())],
             capture_output=True,
             text=True,
@@ -109,12 +109,13 @@ def discover_hosts(script: Path) -> tuple[Host, ...]:
             f"--host-discovery-script '{script}' cannot be run: {error.strerror}. "
             f"Add a shebang such as #!/bin/sh and make it executable: chmod +x {script}"
         ) from error
-    if done.returncode:
+    if process.returncode:
         raise HostDiscoveryError(
-            f"--host-discovery-script '{script}' ended with exit code {done.returncode}: "
-            f"{done.stderr.strip() or 'it printed no error message'}. Let it print name:slots lines, and exit with 0."
+            f"--host-discovery-script '{script}' ended with exit code {process.returncode}: "
+            f"{process.stderr.strip() or 'it printed no error message'}. Let it print name:slots lines, and exit with "
+            "0."
         )
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    lines = [line.strip() for line in process.stdout.splitlines() if line.strip()]
     return parse_hosts(",".join(lines)) if lines else ()
 
 
@@ -140,9 +141,9 @@ def _is_reachable(host: Host) -> bool:
     options = ["BatchMode=yes", f"ConnectTimeout={_SSH_TIMEOUT_SECONDS}", "StrictHostKeyChecking=accept-new"]
     command = ["ssh", *(word for option in options for word in ("-o", option)), "--", host.name.strip("[]"), "true"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * _SSH_TIMEOUT_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return done.returncode == 0
+    return process.returncode == 0

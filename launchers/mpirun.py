@@ -78,11 +78,11 @@ def build(spec: LaunchSpec) -> Command:
 def _check_is_open_mpi(program: str) -> None:
     """Raise LaunchError for the mpirun of another MPI implementation, whose options differ."""
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        process = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"'{program} --version' failed: {error}. Fix it, or choose another launcher.") from None
-    if "Open MPI" not in done.stdout and "OpenRTE" not in done.stdout:
-        lines = (done.stdout or done.stderr).strip().splitlines() or ["nothing"]
+    if "Open MPI" not in process.stdout and "OpenRTE" not in process.stdout:
+        lines = (process.stdout or process.stderr).strip().splitlines() or ["nothing"]
         raise LaunchError(
             f"'{program}' is not Open MPI's mpirun: its --version prints {lines[0].strip()!r}. Put Open MPI's mpirun "
             "first on PATH, or start the script with this program: mpiexec -genv MASTER_ADDR <host of rank 0> -genv "

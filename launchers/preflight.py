@@ -62,7 +62,7 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
     remote = [*SSH, "--", name, f"exec {shlex.quote(spec.python)} -P -"]
     command = [spec.python, "-P", "-"] if is_this_host(host) else remote
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             input=Path(host_probe.__file__).read_text() + call,
             capture_output=True,
@@ -77,12 +77,12 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
         raise LaunchError(
             f"Host {name!r} did not answer within {_TIMEOUT_SECONDS} s. Check it with: ssh {name} hostname"
         ) from None
-    for line in done.stdout.splitlines():
+    for line in process.stdout.splitlines():
         _, has_prefix, facts = line.partition(_OUTPUT_PREFIX)  # a shell's startup file may print text before the JSON
         if has_prefix:
             return _ProbeResult(host, json.loads(facts))
-    errors = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    raise LaunchError(_describe_failure(name, done.returncode, errors, spec.python))
+    errors = [line.strip() for line in process.stderr.splitlines() if line.strip()]
+    raise LaunchError(_describe_failure(name, process.returncode, errors, spec.python))
 
 
 def _required_file(spec: LaunchSpec) -> str:
@@ -109,7 +109,7 @@ def _config_file(spec: LaunchSpec) -> str | None:
 
 
 def _describe_failure(name: str, code: int, errors: list[str], python: str) -> str:
-    last = errors[-1] if errors else f"exit code {code}"
+    last_line = errors[-1] if errors else f"exit code {code}"
     text = "\n".join(errors)
     if code == 255:
         if "IDENTIFICATION HAS CHANGED" in text or "Host key verification failed" in text:
@@ -119,18 +119,18 @@ def _describe_failure(name: str, code: int, errors: list[str], python: str) -> s
             )
         if "Permission denied" in text:
             return (
-                f"Host {name!r} does not accept a login without a password: {last} Install your key there: "
+                f"Host {name!r} does not accept a login without a password: {last_line} Install your key there: "
                 f"ssh-copy-id {name}"
             )
         if "resolve hostname" in text:
             return (
-                f"Host {name!r} cannot be resolved on this host: {last}. Use a name that ssh accepts, and try: ssh "
-                f"{name} hostname"
+                f"Host {name!r} cannot be resolved on this host: {last_line}. Use a name that ssh accepts, and try: "
+                f"ssh {name} hostname"
             )
-        return f"Host {name!r} cannot be reached: {last}. Leave it out of the hosts, or try: ssh {name} hostname"
+        return f"Host {name!r} cannot be reached: {last_line}. Leave it out of the hosts, or try: ssh {name} hostname"
     return (
-        f"{python!r} does not run on {name}: {last}. Install the environment there at the same path, or use one on a "
-        "file system that all hosts share"
+        f"{python!r} does not run on {name}: {last_line}. Install the environment there at the same path, or use one "
+        "on a file system that all hosts share"
     )
 
 

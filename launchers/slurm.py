@@ -203,14 +203,14 @@ def _scontrol(arguments: list[str], action: str) -> str:
             "that has Slurm's programs"
         )
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [program, *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"scontrol did not {action} within {_SCONTROL_TIMEOUT_SECONDS} s. Try: sinfo") from None
-    if done.returncode or not done.stdout.split():
+    if process.returncode or not process.stdout.split():
         raise LaunchError(
-            f"scontrol could not {action}: {done.stderr.strip() or 'it printed nothing'}. "
+            f"scontrol could not {action}: {process.stderr.strip() or 'it printed nothing'}. "
             f"Try: scontrol {' '.join(arguments)}"
         )
-    return done.stdout
+    return process.stdout

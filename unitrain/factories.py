@@ -38,13 +38,13 @@ def call_training_function(target: str) -> Mapping[str, Any]:
             f"{target} returned a {type(arguments).__name__}. Return a dictionary with the arguments of Trainer "
             "and fit: model, optimizer, config, train_data and others."
         )
-    known = [*inspect.signature(unitrain.Trainer).parameters, *FIT]
-    known.remove("backend")
+    known_names = [*inspect.signature(unitrain.Trainer).parameters, *FIT]
+    known_names.remove("backend")
     for name in arguments:
-        if name not in known:
+        if name not in known_names:
             raise ConfigError(
                 f"{target} returned {name!r}, which is not an argument of Trainer or fit. "
-                f"{did_you_mean(str(name), known)}Known: {', '.join(known)}."
+                f"{did_you_mean(str(name), known_names)}Known: {', '.join(known_names)}."
             )
     missing = [name for name in _REQUIRED if name not in arguments]
     if missing:

@@ -78,8 +78,8 @@ class Outputs:
         if not layouts:
             raise DataError("predict got data without samples. Pass data with at least one sample.")
         specs, layout = layouts[0]
-        for other, _ in layouts:
-            check_same_specs("ranks", specs, other)
+        for rank_specs, _ in layouts:
+            check_same_specs("ranks", specs, rank_specs)
         lengths = [lengths for _, _, _, lengths in summaries]
         counts = [sum(lengths_of_rank) for lengths_of_rank in lengths]
         outputs = [self._gather_output(index, spec, counts, communicator) for index, spec in enumerate(specs)]
@@ -164,8 +164,8 @@ def check_same_specs(compared: str, left: list[OutputSpec], right: list[OutputSp
     if left == right:
         return
     first, second = (
-        ", ".join(str(spec) for spec in specs if spec not in others) or "no other output"
-        for specs, others in ((left, right), (right, left))
+        ", ".join(str(spec) for spec in specs if spec not in other_specs) or "no other output"
+        for specs, other_specs in ((left, right), (right, left))
     )
     raise ModelError(
         f"predict concatenates the outputs of all samples, but they differ between {compared}: {first} (per sample) "

@@ -324,7 +324,7 @@ def _file_names(specs: Sequence[OutputSpec]) -> list[str]:
     for spec in specs:
         plain = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", spec.path)
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", plain)
-        repeated = sum(other == name or other.startswith(f"{name}~") for other in names)
+        repeated = sum(previous_name == name or previous_name.startswith(f"{name}~") for previous_name in names)
         names.append(f"{name}~{repeated}" if repeated else name)
     return [f"{name}.npy" for name in names]
 

@@ -77,10 +77,12 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 class _Hooks(UserDict[int, Callable[..., Any]]):
     """The registered hooks of an optimizer, preceded by the hooks `first` and followed by the hooks `last`."""
 
-    def __init__(self, registered: Any, first: list[Callable[..., Any]], last: list[Callable[..., Any]]) -> None:
+    def __init__(
+        self, registered: Any, leading_hooks: list[Callable[..., Any]], trailing_hooks: list[Callable[..., Any]]
+    ) -> None:
         super().__init__()
         self.data = registered  # the handles of the registered hooks refer to this dictionary
-        self._first, self._last = first, last
+        self._first, self._last = leading_hooks, trailing_hooks
 
     def values(self) -> Any:
         return [*self._first, *self.data.values(), *self._last]

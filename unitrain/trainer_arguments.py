@@ -189,10 +189,10 @@ def validation_data_by_prefix(data: Data | Mapping[str, Data] | None, results: S
         for result in results:
             key = f"val_{name}_{result}"
             if key in source_by_key:
-                other, other_result = source_by_key[key]
+                other_name, other_result = source_by_key[key]
                 raise ConfigError(
-                    f"Two results of Trainer.fit would be named {key!r}: {other_result!r} of val_data[{other!r}], and "
-                    f"{result!r} of val_data[{name!r}]. Rename one of the datasets, or a metric in "
+                    f"Two results of Trainer.fit would be named {key!r}: {other_result!r} of val_data[{other_name!r}], "
+                    f"and {result!r} of val_data[{name!r}]. Rename one of the datasets, or a metric in "
                     "Trainer(metrics={...})."
                 )
             source_by_key[key] = name, result

@@ -136,11 +136,11 @@ def _tuning_option(option: ParsedOption) -> LauncherOption:
 def _forwarded_option(option: ParsedOption) -> LauncherOption:
     """Return an option that horovodrun passes on, with the equivalent options of mpirun or the variables of
     libraries."""
-    other = LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "own"))
+    launcher_option = LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "own"))
     value = option.values[0]
     if option.name in ("--mpi-args", "--binding-args"):
-        return replace(other, equivalents={"mpirun": tuple(shlex.split(value))})
-    return replace(other, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
+        return replace(launcher_option, equivalents={"mpirun": tuple(shlex.split(value))})
+    return replace(launcher_option, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
 
 
 def _parse_elastic_options(options: Options, size: int) -> tuple[list[LauncherOption], str | None]:

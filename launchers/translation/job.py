@@ -89,11 +89,11 @@ class Job:
     def check_hosts_named(self, launcher: str) -> None:
         """Raise LaunchError if `launcher` requires host names and the names of several hosts are unknown."""
         if len(self.counts) > 1 and not self.hosts:
-            known = f"only {self.address!r}" if self.address else "none"
+            known_hosts = f"only {self.address!r}" if self.address else "none"
             names = [self.address or "node1", *(f"node{number}" for number in range(2, len(self.counts) + 1))]
             slots = ",".join(f"{name}:{count}" for name, count in zip(names, self.counts, strict=True))
             raise LaunchError(
-                f"{launcher} needs the names of all {len(self.counts)} hosts, but the command names {known}. "
+                f"{launcher} needs the names of all {len(self.counts)} hosts, but the command names {known_hosts}. "
                 f"Name them, as in: --hosts {slots}"
             )
 

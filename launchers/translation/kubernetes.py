@@ -79,10 +79,12 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
     name = _name(job, pods, kind)
     # Options of the launcher that starts the ranks in the pods are passed to it.
     runner = "mpirun" if kind == "MPIJob" or pods.mpi_runtime is not None else "torchrun"
-    kept = [option for option in job.launcher_options if option.launcher == runner or runner in option.equivalents]
-    launcher_words, _ = options_for(replace(job, launcher_options=tuple(kept)), runner)
-    other = tuple(option for option in job.launcher_options if option not in kept)
-    job_with_other_options = replace(job, launcher_options=other)
+    kept_options = [
+        option for option in job.launcher_options if option.launcher == runner or runner in option.equivalents
+    ]
+    launcher_words, _ = options_for(replace(job, launcher_options=tuple(kept_options)), runner)
+    dropped_options = tuple(option for option in job.launcher_options if option not in kept_options)
+    job_with_other_options = replace(job, launcher_options=dropped_options)
     if runner == "mpirun":
         job_with_other_options = replace(job_with_other_options, environment={})
     notes = [*job.remarks, *options_for(job_with_other_options, LAUNCHER)[1]]
@@ -137,7 +139,7 @@ def _check_runtime(pods: Pods, kind: str) -> None:
 
 def _name(job: Job, pods: Pods, kind: str) -> str:
     """Return the name in `pods`, else one derived from the script. Raises LaunchError for an invalid name."""
-    given, last = pods.name, len(job.counts) - 1
+    given_name, last = pods.name, len(job.counts) - 1
     # The names of the pods are the name of the job and this suffix, and must be DNS labels.
     suffix = {
         "PyTorchJob": f"-worker-{max(0, last - 1)}", "MPIJob": f"-worker-{last}", "TrainJob": f"-node-0-{last}-abcde"
@@ -145,17 +147,17 @@ def _name(job: Job, pods: Pods, kind: str) -> str:
     if pods.mpi_runtime is not None:
         suffix = max(suffix, "-launcher-0-0-abcde", key=len)
     max_characters = _MAX_LABEL_CHARACTERS - len(suffix)
-    wanted = given if given is not None else job_name(job)
-    label = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-") or "job"
+    name = given_name if given_name is not None else job_name(job)
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "job"
     fitting = (label if label[0].isalpha() else f"job-{label}")[:max_characters].rstrip("-")
-    if given is not None and (len(given) > max_characters or not _NAME.fullmatch(given)):
+    if given_name is not None and (len(given_name) > max_characters or not _NAME.fullmatch(given_name)):
         raise LaunchError(
-            f"--job-name {given!r} is not a valid name for a {kind}: it must begin with a letter, not end with a dash, "
-            f"contain only lowercase letters, digits and dashes, and have at most {max_characters} characters, because "
-            f"the names of the pods are at most {_MAX_LABEL_CHARACTERS} characters long and end in {suffix}. "
+            f"--job-name {given_name!r} is not a valid name for a {kind}: it must begin with a letter, not end with a "
+            f"dash, contain only lowercase letters, digits and dashes, and have at most {max_characters} characters, "
+            f"because the names of the pods are at most {_MAX_LABEL_CHARACTERS} characters long and end in {suffix}. "
             f"Use: --job-name {fitting}"
         )
-    return given or fitting
+    return given_name or fitting
 
 
 def _build_pytorchjob(

@@ -103,9 +103,9 @@ class Options:
 
     def take_all(self, *names: str) -> list[ParsedOption]:
         """Take all options of these names, in their order in the command line."""
-        taken = [option for option in self._options if option.name in names]
+        taken_options = [option for option in self._options if option.name in names]
         self._options = [option for option in self._options if option.name not in names]
-        return taken
+        return taken_options
 
     def put_back(self, option: ParsedOption) -> None:
         """Return a taken option to the remaining options."""
@@ -113,8 +113,8 @@ class Options:
 
     def take_last(self, *names: str) -> str | None:
         """Take the options of these names. Return the value of the last one, which overrides the others, or None."""
-        taken = self.take_all(*names)
-        return (taken[-1].values or ("",))[0] if taken else None
+        taken_options = self.take_all(*names)
+        return (taken_options[-1].values or ("",))[0] if taken_options else None
 
     def take_flag(self, *names: str) -> bool:
         """Take the options of these names and return whether there was one."""

@@ -97,12 +97,12 @@ def build(job: Job) -> Translation:
         }
         # Options that differ between hosts or that are generated below.
         omitted = ("--local-addr", "--rdzv-endpoint", *(("--rdzv-id", "--rdzv-conf") if job.max_restarts else ()))
-        kept = [
+        kept_options = [
             option
             for option in job.launcher_options
             if (parsed := _parse_own_option(option)) is None or parsed.name not in omitted
         ]
-        job = replace(job, launcher_options=tuple(kept))
+        job = replace(job, launcher_options=tuple(kept_options))
     extra_options, notes = options_for(job, LAUNCHER)
     if "--local-addr" in rendezvous and not job.max_restarts:
         notes.append(f"--local-addr {rendezvous['--local-addr']} is left out: each host needs its own address.")

@@ -22,12 +22,12 @@ def find_blocks(model: nn.Module, classes: BlockClass | Sequence[BlockClass], se
     Raises ModelError, which names `setting`, if a class is not a module class, if the model has no module of that
     class, or if the class is a container without a forward method, such as ModuleList.
     """
-    wanted = [classes] if isinstance(classes, type | str) else list(classes)
-    for block_class in wanted:
+    block_classes = [classes] if isinstance(classes, type | str) else list(classes)
+    for block_class in block_classes:
         _check_class(model, block_class, setting)
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not _is_inside(name, blocks) and any(is_of_class(module, block_class) for block_class in wanted):
+        if not _is_inside(name, blocks) and any(is_of_class(module, block_class) for block_class in block_classes):
             _check_has_forward(module, setting)
             blocks[name] = module
     return blocks

@@ -85,8 +85,10 @@ class Broadcasts:
         for root in list(small):
             start_packed_broadcast(root)
         if self._waits_on_stream and works:
-            started = list(works)
-            self._monitor.set_deadline(lambda: all(work is None or work.is_completed() for work in started), phase)
+            started_works = list(works)
+            self._monitor.set_deadline(
+                lambda: all(work is None or work.is_completed() for work in started_works), phase
+            )
 
         def wait() -> None:
             for work in works:

@@ -314,14 +314,14 @@ def check_optimizer_of_model(optimizer: torch.optim.Optimizer, model: nn.Module)
     validation.check_instance(
         "distributed_optimizer(model)", model, nn.Module, "a torch.nn.Module", "Pass the model second"
     )
-    known = {id(parameter) for parameter in model.parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    unknown = sum(id(parameter) not in known for parameter in held)
+    model_parameter_ids = {id(parameter) for parameter in model.parameters()}
+    optimizer_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    unknown = sum(id(parameter) not in model_parameter_ids for parameter in optimizer_parameters)
     if unknown:
         raise ModelError(
-            f"{unknown} of the optimizer's {len(held)} parameters do not belong to {type(model).__name__}, "
-            "so their gradients would never be reduced. Build it from the parameters of this model: "
-            f"{type(optimizer).__name__}(model.parameters(), ...), after moving the model to its device."
+            f"{unknown} of the optimizer's {len(optimizer_parameters)} parameters do not belong to "
+            f"{type(model).__name__}, so their gradients would never be reduced. Build it from the parameters of this "
+            f"model: {type(optimizer).__name__}(model.parameters(), ...), after moving the model to its device."
         )
 
 
@@ -460,11 +460,11 @@ def check_same_trained_parameters(names: Sequence[str], requires_grad_by_rank: S
 
     `requires_grad_by_rank` contains every rank's values of requires_grad, in the order of `names`.
     """
-    for rank, other in enumerate(requires_grad_by_rank):
-        if other != requires_grad_by_rank[0]:
+    for rank, requires_grad_of_rank in enumerate(requires_grad_by_rank):
+        if requires_grad_of_rank != requires_grad_by_rank[0]:
             name = next(
                 name
-                for name, first, second in zip(names, requires_grad_by_rank[0], other, strict=True)
+                for name, first, second in zip(names, requires_grad_by_rank[0], requires_grad_of_rank, strict=True)
                 if first != second
             )
             state, opposite = (

@@ -54,10 +54,10 @@ class DDPBackend(ProcessGroupBackend):
         # cannot be matched with those of other collectives. NCCL does not need a separate group, because its
         # collectives are separate from Gloo's.
         control = dist.new_group(backend="gloo", timeout=options.timeout) if transport != "nccl" else None
-        started = cls(rendezvous, device, transport, control)  # type: ignore[arg-type]
+        backend = cls(rendezvous, device, transport, control)  # type: ignore[arg-type]
         if transport == "nccl":
             set_transport_timeout(default_process_group(), device, options.timeout + NCCL_TIMEOUT_MARGIN)
-        return started
+        return backend
 
     def __init__(
         self,

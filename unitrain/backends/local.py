@@ -80,9 +80,9 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
                 "This process already has a backend, from an earlier unitrain.init(). "
                 "Use that one, or end it first: backend.shutdown()"
             )
-        started = cls(choose_device(options.device, local_rank=0, communicates=False))
-        LocalBackend._running.add(started)
-        return started
+        backend = cls(choose_device(options.device, local_rank=0, communicates=False))
+        LocalBackend._running.add(backend)
+        return backend
 
     def allreduce(self, tensor: Tensor, op: ReduceOp = "mean") -> Tensor:
         self.check_collective_allowed("allreduce")

@@ -117,9 +117,9 @@ class RowExchange:
             if transfer.events:
                 transfers[connection.fileno()] = transfer
                 poll.register(connection, transfer.events)
-        started = time.monotonic()
+        start_time = time.monotonic()
         while transfers:
-            waited = time.monotonic() - started
+            waited = time.monotonic() - start_time
             if waited > self._timeout_seconds:
                 raise RuntimeError(f"Timed out waiting {self._timeout_seconds:g} s for the row of another rank.")
             milliseconds_left = (self._timeout_seconds - waited) * 1000 + 1

@@ -64,12 +64,12 @@ def _time_calls(backend: Backend, call: Callable[[], object], calls: int) -> flo
     backend.barrier()
     if is_cuda:
         torch.cuda.synchronize()
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     for _ in range(calls):
         call()
     if is_cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - started) / calls
+    return (time.perf_counter() - start_time) / calls
 
 
 def _make_collective(backend: Communicator, operation: str, size: int) -> Callable[[], Tensor]:
@@ -126,11 +126,11 @@ def _send(addresses: list[str], port: int, token: bytes, size: int, calls: int) 
         connection.sendall(token)
         for call_index in range(calls + 1):
             if call_index == 1:  # the first call is a warm-up
-                started = time.perf_counter()
+                start_time = time.perf_counter()
             connection.sendall(payload)
             if not connection.recv(1):
                 raise ConnectionError("the receiver closed the connection")
-        return (time.perf_counter() - started) / calls
+        return (time.perf_counter() - start_time) / calls
 
 
 def _connect(addresses: list[str], port: int) -> socket.socket:

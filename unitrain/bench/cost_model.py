@@ -138,8 +138,11 @@ HIERARCHICAL = "hierarchical"
 def check_algorithms(names: list[str]) -> None:
     """Raise ConfigError for unknown algorithm names."""
     for name in names:
-        if name not in (known := [*ALGORITHMS, HIERARCHICAL]):
-            raise ConfigError(f"Unknown algorithm {name!r}. {did_you_mean(name, known)}Available: {', '.join(known)}.")
+        if name not in (known_algorithms := [*ALGORITHMS, HIERARCHICAL]):
+            raise ConfigError(
+                f"Unknown algorithm {name!r}. {did_you_mean(name, known_algorithms)}Available: "
+                f"{', '.join(known_algorithms)}."
+            )
 
 
 def _tree_levels(num_ranks: int) -> int:
@@ -200,15 +203,15 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
             f"Fitting alpha and beta takes allreduces of at least two sizes, and {name} has {len(set(sizes))}. "
             "Measure with: unitrain bench collectives --operations allreduce --json FILE"
         )
-    measured = np.array([quartiles(row["seconds"])[1] for row in rows])
+    measured_seconds = np.array([quartiles(row["seconds"])[1] for row in rows])
     # Costs are linear in alpha and beta, so the costs for unit values are the coefficients.
     units = [Network(alpha=1, beta=0), Network(alpha=0, beta=1)]
     coefficients = np.array([[cost(num_ranks, size, unit) for unit in units] for size in sizes])
-    alpha, beta = _positive_least_squares(coefficients / measured[:, None])
+    alpha, beta = _positive_least_squares(coefficients / measured_seconds[:, None])
     network = Network(alpha=alpha, beta=beta)
     points = [
         Point(size, float(seconds), cost(num_ranks, size, network))
-        for size, seconds in zip(sizes, measured, strict=True)
+        for size, seconds in zip(sizes, measured_seconds, strict=True)
     ]
     return Calibration(network, points)
 

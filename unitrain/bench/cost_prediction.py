@@ -150,8 +150,8 @@ def cost_functions(algorithms: Sequence[str], hosts: HostLayout | None, servers:
     def with_servers(ranks: int, size: float, network: Network) -> float:
         return parameter_server(ranks, size, network, min(servers, ranks))
 
-    known = {**ALGORITHMS, HIERARCHICAL: hierarchical, "parameter-server": with_servers}
-    return {name: known[name] for name in algorithms}
+    function_by_algorithm = {**ALGORITHMS, HIERARCHICAL: hierarchical, "parameter-server": with_servers}
+    return {name: function_by_algorithm[name] for name in algorithms}
 
 
 def fit_networks(
@@ -272,15 +272,15 @@ def compare_with_measured(
             if row["ranks"] == 1 or name not in ("", row_name(row)):
                 continue
             step = predict_step(model.work(), _allreduce(requested[algorithm], row["ranks"], network))
-            measured = quartiles(row["seconds"])[1]
+            measured_seconds = quartiles(row["seconds"])[1]
             differences.append(
                 {
                     "name": row_name(row),
                     "algorithm": algorithm,
                     "ranks": row["ranks"],
-                    "measured": measured,
+                    "measured": measured_seconds,
                     "predicted": step.seconds,
-                    "relative_error": step.seconds / measured - 1,
+                    "relative_error": step.seconds / measured_seconds - 1,
                 }
             )
     return differences

@@ -68,18 +68,18 @@ def measure_collectives(
                 "transport": rank_sets[index].info.transport,
                 "operation": operation,
                 "bytes": round_up_bytes(size, ranks),
-                "seconds": measured,
+                "seconds": round_seconds,
             }
             for index in range(len(rank_sets))
             for operation in operations
             for size in sizes
-            if (measured := seconds_by_case.get((index, operation, size)))
+            if (round_seconds := seconds_by_case.get((index, operation, size)))
         ],
         "floors": [
-            {"name": name, "bytes": round_up_bytes(size, ranks), "seconds": measured}
+            {"name": name, "bytes": round_up_bytes(size, ranks), "seconds": round_seconds}
             for name in LOWER_BOUNDS
             for size in sizes
-            if (measured := seconds_by_case.get((0, name, size)))
+            if (round_seconds := seconds_by_case.get((0, name, size)))
         ],
     }
 

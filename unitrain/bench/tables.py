@@ -49,20 +49,22 @@ def collectives(result: dict[str, Any]) -> Table:
     for floor in floors:
         table.add_column(f"{floor} GB/s", justify="right", style="dim")
     speed = {(row["name"], row["bytes"]): row["bytes"] / quartiles(row["seconds"])[1] / 1e9 for row in result["floors"]}
-    taken = {(row_name(row), row["operation"], row["bytes"]): quartiles(row["seconds"])[1] for row in result["rows"]}
+    seconds_by_case = {
+        (row_name(row), row["operation"], row["bytes"]): quartiles(row["seconds"])[1] for row in result["rows"]
+    }
     pairs = list(dict.fromkeys((row["operation"], row["bytes"]) for row in result["rows"]))
     for index, (operation, size) in enumerate(pairs):
         cells = [operation, format_bytes(size)]
         for name in backends:
-            seconds = taken.get((name, operation, size))
+            seconds = seconds_by_case.get((name, operation, size))
             if seconds is None:
                 cells += ["", "", ""]
                 continue
             algorithm = size / seconds / 1e9
             cells += [format_seconds(seconds), f"{algorithm:.3g}", f"{algorithm * bus_factor(operation, ranks):.3g}"]
         cells += [f"{speed[floor, size]:.3g}" if (floor, size) in speed else "" for floor in floors]
-        last = index + 1 == len(pairs) or pairs[index + 1][0] != operation
-        table.add_row(*cells, end_section=last)
+        is_last_of_operation = index + 1 == len(pairs) or pairs[index + 1][0] != operation
+        table.add_row(*cells, end_section=is_last_of_operation)
     return table
 
 

@@ -129,10 +129,10 @@ def take_turn(
         _prepared[key] = _prepare(backend, target, settings, batch_size, steps)
     trainer, data, profiler = _prepared[key]
     _reset_memory(backend)
-    seconds = _fit(backend, trainer, data, profiler, done=0, is_active=False)
+    seconds = _fit(backend, trainer, data, profiler, num_done_steps=0, is_active=False)
     samples, memory = profiler.samples / steps, _peak_memory(backend)
     profiled = min(steps - 1, max(_MIN_PROFILED_STEPS, round(_PROFILED_FRACTION * steps)))
-    _fit(backend, trainer, data, profiler, done=steps - profiled - 1, is_active=True)
+    _fit(backend, trainer, data, profiler, num_done_steps=steps - profiled - 1, is_active=True)
     phases = {phase: seconds / profiler.steps for phase, seconds in profiler.seconds.items()}
     trained = [parameter for parameter in backend.unwrap(trainer.model).parameters() if parameter.requires_grad]
     parameters = sum(parameter.numel() for parameter in trained)
@@ -179,15 +179,17 @@ def _prepare(
     return _PreparedTraining(trainer, arguments["train_data"], profiler)
 
 
-def _fit(backend: Backend, trainer: Any, data: Any, profiler: StepProfiler, *, done: int, is_active: bool) -> float:
-    """Train the steps after step `done`. Return the seconds from barrier to barrier."""
-    trainer.progress.reset(step=done)
+def _fit(
+    backend: Backend, trainer: Any, data: Any, profiler: StepProfiler, *, num_done_steps: int, is_active: bool
+) -> float:
+    """Train the steps after step `num_done_steps`. Return the seconds from barrier to barrier."""
+    trainer.progress.reset(step=num_done_steps)
     profiler.start(is_active=is_active)
     backend.barrier()
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     trainer.fit(data)
     backend.barrier()
-    return time.perf_counter() - started
+    return time.perf_counter() - start_time
 
 
 def _reset_memory(backend: Backend) -> None:

@@ -171,11 +171,12 @@ def _posted_key(key: str) -> str:
 
 def _check_same_backend(names: Sequence[str | None]) -> None:
     """Raise ConfigError unless all ranks start the same backend. The error is the same on every rank."""
-    other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
-    if other is not None:
+    other_rank = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+    if other_rank is not None:
         raise ConfigError(
-            f"The ranks start different backends: {names[0]!r} on rank 0, {names[other]!r} on rank {other}. Pass the "
-            "same backend to unitrain.init on every rank, or set UNITRAIN_BACKEND to the same value on every host."
+            f"The ranks start different backends: {names[0]!r} on rank 0, {names[other_rank]!r} on rank {other_rank}. "
+            "Pass the same backend to unitrain.init on every rank, or set UNITRAIN_BACKEND to the same value on every "
+            "host."
         )
 
 

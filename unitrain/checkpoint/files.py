@@ -151,7 +151,9 @@ def _warn_of_other_run(path: Path, checkpoints: list[Path]) -> None:
 
     Only neighbors are compared, so that a run which continues deliberately from a copied checkpoint warns once.
     """
-    older = next((other for other in checkpoints if other.name < path.name and read_manifest(other)), None)
+    older = next(
+        (checkpoint for checkpoint in checkpoints if checkpoint.name < path.name and read_manifest(checkpoint)), None
+    )
     if older is None:
         return
     (run, folder), (older_run, older_folder) = map(_read_origin, (path, older))

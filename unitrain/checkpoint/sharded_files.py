@@ -418,8 +418,8 @@ class StoredOptimizerState(StoredState):
         return state
 
 
-def _merge(values: dict[Any, Any], others: dict[Any, Any]) -> None:
-    for index, entry in others.items():
+def _merge(values: dict[Any, Any], new_values: dict[Any, Any]) -> None:
+    for index, entry in new_values.items():
         if isinstance(index, int) and isinstance(entry, dict):
             values.setdefault(index, {}).update(entry)
         else:

@@ -349,9 +349,11 @@ def _add_tensors(tensors: dict[str, StoredTensor], folder: Path, name: str) -> d
         first = start + operator.index(tensor_fields["data_offsets"][0])
         if not start <= first <= first + prod(lengths) * dtype.itemsize <= size:
             raise ValueError(f"the file does not contain all bytes of tensor {tensor!r}")
-        known = tensors.get(tensor) or StoredTensor(end, dtype, tensor in complex_names)
-        shape = tuple(map(max, known.shape, end))
-        tensors[tensor] = replace(known, shape=shape, chunks=[*known.chunks, _StoredChunk(name, first, place, lengths)])
+        stored_tensor = tensors.get(tensor) or StoredTensor(end, dtype, tensor in complex_names)
+        shape = tuple(map(max, stored_tensor.shape, end))
+        tensors[tensor] = replace(
+            stored_tensor, shape=shape, chunks=[*stored_tensor.chunks, _StoredChunk(name, first, place, lengths)]
+        )
     return facts
 
 

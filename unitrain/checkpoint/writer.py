@@ -60,8 +60,8 @@ class Retention:
         if self.last is None:
             return []
         valid = [path for path in files.list_checkpoints(newest.parent) if path <= newest and files.read_manifest(path)]
-        kept = {*valid[: self.last], *self._milestones(valid), *self.sort_by_result(valid)[:1]}
-        return [path for path in reversed(valid) if path not in kept]
+        kept_checkpoints = {*valid[: self.last], *self._milestones(valid), *self.sort_by_result(valid)[:1]}
+        return [path for path in reversed(valid) if path not in kept_checkpoints]
 
     def sort_by_result(self, checkpoints: list[Path]) -> list[Path]:
         """Return those of `checkpoints`, which are sorted newest first, that have a finite result named `best`.
@@ -69,7 +69,11 @@ class Retention:
         The best one is first. Among equal results, newer checkpoints come first.
         """
         results = {path: files.read_manifest(path).get("results") for path in checkpoints}
-        value_by_path = {path: kept.get(self.best) for path, kept in results.items() if isinstance(kept, dict)}
+        value_by_path = {
+            path: results_of_checkpoint.get(self.best)
+            for path, results_of_checkpoint in results.items()
+            if isinstance(results_of_checkpoint, dict)
+        }
         result_by_path = {
             path: result
             for path, result in value_by_path.items()
@@ -193,9 +197,9 @@ class CheckpointWriter:
                 return host_copy((state[0], plain_state(state[1])))
 
             def write(state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-                started = time.monotonic()
+                start_time = time.monotonic()
                 if files.write(target, *state, manifest):
-                    self._report(step, target, started)
+                    self._report(step, target, start_time)
                 self._retention.apply(target)
 
             self._start(target, state, copied, write)
@@ -232,12 +236,12 @@ class CheckpointWriter:
             return shard.host_copy(), host_copy(plain_state(training)) if rank == 0 else {}
 
         def write(state: tuple[StateShard, dict[str, Any]]) -> None:
-            started = time.monotonic()
+            start_time = time.monotonic()
             sharded_files.write_shard(staging_folder, state[0], rank, token)
             if rank == 0:
                 abandoned = writing.abandoned
                 if sharded_files.commit(target, *state, manifest, size=size, token=token, abandoned=abandoned):
-                    self._report(step, target, started)
+                    self._report(step, target, start_time)
                     self._retention.apply(target)
 
         self._start(target, (shard, training), copied, write)
@@ -268,10 +272,10 @@ class CheckpointWriter:
 
         threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True).start()
 
-    def _report(self, step: int, target: Path, started: float) -> None:
+    def _report(self, step: int, target: Path, start_time: float) -> None:
         """Report a checkpoint that is written."""
         if self._on_written is not None:
-            self._on_written(step, target, time.monotonic() - started)
+            self._on_written(step, target, time.monotonic() - start_time)
 
     def _wait_if_synchronous(self) -> None:
         self._is_busy = True

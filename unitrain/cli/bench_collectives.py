@@ -92,8 +92,8 @@ def collectives(
             from unitrain.bench.rounds import measure_collectives
 
             report_progress = print_progress if is_first_rank else lambda text: None
-            measured = measure_collectives(rank_sets, selected_operations, selected_sizes, seconds, report_progress)
-            result = {**measured, "skipped": skipped}
+            measurements = measure_collectives(rank_sets, selected_operations, selected_sizes, seconds, report_progress)
+            result = {**measurements, "skipped": skipped}
     if is_first_rank:
         show_and_save(result, json_file, output)
 

@@ -151,10 +151,14 @@ def predict(
         if ranks_per_host is not None and host_latency is not None and host_bandwidth is not None:
             host_network = cost_model.Network(alpha=host_latency, beta=1e-9 / host_bandwidth)
             hosts = cost_prediction.HostLayout(ranks=ranks_per_host, network=host_network)
-        known = [*cost_model.ALGORITHMS, *([cost_model.HIERARCHICAL] if hosts is not None else [])]
-        known = known if methods is None else ["ring"]
+        known_algorithms = [*cost_model.ALGORITHMS, *([cost_model.HIERARCHICAL] if hosts is not None else [])]
+        known_algorithms = known_algorithms if methods is None else ["ring"]
         selected = (
-            [part.strip() for part in algorithms.split(",")] if algorithms else known if measured is None else ["ring"]
+            [part.strip() for part in algorithms.split(",")]
+            if algorithms
+            else known_algorithms
+            if measured is None
+            else ["ring"]
         )
         cost_model.check_algorithms(selected)
         if cost_model.HIERARCHICAL in selected and hosts is None:

@@ -158,9 +158,9 @@ def _parse_setting(text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
-        known = [field.name for field in dataclasses.fields(TrainConfig)]
-        if not equals or name not in known:
-            suggestion = did_you_mean(name, known)
+        known_names = [field.name for field in dataclasses.fields(TrainConfig)]
+        if not equals or name not in known_names:
+            suggestion = did_you_mean(name, known_names)
             raise ConfigError(
                 f"--setting takes settings of TrainConfig as NAME=VALUE,..., got {part!r}. {suggestion}"
                 "Use --setting precision=bf16"

@@ -43,11 +43,13 @@ def _find_job(
     if scheduler not in _SCHEDULERS:
         suggestion = did_you_mean(scheduler, _SCHEDULERS)
         raise LaunchError(f"Unknown scheduler {scheduler!r}. {suggestion}Available: {', '.join(_SCHEDULERS)}.")
-    other = "kubernetes" if scheduler == "slurm" else "slurm"
+    other_scheduler = "kubernetes" if scheduler == "slurm" else "slurm"
     options = {"--kind": kind, "--namespace": namespace} if scheduler == "slurm" else {"--cluster": cluster}
     for name, value in options.items():
         if value is not None:
-            raise LaunchError(f"{name} {value} is an option for {other}, but --to is {scheduler}. Leave {name} out")
+            raise LaunchError(
+                f"{name} {value} is an option for {other_scheduler}, but --to is {scheduler}. Leave {name} out"
+            )
     if scheduler == "slurm":
         return SlurmJob(job, cluster)
     return KubernetesJob(job, KINDS[0] if kind is None else kind, namespace)

@@ -68,14 +68,14 @@ def build(
         if is_cached and not no_install and builder.is_installed(build_plan):
             click.echo("This Horovod is already installed. To build it again: unitrain horovod build --force")
             return
-        started = time.monotonic()
+        start_time = time.monotonic()
         exit_on_termination_signals()
         with _Progress(build_plan) as progress:
             wheel = builder.run(build_plan, inherited, progress, force=force)
     except UnitrainError as error:
         raise click.ClickException(str(error)) from error
     click.echo(
-        f"{'Installed' if not no_install else 'Built'} {wheel} in {_format_duration(time.monotonic() - started)}"
+        f"{'Installed' if not no_install else 'Built'} {wheel} in {_format_duration(time.monotonic() - start_time)}"
     )
     if not no_install:
         click.echo("Check it with: unitrain horovod check")

@@ -197,13 +197,13 @@ def _create_parser(jsonargparse: Any) -> Any:
 
 def _check_keys(files: Iterable[ConfigFile], overrides: Sequence[str]) -> None:
     """Raise ConfigError for unknown keys of files, for unknown options, and for the option --python_path."""
-    known = [*(name for name, *_ in _KEYS), *setting_names()]
+    known_keys = [*(name for name, *_ in _KEYS), *setting_names()]
     for file in files:
         for entry in file.entries:
             name = str(entry.key[0])
-            if len(entry.key) == 1 and name.partition(".")[0] not in known:
+            if len(entry.key) == 1 and name.partition(".")[0] not in known_keys:
                 raise ConfigError(
-                    f"{file.place(entry)}: unknown key {name!r}. {did_you_mean(name, known)}Print all keys with: "
+                    f"{file.place(entry)}: unknown key {name!r}. {did_you_mean(name, known_keys)}Print all keys with: "
                     "unitrain train --help"
                 )
     for word in overrides:
@@ -212,10 +212,11 @@ def _check_keys(files: Iterable[ConfigFile], overrides: Sequence[str]) -> None:
         name = word[2:].partition("=")[0].rstrip("+")
         if name == PYTHON_PATH:
             raise ConfigError(f"--{PYTHON_PATH} is read from files only. Use: export PYTHONPATH=folder")
-        if name.partition(".")[0] not in (*known, "config", "print_config", "help"):
+        if name.partition(".")[0] not in (*known_keys, "config", "print_config", "help"):
             hyphen = name.replace("-", "_")
             raise ConfigError(
-                f"Unknown option --{name}. {did_you_mean(hyphen, known)}Print all options with: unitrain train --help"
+                f"Unknown option --{name}. {did_you_mean(hyphen, known_keys)}Print all options with: unitrain train "
+                "--help"
             )
 
 
@@ -248,8 +249,8 @@ def _shorten(text: str) -> tuple[str, str | None]:
     if text.count(_UNION) == 1 and types and given and "Problem with" not in text:
         expected = sorted(types[1].split(", "), key=lambda name: name == "None")  # the order differs between versions
         return f"expected {' or '.join(expected)}, got {given[1]!r}", given[1]
-    last = text.strip().splitlines()[-1].strip().removeprefix("- ")
-    if (match := re.fullmatch(r"Expected an? (.*)\. Got value: (.*)", last)) is not None:
+    last_line = text.strip().splitlines()[-1].strip().removeprefix("- ")
+    if (match := re.fullmatch(r"Expected an? (.*)\. Got value: (.*)", last_line)) is not None:
         return f"expected {match[1]}, got {match[2]!r}", match[2]
     problem = re.search(r"Problem with given class_path '([^']+)':\s*(.*)", text)
     if problem is not None and text.count("Problem with") == 1:

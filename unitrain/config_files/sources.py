@@ -42,10 +42,10 @@ class ConfigFile:
         For a syntax error, the message contains the line.
         """
         if not path.is_file():
-            known = [entry.name for entry in path.parent.glob("*") if entry.suffix in CONFIG_SUFFIXES]
+            file_names = [entry.name for entry in path.parent.glob("*") if entry.suffix in CONFIG_SUFFIXES]
             raise ConfigError(
                 f"Configuration file '{path}' {'is not a file' if path.exists() else 'does not exist'}. "
-                f"{did_you_mean(path.name, known)}Create one with: unitrain train --print_config > config.yaml"
+                f"{did_you_mean(path.name, file_names)}Create one with: unitrain train --print_config > config.yaml"
             )
         try:
             text = path.read_text(encoding="utf-8")

@@ -232,10 +232,10 @@ def count_batch_samples(batch: Any) -> int:
     if isinstance(batch, Mapping):
         lengths = {key: len(value) for key, value in batch.items() if isinstance(value, Tensor) and value.dim()}
         if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
+            lengths_text = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
             raise DataError(
                 f"The number of samples in this {type(batch).__name__} is unknown, because the first dimensions of its "
-                f"tensors differ ({listed}). Make samples the first dimension of each tensor, or let the dataset "
+                f"tensors differ ({lengths_text}). Make samples the first dimension of each tensor, or let the dataset "
                 "yield single samples, which are counted: DataLoader(dataset, batch_size=32, collate_fn=...)."
             )
         tensors = [tensor for tensor in tensors if tensor.dim()] or tensors

@@ -152,8 +152,8 @@ class IndexedSource:
         seeds: Iterator[int] | None = None,
     ) -> None:
         self._generator.manual_seed(worker_seed)
-        taken = (order[part] for part in positions)
-        batches = (part.tolist() if isinstance(part, Tensor) else part for part in taken)
+        reordered_parts = (order[part] for part in positions)
+        batches = (part.tolist() if isinstance(part, Tensor) else part for part in reordered_parts)
         if seeds is not None:
             batches = (SeededIndices(batch, seed) for batch, seed in zip(batches, seeds, strict=False))
         self._indices.batches = batches
@@ -384,7 +384,7 @@ def check_same_data(subject: str, communicator: Communicator, length: int | None
         )
     for name, value in everywhere[0][1].items():
         values = [settings_of_rank[name] for _, settings_of_rank in everywhere]
-        if any(other != value for other in values):
+        if any(other_value != value for other_value in values):
             raise DataError(
                 f"{subject} differs between ranks in {name}: {values}. Use {name}={value} on every rank, in the "
                 "DataLoader if there is one."

@@ -107,8 +107,8 @@ def _find_fetch(frame: FrameType) -> tuple[FrameType, str] | None:
     while current is not None:
         code = current.f_code
         if code.co_name == "fetch" and code.co_filename.endswith("torch/utils/data/_utils/fetch.py"):
-            listed = inner if inner is not None and inner.f_code.co_name == "<listcomp>" else current
-            if (item := listed.f_locals.get("idx")) is not None:
+            comprehension_frame = inner if inner is not None and inner.f_code.co_name == "<listcomp>" else current
+            if (item := comprehension_frame.f_locals.get("idx")) is not None:
                 return current, f"item {item}"
             items = current.f_locals.get("possibly_batched_index")
             if isinstance(items, list) and any(item is not None for item in items):

@@ -52,12 +52,15 @@ def examine(timeout_seconds: float) -> dict[str, Any] | None:
         raise ExaminationError(str(error)) from error
     if rank_info.rank != 0:
         return None
-    reports = [RankReport(Facts.from_dict(facts), PeerChecks(**other) if other else None) for facts, other in gathered]
+    reports = [
+        RankReport(Facts.from_dict(facts), PeerChecks(**peer_checks) if peer_checks else None)
+        for facts, peer_checks in gathered
+    ]
     findings = find_problems(reports)
     return {
         "ok": not any(finding.level == "error" for finding in findings),
         "findings": [vars(finding) for finding in findings],
-        "ranks": [{"facts": facts, "peer_checks": other} for facts, other in gathered],
+        "ranks": [{"facts": facts, "peer_checks": peer_checks} for facts, peer_checks in gathered],
     }
 
 
@@ -110,11 +113,11 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
     raise ExaminationError(_describe_failed_launch(done))
 
 
-def _describe_failed_launch(done: subprocess.CompletedProcess[str]) -> str:
+def _describe_failed_launch(process: subprocess.CompletedProcess[str]) -> str:
     # If `unitrain launch` rejects its options or cannot start the launcher, click prints the usage and then the error,
     # and exits with code 2.
-    _, is_launch_error, message = done.stderr.partition("\nError: ")
-    if done.returncode == 2 and is_launch_error:
+    _, is_launch_error, message = process.stderr.partition("\nError: ")
+    if process.returncode == 2 and is_launch_error:
         return f"unitrain launch cannot start the ranks: {message.strip()}"
-    lines = "\n".join((done.stderr + done.stdout).strip().splitlines()[-_MAX_OUTPUT_LINES:])
-    return f"The ranks could not be started (exit code {done.returncode}):\n{lines}"
+    lines = "\n".join((process.stderr + process.stdout).strip().splitlines()[-_MAX_OUTPUT_LINES:])
+    return f"The ranks could not be started (exit code {process.returncode}):\n{lines}"

@@ -74,9 +74,9 @@ def _check_versions(reports: Sequence[RankReport]) -> Iterator[Finding]:
     ):
         groups = _group_by_value([(report.facts.rank, of(report.facts)) for report in reports])
         if len(groups) > 1:
-            listed = "; ".join(f"{value} on {_format_ranks(who)}" for value, who in groups.items())
+            values_text = "; ".join(f"{value} on {_format_ranks(who)}" for value, who in groups.items())
             yield Finding(
-                level="error", what=f"{name} differs between ranks: {listed}.", fix=fix.format(next(iter(groups)))
+                level="error", what=f"{name} differs between ranks: {values_text}.", fix=fix.format(next(iter(groups)))
             )
 
 
@@ -105,10 +105,10 @@ def _check_horovod(reports: Sequence[RankReport]) -> Iterator[Finding]:
         [(one.host, (one.horovod["version"], *one.horovod["cpu_operations"])) for one in installed if one.horovod]
     )
     if len(builds) > 1:
-        listed = "; ".join(f"{', '.join(build)} on {', '.join(who)}" for build, who in builds.items())
+        builds_text = "; ".join(f"{', '.join(build)} on {', '.join(who)}" for build, who in builds.items())
         yield Finding(
             level="error",
-            what=f"Horovod differs between hosts: {listed}.",
+            what=f"Horovod differs between hosts: {builds_text}.",
             fix="unitrain horovod build --no-install  # then pip install the printed wheel on every host",
         )
 
@@ -296,12 +296,12 @@ def _check_variables(reports: Sequence[RankReport]) -> Iterator[Finding]:
     for name in names:
         groups = _group_by_value([(report.facts.rank, report.facts.variables.get(name)) for report in reports])
         if len(groups) > 1:
-            listed = "; ".join(
+            values_text = "; ".join(
                 f"{'unset' if value is None else repr(value)} on {_format_ranks(who)}" for value, who in groups.items()
             )
             yield Finding(
                 level="warning",
-                what=f"{name} differs between ranks: {listed}.",
+                what=f"{name} differs between ranks: {values_text}.",
                 fix=f"unitrain launch -x {name} ...  # passes on the value of the launching shell",
             )
 

@@ -54,8 +54,8 @@ def check_peers(rendezvous: Rendezvous) -> PeerChecks:
 def _own_address(rendezvous: Rendezvous) -> str:
     """Return the address of this host on the route to the other hosts, or a loopback address if there is one host."""
     own = local_address_for(rendezvous.host)
-    others = [other for other in rendezvous.allgather("doctor/address", own) if not other.startswith("127.")]
-    return local_address_for(others[0]) if own.startswith("127.") and others else own
+    addresses = [address for address in rendezvous.allgather("doctor/address", own) if not address.startswith("127.")]
+    return local_address_for(addresses[0]) if own.startswith("127.") and addresses else own
 
 
 def _measure_clock_offset(rendezvous: Rendezvous) -> float:

@@ -106,12 +106,12 @@ def inspect(
     env = dict(environment) if environment is not None else None
     end = ""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_seconds
         )
-        output = done.stdout
-        if done.returncode:
-            end = f"ended its process with status {done.returncode}"
+        output = process.stdout
+        if process.returncode:
+            end = f"ended its process with status {process.returncode}"
     except subprocess.TimeoutExpired as expired:
         output = (expired.stdout or b"").decode(errors="replace")
         end = f"did not finish within {timeout_seconds:g} s"

@@ -154,10 +154,10 @@ def _detect_cpu() -> str:
 def _run_and_read(*command: str) -> str:
     """Return the output of a command, or '' if it fails."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30)
+        process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return process.stdout if process.returncode == 0 else ""
 
 
 def _detect_compiler(named: str | None, search_path: str) -> Tool | None:

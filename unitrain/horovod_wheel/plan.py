@@ -91,11 +91,11 @@ class BuildPlan:
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return the environment for all commands: `inherited`, minus variables that contradict the plan, plus the
         settings."""
-        kept = {name: value for name, value in inherited.items() if name[:8] != "HOROVOD_" and name != "CCL_ROOT"}
+        variables = {name: value for name, value in inherited.items() if name[:8] != "HOROVOD_" and name != "CCL_ROOT"}
         for name, prefix in (("PATH", self.path_prefix), ("PYTHONPATH", self.python_path_prefix)):
             if prefix:
-                kept[name] = os.pathsep.join([*prefix, *filter(None, [kept.get(name)])])
-        return {**kept, **self.settings}
+                variables[name] = os.pathsep.join([*prefix, *filter(None, [variables.get(name)])])
+        return {**variables, **self.settings}
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:

@@ -106,12 +106,12 @@ def missing_cuda_requirements(machine: Machine) -> Iterator[str]:
         )
         return
     if find_toolkit(machine) is None and not pip_has_toolkit(machine):
-        others = ", ".join(f"{tool.version} in {tool.path}" for tool in machine.toolkits) or "none"
+        other_toolkits = ", ".join(f"{tool.version} in {tool.path}" for tool in machine.toolkits) or "none"
         yield (
             f"GPU operations need a CUDA {torch.cuda} toolkit (nvcc and headers), the version torch {torch.version} "
-            f"was built for; found: {others}. Install it with: conda install -c nvidia cuda-toolkit={torch.cuda}   (or "
-            f"NVIDIA's package cuda-toolkit-{torch.cuda.replace('.', '-')}), set its folder with "
-            f"CUDA_HOME=/usr/local/cuda-{torch.cuda}, or use --without-cuda for CPU operations."
+            f"was built for; found: {other_toolkits}. Install it with: conda install -c nvidia "
+            f"cuda-toolkit={torch.cuda}   (or NVIDIA's package cuda-toolkit-{torch.cuda.replace('.', '-')}), set its "
+            f"folder with CUDA_HOME=/usr/local/cuda-{torch.cuda}, or use --without-cuda for CPU operations."
         )
     if machine.nccl is None:
         yield (

@@ -33,7 +33,7 @@ def create_loggers(loggers: object) -> tuple[Logger, ...]:
     if not isinstance(loggers, list | tuple):
         raise ConfigError(f"The Trainer's loggers must be a list, got {loggers!r}. Use loggers=['csv'].")
     for position, logger in enumerate(loggers):
-        if any(logger is other or logger == other for other in loggers[:position]):
+        if any(logger is previous_logger or logger == previous_logger for previous_logger in loggers[:position]):
             raise ConfigError(f"The Trainer's loggers contain {logger!r} twice. Pass each logger once.")
     return tuple(_create_logger(logger) for logger in loggers)
 

@@ -78,11 +78,11 @@ def drop_rows_after(step: int, path: Path) -> None:
     if not path.exists():
         return
     rows = _complete_rows(path)
-    kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
+    kept_lines = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
     rewritten = path.with_name(f"{path.name}.unfinished")
     rewritten.unlink(missing_ok=True)  # left by a killed run, or a link to another file
     with rewritten.open("x") as file:
-        file.write(kept)
+        file.write(kept_lines)
     rewritten.rename(path)
 
 

@@ -192,7 +192,9 @@ class MemoryRecorder(Callback):
     def _live_gradient_storages(self) -> Iterator[torch.UntypedStorage]:
         """Yield the memory of the last step's gradients that is still in use, and the memory of gradients created
         since."""
-        live_storages = {address: storage for address, known in self._gradient_storages.items() if (storage := known())}
+        live_storages = {
+            address: storage for address, reference in self._gradient_storages.items() if (storage := reference())
+        }
         new = (parameter.grad for parameter in self._parameters() if parameter.grad is not None)
         yield from {**live_storages, **storages_of(new)}.values()
 
@@ -243,14 +245,14 @@ class MemoryRecorder(Callback):
         ).write(self._folder)
 
     def _parameters(self) -> list[nn.Parameter]:
-        held = (
+        parameters = (
             parameter
             for optimizer in self._optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
         modeled = chain.from_iterable(model.parameters() for model in self._models)
-        return list({id(parameter): parameter for parameter in chain(modeled, held)}.values())
+        return list({id(parameter): parameter for parameter in chain(modeled, parameters)}.values())
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for model in self._models for buffer in model.buffers()]

@@ -96,8 +96,8 @@ def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
     Percentages are relative to training memory.
     """
     record = usage.record
-    *rows, others = memory_rows(usage)
-    training = record.peak - others.at_peak
+    *rows, remainder = memory_rows(usage)
+    training = record.peak - remainder.at_peak
     largest = max(rows, key=lambda row: row.at_peak)
     name = "Temporary tensors" if largest.name == _REMAINDER else largest.name
     verb = "are" if name.endswith("s") else "is"
@@ -107,8 +107,8 @@ def summarize(usage: Usage, savings: Sequence[Saving], ranks: int) -> str:
     )
     if not savings:
         return (
-            f"{text} {others.name[0].upper()}{others.name[1:]} need {format_bytes(others.at_peak)}, so none of the "
-            "settings would save a significant part of the memory."
+            f"{text} {remainder.name[0].upper()}{remainder.name[1:]} need {format_bytes(remainder.at_peak)}, so none "
+            "of the settings would save a significant part of the memory."
         )
     best = savings[0]
     about = "about " if best.is_estimate else ""
@@ -145,8 +145,8 @@ def _memory_table(usage: Usage) -> Table:
     table.add_column("")
     for heading in ("predicted", "measured", "at the peak", "share"):
         table.add_column(heading, justify="right")
-    *rows, others = memory_rows(usage)
-    training = record.peak - others.at_peak
+    *rows, remainder = memory_rows(usage)
+    training = record.peak - remainder.at_peak
     for index, row in enumerate(rows):
         table.add_row(
             row.name,
@@ -156,7 +156,7 @@ def _memory_table(usage: Usage) -> Table:
             _percent(row.at_peak, training),
             end_section=index + 1 == len(rows),
         )
-    for name, size in (("training", training), (others.name, others.at_peak), ("peak", record.peak)):
+    for name, size in (("training", training), (remainder.name, remainder.at_peak), ("peak", record.peak)):
         table.add_row(name, "", "", format_bytes(size), "")
     return table
 

@@ -117,11 +117,11 @@ class SavedTensorTracker:
             self._on_outermost_forward(module)
         self._stack.append(ModuleCall(module))
 
-    def _end_call(self, module: nn.Module, args: Any, *others: Any) -> None:
+    def _end_call(self, module: nn.Module, args: Any, *outputs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        # `others` are the keyword arguments and the output, or only the output if the forward raised an exception.
-        kwargs = others[0] if len(others) == 2 else {}
+        # `outputs` are the keyword arguments and the output, or only the output if the forward raised an exception.
+        kwargs = outputs[0] if len(outputs) == 2 else {}
         while self._stack:  # an exception may have skipped the ends of inner calls
             call = self._stack.pop()
             if call.module is module:
@@ -193,21 +193,21 @@ def _with_checkpointing(name: str, saved: list[SavedStorage], blocks: set[Module
     In the backward pass, the activations of the blocks are recomputed one block at a time, last block first. Tensors
     that were saved only after a block are released before it is recomputed.
     """
-    kept: dict[SavedStorage, None] = {}
+    kept_storages: dict[SavedStorage, None] = {}
     inside: dict[ModuleCall, list[SavedStorage]] = {}
     for storage in saved:
         for stack in storage.stacks:
             block = next((call for call in stack if call in blocks), None)
             if block is None:
-                kept[storage] = None
+                kept_storages[storage] = None
             else:
                 inside.setdefault(block, []).append(storage)
     for block in inside:
-        kept.update(dict.fromkeys(block.inputs))
-    kept_bytes = peak_bytes = sum(storage.size_bytes for storage in kept)
+        kept_storages.update(dict.fromkeys(block.inputs))
+    kept_bytes = peak_bytes = sum(storage.size_bytes for storage in kept_storages)
     for block, storages in inside.items():
-        alive = sum(storage.size_bytes for storage in kept if storage.index <= block.saved_count_at_end)
-        recomputed = sum(storage.size_bytes for storage in set(storages) if storage not in kept)
+        alive = sum(storage.size_bytes for storage in kept_storages if storage.index <= block.saved_count_at_end)
+        recomputed = sum(storage.size_bytes for storage in set(storages) if storage not in kept_storages)
         peak_bytes = max(peak_bytes, alive + recomputed)
     return CheckpointingEffect(name, len(inside), kept_bytes, peak_bytes)
 

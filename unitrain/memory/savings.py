@@ -94,8 +94,8 @@ def list_savings(usage: Usage, ranks: int) -> list[Saving]:
         *_smaller_batch(record, usage.batch_size),
         *_precision(record),
     ]
-    listed = [saving for saving in savings if saving.saved_bytes >= _MIN_SHARE * record.peak]
-    return sorted(listed, key=lambda saving: -saving.saved_bytes)
+    large_savings = [saving for saving in savings if saving.saved_bytes >= _MIN_SHARE * record.peak]
+    return sorted(large_savings, key=lambda saving: -saving.saved_bytes)
 
 
 def _sharding(usage: Usage, ranks: int) -> list[Saving]:

@@ -113,13 +113,13 @@ class Means:
     def load_sum(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Restore the sum of several ranks' results of `state`."""
         self.clear()
-        others = Means(self.names, self._device)
+        means_of_rank = Means(self.names, self._device)
         for state in states:
-            others.load_state(state)
-            sums, samples = others._sum_pending()
+            means_of_rank.load_state(state)
+            sums, samples = means_of_rank._sum_pending()
             self._sums = [total + addend for total, addend in zip(self._sums, sums, strict=True)]
             self._samples += samples
-            self._tokens = self._tokens + others._tokens
+            self._tokens = self._tokens + means_of_rank._tokens
 
     def reduce(self, communicator: Communicator) -> dict[str, float]:
         """Return the mean per name over all ranks (nan without samples), and discard all batches. All ranks call it."""

@@ -173,11 +173,11 @@ class TorchMetrics:
         self, states: list[list[_States]], reduced: list[_States]
     ) -> tuple[dict[str, dict[str, float]], MetricError | None]:
         results = {}
-        for (name, metric), states_of_ranks, known in zip(
+        for (name, metric), states_of_ranks, reduced_states in zip(
             self._metrics.items(), zip(*states, strict=True), reduced, strict=True
         ):
             try:
-                with _use_merged_states(metric, states_of_ranks, known):
+                with _use_merged_states(metric, states_of_ranks, reduced_states):
                     results[name] = dict(_iterate_numbers(name, metric.compute()))
             except MetricError as error:
                 return {}, error

@@ -28,8 +28,8 @@ def convert(edits: Edits) -> None:
         unused = [alias for alias in import_node.names if _is_unused(edits, import_node, alias)]
         if not unused:
             continue
-        kept = [alias for alias in import_node.names if alias not in unused]
-        replacement: list[Statement] = [_with_names(statement, import_node, kept)] if kept else []
+        kept_aliases = [alias for alias in import_node.names if alias not in unused]
+        replacement: list[Statement] = [_with_names(statement, import_node, kept_aliases)] if kept_aliases else []
         if not is_added:
             replacement.append(parse_statement("import unitrain"))
         edits.replace_statement(statement, partial(_replace_by, replacement))
@@ -77,8 +77,8 @@ def _with_names(
     statement: cst.SimpleStatementLine, import_node: cst.Import | cst.ImportFrom, names: Sequence[cst.ImportAlias]
 ) -> cst.SimpleStatementLine:
     """Return the import `statement` with only these `names`."""
-    last = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return statement.with_changes(body=[import_node.with_changes(names=[*names[:-1], last])], leading_lines=())
+    last_name = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return statement.with_changes(body=[import_node.with_changes(names=[*names[:-1], last_name])], leading_lines=())
 
 
 def _add(edits: Edits) -> None:

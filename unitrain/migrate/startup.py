@@ -48,8 +48,8 @@ def convert(edits: Edits, startup: Startup) -> None:
             edits.refuse(call, "Call it without arguments, in a statement of its own")
             return
     function = script.function(statement)
-    others = [node for node in edits.uses_backend if node is not startup.call]
-    early = [node for node in others if _runs_before(script, node, statement)]
+    other_uses = [node for node in edits.uses_backend if node is not startup.call]
+    early = [node for node in other_uses if _runs_before(script, node, statement)]
     if function is None:
         if early:
             _refuse_early(edits, early)
@@ -110,13 +110,13 @@ def _start_in_place(edits: Edits, startup: Startup, statement: Statement, anchor
 
 
 def _append(edits: Edits, block: Block, statement: Statement) -> None:
-    last = block.body[-1]
-    assert isinstance(last, Statement)
-    if edits.is_removed(last):
-        edits.refuse(last, "Add a statement after it")
+    last_statement = block.body[-1]
+    assert isinstance(last_statement, Statement)
+    if edits.is_removed(last_statement):
+        edits.refuse(last_statement, "Add a statement after it")
         return
-    edits.replace_statement(last, lambda updated: [updated, statement])
-    edits.explain(last, "the backend is shut down when training is complete")
+    edits.replace_statement(last_statement, lambda updated: [updated, statement])
+    edits.explain(last_statement, "the backend is shut down when training is complete")
 
 
 def _is_inside(script: Script, node: cst.CSTNode, function: cst.FunctionDef | None) -> bool:

@@ -64,12 +64,12 @@ def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
 def _difference(by_rank: list[list[tuple[list[int], str]]]) -> ModelError:
     """Return the error for buffers that differ between ranks. `by_rank` contains the shapes and dtypes of each rank."""
     rank = next(rank for rank, value in enumerate(by_rank) if value != by_rank[0])
-    first, other = by_rank[0], by_rank[rank]
-    if len(first) != len(other):
-        text = f"{len(first)} buffers on rank 0 and {len(other)} on rank {rank}"
+    first, differing = by_rank[0], by_rank[rank]
+    if len(first) != len(differing):
+        text = f"{len(first)} buffers on rank 0 and {len(differing)} on rank {rank}"
     else:
-        index = next(index for index, pair in enumerate(zip(first, other, strict=True)) if pair[0] != pair[1])
-        text = f"{_describe(first[index])} on rank 0 and {_describe(other[index])} on rank {rank}"
+        index = next(index for index, pair in enumerate(zip(first, differing, strict=True)) if pair[0] != pair[1])
+        text = f"{_describe(first[index])} on rank 0 and {_describe(differing[index])} on rank {rank}"
     return ModelError(
         f"broadcast_buffers was called with different buffers: {text}. Pass the same model on every rank."
     )

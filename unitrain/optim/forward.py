@@ -77,10 +77,10 @@ class Forward:
         own = ", ".join(sorted(map(repr, batch))) if isinstance(batch, Mapping) else None
         keys_by_rank = gather_if_different(communicator, own)
         if keys_by_rank is not None:
-            listed = "; ".join(f"rank {rank}: {keys or 'not a mapping'}" for rank, keys in enumerate(keys_by_rank))
+            keys_text = "; ".join(f"rank {rank}: {keys or 'not a mapping'}" for rank, keys in enumerate(keys_by_rank))
             raise DataError(
-                f"The batches do not have the same keys on every rank ({listed}). Give every rank the same data, and "
-                "let the dataset and its collate_fn return the same keys for every sample."
+                f"The batches do not have the same keys on every rank ({keys_text}). Give every rank the same data, "
+                "and let the dataset and its collate_fn return the same keys for every sample."
             )
 
 
@@ -130,8 +130,8 @@ class Keywords:
         a dataclass, they are replaced by None.
         """
         if isinstance(output, Mapping):
-            kept = {key: value for key, value in output.items() if _is_predicted(key, value)}
-            return type(output)(**kept) if is_dataclass(output) else kept
+            predictions = {key: value for key, value in output.items() if _is_predicted(key, value)}
+            return type(output)(**predictions) if is_dataclass(output) else predictions
         if is_dataclass(output) and not isinstance(output, type):
             parts = ((field.name, getattr(output, field.name)) for field in fields(output) if field.init)
             return replace(output, **{name: None for name, value in parts if not _is_predicted(name, value)})

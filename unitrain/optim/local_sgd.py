@@ -96,11 +96,11 @@ class LocalSGD:
         broadcast_in_parts(backend, [parameter.data for parameter in model.parameters()])
         broadcast_tensors(backend, [buffer.data for buffer in model.buffers()])
         _broadcast_optimizer_state(optimizer, backend)
-        held = set(optimizer_parameters(optimizer))
+        optimizer_parameters_set = set(optimizer_parameters(optimizer))
         self._parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if parameter in held and parameter.requires_grad
+            if parameter in optimizer_parameters_set and parameter.requires_grad
         }
         self._synchronized = set(self._parameters.values())
         self._groups = OuterGroups(backend, self.settings)
@@ -378,15 +378,15 @@ class LocalSGD:
     def _exchange_weights(self) -> None:
         """Exchange the values of the weights and buffers with `_other_weights`."""
         assert self._other_weights is not None
-        for tensor, other in zip(self._weights(), self._other_weights, strict=True):
+        for tensor, other_weight in zip(self._weights(), self._other_weights, strict=True):
             before = tensor.clone()
-            copy_into(tensor, other)
-            copy_into(other, before)
+            copy_into(tensor, other_weight)
+            copy_into(other_weight, before)
 
     def _average_buffers(self) -> None:
         """Average running statistics over ranks, and broadcast their integer counts and, if configured, the other
         buffers from rank 0."""
-        statistics, others = split_running_statistics(self._model)
+        statistics, other_buffers = split_running_statistics(self._model)
         averaged = [buffer for buffer in statistics if buffer.is_floating_point()]
         counts = [buffer for buffer in statistics if not buffer.is_floating_point()]
         for dtype in dict.fromkeys(buffer.dtype for buffer in averaged):
@@ -394,7 +394,7 @@ class LocalSGD:
             mean = self._backend.allreduce(torch.cat([buffer.reshape(-1) for buffer in same]))
             for buffer, values in zip(same, mean.split([buffer.numel() for buffer in same]), strict=True):
                 copy_into(buffer, values.view(buffer.shape))
-        broadcast_tensors(self._backend, [*counts, *(others if self._broadcasts_buffers else ())])
+        broadcast_tensors(self._backend, [*counts, *(other_buffers if self._broadcasts_buffers else ())])
 
     def _by_name(self, vectors: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Return the parts of the `vectors` of all buckets by parameter name. Vectors that are None are skipped."""
@@ -408,21 +408,28 @@ class LocalSGD:
     def _check_shapes(self, shapes_by_kind: Mapping[str, Mapping[str, list[int]]]) -> None:
         expected = {name: vector_shape(parameter) for name, parameter in self._parameters.items()}
         for kind, shapes in shapes_by_kind.items():
-            wanted = dict(zip(self._weight_names(), (list(weight.shape) for weight in self._weights()), strict=True))
-            wanted = wanted if kind == "weights" else expected
+            expected_shapes = dict(
+                zip(self._weight_names(), (list(weight.shape) for weight in self._weights()), strict=True)
+            )
+            expected_shapes = expected_shapes if kind == "weights" else expected
             is_complete = kind in ("anchors", "weights")  # other state exists after the first use only
-            different = shapes.keys() ^ wanted.keys() if is_complete and shapes else shapes.keys() - wanted.keys()
+            different = (
+                shapes.keys() ^ expected_shapes.keys()
+                if is_complete and shapes
+                else shapes.keys() - expected_shapes.keys()
+            )
             for name in different:
                 raise CheckpointError(
-                    f"The local-step state of the checkpoint {'lacks' if name in wanted else 'contains'} tensor "
-                    f"{name!r}, which this run {'synchronizes' if name in wanted else 'does not synchronize'}. Train "
-                    "the same parameters as the run that wrote it."
+                    f"The local-step state of the checkpoint {'lacks' if name in expected_shapes else 'contains'} "
+                    f"tensor {name!r}, which this run "
+                    f"{'synchronizes' if name in expected_shapes else 'does not synchronize'}. Train the same "
+                    "parameters as the run that wrote it."
                 )
             for name, shape in shapes.items():
-                if shape != wanted[name]:
+                if shape != expected_shapes[name]:
                     raise CheckpointError(
                         f"The local-step state of the checkpoint contains {name!r} with shape {shape}, but this model "
-                        f"has {wanted[name]}. Use the same model as the run that wrote it."
+                        f"has {expected_shapes[name]}. Use the same model as the run that wrote it."
                     )
 
 

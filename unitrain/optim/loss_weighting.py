@@ -159,7 +159,9 @@ class LossWeighting:
         sums = torch.tensor([kind is LossKind.SUM], dtype=torch.int64, device=self._communicator.device)
         kinds = [LossKind.SUM if is_sum else LossKind.MEAN for is_sum in self._communicator.allgather(sums).tolist()]
         if len(set(kinds)) > 1:
-            ranks_by_kind = {kind: [rank for rank, other in enumerate(kinds) if other is kind] for kind in LossKind}
+            ranks_by_kind = {
+                kind: [rank for rank, kind_of_rank in enumerate(kinds) if kind_of_rank is kind] for kind in LossKind
+            }
             texts = [f"{kind.value} on {format_ranks(ranks)}" for kind, ranks in ranks_by_kind.items()]
             raise ModelError(f"loss_fn returned {' and '.join(texts)}. {_RETURN} Return the same on every rank.")
 

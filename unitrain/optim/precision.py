@@ -68,7 +68,7 @@ class Precision:
             return True
         stepped = False
         skips_on_device = skips_step_on_device(optimizer)
-        known = set(optimizer.state) if skips_on_device else set()
+        parameters_with_state = set(optimizer.state) if skips_on_device else set()
 
         def note(*_: Any) -> None:
             nonlocal stepped
@@ -83,7 +83,7 @@ class Precision:
             stepped = not found_non_finite(self._scaler, optimizer)
             if not stepped:
                 # torch 2.14's fused SGD creates momentum buffers even for a skipped step, and does not initialize them.
-                for parameter in [parameter for parameter in optimizer.state if parameter not in known]:
+                for parameter in [parameter for parameter in optimizer.state if parameter not in parameters_with_state]:
                     del optimizer.state[parameter]
         self._scaler.update()
         return stepped

@@ -110,9 +110,11 @@ class ParameterUpdate:
         for group in self._optimizer.param_groups:
             held_count += len(group["params"])
         if held_count != self._held_count:  # in the first step, or after add_param_group
-            known = set(map(id, optimizer_parameters(self._optimizer)))
+            optimizer_parameter_ids = set(map(id, optimizer_parameters(self._optimizer)))
             self._held_count = held_count
-            self._others = [parameter for parameter in self._model.parameters() if id(parameter) not in known]
+            self._others = [
+                parameter for parameter in self._model.parameters() if id(parameter) not in optimizer_parameter_ids
+            ]
         return self._others
 
     def gradient_norm(self) -> dict[str, float]:

@@ -268,7 +268,7 @@ def read_attempts(folder: Path) -> list[AttemptRecord]:
 
 
 def _parse_attempt(attempt_fields: Mapping[str, Any]) -> AttemptRecord:
-    names = [known.name for known in fields(AttemptRecord)]
+    names = [field.name for field in fields(AttemptRecord)]
     attempt = AttemptRecord(**{name: attempt_fields[name] for name in names})
     numbers = [attempt.started, attempt.ended, attempt.last_step, attempt.replayed_steps, *attempt.seconds.values()]
     if not all(isinstance(number, int | float) for number in numbers):

@@ -28,14 +28,16 @@ class History:
         """Remove the rows after `step`, and starts of the run at `step`. The run that resumes at `step` writes them
         again.
         """
-        for name, last in ((STARTS, step - 1), (EPOCHS, step), (STEPS, step)):
-            drop_rows_after(last, self.folder / name)
+        for name, last_step in ((STARTS, step - 1), (EPOCHS, step), (STEPS, step)):
+            drop_rows_after(last_step, self.folder / name)
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Append `row`, which must have the key "step", to the file `name`.
 
         An existing epoch row is not repeated: a run that resumes at the last step of an epoch reports that epoch again.
         """
-        last = last_row(self.folder / name) if name == EPOCHS else None
-        if last is None or any(last.get(place) != row.get(place) for place in ("epoch", "step", "epochs")):
+        last_epoch_row = last_row(self.folder / name) if name == EPOCHS else None
+        if last_epoch_row is None or any(
+            last_epoch_row.get(place) != row.get(place) for place in ("epoch", "step", "epochs")
+        ):
             append_row(row, self.folder / name)

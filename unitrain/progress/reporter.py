@@ -165,10 +165,10 @@ class RunReporter:
             self._started = [BackgroundLogger(logger, run_info) for logger in self._loggers]
 
     def _finish(self, status: Status) -> None:
-        started, self._started = self._started, []
-        for logger, deadline in [(logger, logger.finish(status)) for logger in started]:
+        started_loggers, self._started = self._started, []
+        for logger, deadline in [(logger, logger.finish(status)) for logger in started_loggers]:
             logger.wait(deadline)
-        failed = [logger.logger for logger in started if logger.is_disabled]
+        failed = [logger.logger for logger in started_loggers if logger.is_disabled]
         self._loggers = tuple(logger for logger in self._loggers if logger not in failed)
 
     def _start_loggers_if_needed(self, step: int) -> bool:

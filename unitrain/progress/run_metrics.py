@@ -128,10 +128,10 @@ class RunMetrics:
     @contextmanager
     def measure(self, phase: Literal["validation", "checkpoint"]) -> Iterator[None]:
         """Context manager that adds its duration to `phase` of the timer, and to the goodput category of this name."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         with self._timer.measure(phase), self._goodput.measure(phase):
             yield
-        self._measured_seconds = time.perf_counter() - started
+        self._measured_seconds = time.perf_counter() - start_time
         self._write_if_due()
 
     def memory_bytes(self) -> float:

@@ -110,7 +110,7 @@ class StopCoordinator:
             reasons = self._communicator.allgather_object((self._requested_reason, signalled is not None))
             self.reason = next(reason for reason, _ in reasons if reason is not None)
             self.preempted = any(preempted for _, preempted in reasons)
-        return [others for _, _, *others in ranks]
+        return [numbers_of_rank for _, _, *numbers_of_rank in ranks]
 
 
 class SyncPoint:

@@ -143,20 +143,20 @@ class LoopTimer:
         All phases except `data` are extrapolated from the median of the last measured steps, so that a single outlier
         has no effect. They are zero before the first measured step. `recent` describes the same interval.
         """
-        last = self._last_reading
+        last_reading = self._last_reading
         self._last_reading = now = _Reading(
             self._stop_time or time.perf_counter(),
             self._steps,
             self._seconds["data"],
             self._seconds["checkpoint"] + self._seconds["validation"],
         )
-        steps = now.steps - last.steps
+        steps = now.steps - last_reading.steps
         recent = self._recent_steps or [dict[str, float]()]
         seconds = [steps * median(laps.get(phase, 0.0) for laps in recent) for phase in _MEASURED]
-        data = max(0.0, now.data - last.data)
+        data = max(0.0, now.data - last_reading.data)
         if self._stream is not None:
-            data = min(data, max(0.0, now.time - last.time - sum(seconds)))
-        in_steps = now.time - last.time - (now.outside_steps - last.outside_steps)
+            data = min(data, max(0.0, now.time - last_reading.time - sum(seconds)))
+        in_steps = now.time - last_reading.time - (now.outside_steps - last_reading.outside_steps)
         self.recent = RecentTimes(
             forward=steps * median(laps.get("forward", 0.0) for laps in recent),
             copy=steps * self._median_copy_seconds(),
@@ -184,18 +184,18 @@ class LoopTimer:
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Context manager that adds its duration to `phase`."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         self._is_outside_steps = True
         yield
         self._is_outside_steps = False
-        self._seconds[phase] += time.perf_counter() - started
+        self._seconds[phase] += time.perf_counter() - start_time
 
     @contextmanager
     def measure_fetching(self) -> Iterator[None]:
         """Context manager that adds its duration to `data` instead of the current phase of the step."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         yield
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         self._seconds["data"] += seconds
         self._lap_start_time += seconds
 
@@ -206,11 +206,11 @@ class LoopTimer:
         if not self._measuring or self._stream is None or self._is_outside_steps:
             yield
             return
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record()
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_event.record()
         yield
-        ended.record()
-        self._step_copies.append((started, ended))
+        end_event.record()
+        self._step_copies.append((start_event, end_event))
 
     def gather(self) -> dict[str, list[float]]:
         """Return the seconds per phase of PHASES between `start` and `stop`, under keys such as "data_seconds", in
@@ -229,9 +229,9 @@ class LoopTimer:
         """Return the median duration of the copies of recent measured steps that are complete."""
         # `query` does not wait for the GPU.
         milliseconds: list[float] = [
-            sum(started.elapsed_time(ended) for started, ended in copies)
+            sum(start_event.elapsed_time(end_event) for start_event, end_event in copies)
             for copies in self._recent_copies
-            if all(ended.query() for _, ended in copies)
+            if all(end_event.query() for _, end_event in copies)
         ]
         return median(milliseconds) / 1000 if milliseconds else 0.0
 

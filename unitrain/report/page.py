@@ -170,10 +170,10 @@ def _describe_environment(start: dict[str, Any]) -> str:
 
 def _describe_start(start: dict[str, Any]) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
-    started = start["started"].replace("T", " ").replace("+00:00", " UTC")
+    start_time = start["started"].replace("T", " ").replace("+00:00", " UTC")
     return {
         "step": f"{start['step']:,}",
-        "started": started,
+        "started": start_time,
         "environment": _describe_environment(start),
         "versions": versions,
     }
@@ -191,8 +191,10 @@ def _describe_times(record: RunRecord, times: run_statistics.RankTimes) -> list[
     periods = run_statistics.slow_periods(record, in_epochs=False)
     longest = sorted(periods, key=lambda period: period.steps[0] - period.steps[1])[:_MAX_NAMED_RANKS]
     for period in sorted(longest, key=lambda period: period.steps):
-        first, last = period.steps
-        when = f"at step {first:,}" if first == last else f"from step {first:,} to step {last:,}"
+        first_step, last_step = period.steps
+        when = (
+            f"at step {first_step:,}" if first_step == last_step else f"from step {first_step:,} to step {last_step:,}"
+        )
         slow_text = _to_sentence(str(period.straggler).replace(" is slow:", f" was slow {when}:"))
         sentences.append(f"{slow_text} {period.straggler.explanation}".rstrip())
     if times.size > 1 and not slow and not periods:

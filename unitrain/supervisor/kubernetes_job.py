@@ -110,18 +110,18 @@ class KubernetesJob(FollowedJob):
 
     def _get(self, *words: str) -> dict[str, Any] | None:
         """Return objects as kubectl prints them, or None if the object does not exist. Raises UnreachableError."""
-        done = run_client(["kubectl", "get", *words, *self._namespace, "--output", "json"])
-        if done.returncode == 0:
+        process = run_client(["kubectl", "get", *words, *self._namespace, "--output", "json"])
+        if process.returncode == 0:
             try:
-                response = json.loads(done.stdout)
+                response = json.loads(process.stdout)
             except ValueError:
                 response = None
             if not isinstance(response, dict):
-                raise UnreachableError(f"kubectl printed no JSON object: {done.stdout[:_SHOWN_CHARACTERS]!r}")
+                raise UnreachableError(f"kubectl printed no JSON object: {process.stdout[:_SHOWN_CHARACTERS]!r}")
             return response
-        if "(NotFound)" in done.stderr:
+        if "(NotFound)" in process.stderr:
             return None
-        raise UnreachableError(done.stderr.strip() or f"kubectl exited with {done.returncode}")
+        raise UnreachableError(process.stderr.strip() or f"kubectl exited with {process.returncode}")
 
 
 class _PodLog:

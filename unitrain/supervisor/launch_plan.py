@@ -254,19 +254,19 @@ def _plan_elastic_job(
     list_hosts = _host_source(request, spec, limits)
     membership = Membership(limits, list_hosts, request.elastic_timeout_seconds)
     try:
-        listed = list_hosts()
+        available_hosts = list_hosts()
     except launchers.HostDiscoveryError as error:
         if request.is_dry_run:
             raise
         # The supervisor runs the script again until --elastic-timeout expires.
         click.echo(f"unitrain: {error} The script is run again until --elastic-timeout expires.", err=True)
-        listed = ()
+        available_hosts = ()
     # Build the command for all listed hosts, to reject invalid requests before any process starts. The supervisor
     # rebuilds it in each attempt, for the reachable hosts.
-    if launcher == "torchrun" and len(listed) > 1:
-        hosts = listed  # `job.command` then raises an error with instructions per host
+    if launcher == "torchrun" and len(available_hosts) > 1:
+        hosts = available_hosts  # `job.command` then raises an error with instructions per host
     else:
-        hosts = limits.select_hosts(listed) or (Host("localhost", limits.min_ranks),)
+        hosts = limits.select_hosts(available_hosts) or (Host("localhost", limits.min_ranks),)
     return job, job.command(hosts), membership
 
 
@@ -343,9 +343,9 @@ def _check_metrics_port(port: int, address: str) -> None:
     try:
         check_can_listen(address, port)
     except OSError as error:
-        other = max(1024, port + 1) if port < 65535 else port - 1  # only root can listen on a port below 1024
+        other_port = max(1024, port + 1) if port < 65535 else port - 1  # only root can listen on a port below 1024
         fix = (
-            f"Use another port: --metrics-port {other}"
+            f"Use another port: --metrics-port {other_port}"
             if error.errno in (errno.EADDRINUSE, errno.EACCES)
             else "Use an address of this host: --metrics-address 127.0.0.1"
         )
@@ -397,10 +397,10 @@ def _check_standby(request: LaunchRequest, launcher: str, spec: LaunchSpec) -> N
             "number of restarts: --max-restarts 3"
         )
     allocated = () if spec.hosts else launchers.allocated_hosts(launcher)
-    if other := [host.name for host in allocated if not launchers.is_this_host(host)]:
+    if other_hosts := [host.name for host in allocated if not launchers.is_this_host(host)]:
         raise LaunchError(
-            f"--standby does not support Slurm allocations of several hosts, and this one also has {other[0]}. Leave "
-            "--standby out"
+            f"--standby does not support Slurm allocations of several hosts, and this one also has {other_hosts[0]}. "
+            "Leave --standby out"
         )
     if all(map(launchers.is_this_host, spec.hosts)):
         return

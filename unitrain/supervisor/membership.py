@@ -47,14 +47,14 @@ class Membership:
         while not stop_event.is_set():
             problem = ""
             try:
-                listed = self._list_hosts()
+                listed_hosts = self._list_hosts()
             except LaunchError as error:  # the next call may succeed
-                listed, problem = (), f" ({error})"
-            if hosts := self._choose(listed):
+                listed_hosts, problem = (), f" ({error})"
+            if hosts := self._choose(listed_hosts):
                 self._selected = self._latest_choice = hosts
                 return hosts
             responsive_hosts = (
-                ", ".join(str(host) for host in listed if host.name not in self._unresponsive_since) or "none"
+                ", ".join(str(host) for host in listed_hosts if host.name not in self._unresponsive_since) or "none"
             )
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -80,14 +80,14 @@ class Membership:
         change, because hosts often join one after another.
         """
         try:
-            listed = self._list_hosts()
+            listed_hosts = self._list_hosts()
         except LaunchError as error:
             _report(f"keeping the current hosts: {error}")
             return None
-        hosts = self._choose(listed, is_running=True)
+        hosts = self._choose(listed_hosts, is_running=True)
         is_stable, self._latest_choice = hosts == self._latest_choice, hosts
         num_slots, num_slots_before = _count_slots(hosts), _count_slots(self._selected)
-        listed_slots = {host.name: host.slots for host in listed}
+        listed_slots = {host.name: host.slots for host in listed_hosts}
         reduced = [host for host in self._selected if listed_slots.get(host.name, 0) < host.slots]
         if not hosts or not is_stable or not (num_slots > num_slots_before or reduced):
             return None
@@ -120,13 +120,13 @@ class Membership:
                 f"its ranks failed first {num_failures} times in a row"
             )
 
-    def _choose(self, listed: tuple[Host, ...], *, is_running: bool = False) -> tuple[Host, ...]:
+    def _choose(self, listed_hosts: tuple[Host, ...], *, is_running: bool = False) -> tuple[Host, ...]:
         members, now = {host.name for host in self._selected}, time.monotonic()
         # Hosts of a running job are not probed. Hosts that did not respond recently are probed again later.
         not_probed = members if is_running else set()
         probed = [
             host
-            for host in listed
+            for host in listed_hosts
             if host.name not in not_probed
             and now - self._unresponsive_since.get(host.name, -_PROBE_AGAIN_SECONDS) >= _PROBE_AGAIN_SECONDS
         ]
@@ -139,7 +139,7 @@ class Membership:
         self._unresponsive_since |= {host.name: now for host in probed if host.name not in responding}
         for name in responding:
             self._unresponsive_since.pop(name, None)
-        available = [host for host in listed if host.name in responding or host.name in not_probed]
+        available = [host for host in listed_hosts if host.name in responding or host.name in not_probed]
         available.sort(key=lambda host: host.name not in members)
         not_excluded = [host for host in available if self._excluded_until.get(host.name, 0.0) <= now]
         return self._elastic.select_hosts(not_excluded) or self._elastic.select_hosts(available)

@@ -58,12 +58,12 @@ class SlurmJob(FollowedJob):
         return SlurmJob(match[1], match[2])
 
     def read_status(self) -> JobStatus:
-        done = run_client(["scontrol", *self._clusters, "show", "job", self._id])
-        if done.returncode != 0:
-            if "Invalid job id" in done.stderr:
+        process = run_client(["scontrol", *self._clusters, "show", "job", self._id])
+        if process.returncode != 0:
+            if "Invalid job id" in process.stderr:
                 return self._read_accounting()
-            raise UnreachableError(done.stderr.strip() or f"scontrol exited with {done.returncode}")
-        text = _NAME.sub("", done.stdout, count=1)
+            raise UnreachableError(process.stderr.strip() or f"scontrol exited with {process.returncode}")
+        text = _NAME.sub("", process.stdout, count=1)
         state = _find(_WORD, "JobState", text)
         path = _find(_LINE, "StdOut", text)
         if path and (self._log is None or self._log.path != Path(path)):
@@ -93,12 +93,12 @@ class SlurmJob(FollowedJob):
         """
         gone = f"Slurm has no record of {self.name}, so its exit code is unknown"
         try:
-            done = run_client(["sacct", *self._clusters, "-XnP", "-o", "State,ExitCode", "-j", self._id])
+            process = run_client(["sacct", *self._clusters, "-XnP", "-o", "State,ExitCode", "-j", self._id])
         except LaunchError:
             raise JobGoneError(gone) from None
-        if done.returncode != 0 and "accounting storage is disabled" not in done.stderr:
-            raise UnreachableError(done.stderr.strip() or f"sacct exited with {done.returncode}")
-        state, _, code = done.stdout.strip().partition("\n")[0].partition("|")
+        if process.returncode != 0 and "accounting storage is disabled" not in process.stderr:
+            raise UnreachableError(process.stderr.strip() or f"sacct exited with {process.returncode}")
+        state, _, code = process.stdout.strip().partition("\n")[0].partition("|")
         state = state.partition(" ")[0]  # CANCELLED by 1000
         if state not in _FINAL_STATES:
             raise JobGoneError(gone)
@@ -127,13 +127,13 @@ class _GrowingFile:
             return is_new
         if self._descriptor is not None:
             try:
-                known = os.fstat(self._descriptor)
+                open_status = os.fstat(self._descriptor)
             except OSError:  # a network file system reports that the open file was replaced
-                known = None
-            if known is None or (known.st_dev, known.st_ino) != (status.st_dev, status.st_ino):
+                open_status = None
+            if open_status is None or (open_status.st_dev, open_status.st_ino) != (status.st_dev, status.st_ino):
                 os.close(self._descriptor)
                 self._descriptor = None
-            elif known.st_size < os.lseek(self._descriptor, 0, os.SEEK_CUR):
+            elif open_status.st_size < os.lseek(self._descriptor, 0, os.SEEK_CUR):
                 os.lseek(self._descriptor, 0, os.SEEK_SET)
         if self._descriptor is None:
             try:

@@ -115,12 +115,12 @@ def submit_and_follow(scheduler: str, translation: Translation) -> int:
     If the job is not accepted, return the exit code of sbatch or kubectl. Raises LaunchError and TimeoutError as
     `submit` does.
     """
-    done = _submit(scheduler, translation, stdout=subprocess.PIPE)
-    click.echo(done.stdout, nl=False)
-    if done.returncode != 0:
-        return done.returncode
+    process = _submit(scheduler, translation, stdout=subprocess.PIPE)
+    click.echo(process.stdout, nl=False)
+    if process.returncode != 0:
+        return process.returncode
     if scheduler == "slurm":
-        return following.follow(SlurmJob.from_output(done.stdout))
+        return following.follow(SlurmJob.from_output(process.stdout))
     return following.follow(KubernetesJob.from_manifest(translation.text or ""))
 
 
@@ -211,8 +211,10 @@ def _reject_options_of_other_scheduler(scheduler: str, options: Mapping[str, obj
     """Raise LaunchError if one of the `options`, which only the other scheduler supports, is set."""
     for name, value in options.items():
         if value is not None:
-            other = "kubernetes" if scheduler == "slurm" else "slurm"
-            raise LaunchError(f"{name} {value} is an option for {other}, but --to is {scheduler}. Leave {name} out")
+            other_scheduler = "kubernetes" if scheduler == "slurm" else "slurm"
+            raise LaunchError(
+                f"{name} {value} is an option for {other_scheduler}, but --to is {scheduler}. Leave {name} out"
+            )
 
 
 def _parse_time(text: str) -> int:

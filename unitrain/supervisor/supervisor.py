@@ -161,10 +161,10 @@ class Supervisor:
         process, without the time of waiting for hosts.
         """
         self._num_attempts += 1
-        number, reason, started = self._num_attempts, self._restart_reason, time.monotonic()
+        number, reason, start_time = self._num_attempts, self._restart_reason, time.monotonic()
         if number == 1:
-            started -= max(0.0, process_age_seconds() - waiting_seconds)
-        return lambda: AttemptInfo(number, time.monotonic() - started, waiting_seconds, reason)
+            start_time -= max(0.0, process_age_seconds() - waiting_seconds)
+        return lambda: AttemptInfo(number, time.monotonic() - start_time, waiting_seconds, reason)
 
     def _wait_for_end(self, attempt: Attempt) -> int | None:
         """Wait for the launcher and return its exit code. If a host is unreachable, terminate the launcher after a

@@ -54,20 +54,20 @@ def start_broadcasts_copies_each_piece_from_its_root_in_place(backend: Backend) 
 def start_broadcasts_overlaps_with_collectives_and_other_broadcasts(backend: Backend) -> None:
     if not isinstance(backend, ProcessGroupBackend):
         return
-    last = backend.size - 1
+    last_rank = backend.size - 1
     parameter = torch.nn.Parameter(torch.full((MAX_PACKED_BYTES,), float(backend.rank)))
     column = torch.full((1, 3), float(backend.rank))[:, 0]  # one element with stride 3
     assert column.stride() == (3,)
-    wait_for_first = backend.start_broadcasts([(parameter, last), (column, 0)])
+    wait_for_first = backend.start_broadcasts([(parameter, last_rank), (column, 0)])
     second = torch.full((10,), backend.rank)
-    wait_for_second = backend.start_broadcasts([(second[:5], 0), (second[5:], last)])
+    wait_for_second = backend.start_broadcasts([(second[:5], 0), (second[5:], last_rank)])
     total = backend.allreduce(torch.ones(MAX_PACKED_BYTES), "sum")
     wait_for_second()
     wait_for_first()
     assert torch.equal(total, torch.full((MAX_PACKED_BYTES,), float(backend.size)))
-    assert torch.equal(parameter.detach(), torch.full((MAX_PACKED_BYTES,), float(last)))
+    assert torch.equal(parameter.detach(), torch.full((MAX_PACKED_BYTES,), float(last_rank)))
     assert column.item() == 0
-    assert second.tolist() == [0] * 5 + [last] * 5
+    assert second.tolist() == [0] * 5 + [last_rank] * 5
 
 
 @contract

@@ -50,4 +50,4 @@ def raises(kind: type[BaseException], text: str, action: Callable[[], object]) -
 def assert_same_on_every_rank(backend: Backend, value: object) -> None:
     """Assert that `value` is equal on every rank. Every rank must call this."""
     values = backend.allgather_object(value)
-    assert all(other == values[0] for other in values), f"the ranks differ: {values}"
+    assert all(value_of_rank == values[0] for value_of_rank in values), f"the ranks differ: {values}"

@@ -67,11 +67,11 @@ def allreduce_combines_every_dtype_op_and_shape(backend: Backend) -> None:
         if not is_reduction_supported(dtype, op):
             continue
         own = make_input(backend.rank, shape, dtype)
-        kept = own.clone()
+        original = own.clone()
         result = backend.allreduce(own, op)  # type: ignore[arg-type]
         expected = reduce_inputs([make_input(rank, shape, dtype) for rank in range(backend.size)], op)
         assert_close(result, expected, msg=lambda text, case=(dtype, op, shape): f"{case}: {text}")
-        assert torch.equal(own, kept), (dtype, op, shape)
+        assert torch.equal(own, original), (dtype, op, shape)
         assert result.data_ptr() != own.data_ptr() or not own.numel()
 
 
@@ -125,18 +125,18 @@ def unknown_ops_and_roots_raise(backend: Backend) -> None:
 def different_shapes_dtypes_ops_and_calls_raise_on_every_rank(backend: Backend) -> None:
     if backend.size == 1:
         return
-    last = backend.rank == backend.size - 1
+    is_last_rank = backend.rank == backend.size - 1
     disagreements: list[Any] = [
-        lambda: backend.allreduce(torch.ones(3 if last else 2)),
-        lambda: backend.allreduce(torch.ones(2, 1) if last else torch.ones(2)),
-        lambda: backend.allreduce(torch.ones(2).double() if last else torch.ones(2)),
-        lambda: backend.allreduce(torch.ones(2), "max" if last else "min"),
-        lambda: backend.broadcast(torch.ones(2), root=1 if last else 0),
-        lambda: backend.allgather(torch.ones(2, 3) if last else torch.ones(2, 4)),
-        lambda: backend.barrier() if last else backend.allreduce(torch.ones(2)),
-        lambda: (backend.reducescatter if last else backend.allreduce)(torch.ones(backend.size * 5000)),
-        lambda: backend.reducescatter(torch.ones(backend.size * (5000 if last else 5001))),
-        lambda: backend.allgather_object(1) if last else backend.broadcast_object(1),
+        lambda: backend.allreduce(torch.ones(3 if is_last_rank else 2)),
+        lambda: backend.allreduce(torch.ones(2, 1) if is_last_rank else torch.ones(2)),
+        lambda: backend.allreduce(torch.ones(2).double() if is_last_rank else torch.ones(2)),
+        lambda: backend.allreduce(torch.ones(2), "max" if is_last_rank else "min"),
+        lambda: backend.broadcast(torch.ones(2), root=1 if is_last_rank else 0),
+        lambda: backend.allgather(torch.ones(2, 3) if is_last_rank else torch.ones(2, 4)),
+        lambda: backend.barrier() if is_last_rank else backend.allreduce(torch.ones(2)),
+        lambda: (backend.reducescatter if is_last_rank else backend.allreduce)(torch.ones(backend.size * 5000)),
+        lambda: backend.reducescatter(torch.ones(backend.size * (5000 if is_last_rank else 5001))),
+        lambda: backend.allgather_object(1) if is_last_rank else backend.broadcast_object(1),
     ]
     for disagreement in disagreements:
         text = raises(CollectiveMismatchError, "called different collectives", disagreement)
@@ -151,10 +151,10 @@ def different_shapes_dtypes_ops_and_calls_raise_on_every_rank(backend: Backend) 
 def allgather_concatenates_in_rank_order(backend: Backend) -> None:
     for dtype, shape in itertools.product(DTYPES, _SHAPES):
         own = make_input(backend.rank, shape, dtype)
-        kept = own.clone()
+        original = own.clone()
         parts = [make_input(rank, shape, dtype).reshape(shape or (1,)) for rank in range(backend.size)]
         assert torch.equal(backend.allgather(own), torch.cat(parts)), (dtype, shape)
-        assert torch.equal(own, kept)
+        assert torch.equal(own, original)
 
 
 @contract
@@ -173,11 +173,11 @@ def reducescatter_returns_the_chunk_of_the_rank(backend: Backend) -> None:
             continue
         shape = (2 * backend.size, *rest)
         own = make_input(backend.rank, shape, dtype)
-        kept = own.clone()
+        original = own.clone()
         reduced_input = reduce_inputs([make_input(rank, shape, dtype) for rank in range(backend.size)], op)
         result = backend.reducescatter(own, op)  # type: ignore[arg-type]
         assert_close(result, reduced_input[2 * backend.rank : 2 * backend.rank + 2])
-        assert torch.equal(own, kept)
+        assert torch.equal(own, original)
     raises(TensorError, "equal slices", lambda: backend.reducescatter(torch.ones(())))
     if backend.size > 1:
         raises(TensorError, "equal slices", lambda: backend.reducescatter(torch.ones(backend.size + 1)))
@@ -187,10 +187,10 @@ def reducescatter_returns_the_chunk_of_the_rank(backend: Backend) -> None:
 def broadcast_copies_from_every_root(backend: Backend) -> None:
     for dtype, shape, root in itertools.product(DTYPES, _SHAPES, range(backend.size)):
         own = make_input(backend.rank, shape, dtype)
-        kept = own.clone()
+        original = own.clone()
         result = backend.broadcast(own, root)
         assert torch.equal(result, make_input(root, shape, dtype)), (dtype, shape, root)
-        assert torch.equal(own, kept), "the input was changed"
+        assert torch.equal(own, original), "the input was changed"
         assert result.data_ptr() != own.data_ptr() or not own.numel()
 
 
@@ -268,8 +268,8 @@ def tensor_without_values_raises_on_every_rank(backend: Backend) -> None:
 
 @contract
 def tensor_that_requires_grad_raises_on_every_rank(backend: Backend) -> None:
-    last = backend.rank == backend.size - 1
-    own = torch.ones(backend.size, requires_grad=last)
+    is_last_rank = backend.rank == backend.size - 1
+    own = torch.ones(backend.size, requires_grad=is_last_rank)
     collectives = [backend.allreduce, backend.allgather, backend.reducescatter, backend.broadcast]
     for collective in collectives:
         raises(TensorError, "that requires grad", lambda collective=collective: collective(own * 2))
@@ -310,13 +310,13 @@ def min_and_max_propagate_nan(backend: Backend) -> None:
         expected = functools.reduce(torch.minimum if op == "min" else torch.maximum, inputs)
         assert expected.isnan().any()
         own = inputs[backend.rank]
-        kept = own.clone()
+        original = own.clone()
         result = backend.allreduce(own, op)  # type: ignore[arg-type]
         assert result.dtype == dtype
         assert_close(result, expected, equal_nan=True, rtol=0, atol=0)
         piece = backend.reducescatter(own, op)  # type: ignore[arg-type]
         assert_close(piece, expected[2 * backend.rank : 2 * backend.rank + 2], equal_nan=True, rtol=0, atol=0)
-        assert_close(own, kept, equal_nan=True, rtol=0, atol=0)
+        assert_close(own, original, equal_nan=True, rtol=0, atol=0)
 
 
 @contract
@@ -336,9 +336,9 @@ def objects_are_broadcast_and_gathered(backend: Backend) -> None:
 def unpicklable_object_raises_on_every_rank(backend: Backend) -> None:
     if backend.size == 1:
         return
-    last = backend.size - 1
-    sent = {"callback": lambda: None} if backend.rank == last else {}
-    for action in (lambda: backend.allgather_object(sent), lambda: backend.broadcast_object(sent, last)):
+    last_rank = backend.size - 1
+    sent = {"callback": lambda: None} if backend.rank == last_rank else {}
+    for action in (lambda: backend.allgather_object(sent), lambda: backend.broadcast_object(sent, last_rank)):
         text = raises(ConfigError, "cannot be pickled", action)
         assert text.startswith("A dict was passed to an object collective")
         assert_same_on_every_rank(backend, text)
@@ -360,13 +360,13 @@ def _refused_gathering(backend: Backend) -> Iterator[None]:
 
 @contract
 def values_are_gathered_only_if_they_differ(backend: Backend) -> None:
-    last = backend.size - 1
+    last_rank = backend.size - 1
     with _refused_gathering(backend):
         assert gather_if_different(backend, {"equal": [1, (2.5, None)]}) is None
-    expected = None if last == 0 else [{"rank": rank == last} for rank in range(backend.size)]
-    assert gather_if_different(backend, {"rank": backend.rank == last}) == expected
-    if last > 0:
-        for sent in (lambda: None, {"callback": lambda: None} if backend.rank == last else {}):
+    expected = None if last_rank == 0 else [{"rank": rank == last_rank} for rank in range(backend.size)]
+    assert gather_if_different(backend, {"rank": backend.rank == last_rank}) == expected
+    if last_rank > 0:
+        for sent in (lambda: None, {"callback": lambda: None} if backend.rank == last_rank else {}):
             text = raises(ConfigError, "cannot be pickled", lambda sent=sent: gather_if_different(backend, sent))
             assert_same_on_every_rank(backend, text)
 

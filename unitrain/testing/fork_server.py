@@ -160,8 +160,8 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None
         if "poll" in request:
             pid = request["poll"]
             if codes[pid] is None:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                codes[pid] = os.waitstatus_to_exitcode(status) if done else None
+                exited_pid, status = os.waitpid(pid, os.WNOHANG)
+                codes[pid] = os.waitstatus_to_exitcode(status) if exited_pid else None
             _send(connection, {"code": codes[pid]})
             continue
         pid = os.fork()

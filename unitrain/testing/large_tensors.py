@@ -27,13 +27,13 @@ def _use_small_pieces() -> Iterator[None]:
     """Set the piece size to 384 bytes, gather results of any size by broadcasts, and do not use direct connections. All
     ranks call it."""
     settings = {"PIECE_BYTES": 384, "MIN_BROADCAST_BYTES": 1, "MAX_DIRECT_BYTES": 0}
-    kept = {name: getattr(composed_collectives, name) for name in settings}
+    original_settings = {name: getattr(composed_collectives, name) for name in settings}
     for name, value in settings.items():
         setattr(composed_collectives, name, value)
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in original_settings.items():
             setattr(composed_collectives, name, value)
 
 
@@ -46,12 +46,12 @@ def reducescatter_in_pieces_equals_that_of_one_piece(backend: Backend) -> None:
         inputs = [make_input(rank, shape, dtype) for rank in range(backend.size)]
         own = inputs[backend.rank]
         for argument in (own, own.t().contiguous().t()):  # contiguous or not
-            kept = argument.clone()
+            original = argument.clone()
             with _use_small_pieces():
                 result = backend.reducescatter(argument, op)  # type: ignore[arg-type]
             expected = reduce_inputs(inputs, op)[3 * backend.rank : 3 * backend.rank + 3]
             assert_close(result, expected, msg=lambda text, case=(dtype, op): f"{case}: {text}")
-            assert torch.equal(argument, kept), (dtype, op)
+            assert torch.equal(argument, original), (dtype, op)
         assert torch.equal(result, backend.reducescatter(own, op)), (dtype, op)  # type: ignore[arg-type]
 
 
@@ -84,11 +84,11 @@ def reducescatter_of_a_large_tensor_equals_a_slice_of_the_allreduce(backend: Bac
 def allgather_of_large_tensors_concatenates_in_rank_order(backend: Backend) -> None:
     def check(inputs: list[Tensor], case: object) -> None:
         own = inputs[backend.rank]
-        kept = own.clone()
+        original = own.clone()
         gathered = backend.allgather(own)
         assert gathered.dtype == own.dtype
         assert torch.equal(gathered, torch.cat(inputs)), case
-        assert torch.equal(own, kept), case
+        assert torch.equal(own, original), case
 
     ranks = range(backend.size)
     for dtype, counts in itertools.product(DTYPES, ([400, 400, 400], [0, 300, 100], [500, 0, 0], [0, 0, 200])):

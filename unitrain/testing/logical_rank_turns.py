@@ -105,15 +105,15 @@ def _run_in_turns(
 
 
 def _assert_equal_buffers(model: nn.Module, expected: nn.Module) -> None:
-    for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
-        assert torch.equal(buffer, other), f"the buffers {name} differ"
+    for (name, buffer), expected_buffer in zip(model.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(buffer, expected_buffer), f"the buffers {name} differ"
 
 
 def _assert_equal_gradients(model: nn.Module, expected: nn.Module) -> None:
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+    for (name, parameter), expected_parameter in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert parameter.grad is not None
-        assert other.grad is not None
-        assert torch.equal(parameter.grad, other.grad), f"the gradients of {name} differ"
+        assert expected_parameter.grad is not None
+        assert torch.equal(parameter.grad, expected_parameter.grad), f"the gradients of {name} differ"
 
 
 @contract
@@ -153,8 +153,8 @@ def synchronized_logical_ranks_normalize_over_all_samples(backend: Backend) -> N
             ranks = [rank for rank in range(_LOGICAL_RANKS) if (rank, micro_batch) != (_RANK_WITH_DUMMY_BATCH, 1)]
             outputs = plain(torch.cat([batch(rank, micro_batch) for rank in ranks])).chunk(len(ranks))
             (torch.stack([compute_loss(output) for output in outputs]).sum() / _LOGICAL_RANKS).backward()
-        for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-12, msg=name)
+        for (name, parameter), plain_parameter in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, plain_parameter.grad, rtol=1e-12, atol=1e-12, msg=name)
         for (name, buffer), plain_buffer in zip(model.named_buffers(), plain.buffers(), strict=True):
             torch.testing.assert_close(buffer, plain_buffer, rtol=1e-12, atol=1e-12, msg=name)
 

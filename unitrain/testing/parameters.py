@@ -326,11 +326,11 @@ def embedding_with_max_norm_raises(backend: Backend) -> None:
         text = raises(ModelError, "'0' has max_norm=1.5", lambda model=model: backend.distributed_model(model))
         assert "embedding.weight.renorm_(1, 0, 1.5)" in text
         assert_same_on_every_rank(backend, text)
-    last = backend.rank == backend.size - 1
+    is_last_rank = backend.rank == backend.size - 1
     text = raises(
         ModelError,
         "max_norm=2",
-        lambda: backend.distributed_model(nn.Sequential(nn.Embedding(10, 3, max_norm=2.0 if last else None))),
+        lambda: backend.distributed_model(nn.Sequential(nn.Embedding(10, 3, max_norm=2.0 if is_last_rank else None))),
     )
     assert_same_on_every_rank(backend, text)
 
@@ -383,8 +383,8 @@ def embedding_function_with_max_norm_raises(backend: Backend) -> None:
 
 @contract
 def model_without_values_raises(backend: Backend) -> None:
-    last = backend.rank == backend.size - 1
-    model = build().to("meta") if last else build()
+    is_last_rank = backend.rank == backend.size - 1
+    model = build().to("meta") if is_last_rank else build()
     text = raises(
         ModelError, "has tensors on device meta, which have no values", lambda: backend.distributed_model(model)
     )
@@ -404,13 +404,13 @@ def model_on_another_device_raises(backend: Backend) -> None:
 def models_that_differ_between_ranks_raise(backend: Backend) -> None:
     if backend.size == 1:
         return
-    last = backend.rank == backend.size - 1
-    model = nn.Sequential(nn.Linear(3, 4 if last else 2))
+    is_last_rank = backend.rank == backend.size - 1
+    model = nn.Sequential(nn.Linear(3, 4 if is_last_rank else 2))
     text = raises(ModelError, "'0.weight' is float32 [2, 3] on rank 0", lambda: backend.distributed_model(model))
     assert_same_on_every_rank(backend, text)
     text = raises(
         ModelError,
         "no parameter that requires a gradient",
-        lambda: backend.distributed_model(build().requires_grad_(not last)),
+        lambda: backend.distributed_model(build().requires_grad_(not is_last_rank)),
     )
     assert_same_on_every_rank(backend, text)

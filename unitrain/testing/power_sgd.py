@@ -286,9 +286,11 @@ def powersgd_discards_the_error_of_an_overflow_step(backend: Backend) -> None:
             model.zero_grad()
             if step == 3:
                 # The gradients of some layers overflow on one rank; the step's errors of all layers are discarded.
-                last = backend.rank == backend.size - 1
+                is_last_rank = backend.rank == backend.size - 1
                 handle = model.get_submodule("3").register_full_backward_hook(
-                    lambda _m, grads, _o, last=last, bad=bad: (grads[0] * bad,) if last else None
+                    lambda _m, grads, _o, is_last_rank=is_last_rank, bad=bad: (
+                        (grads[0] * bad,) if is_last_rank else None
+                    )
                 )
                 backward(wrapped, backend.rank, 99)
                 handle.remove()

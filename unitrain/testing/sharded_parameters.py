@@ -275,12 +275,12 @@ def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) ->
         assert tensor is not None
         return local_shard(tensor).numel()
 
-    held = [
+    stored_elements = [
         sum(map(elements, parameters)),
         sum(elements(parameter.grad) for parameter in parameters),
         sum(elements(entry["exp_avg"]) for entry in optimizer.state.values()),
     ]
-    assert held == [complete // backend.size] * 3, (held, complete)
+    assert stored_elements == [complete // backend.size] * 3, (stored_elements, complete)
     sharded: Any = getattr(wrapped, "sharded", None)  # None on backend local
     for block in () if sharded is None else sharded.blocks:
         for record in fsdp_parameters(block):

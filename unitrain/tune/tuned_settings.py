@@ -84,8 +84,8 @@ class TunedEntry:
 
     def save(self, file: Path = TUNED_FILE) -> None:
         """Write the entry to `file`. It replaces an entry for the same run, even with a different torch version."""
-        others = [entry for entry in _load(file) if entry._identity != self._identity]
-        _store([*others, self], file)
+        other_entries = [entry for entry in _load(file) if entry._identity != self._identity]
+        _store([*other_entries, self], file)
 
     def may_apply_to(self, run: TunedRun) -> bool:
         """Return whether script, backend and number of ranks match `run`."""
@@ -152,9 +152,9 @@ def remove_tuned(run: TunedRun, file: Path = TUNED_FILE) -> None:
         is_same = (entry.args, entry.num_nodes, entry.machine) == (run.args, run.num_nodes, run.machine)
         return entry.may_apply_to(run) and (is_unrecorded or is_same)
 
-    others = [entry for entry in entries if not is_obsolete(entry)]
-    if len(others) < len(entries):
-        _store(others, file)
+    other_entries = [entry for entry in entries if not is_obsolete(entry)]
+    if len(other_entries) < len(entries):
+        _store(other_entries, file)
 
 
 def torch_version() -> str:

@@ -56,7 +56,7 @@ def run_command(
     its process group, and every process with the same value of `marker_variable` in its environment, because launchers
     start ranks in separate process groups.
     """
-    started = time.monotonic()
+    start_time = time.monotonic()
     tag = f"{marker_variable}={environment[marker_variable]}".encode()
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -76,7 +76,7 @@ def run_command(
         finally:
             end_processes(process, tag)
     text = output.read_text(errors="replace") if text is None else text
-    return CommandResult(exit_code, time.monotonic() - started, text)
+    return CommandResult(exit_code, time.monotonic() - start_time, text)
 
 
 def last_lines(output: str, max_lines: int = 16) -> list[str]:

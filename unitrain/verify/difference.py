@@ -167,9 +167,11 @@ def _compare_losses(
     """Return the largest difference of the losses, and the first step whose losses differ by more than permitted."""
     largest, first_step = LargestDifference(), None
     largest_loss = max((abs(loss) for loss in expected), default=0.0)
-    for step, (loss, other) in enumerate(zip(losses, expected, strict=False), 1):
-        delta = _distance(loss, other)
-        is_within_tolerance = delta == 0 or delta <= min(tolerance * max(1.0, abs(other)), relative * largest_loss)
+    for step, (loss, expected_loss) in enumerate(zip(losses, expected, strict=False), 1):
+        delta = _distance(loss, expected_loss)
+        is_within_tolerance = delta == 0 or delta <= min(
+            tolerance * max(1.0, abs(expected_loss)), relative * largest_loss
+        )
         if not is_within_tolerance and first_step is None:
             first_step = step
         if delta > largest.delta:

@@ -52,9 +52,9 @@ def _split_rows(part: Any, count: int) -> list[bytes] | None:
     if not isinstance(part, list | tuple):
         return None
     inner = [_split_rows(item, count) for item in part]
-    known = [rows for rows in inner if rows is not None]
-    if len(known) == len(inner):
-        return [b"|".join(rows) for rows in zip(*known, strict=True)]
+    row_counts = [rows for rows in inner if rows is not None]
+    if len(row_counts) == len(inner):
+        return [b"|".join(rows) for rows in zip(*row_counts, strict=True)]
     return [_serialize(item) for item in part] if len(part) == count else None
 
 

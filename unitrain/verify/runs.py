@@ -92,8 +92,8 @@ class Verification:
                         if transport != outcome.transport:
                             yield self._run(replace(run, transport=transport))
 
-    def _run_local(self, size: int, others: Sequence[Outcome]) -> Outcome:
-        """Run one process with the global batch size of `others`.
+    def _run_local(self, size: int, other_outcomes: Sequence[Outcome]) -> Outcome:
+        """Run one process with the global batch size of `other_outcomes`.
 
         The batch size of the script is multiplied by `size`. If the script divides its batch size by the number of
         ranks, the global batch size would differ, and the run is repeated with the unmodified batch size. Return the
@@ -102,7 +102,7 @@ class Verification:
         outcome = self._run(Run(backend="local", emulated_ranks=size, processes=1))
         batches = {
             one.record.global_batch_sizes()[0]
-            for one in (outcome, *others)
+            for one in (outcome, *other_outcomes)
             if one.record is not None and one.record.steps
         }
         if size > 1 and len(batches) > 1:

@@ -188,9 +188,11 @@ def expected_difference(record: Record, reference: Record) -> str | None:
     if (rounding := reference.first.compression_dtype) != "none":
         return f"each rank rounds its gradients to {rounding} before they are reduced ({ranks})"
     sizes = f"{record.first.size} here, {reference.first.size} in the reference"
-    for step, (own, other) in enumerate(zip(record.learning_rates(), reference.learning_rates(), strict=False), 1):
-        if own != other:
-            rates = [", ".join(f"{rate:.6g}" for rate in rates_of_run) for rates_of_run in (own, other)]
+    for step, (own, reference_rates) in enumerate(
+        zip(record.learning_rates(), reference.learning_rates(), strict=False), 1
+    ):
+        if own != reference_rates:
+            rates = [", ".join(f"{rate:.6g}" for rate in rates_of_run) for rates_of_run in (own, reference_rates)]
             return (
                 f"the script derives its learning rate from the number of ranks ({sizes}): it is {rates[0]} instead of "
                 f"{rates[1]} in step {step}"

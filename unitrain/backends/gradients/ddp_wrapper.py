@@ -253,13 +253,13 @@ class DistributedModel(ReducerDDP, WrappedModel):
         """Find the distributed models that share parameters with this one."""
         own = {id(parameter) for parameter in self._all_parameters}
         self._models_with_shared_parameters: WeakSet[DistributedModel] = WeakSet(
-            other
-            for other in DistributedModel._instances
-            if not other._has_left_group and any(id(parameter) in own for parameter in other._all_parameters)
+            instance
+            for instance in DistributedModel._instances
+            if not instance._has_left_group and any(id(parameter) in own for parameter in instance._all_parameters)
         )
-        for other in self._models_with_shared_parameters:
-            other._models_with_shared_parameters.add(self)
-            other._has_shared_parameters = True
+        for instance in self._models_with_shared_parameters:
+            instance._models_with_shared_parameters.add(self)
+            instance._has_shared_parameters = True
         # A separate attribute, because iterating over a WeakSet takes a microsecond.
         self._has_shared_parameters = len(self._models_with_shared_parameters) > 0
         DistributedModel._instances.add(self)
@@ -269,14 +269,14 @@ class DistributedModel(ReducerDDP, WrappedModel):
         if not self.require_backward_grad_sync:
             return
         own = {id(parameter): name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        for other in self._models_with_shared_parameters:
+        for model in self._models_with_shared_parameters:
             if (
-                other._has_left_group
-                or other._pending.last_backward != backward_id
-                or not other.require_backward_grad_sync
+                model._has_left_group
+                or model._pending.last_backward != backward_id
+                or not model.require_backward_grad_sync
             ):
                 continue
-            shared = [own[id(parameter)] for parameter in other._all_parameters if id(parameter) in own]
+            shared = [own[id(parameter)] for parameter in model._all_parameters if id(parameter) in own]
             if shared:
                 raise ModelError(
                     f"Two distributed models share the parameter {shared[0]!r}, and one backward pass runs through "
@@ -373,23 +373,23 @@ def read_bucket_settings() -> dict[str, Any]:
     settings: dict[str, Any] = {"gradient_as_bucket_view": environment.get_variable(BUCKET_VIEW.variable) != "0"}
     if environment.get_variable(BUCKETS.variable) is None:
         return settings
-    first, others = read_bucket_megabytes()
-    return {**settings, "bucket_cap_mb_list": [first, others]}
+    first_megabytes, other_megabytes = read_bucket_megabytes()
+    return {**settings, "bucket_cap_mb_list": [first_megabytes, other_megabytes]}
 
 
 def read_bucket_megabytes() -> tuple[int, int]:
     """Return the sizes in MiB of the first gradient bucket and of the others from the environment."""
     text = environment.get_variable(BUCKETS.variable) or BUCKETS.default
     try:
-        first, others = (int(part) for part in text.split(","))
-        if min(first, others) < 1:
+        first_megabytes, other_megabytes = (int(part) for part in text.split(","))
+        if min(first_megabytes, other_megabytes) < 1:
             raise ValueError
     except ValueError:
         raise EnvironmentVariableError(
             f"UNITRAIN_BUCKETS_MB must be the sizes in MiB of the first gradient bucket and of the others, got "
             f"{text!r}. Use UNITRAIN_BUCKETS_MB=1,25"
         ) from None
-    return first, others
+    return first_megabytes, other_megabytes
 
 
 def _raise_if_unused(error: RuntimeError) -> None:

@@ -201,16 +201,18 @@ class ExactReduction:
             self._advance(step)
 
     @torch.no_grad()
-    def finish(self, last: Gradients) -> list[Tensor | None]:
+    def finish(self, last_gradients: Gradients) -> list[Tensor | None]:
         """Return the mean gradient of each parameter; None for parameters without a gradient on any logical rank.
 
-        `last` contains the gradients of the last logical rank of this process, including those that were added. All
-        processes call it. If a gradient is missing on any logical rank and `allows_unused` is False, or if processes
-        have frozen different parameters, ModelError is raised in all processes.
+        `last_gradients` contains the gradients of the last logical rank of this process, including those that were
+        added. All processes call it. If a gradient is missing on any logical rank and `allows_unused` is False, or if
+        processes have frozen different parameters, ModelError is raised in all processes.
         """
         step, self._step = self._step, None
         assert step is not None
-        step.last = [added if added is not None else gradient for added, gradient in zip(step.last, last, strict=True)]
+        step.last = [
+            added if added is not None else gradient for added, gradient in zip(step.last, last_gradients, strict=True)
+        ]
         self._check_layouts(step)
         while step.next_bucket < len(self._buckets):
             self._advance(step)

@@ -120,8 +120,8 @@ class LocalGradients:
             local.clear()
         if not self._has_shared_parameters:  # iterating over a WeakSet takes a microsecond
             return
-        for other in self._trackers_with_shared_parameters:
-            other._local_ids -= self._names.keys() - self._ids_outside_reducer
+        for tracker in self._trackers_with_shared_parameters:
+            tracker._local_ids -= self._names.keys() - self._ids_outside_reducer
 
     def parameters_with_local_gradients(self) -> list[Tensor]:
         """Return the parameters with local values in `.grad`, including those whose `.grad` was set to None later."""
@@ -163,12 +163,12 @@ class LocalGradients:
             )
 
     def _check_unknown_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        known = {key for instance in LocalGradients._instances for key in instance._names}
+        known_keys = {key for instance in LocalGradients._instances for key in instance._names}
         shapes = [
             str(list(parameter.shape))
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if id(parameter) not in known and parameter.grad is not None
+            if id(parameter) not in known_keys and parameter.grad is not None
         ]
         if shapes:
             count, noun = ("1 parameter", "shape") if len(shapes) == 1 else (f"{len(shapes)} parameters", "shapes")

@@ -222,8 +222,8 @@ class HorovodProcessGroup(OperationStarter):
             return join_works(self._gather(inputs[0], parts, parts), parts, inputs[0].device)
 
         def copy_to_all() -> None:
-            for other in outputs[1:]:
-                for target, part in zip(other, parts, strict=True):
+            for output in outputs[1:]:
+                for target, part in zip(output, parts, strict=True):
                     target.detach().copy_(part)
 
         works = []

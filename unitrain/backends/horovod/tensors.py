@@ -241,7 +241,7 @@ class Destination:
 
     def __init__(self, tensor: Tensor, copies: list[Tensor] | None = None) -> None:
         self._tensor = tensor.detach()
-        self._copies = [other.detach() for other in copies or () if other is not tensor]
+        self._copies = [copy.detach() for copy in copies or () if copy is not tensor]
         self._copied = (
             not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or not has_unit_stride(tensor.view(-1))
         )
@@ -255,5 +255,5 @@ class Destination:
         """Complete the tensor."""
         if self._copied:
             self._tensor.copy_(self.elements.view(self._tensor.shape))
-        for other in self._copies:
-            other.copy_(self._tensor)
+        for copy in self._copies:
+            copy.copy_(self._tensor)

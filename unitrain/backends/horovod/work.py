@@ -381,9 +381,9 @@ def _poll_until(is_done: Callable[[], bool], seconds: float | None) -> None:
     The function first polls without sleeping, because waking up a core takes longer than a small operation. Later, it
     sleeps between calls for increasing intervals, so that other processes can use the core.
     """
-    started = time.monotonic()
+    start_time = time.monotonic()
     while not is_done():
-        waited = time.monotonic() - started
+        waited = time.monotonic() - start_time
         if seconds is not None and waited >= seconds:
             return
         if waited < _BUSY_POLL_SECONDS:

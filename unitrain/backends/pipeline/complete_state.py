@@ -142,8 +142,8 @@ def _load_stage(
 
 
 def _names_by_group(module: StageModule, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    known = {id(parameter): name for name, parameter in module.named_parameters()}
-    groups = [[known.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    name_by_id = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [[name_by_id.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     if any("" in group for group in groups):
         raise ModelError(
             "The optimizer holds parameters that are not in this stage of the pipeline. Build it from the parameters "

@@ -90,9 +90,9 @@ def memory_of_stage(costs: Sequence[BlockCost], stages: int, micro_batches: int,
         if not _is_valid(blocks, stage):
             return math.inf
         held_micro_batches = min(micro_batches, stages - stage) if schedule == "1f1b" else micro_batches
-        held = sum(block.held_bytes for block in blocks) + (blocks[0].input_bytes if stage else 0)
+        held_bytes = sum(block.held_bytes for block in blocks) + (blocks[0].input_bytes if stage else 0)
         state = sum(block.state_bytes for block in blocks)
-        return float(state + held_micro_batches * held + max(block.extra_bytes for block in blocks))
+        return float(state + held_micro_batches * held_bytes + max(block.extra_bytes for block in blocks))
 
     return cost
 
@@ -111,24 +111,24 @@ def _measure(block: nn.Module, values: Any, device: torch.device) -> tuple[Block
     inputs = _copies(values)
     with _LiveStorages([*tensors, *(parameter.grad for parameter in trained), *tree_leaves(inputs)]) as storages:
         output = block(inputs)
-        held = storages.live_bytes
+        held_bytes = storages.live_bytes
         _backward(output)
         peak = storages.peak_bytes
     seconds = math.inf
     for _ in range(_REPETITIONS):
         inputs = _copies(values)
         _synchronize(device)
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         _backward(block(inputs))
         _synchronize(device)
-        seconds = min(seconds, time.perf_counter() - started)
+        seconds = min(seconds, time.perf_counter() - start_time)
     trained_bytes = sum(parameter.nbytes for parameter in trained)
     other_bytes = sum(tensor.nbytes for tensor in tensors) - trained_bytes
     cost = BlockCost(
         seconds=seconds,
         state_bytes=_BYTES_PER_TRAINED_BYTE * trained_bytes + other_bytes,
-        held_bytes=held,
-        extra_bytes=peak - held,
+        held_bytes=held_bytes,
+        extra_bytes=peak - held_bytes,
         input_bytes=sum(value.nbytes for value in tree_leaves(values) if isinstance(value, Tensor)),
         can_start_stage=can_start,
         is_trained=bool(trained),
@@ -175,10 +175,10 @@ class _LiveStorages(TorchDispatchMode):
     """Counts the bytes of the tensors that are created inside the context and still exist. `known` tensors are not
     counted."""
 
-    def __init__(self, known: Iterable[Any]) -> None:
+    def __init__(self, known_storages: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
-        self._addresses = {value.untyped_storage().data_ptr() for value in known if isinstance(value, Tensor)}
+        self._addresses = {value.untyped_storage().data_ptr() for value in known_storages if isinstance(value, Tensor)}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))

@@ -173,7 +173,7 @@ class ScheduledStageRuns(StageRuns):
 
     def _broadcast_output(self, output: Any) -> Tensor:
         """Return the output of the last stage on every rank of the replica."""
-        last = self._group.size - 1
+        last_stage = self._group.size - 1
         header = torch.zeros(_HEADER_LENGTH, dtype=torch.int64)
         if self._is_last:
             if not isinstance(output, Tensor):
@@ -183,10 +183,10 @@ class ScheduledStageRuns(StageRuns):
                 )
             output = output.contiguous()
             _write_shape(header, output)
-        self._group.broadcast(header, last)
+        self._group.broadcast(header, last_stage)
         if not self._is_last:
             output = _read_shape(header).empty(self._device)
-        self._group.broadcast(output, last)
+        self._group.broadcast(output, last_stage)
         return cast(Tensor, output)
 
 

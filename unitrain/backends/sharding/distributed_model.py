@@ -99,9 +99,9 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     def check_not_shared(cls, model: nn.Module) -> None:
         """Raise ModelError if another distributed model with sharded gradients shares parameters with `model`."""
         own = {id(parameter): name for name, parameter in model.named_parameters()}
-        for other in cls._instances:
-            shared = [own[id(parameter)] for parameter in other._all_parameters if id(parameter) in own]
-            if shared and not other._has_left:
+        for instance in cls._instances:
+            shared = [own[id(parameter)] for parameter in instance._all_parameters if id(parameter) in own]
+            if shared and not instance._has_left:
                 raise ModelError(
                     f"Parameter {shared[0]!r} belongs to another distributed model with sharded gradients, and only "
                     "one model can divide its gradient among ranks. Put both models into one module, and call "

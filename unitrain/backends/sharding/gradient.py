@@ -200,20 +200,20 @@ def _update_elements(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _add(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Add the gradient that a backward pass computed on this rank. The next reduction sends it to the owners."""
-    gradient, other = args[:2]
+    gradient, addend = args[:2]
     is_accumulation = (
         isinstance(gradient, ShardedGradient)
-        and isinstance(other, Tensor)
-        and not isinstance(other, ShardedGradient)
-        and other.shape == gradient.shape
-        and other.dtype == gradient.dtype
+        and isinstance(addend, Tensor)
+        and not isinstance(addend, ShardedGradient)
+        and addend.shape == gradient.shape
+        and addend.dtype == gradient.dtype
         and not kwargs
         and len(args) == 2
     )
     if not is_accumulation:
         _raise_unsupported("add_")
-    # Autograd may use `other` elsewhere, so it is not changed.
-    gradient.unreduced = other.detach() if gradient.unreduced is None else gradient.unreduced + other
+    # Autograd may use `addend` elsewhere, so it is not changed.
+    gradient.unreduced = addend.detach() if gradient.unreduced is None else gradient.unreduced + addend
     gradient.is_zero = False
     return gradient  # type: ignore[no-any-return]
 

@@ -197,12 +197,12 @@ class ShardedState:
         if ids == self._known_ids:
             return
         self._known_ids = ids
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        new = [parameter for parameter in held if parameter not in self._shards]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        new = [parameter for parameter in parameters if parameter not in self._shards]
         # Frozen parameters have no state, so they are partitioned separately from the others.
         for requires_grad in (True, False):
             self._divide([parameter for parameter in new if parameter.requires_grad == requires_grad])
-        self._arrange_batches(optimizer, held)
+        self._arrange_batches(optimizer, parameters)
         for parameter in new:
             if parameter in optimizer.state:
                 entry = self._own_entry(parameter, optimizer.state.pop(parameter))
@@ -239,30 +239,32 @@ class ShardedState:
             return self._reducer.divide(parameters)
         return divide_elements(sizes, self._communicator.size)
 
-    def _arrange_batches(self, optimizer: Optimizer, held: list[nn.Parameter]) -> None:
+    def _arrange_batches(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         groups = [group_index for group_index, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         shards = [
-            replace(shard, index=index) for index, parameter in enumerate(held) for shard in self._shards[parameter]
+            replace(shard, index=index)
+            for index, parameter in enumerate(parameters)
+            for shard in self._shards[parameter]
         ]
         # `step` of an elementwise optimizer is called once per batch. Others may count the calls, so they get one
         # batch.
         limit = _BATCH_BYTES if self._is_elementwise else 2**62
         self._batches = []
-        for batch_shards in batches_of(shards, [parameter.element_size() for parameter in held], limit):
-            batch = _Batch(shards=[(held[shard.index], shard) for shard in batch_shards])
+        for batch_shards in batches_of(shards, [parameter.element_size() for parameter in parameters], limit):
+            batch = _Batch(shards=[(parameters[shard.index], shard) for shard in batch_shards])
             for shard in batch_shards:
                 if shard.owner == self._communicator.rank:
-                    batch.owned[groups[shard.index]].append(self._owned[held[shard.index]])
+                    batch.owned[groups[shard.index]].append(self._owned[parameters[shard.index]])
             self._batches.append(batch)
 
     def _view(self, parameter: nn.Parameter, shard: ParameterShard) -> Tensor:
         """Return the elements of `shard` as a 1-D view. Views are cached until the memory of the parameter changes."""
         key, address = (parameter, shard.start), parameter.data_ptr()
-        known = self._views.get(key)
-        if known is None or known[0] != address:
+        cached_view = self._views.get(key)
+        if cached_view is None or cached_view[0] != address:
             self._check_storage_order(parameter)
-            known = self._views[key] = (address, flat_view(parameter.detach())[shard.start : shard.stop])
-        return known[1]
+            cached_view = self._views[key] = (address, flat_view(parameter.detach())[shard.start : shard.stop])
+        return cached_view[1]
 
     def _check_storage_order(self, parameter: nn.Parameter) -> None:
         """Raise ModelError if the memory format has changed, because the shards would then contain different
@@ -362,12 +364,12 @@ class ShardedState:
 
     def _restore(self, optimizer: Optimizer) -> None:
         """Restore all parameters of the optimizer, even after a step that raised an exception."""
-        held, self._all_parameters = self._all_parameters, None
-        if held is None:
+        all_parameters, self._all_parameters = self._all_parameters, None
+        if all_parameters is None:
             return
         for batch in self._batches:
             self._exit_batch(optimizer, batch)
-        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+        for group, parameters in zip(optimizer.param_groups, all_parameters, strict=True):
             group["params"] = parameters
 
     def _partial_shards(self, batch: _Batch) -> Iterable[_OwnShard]:
@@ -390,13 +392,13 @@ class ShardedState:
         """Return `state_dict` with the state of all ranks. All ranks call it."""
         if self._is_local:
             return state_dict
-        held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         own = {key: value for key, value in state_dict["state"].items() if isinstance(key, int)}
         by_rank = [
             broadcast_with_tensors(self._communicator, own, root=rank) for rank in range(self._communicator.size)
         ]
         state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
-        for index, parameter in enumerate(held):
+        for index, parameter in enumerate(parameters):
             shards = self._shards.get(parameter, [])
             entries = [by_rank[shard.owner].get(index) for shard in shards]
             if all(entry is None for entry in entries):
@@ -412,9 +414,10 @@ class ShardedState:
         if self._is_local:
             return state_dict
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        held = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         state = dict(state_dict["state"])
-        for key, parameter in zip(saved, held, strict=False):  # torch raises an error for groups of different lengths
+        # torch raises an error for groups of different lengths.
+        for key, parameter in zip(saved, parameters, strict=False):
             if key in state:
                 entry = self._own_entry(parameter, state.pop(key))
                 if entry is not None:
@@ -478,11 +481,11 @@ def _join(parameter: nn.Parameter, entries: list[dict[Any, Any]], shards: list[P
     """Return the complete state of `parameter`, joined from the `entries` of the ranks that own its `shards`."""
     joined = {}
     keys = [list(entry or ()) for entry in entries]
-    if any(other != keys[0] for other in keys):
+    if any(keys_of_rank != keys[0] for keys_of_rank in keys):
         raise ModelError(
-            f"The optimizer's state of a parameter of shape {list(parameter.shape)} differs between ranks: "
-            f"{keys[0]} on rank {shards[0].owner}, and {next(other for other in keys if other != keys[0])} on another "
-            "rank. Load the same complete state on every rank: optimizer.load_state_dict(state)."
+            f"The optimizer's state of a parameter of shape {list(parameter.shape)} differs between ranks: {keys[0]} "
+            f"on rank {shards[0].owner}, and {next(keys_of_rank for keys_of_rank in keys if keys_of_rank != keys[0])} "
+            "on another rank. Load the same complete state on every rank: optimizer.load_state_dict(state)."
         )
     for key, value in entries[0].items():
         if isinstance(value, Tensor) and value.shape == (shards[0].stop - shards[0].start,):

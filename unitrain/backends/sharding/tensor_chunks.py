@@ -94,14 +94,14 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[
         yield (), ()
         return
     row_size = prod(shape[1:])
-    first, last = -(-start // row_size), stop // row_size
-    if first > last:  # inside one row
-        yield from _boxes_of_row(shape, last, start - last * row_size, stop - last * row_size)
+    start_row, stop_row = -(-start // row_size), stop // row_size
+    if start_row > stop_row:  # inside one row
+        yield from _boxes_of_row(shape, stop_row, start - stop_row * row_size, stop - stop_row * row_size)
         return
-    yield from _boxes_of_row(shape, first - 1, start - (first - 1) * row_size, row_size)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _boxes_of_row(shape, last, 0, stop - last * row_size)
+    yield from _boxes_of_row(shape, start_row - 1, start - (start_row - 1) * row_size, row_size)
+    if start_row < stop_row:
+        yield (start_row, *(0 for _ in shape[1:])), (stop_row - start_row, *shape[1:])
+    yield from _boxes_of_row(shape, stop_row, 0, stop - stop_row * row_size)
 
 
 def _boxes_of_row(
