@@ -206,7 +206,14 @@ def test_every_public_name_is_in_the_reference() -> None:
 def test_every_environment_variable_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "environment.md").read_text()
     # Marks of a process that a command or a test starts, not for users.
-    internal = {"UNITRAIN_RUN", "UNITRAIN_TUNE", "UNITRAIN_VERIFY", "UNITRAIN_LAUNCH", "UNITRAIN_TEST_KEY"}
+    internal = {
+        "UNITRAIN_RUN",
+        "UNITRAIN_TUNE",
+        "UNITRAIN_VERIFY",
+        "UNITRAIN_LAUNCH",
+        "UNITRAIN_TEST_KEY",
+        "UNITRAIN_DOCTOR",
+    }
     found = {name for folder in ("unitrain", "launchers") for name in variables_in(ROOT / folder)}
     assert sorted(found - internal - set(VARIABLE.findall(page))) == []
 
