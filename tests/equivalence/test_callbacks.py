@@ -125,6 +125,17 @@ def test_an_error_names_the_callback_and_the_hook() -> None:
     assert journal.lines[-1] == "end 3"  # on_fit_end is called
 
 
+def test_an_error_in_on_fit_end_does_not_skip_other_callbacks() -> None:
+    class Broken(Callback):
+        def on_fit_end(self, trainer: Trainer) -> None:
+            raise OSError("no space left")
+
+    journal = Journal()
+    with pytest.raises(CallbackError, match=r"Broken\.on_fit_end failed on rank 0, after step 8: OSError: no space"):
+        make(LOCAL, [Broken(), journal]).fit(data())
+    assert journal.lines[-1] == "end 8"
+
+
 class FailsOnce(Callback):
     """Raises an error in one call of `hook`, the first time that the run has done `step` steps."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ class Callback:
 
     def on_fit_end(self, trainer: Any) -> None:
         """Called at the end of `fit`, after its last checkpoint, even if an exception ended `fit` in or after
-        `on_fit_start`.
+        `on_fit_start`, and even if this hook of another callback failed.
 
         `fit` returns when the hooks of all ranks have returned.
         """
@@ -131,20 +132,17 @@ class Callbacks:
     def call(self, hook: str, trainer: RunningTrainer, *arguments: Any) -> None:
         """Call `hook` of every callback that overrides it.
 
-        An exception other than UnitrainError is raised as a CallbackError.
+        An exception other than UnitrainError is raised as a CallbackError. After an exception, the hooks of the other
+        callbacks are not called, except for `on_fit_end`.
         """
-        for callback in self._callbacks_by_hook[hook]:
-            method: Callable[..., None] = getattr(callback, hook)
-            try:
-                method(trainer, *arguments)
-            except UnitrainError:
-                raise
-            except Exception as error:
-                raise CallbackError(
-                    f"{type(callback).__name__}.{hook} failed on rank {trainer.backend.rank}, after step "
-                    f"{trainer.progress.step}: {type(error).__name__}: {error}. "
-                    "Fix the callback, or remove it from the Trainer's callbacks."
-                ) from error
+        callbacks = self._callbacks_by_hook[hook]
+        if hook != "on_fit_end":
+            for callback in callbacks:
+                _call(callback, hook, trainer, *arguments)
+            return
+        with ExitStack() as calls:  # calls the last added function first
+            for callback in reversed(callbacks):
+                calls.callback(_call, callback, hook, trainer, *arguments)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the non-empty states by callback name."""
@@ -166,3 +164,17 @@ class Callbacks:
             counts[kind] = counts.get(kind, 0) + 1
             named.append((kind if counts[kind] == 1 else f"{kind} {counts[kind]}", callback))
         return named
+
+
+def _call(callback: Callback, hook: str, trainer: RunningTrainer, *arguments: Any) -> None:
+    method: Callable[..., None] = getattr(callback, hook)
+    try:
+        method(trainer, *arguments)
+    except UnitrainError:
+        raise
+    except Exception as error:
+        raise CallbackError(
+            f"{type(callback).__name__}.{hook} failed on rank {trainer.backend.rank}, after step "
+            f"{trainer.progress.step}: {type(error).__name__}: {error}. "
+            "Fix the callback, or remove it from the Trainer's callbacks."
+        ) from error
