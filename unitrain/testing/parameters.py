@@ -82,6 +82,33 @@ def unused_parameters_raise_on_every_rank(backend: Backend) -> None:
         assert_same_on_every_rank(backend, text)
 
 
+class _Complex(nn.Module):
+    """A model with a complex parameter, which the forward pass uses only with `uses_phases`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.phases = nn.Parameter(torch.ones(4, 2, dtype=torch.complex64))
+
+    def forward(self, uses_phases: bool) -> Tensor:
+        total = self.gain.square().sum()
+        return total + self.phases.abs().sum() if uses_phases else total
+
+
+@contract
+def unused_complex_parameters_raise_on_every_rank(backend: Backend) -> None:
+    shards: tuple[Shard, ...] = ("none", "gradients")
+    for shard in shards:
+        wrapped = backend.distributed_model(_Complex(), shard=shard)
+        text = raises(
+            ModelError,
+            "1 parameter received no gradient on",
+            lambda wrapped=wrapped: wrapped(backend.rank != 0).backward(),
+        )
+        assert "phases" in text
+        assert_same_on_every_rank(backend, text)
+
+
 @contract
 def one_backward_after_forwards_of_different_heads_reduces_both(backend: Backend) -> None:
     for find_unused_parameters in (False, True):

@@ -62,8 +62,7 @@ def register_first_backward_check(
         unused_by_rank = allgather([names[parameter] for parameter in unused])
         if unused:
             # Other ranks wait for these gradients: reduce zeros, so that all ranks complete this backward pass.
-            with torch.enable_grad():
-                torch.stack([parameter.sum() * 0 for parameter in unused]).sum().backward()
+            torch.autograd.backward(unused, [torch.zeros_like(parameter) for parameter in unused])
         if any(unused_by_rank):
             end_of_backward.add(BackwardStage.RAISE_ERRORS, lambda: raise_unused(unused_by_rank))
 
