@@ -28,6 +28,7 @@ from unitrain.launchers.agents import LAUNCH_ID_VARIABLE, add_cleanup
 from unitrain.launchers.arguments import check_no_backend, parse_exports, parse_launcher_args
 from unitrain.launchers.devices import Devices, SelectedDevices, parse_devices, select_devices
 from unitrain.launchers.elastic import (
+    DEFAULT_ELASTIC_RESTARTS,
     SSH_MISSING,
     ElasticRange,
     HostDiscoveryError,
@@ -36,7 +37,14 @@ from unitrain.launchers.elastic import (
     parse_elastic,
 )
 from unitrain.launchers.errors import LaunchError, MissingLauncherError
-from unitrain.launchers.hosts import Host, is_this_host, parse_hosts, processes_per_host, read_hostfile
+from unitrain.launchers.hosts import (
+    Host,
+    is_this_host,
+    parse_host_options,
+    parse_hosts,
+    processes_per_host,
+    read_hostfile,
+)
 from unitrain.launchers.preflight import check_hosts
 from unitrain.launchers.registry import DEFAULT_LAUNCHERS, available, build, build_local
 from unitrain.launchers.rendezvous import clear_master_port_fix
@@ -44,6 +52,7 @@ from unitrain.launchers.slurm import allocated_hosts, allocated_slots, is_one_of
 from unitrain.launchers.spec import Command, LaunchSpec, count_usable_cores, find_module
 
 __all__ = [
+    "DEFAULT_ELASTIC_RESTARTS",
     "DEFAULT_LAUNCHERS",
     "LAUNCH_ID_VARIABLE",
     "SSH_MISSING",
@@ -74,6 +83,7 @@ __all__ = [
     "parse_devices",
     "parse_elastic",
     "parse_exports",
+    "parse_host_options",
     "parse_hosts",
     "parse_launcher_args",
     "processes_per_host",

@@ -116,10 +116,10 @@ def select_devices(
     """Return the ranks and variables for `devices` on each of `hosts`, or on this host if `hosts` is empty.
 
     `num_processes` is the number of ranks that the user requested, or None. Raises LaunchError if `num_processes`
-    contradicts the selection, if this host lacks a selected GPU, and if Slurm selects the hosts. If `hosts` contains
-    another host, no GPUs are queried, and `unitrain.init()` reports a missing GPU. In this case, LaunchError is also
-    raised for the reasons listed in `select_devices_without_query`, and if CUDA_VISIBLE_DEVICES is set, unless the
-    selection is the CPU.
+    contradicts the selection, if this host lacks slots or a selected GPU, and if Slurm selects the hosts. If `hosts`
+    contains another host, no GPUs are queried, and `unitrain.init()` reports a missing GPU. In this case, LaunchError
+    is also raised for the reasons listed in `select_devices_without_query`, and if CUDA_VISIBLE_DEVICES is set, unless
+    the selection is the CPU.
     """
     _check_not_selected_by_slurm(devices, launcher, hosts)
     if len(hosts) > 1 or not all(map(is_this_host, hosts)):
@@ -140,6 +140,7 @@ def select_devices(
         indices = devices.indices if devices.indices is not None else range(count)
         variables = {CUDA_VISIBLE_DEVICES: ",".join(gpus[index] for index in indices)}
     _check_processes(devices, num_processes, count, count)
+    _check_slots(devices, count, hosts)
     return SelectedDevices(count, hosts, variables)
 
 
@@ -158,13 +159,7 @@ def select_devices_without_query(
             f"{devices} selects all GPUs, but unitrain counts the GPUs of this host only. Use the number of GPUs of "
             f"each host, as in {devices.format('8')}"
         )
-    for host in hosts:
-        if host.slots < devices.count:
-            raise LaunchError(
-                f"{devices} starts {devices.count} ranks on each host, but host {host.name!r} has {host.slots} "
-                f"{'slot' if host.slots == 1 else 'slots'}. Use: -H "
-                + ",".join(str(replace(entry, slots=max(entry.slots, devices.count))) for entry in hosts)
-            )
+    _check_slots(devices, devices.count, hosts)
     expected = devices.count * max(1, len(hosts))
     _check_processes(devices, num_processes, expected, devices.count)
     indices = devices.indices if devices.indices is not None else range(devices.count)
@@ -219,6 +214,17 @@ def _parse_indices(text: str) -> tuple[int, ...] | None:
         del parts[-1]
     is_valid = bool(parts) and all(map(_INDEX.fullmatch, parts))
     return tuple(map(int, parts)) if is_valid else None
+
+
+def _check_slots(devices: Devices, num_ranks: int, hosts: tuple[Host, ...]) -> None:
+    """Raise LaunchError if one of `hosts` has fewer slots than `num_ranks`, the number of ranks on each host."""
+    for host in hosts:
+        if host.slots < num_ranks:
+            raise LaunchError(
+                f"{devices} starts {num_ranks} ranks on each host, but host {host.name!r} has {host.slots} "
+                f"{'slot' if host.slots == 1 else 'slots'}. Use: -H "
+                + ",".join(str(replace(entry, slots=max(entry.slots, num_ranks))) for entry in hosts)
+            )
 
 
 def _check_not_selected_by_slurm(devices: Devices, launcher: str, hosts: tuple[Host, ...]) -> None:

@@ -17,6 +17,8 @@ SSH_MISSING = (
     "ssh, which is needed to reach other hosts, is not installed. Install it: sudo apt-get install openssh-client"
 )
 
+DEFAULT_ELASTIC_RESTARTS = 3
+
 _RANGE = re.compile(r"([0-9]+):([0-9]+)")
 _SCRIPT_TIMEOUT_SECONDS = 30
 _SSH_TIMEOUT_SECONDS = 5

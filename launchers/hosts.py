@@ -76,6 +76,15 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     return tuple(Host(name, count) for name, count in slots.items())
 
 
+def parse_host_options(hosts: str | None, hostfile: Path | None) -> tuple[Host, ...]:
+    """Return the hosts in the values of -H and --hostfile. Raises LaunchError, also if both name hosts."""
+    if hosts is not None and hostfile is not None:
+        raise LaunchError(f"-H {hosts} and --hostfile {hostfile} both name the hosts. Leave one of them out.")
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    return parse_hosts(hosts) if hosts is not None else ()
+
+
 def check_distinct(hosts: tuple[Host, ...], resolve: Callable[[str], str] = socket.gethostbyname) -> None:
     """Raise LaunchError if two names refer to the same machine: two ranks would then have the same local_rank."""
     names: dict[str, str] = {}

@@ -108,6 +108,10 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
         for number_range in match["ranges"].split(","):
             first, _, last = number_range.partition("-")
             host_numbers = range(int(first), int(last or first) + 1)
+            if not host_numbers:
+                raise LaunchError(
+                    f"--nodelist {nodelist!r} contains the descending range {number_range}. Write: {last}-{first}"
+                )
             names += [f"{match['before']}{host_number:0{len(first)}}{match['after']}" for host_number in host_numbers]
     return tuple(names)
 

@@ -44,6 +44,7 @@ class Job:
         forwarded: Names of variables to forward to every rank.
         address: The address of the rendezvous; None for the first host.
         port: The port of the rendezvous; None for 29500.
+        max_restarts: The maximum number of restarts after a failure; None for the launcher's default.
         discovery: A program that lists the hosts while the job runs. `hosts` is then empty.
         launcher_options: The options that are not part of the job.
         remarks: Messages for the user from parsing the command line.
@@ -57,7 +58,7 @@ class Job:
     forwarded: tuple[str, ...] = ()
     address: str | None = None
     port: int | None = None
-    max_restarts: int = 0
+    max_restarts: int | None = None
     directory: str | None = None
     discovery: str | None = None
     launcher_options: tuple[LauncherOption, ...] = ()

@@ -33,7 +33,7 @@ _TOPICS = topic_by_option(
     mapping="-map-by -order-nodes -skip-launch-node",
     network="-iface -localhost -nameserver",
     ssh="-launcher -launcher-exec -rmk -enable-x -disable-x",
-    variables="-genvnone -genvall -envnone -envall -configfile",
+    variables="-genvnone -genvall -envnone -envall",
     diagnosis="-verbose -info -print-all-exitcodes -profile",
     resources="-gpus-per-proc",
 )

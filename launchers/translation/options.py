@@ -89,8 +89,11 @@ class Syntax:
             ]
             if len({self.aliases.get(option, option) for option in candidates}) == 1:
                 yield candidates[0], value if equals else None
-        elif self.arity.get(self.aliases.get(word[:2], word[:2])):
-            yield word[:2], word[2:].removeprefix("=")
+        else:
+            if equals:
+                yield name, value
+            if self.arity.get(self.aliases.get(word[:2], word[:2])):
+                yield word[:2], word[2:].removeprefix("=")
 
 
 class Options:

@@ -63,7 +63,7 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
         address = None
     # The node rank of this command, and an option that torchrun always implies.
     options.take_all("--node-rank", "--use-env")
-    max_restarts = options.take_number("--max-restarts", minimum=0) or 0
+    max_restarts = options.take_number("--max-restarts", minimum=0)
     program = options.program
     if options.take_flag("--no-python"):
         pass

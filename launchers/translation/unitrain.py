@@ -8,10 +8,11 @@ from pathlib import Path
 
 from unitrain.launchers.arguments import check_no_backend, is_likely_secret, parse_launcher_args
 from unitrain.launchers.devices import parse_devices, select_devices_without_query
-from unitrain.launchers.elastic import parse_elastic
+from unitrain.launchers.elastic import DEFAULT_ELASTIC_RESTARTS, parse_elastic
 from unitrain.launchers.errors import LaunchError
+from unitrain.launchers.hosts import parse_host_options
 from unitrain.launchers.spec import CONFIG_SUFFIXES
-from unitrain.launchers.translation.hosts import format_hosts, place_processes, read_hosts
+from unitrain.launchers.translation.hosts import format_hosts, place_processes
 from unitrain.launchers.translation.job import Job, LauncherOption
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.words import join
@@ -35,7 +36,10 @@ _DEFAULT_LAUNCHERS = {"ddp": "torchrun", "horovod": "horovodrun"}
 def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
     """Parse the words after `unitrain launch` into a job. `default_backend` is the variable UNITRAIN_BACKEND."""
     options = Options(SYNTAX, words)
-    hosts = read_hosts(options.take_last("--hosts"), options.take_last("--hostfile"), "--hostfile")
+    hostfile = options.take_last("--hostfile")
+    hosts = parse_host_options(
+        options.take_last("--hosts"), Path(hostfile).expanduser() if hostfile is not None else None
+    )
     slots = sum(host.slots for host in hosts)
     num_processes = options.take_number("--num-processes")
     devices = options.take_last("--devices")
@@ -46,7 +50,9 @@ def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
     size = num_processes or slots or 1
     script = options.take_last("--host-discovery-script")
     elastic = options.take_last("--elastic")
+    max_restarts = options.take_number("--max-restarts", minimum=0)
     if elastic is not None:
+        max_restarts = DEFAULT_ELASTIC_RESTARTS if max_restarts is None else max_restarts
         max_ranks = parse_elastic(elastic).max_ranks
         size = min(max_ranks, slots or max_ranks)
     controller = options.take_all("--gloo", "--mpi")
@@ -89,7 +95,7 @@ def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
         backend=backend,
         environment=variables,
         forwarded=tuple(dict.fromkeys(forwarded)),
-        max_restarts=options.take_number("--max-restarts", minimum=0) or 0,
+        max_restarts=max_restarts,
         discovery=script if elastic is not None else None,
         launcher_options=(*launcher_options, *options.remaining(_TOPICS)),
         remarks=notes,
@@ -135,7 +141,8 @@ def build(job: Job) -> Translation:
     for name, value in variables.items():
         if name not in secrets:
             options += ["-x", f"{name}={value}"]
-    if job.max_restarts:
+    default_restarts = DEFAULT_ELASTIC_RESTARTS if "--elastic" in unitrain_options else 0
+    if job.max_restarts not in (None, default_restarts):
         options += ["--max-restarts", str(job.max_restarts)]
     options += unitrain_options
     if extra_options:

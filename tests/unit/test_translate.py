@@ -22,7 +22,7 @@ from requirements import needs_open_mpi
 
 from unitrain.cli import unitrain as command
 from unitrain.cli.launch import launch
-from unitrain.launchers import LaunchError
+from unitrain.launchers import Host, LaunchError, read_hostfile
 from unitrain.launchers.translation import (
     TARGETS,
     Job,
@@ -90,6 +90,8 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
         ("torchrun --nnodes 2 --rdzv-endpoint [::1] t.py", job(counts=(1, 1), address="[::1]")),
         ("torchrun --nnodes 2 --rdzv-endpoint [::1]:1234 t.py", job(counts=(1, 1), address="[::1]", port=1234)),
         ("torchrun --max-restarts=3 t.py", job(max_restarts=3)),
+        ("horovodrun -np=4 python t.py", job(counts=(4,), backend="horovod")),
+        ("unitrain launch -np=4 t.py", job(counts=(4,), backend="ddp")),
         (
             "/v/bin/python -P -m unitrain.bootstrap.torchrun --standalone --nproc-per-node 2 t.py",
             job(("/v/bin/python", "t.py"), counts=(2,)),
@@ -335,7 +337,28 @@ def test_options_of_unitrain_launch_have_equivalents(tmp_path: Path) -> None:
     assert lines("torchrun --nproc-per-node 2 -m pkg.t -v", "unitrain") == [
         "unitrain launch --backend ddp -np 2 -m pkg.t -v"
     ]
+    line = "unitrain launch --elastic 2:8 --max-restarts 0 t.py"
+    assert " --elastic 2:8 " in lines(line, "unitrain")[0]
+    assert " --max-restarts 0 " in lines(line, "unitrain")[0]
+    assert "--max-restarts" not in lines("unitrain launch --elastic 2:8 t.py", "unitrain")[0]
+    assert " --max-restarts 3 " in lines("unitrain launch --elastic 2:8 t.py", "torchrun")[0]
     assert "srun uses the hosts of the allocation" in remarks("unitrain launch --launcher srun -np 8 t.py", "mpirun")
+
+
+def test_hostfile_of_unitrain_launch_means_the_same_as_in_a_launch(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    line = f"unitrain launch --hostfile {hostfile} t.py"
+    hostfile.write_text("a max_slots=4\na\nb:2 # two\n")
+    hosts = read_hostfile(hostfile)
+    assert parse(line).named_hosts == hosts == (Host("a", 2), Host("b", 2))
+    for text, message in (("a slot=4\n", "Line 'a slot=4' of "), ("# none\n", "--hostfile ")):
+        hostfile.write_text(text)
+        for read in (lambda: parse(line), lambda: read_hostfile(hostfile)):
+            with pytest.raises(LaunchError) as caught:
+                read()
+            assert str(caught.value).startswith(message)
+    with pytest.raises(LaunchError, match="both name the hosts"):
+        parse(f"unitrain launch -H a --hostfile {hostfile} t.py")
 
 
 # --- writing ---
@@ -789,6 +812,7 @@ def test_split_inverts_join(words: list[str]) -> None:
             "srun -N 2 -w 'n[1,]' python t.py",
             "--nodelist 'n[1,]' cannot be parsed. List the host names, as in: --nodelist n1,n2",
         ),
+        ("srun -N 3 -w 'n[3-1]' python t.py", "--nodelist 'n[3-1]' contains the descending range 3-1. Write: 1-3"),
         ("srun -N 2 -w a python t.py", "--nodelist a names 1 hosts, but the job has 2. Name all hosts, or none"),
         ("python", "python needs a script. End the command as in: python train.py"),
         ("torchrun t.py 'a", "' in \"'a\" is not closed. Close it, or put a \\ before it"),

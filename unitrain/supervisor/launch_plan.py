@@ -48,7 +48,6 @@ _DEFAULT_BACKENDS = {launcher: backend for backend, launcher in launchers.DEFAUL
     "mpirun": "horovod",
     "srun": "ddp",
 }
-_DEFAULT_ELASTIC_RESTARTS = 3
 _STANDBY_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")
 _MULTI_HOST_LAUNCHERS = ("torchrun", "horovodrun", "mpirun")  # not srun: Slurm selects its hosts
 
@@ -177,7 +176,7 @@ def export_job_key() -> None:
 
 def _build_spec(request: LaunchRequest) -> tuple[str, LaunchSpec]:
     """Return the launcher and a spec. The number of ranks and the fields that depend on it are not set yet."""
-    hosts = _parse_hosts(request.hosts, request.hostfile)
+    hosts = launchers.parse_host_options(request.hosts, request.hostfile)
     backend = request.backend or environment.get_variable("UNITRAIN_BACKEND")
     if backend is not None:
         registry.check_backend_name(backend)
@@ -249,7 +248,7 @@ def _plan_elastic_job(
     The command assumes that all hosts are reachable.
     """
     _check_elastic(request, launcher, limits)
-    restarts = _DEFAULT_ELASTIC_RESTARTS if request.max_restarts is None else request.max_restarts
+    restarts = launchers.DEFAULT_ELASTIC_RESTARTS if request.max_restarts is None else request.max_restarts
     job = SupervisedJob(launcher, replace(spec, elastic=limits, max_restarts=restarts))
     list_hosts = _host_source(request, spec, limits)
     membership = Membership(limits, list_hosts, request.elastic_timeout_seconds)
@@ -268,14 +267,6 @@ def _plan_elastic_job(
     else:
         hosts = limits.select_hosts(available_hosts) or (Host("localhost", limits.min_ranks),)
     return job, job.command(hosts), membership
-
-
-def _parse_hosts(hosts: str | None, hostfile: Path | None) -> tuple[Host, ...]:
-    if hosts is not None and hostfile is not None:
-        raise LaunchError(f"-H {hosts} and --hostfile {hostfile} both name the hosts. Leave one of them out.")
-    if hostfile is not None:
-        return launchers.read_hostfile(hostfile)
-    return launchers.parse_hosts(hosts) if hosts is not None else ()
 
 
 def _select_devices(text: str, launcher: str, spec: LaunchSpec, num_processes: int | None) -> SelectedDevices:
