@@ -161,7 +161,7 @@ class PredictionFiles:
         first_row: int | None,
         stride_unit: StrideUnit | None,
     ) -> None:
-        self._folder, self._unfinished, self._communicator = folder, unfinished, communicator
+        self._folder, self._unfinished_folder, self._communicator = folder, unfinished, communicator
         # Without a known position in the data, rows are first written to a file of this rank.
         self._first_row, self._stride_unit = first_row, stride_unit
         self._specs: list[OutputSpec] = []
@@ -226,7 +226,7 @@ class PredictionFiles:
 
     def _path(self, index: int, *, is_final: bool) -> Path:
         name = _file_names(self._specs)[index]
-        return self._unfinished / (name if is_final else f"rank-{self._communicator.rank}.{name}")
+        return self._unfinished_folder / (name if is_final else f"rank-{self._communicator.rank}.{name}")
 
     def _offset(self, index: int, row: int) -> int:
         """Return the byte position of a row of this rank in the file of an output."""
@@ -262,7 +262,7 @@ class PredictionFiles:
         """Write the headers and the manifest, and rename the folder. Rank 0 calls it when all rows are written."""
         outputs = []
         for spec, name in zip(self._specs, _file_names(self._specs), strict=True):
-            path = self._unfinished / name
+            path = self._unfinished_folder / name
             with _open_file(path) as file:
                 header = _header(spec, total)
                 _write_at(file, memoryview(header), 0)
@@ -272,7 +272,7 @@ class PredictionFiles:
                 {"path": spec.path, "file": name, "dtype": str(_numpy_dtype(spec)), "shape": [total, *spec.shape]}
             )
         manifest = {"format": _FORMAT, "samples": total, "outputs": outputs}
-        (self._unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (self._unfinished_folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         folder = self._folder
         if (folder.exists() or folder.is_symlink()) and not _is_replaceable(folder):
             raise FileExistsError(errno.EEXIST, "Another program has written to it", str(folder))
@@ -280,7 +280,7 @@ class PredictionFiles:
             shutil.rmtree(folder)
         elif folder.exists() or folder.is_symlink():
             folder.unlink()
-        self._unfinished.rename(folder)
+        self._unfinished_folder.rename(folder)
         (folder / LOCK_FILE).unlink(missing_ok=True)  # no other job can lock it before it is renamed
 
     def _write(self, action: Callable[[], None]) -> None:

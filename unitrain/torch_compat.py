@@ -82,10 +82,10 @@ class _Hooks(UserDict[int, Callable[..., Any]]):
     ) -> None:
         super().__init__()
         self.data = registered  # the handles of the registered hooks refer to this dictionary
-        self._first, self._last = leading_hooks, trailing_hooks
+        self._leading_hooks, self._trailing_hooks = leading_hooks, trailing_hooks
 
     def values(self) -> Any:
-        return [*self._first, *self.data.values(), *self._last]
+        return [*self._leading_hooks, *self.data.values(), *self._trailing_hooks]
 
 
 def add_innermost_step_hooks(

@@ -85,19 +85,19 @@ class MicroBatchRunner:
     def __init__(self, model: nn.Module, forward_backward: Callable[..., Loss], flops: FlopsMeasurement) -> None:
         self._forward_backward, self._flops = forward_backward, flops
         self._model = model if isinstance(model, InterleavedRanksModel) else None
-        self._collected: list[Callable[[], Loss]] = []
+        self._collected_functions: list[Callable[[], Loss]] = []
 
     def __call__(self, batch: Any, micro_batch: MicroBatch) -> None:
         if self._model is None:
             self._flops.counted(self._forward_backward)(batch, micro_batch)
         elif micro_batch.logical_rank != self._model.last_logical_rank:
-            self._collected.append(partial(self._forward_backward, batch, micro_batch, is_measured=False))
+            self._collected_functions.append(partial(self._forward_backward, batch, micro_batch, is_measured=False))
         else:
             self._flops.counted(partial(self._run_in_turns, self._model))(batch, micro_batch)
 
     def _run_in_turns(self, model: InterleavedRanksModel, batch: Any, micro_batch: MicroBatch) -> Loss:
         """Run the collected micro-batches and that of the last logical rank, and return the loss of the latter."""
-        functions, self._collected = self._collected, []
+        functions, self._collected_functions = self._collected_functions, []
         functions.append(partial(self._forward_backward, batch, micro_batch))
         return model.run_in_turns(functions, begins_step=micro_batch.number == 0, ends_step=micro_batch.ends_step)[-1]
 

@@ -83,10 +83,10 @@ class TrainingRun:
         self.description: dict[str, Any] = {}
         self.is_elastic = environment.is_elastic()
         self.continues_in_folder = False
-        self._config, self._backend, self._checkpointer, self._parts = config, backend, checkpointer, parts
+        self._config, self._backend, self._checkpointer, self._stateful_parts = config, backend, checkpointer, parts
         self._config_text = config_text
         self._id = secrets.token_hex(8)
-        self._restored: dict[str, Any] | None = None
+        self._restored_training: dict[str, Any] | None = None
         self._rng_states: dict[str, Any] | None = None
         self._data_order: dict[str, Any] | None = None
         self._saved_data_state: dict[str, Any] | None = None
@@ -108,8 +108,8 @@ class TrainingRun:
             report_different_processes(self._backend)
         own_folder = self._checkpointer.prepare()
         restored = own_folder is not None and self._restore(own_folder, *parts, required=False)
-        if restored and self._restored is not None:
-            self._id = self._restored.get(files.RUN_ID) or self._id
+        if restored and self._restored_training is not None:
+            self._id = self._restored_training.get(files.RUN_ID) or self._id
         if not restored and not isinstance(resume, bool):
             self._restore(Path(resume), *parts, required=True)
         self.continues_in_folder = own_folder is not None
@@ -121,7 +121,7 @@ class TrainingRun:
 
         Without sharding, `restore` loads the state on rank 0, and `distributed_optimizer` broadcasts it.
         """
-        sharded = None if self._restored is None else self._restored.get(loading.SHARDED)
+        sharded = None if self._restored_training is None else self._restored_training.get(loading.SHARDED)
         if sharded is not None and self._config.shard != "none":
             self._checkpointer.load_optimizer_state(Path(sharded), optimizer)
 
@@ -136,16 +136,16 @@ class TrainingRun:
         feature = f"TrainConfig.compression {self._config.compression!r}"
         state = require_capability(self._backend, SupportsPowerSGD, feature).compression_state(model)
         state.get_loss_scale = get_loss_scale
-        self._parts = {**self._parts, COMPRESSION_STATE: state}
-        if self._restored is not None:
-            state.load_state_dict(self._restored.pop(COMPRESSION_STATE, {}))
+        self._stateful_parts = {**self._stateful_parts, COMPRESSION_STATE: state}
+        if self._restored_training is not None:
+            state.load_state_dict(self._restored_training.pop(COMPRESSION_STATE, {}))
 
     def track_local_sgd(self, local: LocalSGD) -> None:
         """Also save the state of `local` in checkpoints, and restore it. Raises CheckpointError if the state does not
         match."""
-        self._parts = {**self._parts, loading.LOCAL_SGD: local}
-        if self._restored is not None:
-            local.load_state_dict(self._restored.pop(loading.LOCAL_SGD, {}))
+        self._stateful_parts = {**self._stateful_parts, loading.LOCAL_SGD: local}
+        if self._restored_training is not None:
+            local.load_state_dict(self._restored_training.pop(loading.LOCAL_SGD, {}))
 
     @property
     def is_complete(self) -> bool:
@@ -221,7 +221,7 @@ class TrainingRun:
             self.check_weights(model)
         broadcast_buffers(model, self._backend)
         with self._checkpointer.state_format():
-            parts = {name: part.state_dict() for name, part in self._parts.items()}
+            parts = {name: part.state_dict() for name, part in self._stateful_parts.items()}
         average = parts.pop(AVERAGE, None)
         training = {
             **parts,
@@ -376,14 +376,14 @@ class TrainingRun:
         self.progress.load_state_dict(training["progress"])
         self._data_order, self._restored_row = training.get("order"), training.get("row")
         self._saved_data_state = training.get("data")
-        for name, part in self._parts.items():
+        for name, part in self._stateful_parts.items():
             part.load_state_dict(training.get(name, {}))
-        sharded, average = training.get(loading.SHARDED), self._parts.get(AVERAGE)
+        sharded, average = training.get(loading.SHARDED), self._stateful_parts.get(AVERAGE)
         if sharded is not None and isinstance(average, WeightAverage) and AVERAGE in training:
             self._checkpointer.load_average(Path(sharded), average.model)
         if config.logical_ranks is not None:
             report_differences(training.get("preconditions", {}), self._backend, str(path))
-        self._restored = training
+        self._restored_training = training
         states = training.get("generators", [])
         self._rng_states = states[self._backend.rank] if len(states) == self._backend.size else None
         return True

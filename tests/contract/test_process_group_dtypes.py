@@ -373,9 +373,9 @@ def pieces_are_sent(backend: Backend) -> list[int]:
         lambda: dist.all_to_all_single(own.new_empty(size, 250), own.repeat(size, 1)),
     ]
     for collective in collectives:
-        before = sum(group._issued.values())
+        before = sum(group._num_issued.values())
         collective()
-        counts.append(sum(group._issued.values()) - before)
+        counts.append(sum(group._num_issued.values()) - before)
     return counts
 
 

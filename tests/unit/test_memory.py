@@ -64,7 +64,7 @@ def tracked(model: nn.Module) -> Iterator[tuple[SavedTensorTracker, list[tuple[i
     """Track the saved tensors of `model`. The list receives the bytes and the storages of each local maximum."""
     maxima: list[tuple[int, list[SavedStorage]]] = []
     saved = SavedTensorTracker(lambda: maxima.append((saved.total_bytes, saved.update_sizes())), lambda module: None)
-    saved.excluded = set(storages_of([*model.parameters(), *model.buffers()]))
+    saved.excluded_addresses = set(storages_of([*model.parameters(), *model.buffers()]))
     saved.start()
     try:
         yield saved, maxima

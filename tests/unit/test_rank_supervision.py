@@ -84,7 +84,7 @@ def test_the_first_killed_rank_is_known_unless_another_rank_ended_before() -> No
         wait_until(lambda: ranks.crashed_ranks)
         assert leaves.end() == 0
         ranks.exit_all_ranks(30)
-        assert (ranks.crashed_ranks, ranks.first_crashed_rank, ranks.unreachable, ranks.is_preempted) == (
+        assert (ranks.crashed_ranks, ranks.first_crashed_rank, ranks.unreachable_ranks, ranks.is_preempted) == (
             [1],
             1,
             [],
@@ -183,7 +183,7 @@ def test_connections_without_the_key_or_job_are_ignored() -> None:
         assert (other.end(), without_key.end()) == (0, 0)
         assert "rank 0 cannot reach unitrain launch" in without_key.stderr
         ranks.exit_all_ranks(0)
-        assert (ranks.crashed_ranks, ranks.unreachable, ranks.is_preempted) == ([], [], False)
+        assert (ranks.crashed_ranks, ranks.unreachable_ranks, ranks.is_preempted) == ([], [], False)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:x", ":"])

@@ -93,7 +93,7 @@ def test_formula_that_fails_does_not_end_the_training(caplog: pytest.LogCaptureF
         raise AssertionError
 
     assert measurement._guarded("aten.new", fails)() == 0
-    assert measurement._unknown == {"aten.new"}
+    assert measurement._uncounted_operations == {"aten.new"}
 
 
 @pytest.mark.parametrize(

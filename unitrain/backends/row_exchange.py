@@ -140,15 +140,15 @@ class _Transfer:
     """Exchange with one rank: the bytes that are not sent yet, and the memory of the bytes that are not received
     yet."""
 
-    __slots__ = ("_connection", "_missing", "_peer", "_unsent")
+    __slots__ = ("_connection", "_missing_bytes", "_peer", "_unsent_bytes")
 
     def __init__(self, peer: int, connection: socket.socket, unsent: memoryview, missing: memoryview) -> None:
-        self._peer, self._connection, self._unsent, self._missing = peer, connection, unsent, missing
+        self._peer, self._connection, self._unsent_bytes, self._missing_bytes = peer, connection, unsent, missing
 
     @property
     def events(self) -> int:
         """The events to poll for, or 0 if the exchange is complete."""
-        return (select.POLLOUT if self._unsent else 0) | (select.POLLIN if self._missing else 0)
+        return (select.POLLOUT if self._unsent_bytes else 0) | (select.POLLIN if self._missing_bytes else 0)
 
     def advance(self, events: int) -> None:
         """Send and receive as much as one call transfers without blocking, depending on `events`. Raises RuntimeError
@@ -156,12 +156,12 @@ class _Transfer:
         with contextlib.suppress(BlockingIOError):
             try:
                 if events & select.POLLOUT:
-                    self._unsent = self._unsent[self._connection.send(self._unsent) :]
+                    self._unsent_bytes = self._unsent_bytes[self._connection.send(self._unsent_bytes) :]
                 if events & ~select.POLLOUT:  # receiving also raises the error of a connection that has failed
-                    received = self._connection.recv_into(self._missing)
+                    received = self._connection.recv_into(self._missing_bytes)
                     if not received:
                         raise ConnectionError("Connection closed by peer")
-                    self._missing = self._missing[received:]
+                    self._missing_bytes = self._missing_bytes[received:]
             except BlockingIOError:
                 raise
             except OSError as error:

@@ -35,10 +35,10 @@ class Turns(Generic[ResultT]):
         self._combine, self._switch, self._device = combine, switch, device
         self._condition = threading.Condition()
         self._threads: list[_Thread[ResultT]] = []
-        self._last = 0  # the index of the function in the calling thread
+        self._calling_index = 0  # the index of the function in the calling thread
         self._running = 0  # the index of the function whose turn it is
         self._values: list[Any] = []
-        self._answer: Any = None
+        self._combined_value: Any = None
         self._is_cancelled = False
 
     def run(self, functions: Sequence[Callable[[], ResultT]]) -> list[ResultT]:
@@ -49,7 +49,7 @@ class Turns(Generic[ResultT]):
         """
         settings = _ThreadSettings.of_this_thread(self._device)
         self._threads = [_Thread(self, index, function, settings) for index, function in enumerate(functions[:-1])]
-        self._last = self._running = len(self._threads)
+        self._calling_index = self._running = len(self._threads)
         self._values, self._is_cancelled = [None] * len(functions), False
         try:
             for thread in self._threads:
@@ -73,16 +73,16 @@ class Turns(Generic[ResultT]):
         index = self._running  # only the function whose turn it is can call this method
         self._raise_if_cancelled()
         self._values[index] = value
-        if index == self._last:
+        if index == self._calling_index:
             if any(thread.has_ended for thread in self._threads):
                 raise layer_mismatch()
-            self._answer = self._combine(self._values)
+            self._combined_value = self._combine(self._values)
             self._run_threads()
         else:
-            self._pass_turn(self._last)
+            self._pass_turn(self._calling_index)
             self.await_turn(index)
             self._raise_if_cancelled()
-        return self._answer
+        return self._combined_value
 
     def check_others_have_ended(self) -> None:
         """Raise CollectiveMismatchError unless all functions but the last one have ended. The last one calls it."""
@@ -97,7 +97,7 @@ class Turns(Generic[ResultT]):
     def end_thread(self, thread: _Thread[ResultT]) -> None:
         """Record that the function of `thread` has ended, and continue the calling thread."""
         thread.has_ended = True
-        self._pass_turn(self._last)
+        self._pass_turn(self._calling_index)
 
     @property
     def is_cancelled(self) -> bool:
@@ -109,10 +109,10 @@ class Turns(Generic[ResultT]):
         for index, thread in enumerate(self._threads):
             self._switch(index)
             self._pass_turn(index)
-            self.await_turn(self._last)
+            self.await_turn(self._calling_index)
             if thread.error is not None:
                 raise _CancelledError
-        self._switch(self._last)
+        self._switch(self._calling_index)
 
     def _end_threads(self) -> None:
         """Cancel the functions of all threads that have not ended, and wait for the threads."""
@@ -120,12 +120,12 @@ class Turns(Generic[ResultT]):
         for index, thread in enumerate(self._threads):
             if thread.ident is None:  # it could not be started
                 continue
-            self.await_turn(self._last)  # after a KeyboardInterrupt, a thread may still run
+            self.await_turn(self._calling_index)  # after a KeyboardInterrupt, a thread may still run
             if not thread.has_ended:
                 self._pass_turn(index)
-                self.await_turn(self._last)
+                self.await_turn(self._calling_index)
             thread.join()
-        self._threads, self._values, self._answer = [], [], None
+        self._threads, self._values, self._combined_value = [], [], None
 
     def _pass_turn(self, index: int) -> None:
         with self._condition:

@@ -34,14 +34,14 @@ class ResponsiveStore:
         self._store, self._timeout_seconds = store, timeout_seconds
         self._requests: _Requests = queue.SimpleQueue()
         self._mutex = threading.Lock()  # one request at a time
-        self._timed_out: Future[Any] | None = None  # the latest request that exceeded the limit
+        self._timed_out_request: Future[Any] | None = None  # the latest request that exceeded the limit
         threading.Thread(target=_answer, args=(self._requests,), name="unitrain store", daemon=True).start()
         weakref.finalize(self, self._requests.put, None).atexit = False  # ends the thread
 
     @property
     def is_responding(self) -> bool:
         """Whether the latest request was answered in time, or its late response has arrived."""
-        return self._timed_out is None or self._timed_out.done()
+        return self._timed_out_request is None or self._timed_out_request.done()
 
     def set(self, key: str, value: str) -> None:
         """See torch.distributed.Store."""
@@ -80,7 +80,7 @@ class ResponsiveStore:
             try:
                 return _wait(result, self._timeout_seconds)
             except StoreNotRespondingError:
-                self._timed_out = result
+                self._timed_out_request = result
                 raise
 
 

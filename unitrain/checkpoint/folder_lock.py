@@ -47,7 +47,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = files.real_path(folder) / FILE
-        self._holds = 0
+        self._hold_count = 0
         self._deadline: float | None = None
 
     def acquire(self, timeout_seconds: float) -> bool:
@@ -82,9 +82,9 @@ class FolderLock:
         if this object does not hold the lock."""
         with _held_locks_mutex:
             # A forked process does not hold the locks of its parent.
-            if not self._holds or self._path not in _held_locks:
+            if not self._hold_count or self._path not in _held_locks:
                 return
-            self._holds -= 1
+            self._hold_count -= 1
             descriptor, holders = _held_locks.pop(self._path)
             if holders > 1:
                 _held_locks[self._path] = (descriptor, holders - 1)
@@ -103,7 +103,7 @@ class FolderLock:
                 _held_locks[self._path] = (descriptor, holders + 1)
             elif not self._lock_file():
                 return False
-            self._holds += 1
+            self._hold_count += 1
             return True
 
     def _open_lock_file(self) -> int:

@@ -110,7 +110,7 @@ def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
     A Trainer may still be writing after an exception in its `fit`.
     """
     writer = _writers.get(files.real_path(folder))
-    _wait_until_written(folder, _NO_PENDING_WRITE if writer is None else writer.current, communicator)
+    _wait_until_written(folder, _NO_PENDING_WRITE if writer is None else writer.current_write, communicator)
 
 
 @dataclass
@@ -120,7 +120,7 @@ class _PendingWrite:
 
     thread: threading.Thread | None = None
     error: CheckpointError | None = None
-    abandoned: threading.Event = field(default_factory=threading.Event)
+    abandoned_event: threading.Event = field(default_factory=threading.Event)
 
     def is_running_after_wait(self) -> bool:
         """Wait at most MAX_WAIT_PER_COLLECTIVE_SECONDS for the thread to finish, and return whether it is still
@@ -147,7 +147,7 @@ def _wait_until_written(folder: Path, writing: _PendingWrite, communicator: Comm
         if not is_running:
             return
         if has_failed:
-            writing.abandoned.set()
+            writing.abandoned_event.set()
         seconds = time.monotonic() - start_time
         if writing.thread is not None and seconds >= warn_after_seconds:
             _log.warning(
@@ -176,7 +176,7 @@ class CheckpointWriter:
         self._folder, self._communicator = folder, communicator
         self._retention, self._asynchronous, self._on_written = retention, asynchronous, on_written
         self._is_busy = False
-        self.current = _NO_PENDING_WRITE
+        self.current_write = _NO_PENDING_WRITE
         """The last checkpoint that this process started to write."""
 
     def save(self, step: int, model: nn.Module, training: dict[str, Any], manifest: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class CheckpointWriter:
         writing, this one.
         """
         self.wait()
-        self.current = _PendingWrite()
+        self.current_write = _PendingWrite()
         target = files.checkpoint_path(self._folder, step)
         weights = model.state_dict()  # called on all ranks, because it gathers sharded parameters
         if self._communicator.rank == 0:
@@ -230,7 +230,7 @@ class CheckpointWriter:
             if find_corruption_on_all_ranks(target, self._communicator) is None:
                 return
             token = call(prepare)
-        self.current = writing = _PendingWrite()
+        self.current_write = writing = _PendingWrite()
 
         def copied() -> tuple[StateShard, dict[str, Any]]:
             return shard.host_copy(), host_copy(plain_state(training)) if rank == 0 else {}
@@ -239,7 +239,7 @@ class CheckpointWriter:
             start_time = time.monotonic()
             sharded_files.write_shard(staging_folder, state[0], rank, token)
             if rank == 0:
-                abandoned = writing.abandoned
+                abandoned = writing.abandoned_event
                 if sharded_files.commit(target, *state, manifest, size=size, token=token, abandoned=abandoned):
                     self._report(step, target, start_time)
                     self._retention.apply(target)
@@ -251,7 +251,7 @@ class CheckpointWriter:
         """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
         if not self._is_busy:
             return
-        writing, self._is_busy = self.current, False
+        writing, self._is_busy = self.current_write, False
         _wait_until_written(self._folder, writing, self._communicator)
         error, writing.error = writing.error, None
         raise_on_all_ranks(self._communicator, error)
@@ -261,7 +261,7 @@ class CheckpointWriter:
 
         Writing may be unfinished after an exception in `fit`. This method does not communicate.
         """
-        thread = self.current.thread
+        thread = self.current_write.thread
         if thread is None or not thread.is_alive():
             function()
             return
@@ -286,7 +286,7 @@ class CheckpointWriter:
         self, target: Path, state: StateT, copied: Callable[[], StateT], write: Callable[[StateT], None]
     ) -> None:
         """Call `write` in a thread, with `state` or, if writing is asynchronous, with the copy returned by `copied`."""
-        writing = self.current
+        writing = self.current_write
         if self._asynchronous:
             try:
                 # Convert and check the state before training changes it.

@@ -156,7 +156,7 @@ class _Progress:
         self._typical_duration = _format_duration(plan.typical_seconds)
         self._task: Any = None
         self._reported_tenths = 0
-        self._started = time.monotonic()
+        self._start_time = time.monotonic()
 
     def __enter__(self) -> _Progress:
         if self._terminal:
@@ -185,7 +185,7 @@ class _Progress:
         elif percent // 10 > self._reported_tenths:
             self._reported_tenths = percent // 10
             click.echo(
-                f"  {percent:>3} % after {_format_duration(time.monotonic() - self._started)}, "
+                f"  {percent:>3} % after {_format_duration(time.monotonic() - self._start_time)}, "
                 f"usually {self._typical_duration}"
             )
 

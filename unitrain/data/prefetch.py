@@ -31,7 +31,7 @@ class Prefetcher:
         fetching: Callable[[], AbstractContextManager[object]] = nullcontext,
         copying: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._device, self._fetching, self._copying = device, fetching, copying
+        self._device, self._measure_fetching, self._measure_copying = device, fetching, copying
         # The reference is weak, so that the iterator's workers terminate immediately if the training loop raises an
         # error.
         self._iterator_reference: weakref.ref[PrefetchedIterator[Any]] | None = None
@@ -60,7 +60,7 @@ class Prefetcher:
     def _fetch_next(self) -> None:
         prefetched = None if self._iterator_reference is None else self._iterator_reference()
         if prefetched is not None:
-            with self._fetching():
+            with self._measure_fetching():
                 prefetched.fetch()
 
     def _begin_copy(self, item: Item[InfoT]) -> Item[InfoT]:
@@ -75,7 +75,7 @@ class Prefetcher:
             return self._copy(batch), info
 
     def _copy(self, batch: Any) -> Any:
-        with self._copying():
+        with self._measure_copying():
             return to_device(batch, self._device)
 
     def _await_copy(self) -> None:
@@ -90,20 +90,20 @@ class PrefetchedIterator(Iterator[ItemT], Generic[ItemT]):
 
     def __init__(self, items: Iterator[ItemT]) -> None:
         self._items = items
-        self._fetched: list[ItemT] = []
+        self._fetched_items: list[ItemT] = []
         self._error: Exception | None = None
 
     def fetch(self) -> None:
         """Load the next item, unless it is already loaded."""
-        if not self._fetched and self._error is None:
+        if not self._fetched_items and self._error is None:
             try:
-                self._fetched = _take_next(self._items)
+                self._fetched_items = _take_next(self._items)
             except Exception as error:
                 self._error = error
 
     def __next__(self) -> ItemT:
-        if self._fetched:
-            return self._fetched.pop()  # keep no reference while the batch is in use
+        if self._fetched_items:
+            return self._fetched_items.pop()  # keep no reference while the batch is in use
         if self._error is not None:
             raise self._error
         return next(self._items)

@@ -93,7 +93,7 @@ class TrainingShard(TrainingData):
                     f"{self._kind_of_ranks}. {fix}, or use more data."
                 )
             self._find_epoch_end(source.length)
-        self._end = 0
+        self._epoch_end = 0
         # Ranks may have different collate_fns.
         if any(communicator.allgather_object(source.may_drop_samples)) and self._logical_ranks is None:
             self._aligner = StepAligner(
@@ -220,7 +220,7 @@ class TrainingShard(TrainingData):
 
     def check_epoch_end(self, position: int) -> bool:
         """Return whether `position` is the end of the epoch."""
-        return position >= self._end or (self._aligner is not None and self._aligner.has_ended)
+        return position >= self._epoch_end or (self._aligner is not None and self._aligner.has_ended)
 
     def end_epoch(self) -> None:
         pass  # the workers terminate with the iterator, to which this object has no reference
@@ -239,7 +239,9 @@ class TrainingShard(TrainingData):
                 seed=self._seed,
                 epoch=epoch,
             )
-        self._end = self._find_epoch_end(len(order)) if bounds is None else self._find_sampler_epoch_end(bounds, start)
+        self._epoch_end = (
+            self._find_epoch_end(len(order)) if bounds is None else self._find_sampler_epoch_end(bounds, start)
+        )
         if self._logical_ranks is None:
             return order, self._plan_rank(self._communicator.rank, bounds, start)
         plans = [self._plan_rank(rank, bounds, start) for rank in self._logical_ranks]
@@ -258,7 +260,7 @@ class TrainingShard(TrainingData):
         assert self._source.batch_size is not None
         return micro_batches_of_samples(
             start,
-            self._end,
+            self._epoch_end,
             batch_size=self._source.batch_size,
             global_batch_size=self._requested_global_batch_size,
             **place,

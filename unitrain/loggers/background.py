@@ -33,14 +33,14 @@ class BackgroundLogger:
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._calls.put(("start", (run_info,)))
         self._current_call: tuple[str, float] | None = None
-        self._started = threading.Event()
+        self._started_event = threading.Event()
         # The thread is a daemon, so that the process can exit if a service does not respond.
         self._thread = threading.Thread(target=self._work, name=type(logger).__name__, daemon=True)
         self._thread.start()
 
     def wait_until_started(self) -> None:
         """Wait until `start` has returned or failed, or the time limit has expired."""
-        self._started.wait(_FINISH_LIMIT_SECONDS["finished"])
+        self._started_event.wait(_FINISH_LIMIT_SECONDS["finished"])
 
     def call(self, method: str, *arguments: Any) -> None:
         """Queue a method call of the logger."""
@@ -88,7 +88,7 @@ class BackgroundLogger:
                     # Registered after the logger's package is imported, so that it runs before that package's exit
                     # handlers.
                     atexit.register(self._finish_at_exit)
-                    self._started.set()
+                    self._started_event.set()
 
     def _finish_at_exit(self) -> None:
         if not self._is_finishing:

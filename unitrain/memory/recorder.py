@@ -80,7 +80,7 @@ class MemoryRecorder(Callback):
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._request = folder, MemoryRequest.read(folder)
-        self._saved = SavedTensorTracker(self._compare_with_peak, self._add_model)
+        self._saved_tensors = SavedTensorTracker(self._compare_with_peak, self._add_model)
         self._models: list[nn.Module] = []
         self._module_ids: set[int] = set()
         self._optimizers: list[Optimizer] = []
@@ -92,14 +92,14 @@ class MemoryRecorder(Callback):
         self._gradient_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._gradients = self._gradient_bytes = 0
         self._is_state_complete = True
-        self._largest: _Snapshot | None = None  # with the largest activations
+        self._largest_snapshot: _Snapshot | None = None  # with the largest activations
         self._peak: _Snapshot | None = None  # with the largest sum of activations and gradients
-        self._other = self._startup_peak = 0
+        self._other_bytes = self._startup_peak = 0
         self._forward_backward_peak = self._step_peak = 0
 
     def start(self) -> None:
         """Register the hooks."""
-        self._saved.start()
+        self._saved_tensors.start()
         self._handles = [
             register_optimizer_step_pre_hook(self._begin_step),
             register_optimizer_step_post_hook(self._end_step),
@@ -132,7 +132,7 @@ class MemoryRecorder(Callback):
         self._exclude_parameters()
 
     def _exclude_parameters(self) -> None:
-        self._saved.excluded = set(storages_of(chain(self._parameters(), self._buffers())))
+        self._saved_tensors.excluded_addresses = set(storages_of(chain(self._parameters(), self._buffers())))
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -175,7 +175,9 @@ class MemoryRecorder(Callback):
         gc.collect()
         memory.reset_peak()
         gradients = sum(storage.nbytes() for storage in self._live_gradient_storages())
-        self._other = max(0, memory.current() - self._persistent_bytes() - gradients - self._saved.total_bytes)
+        self._other_bytes = max(
+            0, memory.current() - self._persistent_bytes() - gradients - self._saved_tensors.total_bytes
+        )
         self._memory = memory
 
     def _compare_with_peak(self) -> None:
@@ -183,11 +185,14 @@ class MemoryRecorder(Callback):
         if self._memory is None:
             return
         gradients = sum(storage.nbytes() for storage in self._live_gradient_storages())
-        saved = self._saved.update_sizes()
-        if self._largest is None or self._saved.total_bytes > self._largest.activations:
-            self._largest = _Snapshot(self._saved.total_bytes, gradients, saved)
-        if self._peak is None or self._saved.total_bytes + gradients > self._peak.activations + self._peak.gradients:
-            self._peak = _Snapshot(self._saved.total_bytes, gradients)
+        saved = self._saved_tensors.update_sizes()
+        if self._largest_snapshot is None or self._saved_tensors.total_bytes > self._largest_snapshot.activations:
+            self._largest_snapshot = _Snapshot(self._saved_tensors.total_bytes, gradients, saved)
+        if (
+            self._peak is None
+            or self._saved_tensors.total_bytes + gradients > self._peak.activations + self._peak.gradients
+        ):
+            self._peak = _Snapshot(self._saved_tensors.total_bytes, gradients)
 
     def _live_gradient_storages(self) -> Iterator[torch.UntypedStorage]:
         """Yield the memory of the last step's gradients that is still in use, and the memory of gradients created
@@ -203,7 +208,7 @@ class MemoryRecorder(Callback):
     def write(self) -> None:
         """Write the record, unless it has already been written. Does nothing if no step was measured."""
         steps = self._steps - self._request.warmup
-        largest, peak = self._largest, self._peak
+        largest, peak = self._largest_snapshot, self._peak
         if self._is_written or steps < 1 or largest is None or peak is None:
             return
         self._is_written = True
@@ -238,7 +243,7 @@ class MemoryRecorder(Callback):
             activations_at_peak=peak.activations,
             gradients_at_peak=peak.gradients,
             blocks=[BlockRecord(**dataclasses.asdict(block)) for block in checkpointing_by_class(largest.storages)],
-            other=self._other,
+            other=self._other_bytes,
             forward_backward_peak=self._forward_backward_peak,
             step_peak=self._step_peak,
             startup_peak=self._startup_peak,

@@ -74,11 +74,11 @@ class SavedTensorTracker:
 
     def __init__(self, before_release: Callable[[], None], on_outermost_forward: Callable[[nn.Module], None]) -> None:
         self.total_bytes = 0
-        self.excluded: set[int] = set()  # addresses of parameters and buffers
+        self.excluded_addresses: set[int] = set()  # addresses of parameters and buffers
         self._before_release, self._on_outermost_forward = before_release, on_outermost_forward
         # By the id of the storage object, which torch keeps as long as a tensor uses the storage. The address is not
         # unique: FSDP frees the memory of gathered parameters, and other tensors may then have the same address.
-        self._live: dict[int, SavedStorage] = {}
+        self._live_storages: dict[int, SavedStorage] = {}
         self._stack: list[ModuleCall] = []
         self._count, self._is_growing = 0, False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -103,12 +103,12 @@ class SavedTensorTracker:
 
         FSDP frees gathered parameters by resizing them to zero bytes.
         """
-        for saved in self._live.values():
+        for saved in self._live_storages.values():
             storage = saved.storage()
             size_bytes = 0 if storage is None else storage.nbytes()
             self.total_bytes += size_bytes - saved.size_bytes
             saved.size_bytes = size_bytes
-        return list(self._live.values())
+        return list(self._live_storages.values())
 
     def _begin_call(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # in a compiled graph, tensors are not saved by single modules
@@ -136,22 +136,22 @@ class SavedTensorTracker:
     def _find_or_create(self, tensor: Tensor) -> SavedStorage | None:
         """Return the saved storage of an argument, a new one if it has not been saved, or None for a parameter."""
         storage = _untyped_storage(tensor)
-        if storage is None or storage.data_ptr() in self.excluded:
+        if storage is None or storage.data_ptr() in self.excluded_addresses:
             return None
-        return self._live.get(id(storage)) or _create_saved_storage(storage, tensor, self._count)
+        return self._live_storages.get(id(storage)) or _create_saved_storage(storage, tensor, self._count)
 
     @disable_compile
     def _pack(self, tensor: Tensor) -> Any:
         storage = _untyped_storage(tensor)
         # A saved output with its history would keep its own graph alive. Autograd restores the history.
         tensor = tensor.detach()
-        if storage is None or storage.data_ptr() in self.excluded:
+        if storage is None or storage.data_ptr() in self.excluded_addresses:
             return tensor
         key = id(storage)
-        saved = self._live.get(key)
+        saved = self._live_storages.get(key)
         if saved is None:
             self._count += 1
-            saved = self._live[key] = _create_saved_storage(storage, tensor, self._count)
+            saved = self._live_storages[key] = _create_saved_storage(storage, tensor, self._count)
             self.total_bytes += saved.size_bytes
             self._is_growing = True
         saved.stacks.add(tuple(self._stack))
@@ -162,10 +162,10 @@ class SavedTensorTracker:
         if self._is_growing:
             self._is_growing = False
             self._before_release()
-        saved = self._live[key]
+        saved = self._live_storages[key]
         saved.holders -= 1
         if not saved.holders:
-            del self._live[key]
+            del self._live_storages[key]
             self.total_bytes -= saved.size_bytes
 
 

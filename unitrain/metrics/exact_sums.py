@@ -24,7 +24,7 @@ class ExactSum:
     """
 
     def __init__(self, parts: Iterable[float] = ()) -> None:
-        self._parts: list[float] = []
+        self._partial_sums: list[float] = []
         self._non_finite = 0.0  # the sum of the values that are infinite or NaN
         for part in parts:
             self.add(part)
@@ -35,7 +35,7 @@ class ExactSum:
             self._non_finite += value
             return
         parts = []
-        for part in self._parts:
+        for part in self._partial_sums:
             if abs(value) < abs(part):
                 value, part = part, value
             high = value + part
@@ -47,12 +47,12 @@ class ExactSum:
             self._non_finite += value
             return
         parts.append(value)
-        self._parts = parts
+        self._partial_sums = parts
 
     @property
     def parts(self) -> list[float]:
         """Floats in order of increasing magnitude, whose exact sum equals this sum."""
-        return self._parts if self._non_finite == 0.0 else [*self._parts, self._non_finite]
+        return self._partial_sums if self._non_finite == 0.0 else [*self._partial_sums, self._non_finite]
 
 
 def total(parts: Iterable[float]) -> float:

@@ -62,7 +62,7 @@ class TorchMetrics:
         self._metrics = dict(metrics)
         self._communicator, self._has_parts = communicator, has_parts
         self._is_updated = self._is_part_updated = False
-        self._parts: list[list[_States]] = []
+        self._states_by_part: list[list[_States]] = []
         for name, metric in self._metrics.items():
             for part in _find_metrics(metric).values():
                 if type(part).__name__ == "Running":
@@ -76,7 +76,7 @@ class TorchMetrics:
     def reset(self) -> None:
         """Reset the metrics."""
         self._is_updated = self._is_part_updated = False
-        self._parts = []
+        self._states_by_part = []
         for metric in self._metrics.values():
             metric.reset()
 
@@ -85,7 +85,7 @@ class TorchMetrics:
         if self._is_part_updated:
             self._is_part_updated = False
             # The lists are copied, because `reset` clears them.
-            self._parts.append([_copy_lists(_read_states(metric)) for metric in self._metrics.values()])
+            self._states_by_part.append([_copy_lists(_read_states(metric)) for metric in self._metrics.values()])
             for metric in self._metrics.values():
                 metric.reset()
 
@@ -111,7 +111,7 @@ class TorchMetrics:
             return {name: dict.fromkeys(names, float("nan")) for name, names in self.names.items()}
         if self._has_parts:
             self.begin_part()
-            states_by_rank = [part for parts in communicator.allgather_object(self._parts) for part in parts]
+            states_by_rank = [part for parts in communicator.allgather_object(self._states_by_part) for part in parts]
             reduced: list[_States] = [{} for _ in self._metrics]
         else:
             states_by_rank, reduced = self._merge_ranks()

@@ -48,7 +48,7 @@ class CheckpointedForward(ReplacedForward):
     prefix = "Checkpointed"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        forward = functools.partial(self.plain.forward, self)
+        forward = functools.partial(self.plain_class.forward, self)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if any(True for _ in self.buffers()):
@@ -123,11 +123,11 @@ class _RestoredBuffers(AbstractContextManager[None]):
     """
 
     def __init__(self, recorded: _RecordedBuffers) -> None:
-        self._recorded, self._current = recorded, list[_BufferValues]()
+        self._recorded_values, self._current_values = recorded, list[_BufferValues]()
 
     def __enter__(self) -> None:
-        self._current.append(_BufferValues(self._recorded.block))
-        self._recorded.values.restore()
+        self._current_values.append(_BufferValues(self._recorded_values.block))
+        self._recorded_values.values.restore()
 
     def __exit__(self, *error: object) -> None:
-        self._current.pop().restore()
+        self._current_values.pop().restore()

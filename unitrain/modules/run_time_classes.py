@@ -17,11 +17,11 @@ class ReplacedForward:
 
     prefix: ClassVar[str]  # prefix of the names of the combined classes
     forward_class: type[ReplacedForward]
-    plain: type[nn.Module]  # the class of the module before the change
+    plain_class: type[nn.Module]  # the class of the module before the change
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         # pickle cannot import a class created at run time.
-        return _restore_module, (self.forward_class, self.plain), self.__getstate__()
+        return _restore_module, (self.forward_class, self.plain_class), self.__getstate__()
 
 
 @functools.cache

@@ -48,11 +48,11 @@ def sync_batch_norm(model: nn.Module, communicator: Communicator) -> nn.Module:
     for name, layer in layers.items():
         _check(name or "the model itself", layer)
     statistics = SharedStatistics(communicator, tuple(layers))
-    for number, layer in enumerate(layers.values()):
+    for layer_number, layer in enumerate(layers.values()):
         # Replace torch's SyncBatchNorm, because its forward depends on torch.distributed.
         kind: Any = BatchNorm if isinstance(layer, nn.SyncBatchNorm) else type(layer)
         layer.__class__ = create_replacing_class(SyncedForward, kind)
-        layer.shared_statistics, layer.number = statistics, number
+        layer.shared_statistics, layer.layer_number = statistics, layer_number
     return model
 
 
@@ -139,14 +139,14 @@ class SharedStatistics:
         return self.communicator.size if current is None else current.count
 
     def reduce(
-        self, sums: list[Tensor], count: int, number: int, *, check: bool
+        self, sums: list[Tensor], count: int, layer_number: int, *, check: bool
     ) -> tuple[Tensor, Tensor, Tensor | float]:
         """Return the mean and variance, float64 [channels], and the number of values per channel, over all ranks.
 
         `sums` are this rank's sums of the values and of their squares, float64 [channels] each, for `count` values per
-        channel in layer `number`. With `check`, and always on CPUs, the host synchronizes with the device, and raises
-        an error on every rank if ranks call different layers or if there are fewer than two values per channel. The
-        number of values is a float on CPUs.
+        channel in layer `layer_number`. With `check`, and always on CPUs, the host synchronizes with the device, and
+        raises an error on every rank if ranks call different layers or if there are fewer than two values per channel.
+        The number of values is a float on CPUs.
         """
         if not self.includes_local_samples:
             # The sums are replaced instead of multiplied by 0, because 0 * nan is nan.
@@ -155,48 +155,48 @@ class SharedStatistics:
         # layer numbers of all ranks are equal if and only if the mean of their squares is the square of their mean.
         channels, is_on_cpu = len(sums[0]), sums[0].device.type == "cpu"
         if is_on_cpu:
-            constants = [self._check_values_on_cpu(count, number)]
+            constants = [self._check_values_on_cpu(count, layer_number)]
         else:
-            constants = [sums[0].new_full((1,), count), self._layer_number_on_device(number, sums[0].device)]
+            constants = [sums[0].new_full((1,), count), self._layer_number_on_device(layer_number, sums[0].device)]
         total = self.sum(torch.cat([*sums, *constants]))
         moments, tail = total[: 2 * channels], total[2 * channels :]
         values: Tensor | float
         if is_on_cpu:
             numbers = tail.tolist()
             values = float(numbers[0])
-            self._check(number, *numbers)
+            self._check(layer_number, *numbers)
         else:  # a tensor: a GPU divides by a float less accurately, by multiplying by the reciprocal
             values = tail[0]
             if check:
-                self._check(number, *tail.tolist())
+                self._check(layer_number, *tail.tolist())
         mean, second_moment = (moments / values).view(2, channels).unbind()
         return mean, (second_moment - mean.square()).clamp_min_(0), values
 
-    def _check_values_on_cpu(self, count: int, number: int) -> Tensor:
+    def _check_values_on_cpu(self, count: int, layer_number: int) -> Tensor:
         """Return the count, the layer number and its square, float64 [3]. The latest result per layer is cached."""
-        cached = self._cached_check_values.get(number)
+        cached = self._cached_check_values.get(layer_number)
         if cached is None or cached[0] != count:
-            cached = count, torch.tensor([count, number, number**2], dtype=torch.float64)
-            self._cached_check_values[number] = cached
+            cached = count, torch.tensor([count, layer_number, layer_number**2], dtype=torch.float64)
+            self._cached_check_values[layer_number] = cached
         return cached[1]
 
-    def _layer_number_on_device(self, number: int, device: torch.device) -> Tensor:
+    def _layer_number_on_device(self, layer_number: int, device: torch.device) -> Tensor:
         """Return a layer number and its square, float64 [2], cached because a copy would wait for queued kernels."""
-        if (cached := self._cached_layer_numbers.get((number, device))) is None:
-            cached = torch.tensor([number, number**2], dtype=torch.float64, device=device)
-            self._cached_layer_numbers[number, device] = cached
+        if (cached := self._cached_layer_numbers.get((layer_number, device))) is None:
+            cached = torch.tensor([layer_number, layer_number**2], dtype=torch.float64, device=device)
+            self._cached_layer_numbers[layer_number, device] = cached
         return cached
 
-    def _check(self, number: int, values: float, numbers: float, number_squares: float) -> None:
-        name = self.names[number]
-        if number_squares * self._num_ranks() != numbers**2:
+    def _check(self, layer_number: int, num_values: float, layer_number_sum: float, layer_number_square_sum: float) -> None:
+        name = self.names[layer_number]
+        if layer_number_square_sum * self._num_ranks() != layer_number_sum**2:
             raise CollectiveMismatchError(
                 f"This rank calls BatchNorm {name!r} while another rank calls a different one, so their statistics "
                 "would be mixed. Let every rank call the same layers in the same order, or leave sync_batch_norm out."
             )
-        if values < 2:
+        if num_values < 2:
             raise ModelError(
-                f"BatchNorm {name!r} got {values:g} values per channel over all ranks, but a variance needs two. "
+                f"BatchNorm {name!r} got {num_values:g} values per channel over all ranks, but a variance needs two. "
                 "Use a larger batch, or model.eval() to normalize by the running statistics."
             )
 
@@ -225,7 +225,7 @@ class SyncedForward(ReplacedForward):
 
     prefix = "Synced"
     shared_statistics: SharedStatistics
-    number: int
+    layer_number: int
     keeps_statistics = True  # a forward in training mode does not read its buffers
     _was_checked = False
 
@@ -267,7 +267,7 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
         # On a GPU, the check waits for all queued kernels, so it runs only in the first forward and for tiny batches.
         check = x.device.type == "cpu" or count < 2 or not layer._was_checked
         layer._was_checked = True
-        mean, variance, values = shared.reduce(sums, count, layer.number, check=check)
+        mean, variance, values = shared.reduce(sums, count, layer.layer_number, check=check)
         if layer.track_running_stats:
             _update_running_statistics(layer, mean, variance, values)
         dtype = _computation_dtype(x)

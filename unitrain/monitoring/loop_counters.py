@@ -38,7 +38,7 @@ class LoopCounters:
         self._history = [self._latest] * _MAX_KEPT
         self._steps = self._forwards = self._used_forwards = 0
         self._forwards_before_training = 0
-        self._expected: Counts | None = None
+        self._expected_counts: Counts | None = None
 
     def count_step(self) -> None:
         """Count an optimizer step."""
@@ -68,11 +68,11 @@ class LoopCounters:
 
         If this rank has not run that backward pass yet, a later call compares it.
         """
-        expected = self._expected
+        expected = self._expected_counts
         if expected is None or expected.backwards <= self._latest[0]:
             if expected is None and not store.check([_KEY]):
                 return None
-            self._expected = expected = Counts(*json.loads(store.get(_KEY)))
+            self._expected_counts = expected = Counts(*json.loads(store.get(_KEY)))
         if expected.backwards > self._latest[0]:
             return None
         local_counts = Counts(*self._history[expected.backwards % _MAX_KEPT])

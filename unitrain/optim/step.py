@@ -81,8 +81,8 @@ class ParameterUpdate:
     ) -> None:
         self._optimizer, self._precision = optimizer, precision
         # Gradients of parameters outside the optimizer must also be cleared.
-        self._model, self._others = model, list[nn.Parameter]()
-        self._held_count = -1
+        self._model, self._outside_parameters = model, list[nn.Parameter]()
+        self._num_optimizer_parameters = -1
         self._max_grad_norm, self._scheduler, self._average = max_grad_norm, scheduler, average
         self._gradient_norm: Tensor | None = None
 
@@ -109,13 +109,13 @@ class ParameterUpdate:
         held_count = 0
         for group in self._optimizer.param_groups:
             held_count += len(group["params"])
-        if held_count != self._held_count:  # in the first step, or after add_param_group
+        if held_count != self._num_optimizer_parameters:  # in the first step, or after add_param_group
             optimizer_parameter_ids = set(map(id, optimizer_parameters(self._optimizer)))
-            self._held_count = held_count
-            self._others = [
+            self._num_optimizer_parameters = held_count
+            self._outside_parameters = [
                 parameter for parameter in self._model.parameters() if id(parameter) not in optimizer_parameter_ids
             ]
-        return self._others
+        return self._outside_parameters
 
     def gradient_norm(self) -> dict[str, float]:
         """Return {"gradient_norm": norm before clipping} of the last step; empty without clipping. Synchronizes the

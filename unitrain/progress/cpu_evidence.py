@@ -46,7 +46,7 @@ class CpuReader:
         self._throttled: dict[str, float] = {}
         self._membership = ""
         self._stat_files: list[str] = []
-        self._used = time.process_time()
+        self._process_seconds = time.process_time()
 
     def read(self) -> CpuSeconds:
         """Return the seconds since the last call, or since the creation of this object."""
@@ -55,8 +55,8 @@ class CpuReader:
         run_queue, worker_wait = _longest_wait(self._threads, threads), _longest_wait(self._workers, workers)
         self._threads, self._workers = threads, workers
         throttled = self._read_throttled()
-        used, before = time.process_time(), self._used
-        self._used = used
+        used, before = time.process_time(), self._process_seconds
+        self._process_seconds = used
         if threads:  # the quota is shared by all threads, and its counter adds their times
             throttled = min(throttled, max(run_queue, worker_wait))
         return CpuSeconds(run_queue, worker_wait, throttled, (used - before) / len(usable_cores()))

@@ -72,8 +72,8 @@ class _TimedDisplay(ProgressDisplay, ABC):
     def start(self, steps: int | None, epochs: int | None) -> None:
         self._steps, self._epochs = steps, epochs
         self._steps_done = self._samples = 0
-        self._started = time.perf_counter()
-        self._next_update_at = self._started + self.interval_seconds
+        self._start_time = time.perf_counter()
+        self._next_update_at = self._start_time + self.interval_seconds
 
     def count_step(self, epoch: int, samples: int) -> None:
         self._steps_done += 1
@@ -119,7 +119,7 @@ class _TimedDisplay(ProgressDisplay, ABC):
         return f"{self._steps_done}" if self._steps is None else f"{self._steps_done}/{self._steps}"
 
     def _speed(self) -> str:
-        return f"{self._samples / (time.perf_counter() - self._started):,.0f} samples/s"
+        return f"{self._samples / (time.perf_counter() - self._start_time):,.0f} samples/s"
 
     def _loss_text(self) -> str:
         return "" if self._shown_loss is None else f"loss {self._shown_loss:.4f}"
@@ -129,7 +129,7 @@ class _Lines(_TimedDisplay):
     def _show(self, epoch: int) -> None:
         left = ""
         if self._steps is not None:
-            seconds = (time.perf_counter() - self._started) / self._steps_done * (self._steps - self._steps_done)
+            seconds = (time.perf_counter() - self._start_time) / self._steps_done * (self._steps - self._steps_done)
             left = f"{seconds:.0f} s left"
         self._print(
             self._name(epoch), f"step {self._count()}", self._loss_text(), self._speed(), left, self._slow_ranks
@@ -141,7 +141,7 @@ class _Bar(_TimedDisplay):
 
     def __init__(self, console: Console, opened: TextIO | None = None) -> None:
         super().__init__(console)
-        self._opened = opened
+        self._owned_terminal = opened
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),  # fills the remaining width
@@ -184,8 +184,8 @@ class _Bar(_TimedDisplay):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
-        if self._opened is not None:
-            self._opened.close()
+        if self._owned_terminal is not None:
+            self._owned_terminal.close()
 
 
 def choose_progress(style: ProgressStyle, rank: int) -> ProgressDisplay:

@@ -107,7 +107,7 @@ class FlopsMeasurement:
         self.is_due = is_enabled
         self.flops_per_sample: float | None = None
         self.flops_per_token: float | None = None
-        self._unknown: set[str] = set()
+        self._uncounted_operations: set[str] = set()
 
     def counted(self, forward_backward: ForwardBackward) -> ForwardBackward:
         """Return `forward_backward`, the training on a micro-batch, or a function that also counts its FLOPs."""
@@ -126,9 +126,10 @@ class FlopsMeasurement:
         self.flops_per_sample = flops / micro_batch.samples
         if loss.tokens is not None and (tokens := float(loss.tokens)) > 0:
             self.flops_per_token = flops / tokens
-        if self._unknown:
+        if self._uncounted_operations:
             _log.warning(
-                "torch's FLOP counter cannot count %s, so the MFU is too low.", ", ".join(sorted(self._unknown))
+                "torch's FLOP counter cannot count %s, so the MFU is too low.",
+                ", ".join(sorted(self._uncounted_operations)),
             )
         return loss
 
@@ -142,7 +143,7 @@ class FlopsMeasurement:
             try:
                 return formula(*args, **kwargs)
             except Exception:
-                self._unknown.add(str(key))
+                self._uncounted_operations.add(str(key))
                 return 0
 
         return count

@@ -123,18 +123,18 @@ class GoodputMeter:
         self._lock = threading.Lock()
         now = time.perf_counter()
         self._clock_offset = time.time() - now
-        self._start, self._started = start, now - start.age_seconds
+        self._start, self._attempt_start_time = start, now - start.age_seconds
         self._seconds: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
         self._category: Category = "startup"
-        self._since = self._started
-        self._counted = 0.0  # seconds of training that `count_steps` has divided
+        self._category_start_time = self._attempt_start_time
+        self._counted_seconds = 0.0  # seconds of training that `count_steps` has divided
         self._step = self._max_earlier_step = 0
         self.replayed_steps = 0
 
     @property
     def started(self) -> float:
         """The start of the attempt, in seconds since 1970."""
-        return self._started + self._clock_offset
+        return self._attempt_start_time + self._clock_offset
 
     def continue_run(self, earlier: Sequence[AttemptRecord], step: int) -> None:
         """Continue a run with these `earlier` attempts at `step`, and account for the time since the last of them.
@@ -174,7 +174,7 @@ class GoodputMeter:
         with self._lock:
             self._lap()
             before, self._step = self._step, step
-            pending = self._seconds["training"] - self._counted
+            pending = self._seconds["training"] - self._counted_seconds
             data_seconds = min(data_seconds, pending)
             replayed_steps = max(0, min(step, self._max_earlier_step) - before)
             replayed = (pending - data_seconds) * replayed_steps / (step - before) if step > before else 0.0
@@ -182,7 +182,7 @@ class GoodputMeter:
             self._seconds["data"] += data_seconds
             self._seconds["replayed"] += replayed
             self._seconds["training"] -= data_seconds + replayed
-            self._counted = self._seconds["training"]
+            self._counted_seconds = self._seconds["training"]
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by category until now. Any thread may call it."""
@@ -200,7 +200,7 @@ class GoodputMeter:
         seconds = self.seconds()
         return AttemptRecord(
             started=self.started,
-            ended=self._since + self._clock_offset,
+            ended=self._category_start_time + self._clock_offset,
             first_step=first_step,
             last_step=self._step,
             ranks=ranks,
@@ -211,8 +211,8 @@ class GoodputMeter:
 
     def _lap(self) -> None:
         now = time.perf_counter()
-        self._seconds[self._category] += now - self._since
-        self._since = now
+        self._seconds[self._category] += now - self._category_start_time
+        self._category_start_time = now
 
 
 class GoodputFile:

@@ -31,7 +31,7 @@ class PreemptionHandler:
         self._signals = [signal.Signals[name] for name in signals]
         preemption_signals.update(self._signals)
         self.received: str | None = None
-        self._handled: set[signal.Signals] = set()
+        self._handled_signals: set[signal.Signals] = set()
 
     def __enter__(self) -> Self:
         self.received = None
@@ -48,17 +48,17 @@ class PreemptionHandler:
         self._thread.start()
         for signum in free:
             signal.signal(signum, _ignore_signal)
-            self._handled.add(signum)
+            self._handled_signals.add(signum)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._handled:
+        if not self._handled_signals:
             return
-        for signum in self._handled:
+        for signum in self._handled_signals:
             signal.signal(signum, signal.SIG_DFL)
-        self._handled.clear()
+        self._handled_signals.clear()
         signal.set_wakeup_fd(self._wakeup)
         if os.getpid() != self._process:  # a forked process; the parent closes the connection
             return
@@ -74,7 +74,7 @@ class PreemptionHandler:
         first = 0.0
         while numbers := self._receiver.recv(16):
             for signum in numbers:
-                if signum not in self._handled:
+                if signum not in self._handled_signals:
                     continue
                 if self.received is None:
                     first, self.received = time.monotonic(), signal.Signals(signum).name

@@ -42,9 +42,9 @@ class RankEvidence:
     def __init__(self, timer: LoopTimer) -> None:
         self._timer = timer
         self._cpu, self._connections = CpuReader(), ConnectionReader()
-        self._earlier = EarlierFigures()
+        self._earlier_figures = EarlierFigures()
         self._processes: ProcessTimes | None = None
-        self._connection: ConnectionCounters | None = None
+        self._slowest_connection: ConnectionCounters | None = None
         self._figures = RankFigures()
         self._phases, self._evidence = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
         # Since the last reading.
@@ -77,14 +77,16 @@ class RankEvidence:
             self._evidence["worker_wait"] += max(0.0, cpu_seconds.workers - cpu_seconds.throttled)
             self._evidence["throttled"] += cpu_seconds.throttled
             self._evidence["cpu"] += cpu_seconds.used
-            self._evidence["network"] += 0.0 if self._connection is None else self._connection.network_limited_seconds
+            self._evidence["network"] += (
+                0.0 if self._slowest_connection is None else self._slowest_connection.network_limited_seconds
+            )
             stalled = min(self._unexplained_seconds, cpu_seconds.throttled)
             copied = min(self._unexplained_seconds - stalled, self._copy_seconds)
             seconds[TRAINING.index("compute")] += stalled
             seconds[TRAINING.index("data")] += copied
             self._unexplained_seconds = self._copy_seconds = 0.0
         self._phases = [earlier + recent_seconds for earlier, recent_seconds in zip(self._phases, seconds, strict=True)]
-        return seconds, steps, pack_evidence(self._evidence, self._earlier.median())
+        return seconds, steps, pack_evidence(self._evidence, self._earlier_figures.median())
 
     def discard(self) -> None:
         """Discard the evidence since the last observation."""
@@ -97,7 +99,7 @@ class RankEvidence:
         suspected.
         """
         self._figures = RankFigures(*(seconds / steps for seconds in (*self._phases, *self._evidence.values())))
-        self._earlier.add(self._figures, is_slow=is_any_suspected)
+        self._earlier_figures.add(self._figures, is_slow=is_any_suspected)
         self.discard()
         if not is_suspected:
             self._processes = None
@@ -113,8 +115,8 @@ class RankEvidence:
             parts.append(f"the quota is {cores:g} cores")
         if cause == "other_processes" and self._processes is not None:
             parts.append(ProcessTimes.read().describe_since(self._processes))
-        if cause == "network" and self._connection is not None:
-            parts.append(str(self._connection))
+        if cause == "network" and self._slowest_connection is not None:
+            parts.append(str(self._slowest_connection))
         return RankDetails(socket.gethostname(), "; ".join(filter(None, parts)))
 
     def _is_reading_due(self, observed_seconds: float = 0.0) -> bool:
@@ -123,5 +125,5 @@ class RankEvidence:
 
     def _read(self) -> CpuSeconds:
         self._last_reading_time = time.perf_counter()
-        self._connection = self._connections.read()
+        self._slowest_connection = self._connections.read()
         return self._cpu.read()

@@ -38,7 +38,7 @@ class RunReporter:
         self._config, self._communicator = config, communicator
         self._output_dir = None if config.output_dir is None else Path(config.output_dir)
         self._loggers = call_on_all_ranks(communicator, lambda: create_loggers(loggers))
-        self._started: list[BackgroundLogger] = []
+        self._started_loggers: list[BackgroundLogger] = []
         self._description: Mapping[str, Any] | None = None
         self.stop_reason: str | None = None
         """Why the run stops before its end, or None."""
@@ -162,10 +162,10 @@ class RunReporter:
     def _start(self, step: int) -> None:
         if self._communicator.rank == 0:
             run_info = RunInfo(step, self._output_dir, self._description or {})
-            self._started = [BackgroundLogger(logger, run_info) for logger in self._loggers]
+            self._started_loggers = [BackgroundLogger(logger, run_info) for logger in self._loggers]
 
     def _finish(self, status: Status) -> None:
-        started_loggers, self._started = self._started, []
+        started_loggers, self._started_loggers = self._started_loggers, []
         for logger, deadline in [(logger, logger.finish(status)) for logger in started_loggers]:
             logger.wait(deadline)
         failed = [logger.logger for logger in started_loggers if logger.is_disabled]
@@ -174,14 +174,14 @@ class RunReporter:
     def _start_loggers_if_needed(self, step: int) -> bool:
         """Return whether loggers are running, and restart them if they were finished at the end of a run. Return False
         on ranks other than 0."""
-        if not self._started and self._loggers:
+        if not self._started_loggers and self._loggers:
             self._start(step)
-            for logger in self._started:
+            for logger in self._started_loggers:
                 logger.wait_until_started()
-        return bool(self._started)
+        return bool(self._started_loggers)
 
     def _call(self, method: str, *arguments: Any) -> None:
-        for logger in self._started:
+        for logger in self._started_loggers:
             logger.call(method, *arguments)
 
     def _use_display(self, progress: ProgressDisplay) -> None:

@@ -86,7 +86,7 @@ class RunMetrics:
             endpoint.serve(self._values)
         self._has_endpoint = endpoint is not None
         self._is_opened = False
-        self._earlier = GoodputSummary.of([])
+        self._earlier_attempts = GoodputSummary.of([])
         self._first_step = 0
         self._memory_bytes = self._memory_measured_at = 0.0
         self._recorded_memory: Sequence[float] = ()
@@ -226,7 +226,7 @@ class RunMetrics:
         earlier = self._file.earlier
         self._goodput.continue_run(earlier, self._first_step)
         self._events.attempt = len(earlier) + 1
-        self._earlier = GoodputSummary.of(earlier)
+        self._earlier_attempts = GoodputSummary.of(earlier)
         if earlier:
             previous, reason = earlier[-1], self._restart_reason
             if previous.status == "running":
@@ -248,7 +248,7 @@ class RunMetrics:
         self._goodput.count_steps(progress.step, 0.0)
         attempt = self._record(status)
         self._file.write(attempt)
-        summary = self._earlier.with_attempt(attempt)
+        summary = self._earlier_attempts.with_attempt(attempt)
         self._values.goodput = lambda: summary  # the time after `fit` does not count
         if status == "failed":
             self._events.append("failure", progress.step, reason=reason)
@@ -267,7 +267,7 @@ class RunMetrics:
         return self._goodput.record(self._first_step, self._backend.size, status)
 
     def _summary(self) -> GoodputSummary:
-        return self._earlier.with_attempt(self._record("running"))
+        return self._earlier_attempts.with_attempt(self._record("running"))
 
     def _open_endpoint(self, config: TrainConfig, info: supervisor_client.AttemptInfo | None) -> MetricsEndpoint | None:
         port, address = _endpoint_settings(config)

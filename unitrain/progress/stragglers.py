@@ -214,13 +214,13 @@ class StragglerDetector:
     def __init__(self) -> None:
         self.slow: list[Straggler] = []
         self.suspected: set[int] = set()
-        self._collected: Seconds = []
+        self._collected_seconds: Seconds = []
         self._steps = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether no times have been added since the last complete observation."""
-        return not self._collected
+        return not self._collected_seconds
 
     def add(self, seconds: Seconds, steps: int, evidence: Seconds = ()) -> int:
         """Add the seconds per rank and phase of TRAINING in `steps` steps; empty if nothing was measured.
@@ -231,17 +231,18 @@ class StragglerDetector:
         if not seconds or not steps or not all(rank[_COMPUTE] for rank in seconds):
             return 0
         self._steps += steps
-        if self._collected:
+        if self._collected_seconds:
             seconds = [
-                [a + b for a, b in zip(*ranks, strict=True)] for ranks in zip(self._collected, seconds, strict=True)
+                [a + b for a, b in zip(*ranks, strict=True)]
+                for ranks in zip(self._collected_seconds, seconds, strict=True)
             ]
-        self._collected = seconds
+        self._collected_seconds = seconds
         if max(map(sum, seconds)) < _OBSERVATION_SECONDS:
             return 0
         stragglers = find_stragglers(seconds, self._steps, evidence)
         self.slow = [straggler for straggler in stragglers if straggler.rank in self.suspected]
         self.suspected = {straggler.rank for straggler in stragglers}
-        observed_steps, self._collected, self._steps = self._steps, [], 0
+        observed_steps, self._collected_seconds, self._steps = self._steps, [], 0
         return observed_steps
 
     def set_details(self, straggler: Straggler, host: str, evidence: str) -> Straggler:

@@ -66,7 +66,7 @@ class LoopTimer:
         device = communicator.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # The first two steps are not representative: kernels are selected, and DDP rebuilds its buckets.
-        self._measuring, self._next_measurement_time = False, 0.0
+        self._is_measuring, self._next_measurement_time = False, 0.0
         self._steps_since_measurement = self._min_interval_steps() - 2
         self._step_seconds: dict[str, float] = {}
         self._lap_start_time = 0.0
@@ -95,7 +95,7 @@ class LoopTimer:
         for batch in batches:
             self._last_fetch_time = time.perf_counter()
             self._seconds["data"] += self._last_fetch_time - waited_since
-            if self._measuring:
+            if self._is_measuring:
                 self._start_lap()
             yield batch
             waited_since = time.perf_counter()
@@ -104,7 +104,7 @@ class LoopTimer:
     def measure_backward(self, loss: Tensor) -> Tensor:
         """Return `loss`. If this step is measured, first measure the forward pass, and register a hook that measures
         the backward pass."""
-        if self._measuring and loss.requires_grad:
+        if self._is_measuring and loss.requires_grad:
             if self._stream is not None:
                 self._stream.synchronize()
             self._laps["forward"] = self._laps.get("forward", 0.0) + time.perf_counter() - self._lap_start_time
@@ -116,7 +116,7 @@ class LoopTimer:
         self._steps += 1
         self._samples += samples
         self._steps_since_measurement += 1
-        if self._measuring:
+        if self._is_measuring:
             self._end_lap("update")
             self._measured_steps.append(self._laps)
             self._recent_steps.append(self._laps)
@@ -126,7 +126,7 @@ class LoopTimer:
                 0,
                 self._last_fetch_time + _MIN_INTERVAL_SECONDS,
             )
-        self._measuring = (
+        self._is_measuring = (
             self._steps_since_measurement >= self._min_interval_steps()
             and self._last_fetch_time >= self._next_measurement_time
         )
@@ -203,7 +203,7 @@ class LoopTimer:
     def measure_copy(self) -> Iterator[None]:
         """Context manager that measures the host-to-device copies that the current stream executes in it, in measured
         steps on GPUs."""
-        if not self._measuring or self._stream is None or self._is_outside_steps:
+        if not self._is_measuring or self._stream is None or self._is_outside_steps:
             yield
             return
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))

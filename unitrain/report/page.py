@@ -66,7 +66,7 @@ def headline_values(record: RunRecord) -> list[HeadlineValue]:
     progress, steps = run_statistics.run_progress(record), f"{run_statistics.last_step(record):,} steps"
     requested = "" if progress.requested is None else f" of {progress.requested:,}"
     values = [
-        HeadlineValue(progress.unit, f"{progress.done:,.4g}{requested}", steps if progress.unit != "steps" else "")
+        HeadlineValue(progress.unit, f"{progress.num_done:,.4g}{requested}", steps if progress.unit != "steps" else "")
     ]
     monitored, mode = run_statistics.monitored_result(record)
     if len(record.epochs) > 1 and (best := run_statistics.best_value(record, monitored, mode)):

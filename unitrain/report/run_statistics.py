@@ -195,13 +195,13 @@ class Progress:
     """The progress of a run in its `unit`, "epochs" or "steps". `requested` is None if it is unknown."""
 
     unit: str
-    done: float
+    num_done: float
     requested: int | None
 
     @property
     def is_finished(self) -> bool:
         """Whether the requested length is reached."""
-        return self.requested is not None and self.done >= self.requested
+        return self.requested is not None and self.num_done >= self.requested
 
 
 def run_progress(record: RunRecord) -> Progress:
@@ -210,7 +210,7 @@ def run_progress(record: RunRecord) -> Progress:
     if config.get("max_steps"):
         return Progress("steps", step, config["max_steps"])
     row = record.epochs[-1] if record.epochs else {}
-    done = row.get("epochs") or row.get("epoch") or 0
+    num_epochs = row.get("epochs") or row.get("epoch") or 0
     if record.steps and record.steps[-1]["step"] >= step:
-        done = max(done, record.steps[-1].get("epochs") or 0)
-    return Progress("epochs", done, config.get("max_epochs"))
+        num_epochs = max(num_epochs, record.steps[-1].get("epochs") or 0)
+    return Progress("epochs", num_epochs, config.get("max_epochs"))

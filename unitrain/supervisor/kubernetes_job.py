@@ -135,7 +135,7 @@ class _PodLog:
     def __init__(self, namespace: Sequence[str]) -> None:
         self._namespace = namespace
         self._process: subprocess.Popen[bytes] | None = None
-        self._rest = b""
+        self._buffered_bytes = b""
         self._unwritten = b""  # the last line without a newline that the previous kubectl printed
         self._last_time = b""
         self._lines_at_last_time: set[bytes] = set()
@@ -161,23 +161,23 @@ class _PodLog:
             except BlockingIOError:
                 break
             if not chunk:
-                if self._rest == self._unwritten:
-                    is_new |= self._write_incomplete(self._rest)
-                self._unwritten = self._rest
+                if self._buffered_bytes == self._unwritten:
+                    is_new |= self._write_incomplete(self._buffered_bytes)
+                self._unwritten = self._buffered_bytes
                 self._stop()
                 break
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            *lines, self._buffered_bytes = (self._buffered_bytes + chunk).split(b"\n")
             for line in lines:
                 is_new |= self._write(line)
         return is_new
 
     def close(self) -> None:
         """Terminate kubectl, and write the last line if it has no newline."""
-        self._write_incomplete(self._rest or self._unwritten)
+        self._write_incomplete(self._buffered_bytes or self._unwritten)
         self._stop()
 
     def _stop(self) -> None:
-        self._rest = b""
+        self._buffered_bytes = b""
         if self._process is None:
             return
         process, self._process = self._process, None

@@ -30,7 +30,7 @@ class Membership:
         self, elastic: ElasticRange, list_hosts: Callable[[], tuple[Host, ...]], timeout_seconds: float
     ) -> None:
         self._elastic, self._list_hosts, self._timeout_seconds = elastic, list_hosts, timeout_seconds
-        self._selected: tuple[Host, ...] = ()
+        self._selected_hosts: tuple[Host, ...] = ()
         self._latest_choice: tuple[Host, ...] = ()
         self._unresponsive_since: dict[str, float] = {}
         self._excluded_until: dict[str, float] = {}
@@ -51,7 +51,7 @@ class Membership:
             except LaunchError as error:  # the next call may succeed
                 listed_hosts, problem = (), f" ({error})"
             if hosts := self._choose(listed_hosts):
-                self._selected = self._latest_choice = hosts
+                self._selected_hosts = self._latest_choice = hosts
                 return hosts
             responsive_hosts = (
                 ", ".join(str(host) for host in listed_hosts if host.name not in self._unresponsive_since) or "none"
@@ -86,9 +86,9 @@ class Membership:
             return None
         hosts = self._choose(listed_hosts, is_running=True)
         is_stable, self._latest_choice = hosts == self._latest_choice, hosts
-        num_slots, num_slots_before = _count_slots(hosts), _count_slots(self._selected)
+        num_slots, num_slots_before = _count_slots(hosts), _count_slots(self._selected_hosts)
         listed_slots = {host.name: host.slots for host in listed_hosts}
-        reduced = [host for host in self._selected if listed_slots.get(host.name, 0) < host.slots]
+        reduced = [host for host in self._selected_hosts if listed_slots.get(host.name, 0) < host.slots]
         if not hosts or not is_stable or not (num_slots > num_slots_before or reduced):
             return None
         if not reduced:
@@ -121,7 +121,7 @@ class Membership:
             )
 
     def _choose(self, listed_hosts: tuple[Host, ...], *, is_running: bool = False) -> tuple[Host, ...]:
-        members, now = {host.name for host in self._selected}, time.monotonic()
+        members, now = {host.name for host in self._selected_hosts}, time.monotonic()
         # Hosts of a running job are not probed. Hosts that did not respond recently are probed again later.
         not_probed = members if is_running else set()
         probed = [
@@ -145,7 +145,7 @@ class Membership:
         return self._elastic.select_hosts(not_excluded) or self._elastic.select_hosts(available)
 
     def _host_of(self, rank: int) -> str | None:
-        for host in self._selected:
+        for host in self._selected_hosts:
             if rank < host.slots:
                 return host.name
             rank -= host.slots

@@ -65,7 +65,7 @@ class RankConnections:
         self._listener = socket.create_server((listen_on, 0), backlog=1024)
         self.address = f"{advertised_host}:{self._listener.getsockname()[1]}"
         self.crashed_ranks: list[int] = []
-        self.unreachable: list[int] = []
+        self.unreachable_ranks: list[int] = []
         self.is_preempted = self.is_exit_requested = False
         self.has_running_rank_crashed = False
         """Whether a rank was killed or crashed between `unitrain.init` and the shutdown of its backend."""
@@ -108,7 +108,7 @@ class RankConnections:
     @property
     def has_disconnected_ranks(self) -> bool:
         """Whether any rank has exited, or the host of any rank does not respond."""
-        return bool(self.crashed_ranks or self.unreachable or self._first_exit_was_normal)
+        return bool(self.crashed_ranks or self.unreachable_ranks or self._first_exit_was_normal)
 
     def start(self) -> None:
         """Start the standby ranks. Ranks that connect later start immediately."""
@@ -131,7 +131,7 @@ class RankConnections:
             self._is_exiting = True  # ranks that connect later also receive the request
             self._state_changed.wait_for(self._all_disconnected, _EXIT_DETECTION_SECONDS)
         if not self.exit_remaining_ranks(timeout_seconds):
-            self.unreachable += sorted(self._connections)
+            self.unreachable_ranks += sorted(self._connections)
 
     def exit_remaining_ranks(self, timeout_seconds: float) -> bool:
         """Request an immediate exit of all connected ranks, and return whether they have exited within the timeout."""
@@ -226,7 +226,7 @@ class RankConnections:
     def _record_disconnect(self, rank: int, disconnect: Disconnect, final_message: str) -> None:
         del self._connections[rank]
         if disconnect is Disconnect.UNREACHABLE:
-            self.unreachable.append(rank)
+            self.unreachable_ranks.append(rank)
         elif disconnect is Disconnect.ORDERLY:
             self.is_preempted |= final_message == PREEMPTED_MESSAGE
             self._first_exit_was_normal |= not self.crashed_ranks

@@ -24,7 +24,7 @@ class Standby:
     def __init__(self, job: SupervisedJob) -> None:
         self._job = job
         self._attempt: Attempt | None = None
-        self._served: Attempt | None = None  # the running attempt for which standby ranks were started
+        self._served_attempt: Attempt | None = None  # the running attempt for which standby ranks were started
         self._running_since: float | None = None
         self._is_ready = False
 
@@ -49,7 +49,7 @@ class Standby:
                 self.cancel()
             return
         if (
-            self._served is running
+            self._served_attempt is running
             or not running.is_running
             or not self._job.runs_rank_zero_on_this_host(running.hosts)
         ):
@@ -57,7 +57,7 @@ class Standby:
         self._running_since = self._running_since or time.monotonic()
         if time.monotonic() - self._running_since < _START_DELAY_SECONDS:
             return
-        self._served, self._running_since = running, None
+        self._served_attempt, self._running_since = running, None
         try:
             self._attempt = Attempt(self._job, running.hosts, standby=True)
         except (LaunchError, OSError) as error:  # OSError: for example, too many processes or open files

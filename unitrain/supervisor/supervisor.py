@@ -119,7 +119,7 @@ class Supervisor:
                 err=True,
             )
             if self._membership is not None:
-                self._membership.record_failure(None if ranks.unreachable else ranks.first_crashed_rank)
+                self._membership.record_failure(None if ranks.unreachable_ranks else ranks.first_crashed_rank)
             if not self._standby.is_available:
                 self._stop_event.wait(_RESTART_PAUSE_SECONDS)
 
@@ -185,9 +185,9 @@ class Supervisor:
                 self._standby.update(attempt)
             if self._can_replace(ranks) and ranks.exit_remaining_ranks(_CRASH_EXIT_SECONDS):
                 return None
-            if next_action_at is None and ranks.unreachable:
-                noun = "rank" if len(ranks.unreachable) == 1 else "ranks"
-                numbers = ", ".join(map(str, ranks.unreachable))
+            if next_action_at is None and ranks.unreachable_ranks:
+                noun = "rank" if len(ranks.unreachable_ranks) == 1 else "ranks"
+                numbers = ", ".join(map(str, ranks.unreachable_ranks))
                 click.echo(f"unitrain: the host of {noun} {numbers} does not respond; ending the job", err=True)
                 next_action_at = time.monotonic() + _LAUNCHER_TIMEOUT_SECONDS
             if next_action_at is not None and actions and time.monotonic() > next_action_at:
@@ -224,8 +224,8 @@ def _describe_failure(code: int, ranks: RankConnections) -> str:
     """Return the cause of the failure of an attempt that ended with exit code `code`."""
     if ranks.first_crashed_rank is not None:
         return f"rank {ranks.first_crashed_rank} was killed or crashed"
-    if ranks.unreachable:
-        return f"the host of rank {ranks.unreachable[0]} did not respond"
+    if ranks.unreachable_ranks:
+        return f"the host of rank {ranks.unreachable_ranks[0]} did not respond"
     return f"the job ended with exit code {code}"
 
 

@@ -81,7 +81,7 @@ class PowerSGDCompressor(CompressionState):
     def discard_unfinished(self) -> None:
         """Discard a reduction that was interrupted by an exception."""
         self._new_states: list[_NewState] = []
-        self._finite: list[Tensor] = []
+        self._finite_flags: list[Tensor] = []
         self._scale: Tensor | None = None
         self._is_scale_known = False
 
@@ -112,7 +112,7 @@ class PowerSGDCompressor(CompressionState):
         for gradient, mean in zip(uncompressed, parts[2 * count :], strict=True):
             gradient.copy_(mean)
             if not self.is_starting:
-                self._finite.append(mean.isfinite().all())
+                self._finite_flags.append(mean.isfinite().all())
         if not matrices:
             return
 
@@ -127,7 +127,7 @@ class PowerSGDCompressor(CompressionState):
 
     def finish(self) -> None:
         """Apply the new state of all matrices, unless a gradient of the backward pass contains inf or nan."""
-        finite = torch.stack(self._finite).all() if self._new_states else torch.tensor(True)
+        finite = torch.stack(self._finite_flags).all() if self._new_states else torch.tensor(True)
         for name, error, query, is_used in self._new_states:
             if self._settings.error_feedback:
                 self._keep_error(name, error, finite)
@@ -304,7 +304,7 @@ class PowerSGDCompressor(CompressionState):
             torch.mm(base, query.T, out=gradient.view(remainder.shape))
         else:
             gradient.copy_((base @ query.T).view(gradient.shape))
-        self._finite.append(finite)
+        self._finite_flags.append(finite)
         self._new_states.append(_NewState(name, remainder, query, is_used))
 
     def _check_shape(self, kind: str, name: str, shape: list[int], needed: tuple[int, ...] | None) -> None:

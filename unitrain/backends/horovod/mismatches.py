@@ -51,12 +51,12 @@ class MismatchDetector:
         self._cloning: ResponsiveStore | None = None  # `store`, until it is cloned
         self._store: ResponsiveStore | None = None
         self._rank, self._pending = rank, pending
-        self._suspected: tuple[Operation, Operation] | None = None
+        self._suspected_mismatch: tuple[Operation, Operation] | None = None
 
     def restart(self) -> None:
         """Ignore earlier reports, because the positions of operations start at 0 again. All ranks call it."""
         self._generation += 1
-        self._store = self._suspected = None
+        self._store = self._suspected_mismatch = None
 
     def find(self) -> CollectiveMismatchError | None:
         """Return an error if this rank and rank 0 wait for different operations, or if another rank has found such a
@@ -82,7 +82,10 @@ class MismatchDetector:
             if not own or not self._store.check(["0"]):
                 return None
             difference = _first_difference([Operation(*fields) for fields in json.loads(self._store.get("0"))], own)
-            confirmed, self._suspected = difference is not None and difference == self._suspected, difference
+            confirmed, self._suspected_mismatch = (
+                difference is not None and difference == self._suspected_mismatch,
+                difference,
+            )
             if difference is not None and confirmed:
                 message = (
                     f"Ranks called different collectives: rank 0 waits for {difference[0].describe()}, and rank "

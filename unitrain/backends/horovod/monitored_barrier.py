@@ -20,7 +20,7 @@ class MonitoredBarrier:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = dist.PrefixStore("monitored_barrier", store)
         self._rank, self._size = rank, size
-        self._number = 0
+        self._barrier_index = 0
 
     def wait(self, timeout: timedelta, wait_all_ranks: bool) -> None:
         """Block until all ranks have called this method.
@@ -29,16 +29,16 @@ class MonitoredBarrier:
         with `wait_all_ranks`. The other ranks that reached the barrier raise the same error, or a different one if rank
         0 has not reported a result after twice the timeout plus one second.
         """
-        self._number += 1
-        prefix = str(self._number)
+        self._barrier_index += 1
+        prefix = str(self._barrier_index)
         if self._rank != 0:
             self._store.set(f"{prefix}/{self._rank}", _NO_ERROR)
             self._wait_for_rank_0(prefix, timeout)
             return
         error = self._find_error(prefix, timeout, wait_all_ranks)
         self._store.set(prefix, error or _NO_ERROR)
-        if self._number > 1:  # all ranks have read the result of the previous barrier, or have raised its error
-            self._store.delete_key(str(self._number - 1))
+        if self._barrier_index > 1:  # all ranks have read the result of the previous barrier, or have raised its error
+            self._store.delete_key(str(self._barrier_index - 1))
         if error:
             raise dist.DistBackendError(error)
         for rank in range(1, self._size):

@@ -50,16 +50,16 @@ class OperationStarter(dist.ProcessGroup):
         self._ranks = ranks
         self._process_set = join_process_set(store, rank, ranks, timeout)
         self._is_shut_down = False
-        self._number, self._generation = next_group_number(ranks), 0
+        self._group_number, self._generation = next_group_number(ranks), 0
         count_group(ranks)
-        self._prefix = f"unitrain.{self._number}.0"
+        self._prefix = f"unitrain.{self._group_number}.0"
         self._timeout = timeout
         self._completions = CompletionQueue()
-        self._issued: defaultdict[str, int] = defaultdict(int)
+        self._num_issued: defaultdict[str, int] = defaultdict(int)
         self._latest: WeakValueDictionary[str, HorovodWork] = WeakValueDictionary()
         self._sequence_number = self._position = 0  # operations started in total, and under the current names
         self._mismatches = MismatchDetector(store, rank, self._completions.pending_operations)
-        self._coalesced: list[HorovodWork] | None = None  # works since _start_coalescing
+        self._coalesced_works: list[HorovodWork] | None = None  # works since _start_coalescing
 
     def start_new_names(self) -> None:
         """Use new names from now on. All ranks call it after an error that has prevented some ranks from starting all
@@ -68,8 +68,8 @@ class OperationStarter(dist.ProcessGroup):
         self._generation += 1
         self._position = 0
         self._mismatches.restart()
-        self._prefix = f"unitrain.{self._number}.{self._generation}"
-        self._issued.clear()
+        self._prefix = f"unitrain.{self._group_number}.{self._generation}"
+        self._num_issued.clear()
         self._latest.clear()
 
     def _reduce(
@@ -304,8 +304,8 @@ class OperationStarter(dist.ProcessGroup):
         size = tensor.numel() if size is None else size
         signature = f"{operation}.{tensor.dtype}.{size}"
         kind = f"{self._prefix}.{signature}"
-        name = f"{kind}.{self._issued[kind] % _NAMES_PER_SHAPE}"
-        self._issued[kind] += 1
+        name = f"{kind}.{self._num_issued[kind] % _NAMES_PER_SHAPE}"
+        self._num_issued[kind] += 1
         if (previous := self._latest.get(name)) is not None:
             with contextlib.suppress(UnsupportedError):  # the caller of that operation receives this error
                 previous.wait()
@@ -319,8 +319,8 @@ class OperationStarter(dist.ProcessGroup):
         self._latest[name] = work
         self._sequence_number += 1
         self._position += 1
-        if self._coalesced is not None:
-            self._coalesced.append(work)
+        if self._coalesced_works is not None:
+            self._coalesced_works.append(work)
         self._completions.add(work)
         return work
 

@@ -387,10 +387,10 @@ class HorovodProcessGroup(OperationStarter):
     # --- coalescing: Horovod fuses operations itself, so only their works are joined ---
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
+        self._coalesced_works = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._coalesced = self._coalesced or [], None
+        works, self._coalesced_works = self._coalesced_works or [], None
         results = [tensor for work in works for tensor in work.result()]
         return join_works(works, list({id(tensor): tensor for tensor in results}.values()), device)
 

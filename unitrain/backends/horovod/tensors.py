@@ -242,10 +242,10 @@ class Destination:
     def __init__(self, tensor: Tensor, copies: list[Tensor] | None = None) -> None:
         self._tensor = tensor.detach()
         self._copies = [copy.detach() for copy in copies or () if copy is not tensor]
-        self._copied = (
+        self._needs_copy = (
             not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or not has_unit_stride(tensor.view(-1))
         )
-        self.elements = tensor.new_empty(tensor.numel()) if self._copied else self._tensor.view(-1)
+        self.elements = tensor.new_empty(tensor.numel()) if self._needs_copy else self._tensor.view(-1)
 
     @property
     def bytes(self) -> Tensor:
@@ -253,7 +253,7 @@ class Destination:
 
     def finish(self) -> None:
         """Complete the tensor."""
-        if self._copied:
+        if self._needs_copy:
             self._tensor.copy_(self.elements.view(self._tensor.shape))
         for copy in self._copies:
             copy.copy_(self._tensor)

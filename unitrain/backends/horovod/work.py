@@ -284,7 +284,7 @@ class CompletionQueue:
         self._completer: int | None = None
         self._error: Exception | None = None  # the first error; Horovod does not recover from errors
         self._last_backward = -1
-        self._added = threading.Event()
+        self._added_event = threading.Event()
         self._stopping = False
         self.is_aborted = False
         """Whether works that are not complete fail."""
@@ -299,8 +299,8 @@ class CompletionQueue:
             _poll_until(work.poll, None)
             return
         self._works.append(work)
-        if not self._added.is_set():
-            self._added.set()
+        if not self._added_event.is_set():
+            self._added_event.set()
         backward = current_backward()
         if backward not in (-1, self._last_backward):
             self._last_backward = backward
@@ -329,7 +329,7 @@ class CompletionQueue:
         before the callback returns.
         """
         self._stopping = True
-        self._added.set()
+        self._added_event.set()
         if self._completer != threading.get_ident():
             self._thread.join()
 
@@ -367,9 +367,9 @@ class CompletionQueue:
         idle = 0
         while not (self._stopping and not self._works):
             if idle > _MAX_IDLE_POLLS:
-                self._added.clear()
+                self._added_event.clear()
                 if not (self._works or self._stopping):
-                    self._added.wait()
+                    self._added_event.wait()
             idle = 0 if self._works else idle + 1
             self._poll()
             time.sleep(_BACKGROUND_POLL_SECONDS)

@@ -127,7 +127,7 @@ class Pipeline:
         self._module.train(model.training)
         checks.check_no_embedding_renorm(self._module)
         self._replica_group, self._stage_group = self._create_groups()
-        self._number, self._calls = next(_numbers), Counter[str]()
+        self._pipeline_index, self._calls = next(_numbers), Counter[str]()
         self._runs = _create_runs(self._module, self._replica_group, schedule, loss_fn, backend.device)
         if self._overrides is not None:
             self._overrides.on_pipeline_start(self._module, stages, backend)
@@ -299,7 +299,7 @@ class Pipeline:
         try:
             return check()
         except Exception as error:
-            key = f"pipeline/{self._number}/{method}/{ranks[0]}-{ranks[-1]}/{self._calls[method]}"
+            key = f"pipeline/{self._pipeline_index}/{method}/{ranks[0]}-{ranks[-1]}/{self._calls[method]}"
             self._replica_group.monitor.report_unless_shared(error, key, ranks)
             raise
 

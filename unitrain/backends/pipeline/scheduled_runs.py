@@ -42,7 +42,7 @@ class ScheduledStageRuns(StageRuns):
         # torch's stages and schedules are created for a fixed number of micro-batches, with or without backward passes.
         self._schedules: dict[tuple[int, bool], tuple[ShapedStage, Any]] = {}
         self._shapes: dict[object, _Shapes] = {}
-        self._numbers = count()
+        self._run_indices = count()
 
     def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor | None:
         losses: list[Tensor] = []
@@ -65,7 +65,7 @@ class ScheduledStageRuns(StageRuns):
 
     @contextmanager
     def _waiting(self, kind: str, inputs: Sequence[Tensor]) -> Iterator[None]:
-        with self._group.waiting(GradientPhase(kind, next(self._numbers))):
+        with self._group.waiting(GradientPhase(kind, next(self._run_indices))):
             wait_for_send = self._check_same_shapes(kind, inputs)
             yield
             wait_for_send()

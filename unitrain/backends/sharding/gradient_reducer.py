@@ -117,13 +117,13 @@ class GradientReducer:
         self._gradient_order: list[int] | None = None  # of the gradients in a backward pass of rank 0
         self._has_buckets = False
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._bucket_by_index: dict[int, _Bucket] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._next_bucket = 0
         self._backward = -1  # ID of the backward pass whose gradients are reduced
         self._is_active = self._reduces_next_backward = self._accumulates = False
         self._computed_order: list[int] = []
-        self._computed_set: set[int] = set()
+        self._computed_indices: set[int] = set()
         self._used_indices: set[int] = set()
         self.missing: list[str] = []
         self._handles = [
@@ -202,7 +202,7 @@ class GradientReducer:
                 close(parameter.dtype)
         for dtype in list(open_buckets):
             close(dtype)
-        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.parameters}
+        self._bucket_by_index = {index: bucket for bucket in self._buckets for index in bucket.parameters}
         self._has_buckets = True
 
     def _create_bucket(self, bucket_index: int, parameters: list[int]) -> _Bucket:
@@ -267,7 +267,7 @@ class GradientReducer:
             self._create_buckets()
         self._backward, self._is_active, self._next_bucket = current_backward(), True, 0
         self._in_flight.clear()
-        self._computed_order, self._computed_set, self._used_indices = [], set(), set()
+        self._computed_order, self._computed_indices, self._used_indices = [], set(), set()
         self.missing = []
         for bucket in self._buckets:
             bucket.num_missing = (
@@ -287,13 +287,13 @@ class GradientReducer:
             if not self._is_active:
                 self._on_local(self._parameters[index])
                 return
-        bucket = self._bucket_of.get(index)
+        bucket = self._bucket_by_index.get(index)
         if bucket is None:  # the parameter was frozen when the trained parameters were selected
             self._on_local(self._parameters[index])
             return
-        if index in self._computed_set:
+        if index in self._computed_indices:
             self._raise_repeated(index)
-        self._computed_set.add(index)
+        self._computed_indices.add(index)
         self._computed_order.append(index)
         bucket.num_missing -= 1
         if bucket.num_missing == 0 and bucket.index == self._next_bucket and not self._reducer_group.defers_allreduces:
@@ -424,7 +424,9 @@ class GradientReducer:
         if not self._computed_order and not self._finds_unused:
             return  # torch.autograd.grad
         if not (self._finds_unused or self._accumulates):
-            self.missing = [self._names[index] for index in self._trained_indices if index not in self._computed_set]
+            self.missing = [
+                self._names[index] for index in self._trained_indices if index not in self._computed_indices
+            ]
         with self._reducer_group.monitored_wait():
             while self._next_bucket < len(self._buckets):
                 self._send(self._buckets[self._next_bucket])

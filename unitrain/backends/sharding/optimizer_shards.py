@@ -73,7 +73,7 @@ class OptimizerShards:
     def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
         self._communicator = communicator
         self._local: dict[nn.Parameter, nn.Parameter] = {}
-        self._held: list[list[nn.Parameter]] | None = None  # while the groups hold local parameters
+        self._complete_param_groups: list[list[nn.Parameter]] | None = None  # while the groups hold local parameters
         begin = step_pre_hook(self._begin_step)
         optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._restore(optimizer))
         add_innermost_step_hooks(optimizer, begin, lambda optimizer, args, kwargs: self._restore(optimizer))
@@ -84,7 +84,7 @@ class OptimizerShards:
 
     def _begin_step(self, optimizer: Optimizer) -> None:
         """Replace the parameters, gradients and state of `optimizer` with those of this rank's shards."""
-        self._held = [group["params"] for group in optimizer.param_groups]
+        self._complete_param_groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._local_parameter(optimizer, parameter) for parameter in group["params"]]
 
@@ -102,7 +102,7 @@ class OptimizerShards:
     @disable_compile
     def _restore(self, optimizer: Optimizer) -> None:
         """Restore the parameters of the optimizer, even after a step that raised an exception."""
-        held, self._held = self._held, None
+        held, self._complete_param_groups = self._complete_param_groups, None
         if held is None:
             return
         for group, parameters in zip(optimizer.param_groups, held, strict=True):

@@ -121,7 +121,7 @@ class ShardedState:
         # Sharded gradients of completely owned parameters, which are replaced by plain tensors during a step.
         self._gradients: list[tuple[nn.Parameter, ShardedGradient]] = []
         self._is_elementwise = type(optimizer) in ELEMENTWISE
-        self._owned: dict[nn.Parameter, _OwnShard] = {}
+        self._own_shards: dict[nn.Parameter, _OwnShard] = {}
         self._shards: dict[nn.Parameter, list[ParameterShard]] = {}
         self._batches: list[_Batch] = []
         # Optimizers that are not part of torch may also update parameters without gradients.
@@ -164,7 +164,7 @@ class ShardedState:
 
     def owned_range(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return the range of elements of `parameter`, in storage order, whose state this rank stores, or None."""
-        owned = self._owned.get(parameter)
+        owned = self._own_shards.get(parameter)
         if owned is None:
             return None
         self._check_storage_order(parameter)
@@ -172,7 +172,7 @@ class ShardedState:
 
     def owns_start(self, parameter: nn.Parameter) -> bool:
         """Return whether this rank stores the state of the first element of `parameter`. Exactly one rank does."""
-        owned = self._owned.get(parameter)
+        owned = self._own_shards.get(parameter)
         return owned is not None and owned.shard.start == 0
 
     def check_state_shape(self, parameter: nn.Parameter, key: Any, shape: Sequence[int]) -> None:
@@ -223,7 +223,7 @@ class ShardedState:
             if shard.owner == self._communicator.rank:
                 is_whole = shard.stop - shard.start == parameter.numel()
                 local = parameter if is_whole else nn.Parameter(self._view(parameter, shard), parameter.requires_grad)
-                self._owned[parameter] = _OwnShard(parameter, local, shard)
+                self._own_shards[parameter] = _OwnShard(parameter, local, shard)
 
     def _assigned_shards(self, parameter: nn.Parameter) -> list[ParameterShard] | None:
         """Return the shards of the gradient of `parameter` if the optimizer can use them for its state, otherwise
@@ -254,7 +254,7 @@ class ShardedState:
             batch = _Batch(shards=[(parameters[shard.index], shard) for shard in batch_shards])
             for shard in batch_shards:
                 if shard.owner == self._communicator.rank:
-                    batch.owned[groups[shard.index]].append(self._owned[parameters[shard.index]])
+                    batch.owned[groups[shard.index]].append(self._own_shards[parameters[shard.index]])
             self._batches.append(batch)
 
     def _view(self, parameter: nn.Parameter, shard: ParameterShard) -> Tensor:
@@ -429,7 +429,7 @@ class ShardedState:
         shard."""
         if self._is_elementwise and isinstance(entry, dict):
             check_shapes(parameter, entry)
-        owned = self._owned.get(parameter)
+        owned = self._own_shards.get(parameter)
         if owned is None or owned.is_whole or not isinstance(entry, dict):
             return None if owned is None else entry
         self._check_storage_order(parameter)

@@ -86,7 +86,7 @@ class ShardedParameters:
         self.root.set_reduce_scatter_unused_params(True)
         after = dict(model.named_parameters())
         # Keyed by id, to look up the original parameters in an optimizer that was built before sharding.
-        self.replaced = {id(before[name]): (ref(before[name]), after[name]) for name in before}
+        self.replaced_parameters = {id(before[name]): (ref(before[name]), after[name]) for name in before}
         make_state_dicts_complete(model, communicator)
         compute_norms_of_infinite_order()
         # `prepend`: fully_shard's pre-hook, which gathers the parameters of the root block, must run after this one.
@@ -104,7 +104,7 @@ class ShardedParameters:
 
     def parameter_after_sharding(self, parameter: Tensor) -> Tensor:
         """Return the sharded parameter that has replaced `parameter`, or `parameter` itself."""
-        former, current = self.replaced.get(id(parameter), (None, parameter))
+        former, current = self.replaced_parameters.get(id(parameter), (None, parameter))
         return current if former is not None and former() is parameter else parameter
 
     def free_complete_parameters(self) -> None:
@@ -136,7 +136,7 @@ class ShardedParameters:
             release_fsdp_groups(block)  # type: ignore[arg-type]
 
     def _has_gradients(self) -> bool:
-        return any(after.grad is not None for _, after in self.replaced.values())
+        return any(after.grad is not None for _, after in self.replaced_parameters.values())
 
     def _copy_views(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Return `output`. If the parameters of the root block are freed after this forward pass with gradients,
@@ -184,7 +184,7 @@ class ShardedModel(nn.Module, WrappedModel):
         global _models_wrapped
         _models_wrapped += 1
         self._key, self._freeze_changes = f"sharded_parameters/{_models_wrapped}", 0
-        self._used: set[str] | None = set()  # names, until the first backward pass has been checked
+        self._used_names: set[str] | None = set()  # names, until the first backward pass has been checked
         self._handles: list[Any] = []
         self._copies: list[ShardedParameters] = []
 
@@ -209,7 +209,7 @@ class ShardedModel(nn.Module, WrappedModel):
                 self._broadcasts_buffers = not self._is_accumulating
         output = self.module(*inputs, **kwargs)
         if has_gradients and (tensors := tensors_requiring_grad(output)):
-            if self._used is not None and not self._handles:
+            if self._used_names is not None and not self._handles:
                 self._record_used_parameters()
             forward = self._monitor.loop_counters.count_forward()
             for tensor in tensors:
@@ -287,7 +287,7 @@ class ShardedModel(nn.Module, WrappedModel):
         self._last_backward = backward
         if not self._is_accumulating:
             end_of_backward.add(BackwardStage.MARK_REDUCED, self._monitor.loop_counters.count_backward)
-            if self._used is not None:
+            if self._used_names is not None:
                 end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, self._find_unused_parameters)
 
     def _record_used_parameters(self) -> None:
@@ -301,19 +301,19 @@ class ShardedModel(nn.Module, WrappedModel):
             for record in fsdp_parameters(block):  # type: ignore[arg-type]
                 complete, name = unsharded_parameter(record), names.get(id(record.sharded_param))
                 if complete is not None and complete.requires_grad and name is not None:
-                    hook = _recorder(name, self._used)
+                    hook = _recorder(name, self._used_names)
                     self._handles.append(complete.register_post_accumulate_grad_hook(hook))
 
     def _find_unused_parameters(self) -> None:
         """Raise ModelError on every rank if the first backward pass left a parameter unused on any rank."""
-        if self._used is None:
+        if self._used_names is None:
             return
         pairs = zip(self._names, self._all_parameters, strict=True)
         names = [name for name, parameter in pairs if parameter.requires_grad]
-        unused = [name for name in names if name not in self._used]
+        unused = [name for name in names if name not in self._used_names]
         if len(unused) == len(names):
             return  # this pass computed only gradients of the inputs, or of a model whose output is this model's input
-        self._used = None
+        self._used_names = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
