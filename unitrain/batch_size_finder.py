@@ -192,7 +192,7 @@ class _Search:
         error: ConfigError | None = None
         communicates = True
         try:
-            with self._resized(batch_size) as (data, trainer):
+            with self._with_batch_size(batch_size) as (data, trainer):
                 trial, epoch = TrialSteps(trainer, data, _NAME), trainer.progress.epoch
                 for batch, micro_batch in trial.batches(epoch):
                     trial.forward_backward(batch, micro_batch, epoch)
@@ -223,7 +223,7 @@ class _Search:
         """Return the number of samples of the tested batch (None if none was loaded), whether this rank ran out of
         memory, and any other error."""
         samples: int | None = None
-        with self._resized(batch_size) as (data, trainer):
+        with self._with_batch_size(batch_size) as (data, trainer):
             trial = TrialSteps(trainer, data, _NAME)  # raises the same error on every rank
             try:
                 for batch, micro_batch in trial.batches(trainer.progress.epoch):
@@ -239,7 +239,7 @@ class _Search:
                 trainer.backend.unwrap(trainer.model).zero_grad(set_to_none=True)
 
     @contextmanager
-    def _resized(self, batch_size: int) -> Iterator[tuple[Data, Trainer]]:
+    def _with_batch_size(self, batch_size: int) -> Iterator[tuple[Data, Trainer]]:
         """Context manager in which the Trainer has this batch size, without gradient accumulation. Yields the data and
         the Trainer; a DataLoader is replaced by one with this batch size and without a sampler."""
         trainer, data = self._trainer, self._data

@@ -159,8 +159,8 @@ def split_output(output: Any, samples: int) -> tuple[Any, list[OutputSpec], list
     return read_part("output", output), specs, tensors
 
 
-def check_same_specs(compared: str, left: list[OutputSpec], right: list[OutputSpec]) -> None:
-    """Raise ModelError if the outputs of two batches or ranks (`compared`) differ."""
+def check_same_specs(subject: str, left: list[OutputSpec], right: list[OutputSpec]) -> None:
+    """Raise ModelError if the outputs of two batches or ranks (`subject`) differ."""
     if left == right:
         return
     first, second = (
@@ -168,7 +168,7 @@ def check_same_specs(compared: str, left: list[OutputSpec], right: list[OutputSp
         for specs, other_specs in ((left, right), (right, left))
     )
     raise ModelError(
-        f"predict concatenates the outputs of all samples, but they differ between {compared}: {first} (per sample) "
+        f"predict concatenates the outputs of all samples, but they differ between {subject}: {first} (per sample) "
         f"and {second}. Let forward return the same shapes for every batch, for example padded to one length, "
         "and the same names and dtypes."
     )

@@ -342,11 +342,11 @@ def _row_bytes(spec: OutputSpec) -> int:
     return math.prod(spec.shape) * _numpy_dtype(spec).itemsize
 
 
-def _header(spec: OutputSpec, rows: int) -> bytes:
-    """Return the header of a NumPy file. Its length does not depend on `rows`, because NumPy pads it."""
+def _header(spec: OutputSpec, num_rows: int) -> bytes:
+    """Return the header of a NumPy file. Its length does not depend on `num_rows`, because NumPy pads it."""
     file = io.BytesIO()
     description = numpy_format.dtype_to_descr(_numpy_dtype(spec))
-    header = {"descr": description, "fortran_order": False, "shape": (rows, *spec.shape)}
+    header = {"descr": description, "fortran_order": False, "shape": (num_rows, *spec.shape)}
     numpy_format.write_array_header_1_0(file, header)
     return file.getvalue()
 

@@ -237,13 +237,13 @@ def _restore_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[Any, 
         if parameter not in state:
             del optimizer.state[parameter]
     for parameter, entry in state.items():
-        optimizer.state[parameter] = _restored(entry)
+        optimizer.state[parameter] = _restore_entry(entry)
 
 
-def _restored(entry: Any) -> Any:
+def _restore_entry(entry: Any) -> Any:
     """Return the state that `_copy_state` copied. Tensors are restored in place."""
     if isinstance(entry, dict):
-        return {name: _restored(value) for name, value in entry.items()}
+        return {name: _restore_entry(value) for name, value in entry.items()}
     if isinstance(entry, _SavedTensor):
         with torch.no_grad():
             local_shard(entry.tensor).copy_(entry.saved)

@@ -117,67 +117,69 @@ def split_assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return variables, rest
 
 
-def _parse_part(line: str, at: int) -> tuple[str, int]:
-    """Return the piece of a word that begins at index `at`, and the index after it."""
-    char = line[at]
+def _parse_part(line: str, position: int) -> tuple[str, int]:
+    """Return the piece of a word that begins at index `position`, and the index after it."""
+    char = line[position]
     if char == "\\":
-        return line[at + 1 : at + 2], at + 2
+        return line[position + 1 : position + 2], position + 2
     if char == "'":
-        end = line.find("'", at + 1)
+        end = line.find("'", position + 1)
         if end < 0:
-            raise _unclosed_quote_error("'", line[at:])
-        return line[at + 1 : end], end + 1
+            raise _unclosed_quote_error("'", line[position:])
+        return line[position + 1 : end], end + 1
     if char == '"':
-        return _parse_quoted(line, at)
-    if char == "$" and line[at + 1 : at + 2] == "'":
-        return _parse_ansi_quoted(line, at)
-    if char == "$" and line[at + 1 : at + 2] == '"':  # translated text, which is the same text in the C locale
-        return _parse_quoted(line, at + 1)
-    if char == "{" and (end := _braces_end(line, at)) > at:
-        return mark_expansion(line[at:end]), end
+        return _parse_quoted(line, position)
+    if char == "$" and line[position + 1 : position + 2] == "'":
+        return _parse_ansi_quoted(line, position)
+    if (
+        char == "$" and line[position + 1 : position + 2] == '"'
+    ):  # translated text, which is the same text in the C locale
+        return _parse_quoted(line, position + 1)
+    if char == "{" and (end := _braces_end(line, position)) > position:
+        return mark_expansion(line[position:end]), end
     if char in "$`":
-        end = _expansion_end(line, at)
-        return (mark_expansion(line[at:end]), end) if end > at + 1 else (char, at + 1)
-    if char in "*?[" or (char == "~" and (at == 0 or line[at - 1] in " \t=:")):
-        return mark_expansion(char), at + 1
-    return char, at + 1
+        end = _expansion_end(line, position)
+        return (mark_expansion(line[position:end]), end) if end > position + 1 else (char, position + 1)
+    if char in "*?[" or (char == "~" and (position == 0 or line[position - 1] in " \t=:")):
+        return mark_expansion(char), position + 1
+    return char, position + 1
 
 
-def _parse_quoted(line: str, at: int) -> tuple[str, int]:
-    text, start = "", at
-    at += 1
-    while at < len(line) and line[at] != '"':
-        if line[at] == "\\" and line[at + 1 : at + 2] in ('"', "\\", "$", "`", "\n"):
-            text += "" if line[at + 1] == "\n" else line[at + 1]
-            at += 2
+def _parse_quoted(line: str, position: int) -> tuple[str, int]:
+    text, start = "", position
+    position += 1
+    while position < len(line) and line[position] != '"':
+        if line[position] == "\\" and line[position + 1 : position + 2] in ('"', "\\", "$", "`", "\n"):
+            text += "" if line[position + 1] == "\n" else line[position + 1]
+            position += 2
             continue
-        end = _expansion_end(line, at) if line[at] in "$`" else at
-        if end > at + 1:
-            text += mark_expansion(f'"{line[at:end]}"')
-            at = end
+        end = _expansion_end(line, position) if line[position] in "$`" else position
+        if end > position + 1:
+            text += mark_expansion(f'"{line[position:end]}"')
+            position = end
         else:
-            text += line[at]
-            at += 1
-    if at >= len(line):
+            text += line[position]
+            position += 1
+    if position >= len(line):
         raise _unclosed_quote_error('"', line[start:])
-    return text or mark_expansion('""'), at + 1
+    return text or mark_expansion('""'), position + 1
 
 
-def _parse_ansi_quoted(line: str, at: int) -> tuple[str, int]:
-    """Return the text of $'...' at index `at` with its escapes replaced, and the index after it.
+def _parse_ansi_quoted(line: str, position: int) -> tuple[str, int]:
+    """Return the text of $'...' at index `position` with its escapes replaced, and the index after it.
 
     If the bytes are not valid UTF-8, return the text as typed, marked for expansion.
     """
-    end = at + 2
+    end = position + 2
     while end < len(line) and line[end] != "'":
         end += 2 if line[end] == "\\" else 1
     if end >= len(line):
-        raise _unclosed_quote_error("$'", line[at:])
+        raise _unclosed_quote_error("$'", line[position:])
     try:
-        text = _ESCAPE.sub(lambda match: _unescape(match[1]), line[at + 2 : end]).partition("\0")[0]
+        text = _ESCAPE.sub(lambda match: _unescape(match[1]), line[position + 2 : end]).partition("\0")[0]
         return os.fsencode(text).decode(), end + 1
     except (ValueError, OverflowError):  # bytes or numbers that are not those of characters
-        return mark_expansion(line[at : end + 1]), end + 1
+        return mark_expansion(line[position : end + 1]), end + 1
 
 
 def _unescape(escape: str) -> str:
@@ -194,13 +196,13 @@ def _unescape(escape: str) -> str:
     return _ESCAPED.get(kind, kind if kind in "\\'\"?" else f"\\{kind}")
 
 
-def _braces_end(line: str, at: int) -> int:
-    """Return the index after the braces at `at` if bash expands them, as in {a,b} and {0..9}; else `at`."""
-    depth, comma, index = 0, False, at
+def _braces_end(line: str, position: int) -> int:
+    """Return the index after the braces at `position` if bash expands them, as in {a,b} and {0..9}; else `position`."""
+    depth, comma, index = 0, False, position
     while index < len(line):
         char = line[index]
         if char in " \t\r\n|;&<>()":
-            return at
+            return position
         if char in "\\'\"$`":  # quoted and expanded text cannot end the braces
             index = _parse_part(line, index)[1]
             continue
@@ -208,28 +210,28 @@ def _braces_end(line: str, at: int) -> int:
         depth += (char == "{") - (char == "}")
         index += 1
         if depth == 0:
-            return index if comma or _SEQUENCE.fullmatch(line[at + 1 : index - 1]) else at
-    return at
+            return index if comma or _SEQUENCE.fullmatch(line[position + 1 : index - 1]) else position
+    return position
 
 
-def _expansion_end(line: str, at: int) -> int:
-    """Return the index after the expansion that begins at `at`; `at` itself for a literal $."""
-    if line[at] == "`":
-        end = line.find("`", at + 1)
+def _expansion_end(line: str, position: int) -> int:
+    """Return the index after the expansion that begins at `position`; `position` itself for a literal $."""
+    if line[position] == "`":
+        end = line.find("`", position + 1)
         if end < 0:
-            raise _unclosed_quote_error("`", line[at:])
+            raise _unclosed_quote_error("`", line[position:])
         return end + 1
-    closing = _PAIRS.get(line[at + 1 : at + 2])
+    closing = _PAIRS.get(line[position + 1 : position + 2])
     if closing is None:
-        match = _NAME.match(line, at)
-        return match.end() if match else at
-    depth, opening, end = 0, line[at + 1], at + 1
+        match = _NAME.match(line, position)
+        return match.end() if match else position
+    depth, opening, end = 0, line[position + 1], position + 1
     while end < len(line):
         depth += (line[end] == opening) - (line[end] == closing)
         end += 1
         if depth == 0:
             return end
-    raise _unclosed_quote_error(f"${opening}", line[at:])
+    raise _unclosed_quote_error(f"${opening}", line[position:])
 
 
 def _unclosed_quote_error(quote_mark: str, text: str) -> LaunchError:

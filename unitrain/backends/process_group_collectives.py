@@ -172,17 +172,17 @@ class ProcessGroupCollectives(Communicator, SupportsAllToAll):
     def barrier(self) -> None:
         self._check_consistency("barrier")
 
-    def _direct_connections(self, tensor: Tensor, elements: int, *, gathers: bool = False) -> RowExchange | None:
+    def _direct_connections(self, tensor: Tensor, num_elements: int, *, gathers: bool = False) -> RowExchange | None:
         """Return the direct connections to the other ranks if they exist and are faster than the transport, otherwise
         None.
 
-        `elements` is the number of elements of a reducescatter's input or, with `gathers`, of an allgather's result, in
-        the dtype of `tensor`. Either all ranks return connections, or none.
+        `num_elements` is the number of elements of a reducescatter's input or, with `gathers`, of an allgather's
+        result, in the dtype of `tensor`. Either all ranks return connections, or none.
         """
         limit = composed_collectives.MAX_DIRECT_BYTES
         if gathers and self.transport == "mpi":
             limit = min(limit, composed_collectives.MAX_DIRECT_GATHER_BYTES_WITH_MPI)
-        if tensor.device.type != "cpu" or not 0 < elements * tensor.element_size() <= limit:
+        if tensor.device.type != "cpu" or not 0 < num_elements * tensor.element_size() <= limit:
             return None
         return self._check_consistency.row_exchange
 

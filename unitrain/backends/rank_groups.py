@@ -117,12 +117,12 @@ class Subgroup:
             raise
 
     def _wait_function(
-        self, work: dist.Work | None, received: Tensor, sent: Tensor, phase: GradientPhase
+        self, work: dist.Work | None, received: Tensor, send_tensor: Tensor, phase: GradientPhase
     ) -> Callable[[], Tensor]:
-        """Return a function that waits for `work` and returns `received`. The function keeps a reference to `sent`, so
-        that the memory of `sent` is not reused during the transfer."""
+        """Return a function that waits for `work` and returns `received`. The function keeps a reference to
+        `send_tensor`, so that the memory of `send_tensor` is not reused during the transfer."""
 
-        def wait(sent: Tensor = sent) -> Tensor:
+        def wait(send_tensor: Tensor = send_tensor) -> Tensor:
             self.monitor.wait_for_ranks(work, polls=False, phase=phase)
             return received
 

@@ -88,19 +88,19 @@ class RowExchange:
         self.exchange([memoryview(row)] * self._size, parts)
         return rows
 
-    def exchange(self, sent: Sequence[memoryview], received: Sequence[memoryview]) -> None:
+    def exchange(self, send_buffers: Sequence[memoryview], receive_buffers: Sequence[memoryview]) -> None:
         """Send the bytes `sent[r]` to each other rank r, and write the bytes from it to `received[r]`. All ranks call
         it.
 
-        `received[r]` must have the length of rank r's `sent` entry for this rank; lengths may be 0. The entries of this
-        rank are not used. Raises the same errors as `allgather`.
+        `received[r]` must have the length of rank r's `send_buffers` entry for this rank; lengths may be 0. The entries
+        of this rank are not used. Raises the same errors as `allgather`.
         """
         if not self._is_usable:
             raise RuntimeError("The ranks cannot exchange rows, because an earlier collective failed on this rank.")
         # After an exception, also KeyboardInterrupt, the next call would read the rest of this message. The connections
         # stay open, so that ranks whose timeout expires slightly later also report a timeout.
         self._is_usable = False
-        self._communicate(sent, received)
+        self._communicate(send_buffers, receive_buffers)
         self._is_usable = True
 
     def close(self) -> None:
@@ -109,10 +109,10 @@ class RowExchange:
         while self._connections:
             self._connections.popitem()[1].close()
 
-    def _communicate(self, sent: Sequence[memoryview], received: Sequence[memoryview]) -> None:
+    def _communicate(self, send_buffers: Sequence[memoryview], receive_buffers: Sequence[memoryview]) -> None:
         poll, transfers = select.poll(), {}
         for peer, connection in self._connections.items():
-            transfer = _Transfer(peer, connection, sent[peer], received[peer])
+            transfer = _Transfer(peer, connection, send_buffers[peer], receive_buffers[peer])
             transfer.advance(transfer.events & select.POLLOUT)
             if transfer.events:
                 transfers[connection.fileno()] = transfer

@@ -231,12 +231,12 @@ def _allreduce(cost: Cost, ranks: int, network: Network) -> Callable[[float], fl
     return lambda size: cost(ranks, size, network)
 
 
-def model_from_result(trained: dict[str, Any], bytes_per_parameter: float) -> Model:
+def model_from_result(training_result: dict[str, Any], bytes_per_parameter: float) -> Model:
     """Return the model from the single-rank steps in a result of `bench train`.
 
     Raises ReportError if the result has no measurement on one rank.
     """
-    single = [row for row in trained["rows"] if row["ranks"] == 1 and row["setting"] is None]
+    single = [row for row in training_result["rows"] if row["ranks"] == 1 and row["setting"] is None]
     if not single:
         raise ReportError(
             "The time of a step without communication is that of one rank, which was not measured. "
@@ -246,7 +246,7 @@ def model_from_result(trained: dict[str, Any], bytes_per_parameter: float) -> Mo
     phases = {phase: fmean(seconds) for phase, seconds in row["phases"].items()}
     seconds = quartiles(row["seconds"])[1]
     return Model(
-        parameters=trained["parameters"],
+        parameters=training_result["parameters"],
         bytes_per_parameter=bytes_per_parameter,
         step_seconds=seconds,
         backward_share=min(1.0, phases["backward"] / seconds),
@@ -255,7 +255,7 @@ def model_from_result(trained: dict[str, Any], bytes_per_parameter: float) -> Mo
 
 def compare_with_measured(
     model: Model,
-    trained: dict[str, Any],
+    training_result: dict[str, Any],
     networks: Mapping[tuple[str, str], FittedNetwork],
     requested: Mapping[str, Cost],
 ) -> list[dict[str, Any]]:
@@ -265,7 +265,7 @@ def compare_with_measured(
     does not include their changes of computation or communication.
     """
     differences = []
-    for row in trained["rows"]:
+    for row in training_result["rows"]:
         if row["setting"] is not None:
             continue
         for (name, algorithm), (network, _) in networks.items():

@@ -87,7 +87,7 @@ class StepProfiler(Callback):
             self._end_phase("optimizer")
             self.steps += 1
         elif self.is_active:
-            self._phase_start_time = self._now()
+            self._phase_start_time = self._synchronized_time()
 
     def _on_loss_gradient(self, gradient: Tensor) -> None:
         # The gradient reduction queues its callback later, so its callback runs after this one.
@@ -95,11 +95,11 @@ class StepProfiler(Callback):
 
     def _end_phase(self, phase: str) -> None:
         if self._phase_start_time is not None:
-            now = self._now()
+            now = self._synchronized_time()
             self.seconds[phase] += now - self._phase_start_time
             self._phase_start_time = now
 
-    def _now(self) -> float:
+    def _synchronized_time(self) -> float:
         if self._cuda:
             torch.cuda.synchronize()
         return time.perf_counter()

@@ -118,16 +118,21 @@ def find_corruption(path: Path, first: int = 0, stride: int = 1) -> str | None:
 
 
 def find_newest_valid(
-    where: Path, *, required: bool, check: Callable[[Path], str | None] = find_corruption
+    path_or_folder: Path, *, required: bool, check: Callable[[Path], str | None] = find_corruption
 ) -> Path | None:
-    """Return the checkpoint `where`, or the newest valid checkpoint in folder `where`; None if there is none.
+    """Return the checkpoint `path_or_folder`, or the newest valid checkpoint in folder `path_or_folder`; None if there
+    is none.
 
     `check` returns the reason why a checkpoint is corrupt, or None. It is called from the newest checkpoint to the
     first valid one. Logs skipped checkpoints, and a warning if a different run wrote the next older checkpoint. Raises
     CheckpointError if all checkpoints are corrupt, if there is none and `required` is True, or if a checked one has a
     newer format.
     """
-    candidates = [where] if (where / MODEL).exists() or (where / MANIFEST).exists() else list_checkpoints(where)
+    candidates = (
+        [path_or_folder]
+        if (path_or_folder / MODEL).exists() or (path_or_folder / MANIFEST).exists()
+        else list_checkpoints(path_or_folder)
+    )
     damages: list[str | None] = []
     for path in candidates:
         _check_format(path)
@@ -138,11 +143,11 @@ def find_newest_valid(
         _log.warning("Checkpoint '%s' is skipped: %s.", path, damaged)
     if candidates:
         raise CheckpointError(
-            f"None of the {len(candidates)} checkpoints in '{where}' is valid; in the newest, {damages[0]}. "
+            f"None of the {len(candidates)} checkpoints in '{path_or_folder}' is valid; in the newest, {damages[0]}. "
             "Restore the files from a copy, or start again in another output_dir."
         )
     if required:
-        raise CheckpointError(f"There is no checkpoint in '{where}'. Give the output_dir of an earlier run.")
+        raise CheckpointError(f"There is no checkpoint in '{path_or_folder}'. Give the output_dir of an earlier run.")
     return None
 
 

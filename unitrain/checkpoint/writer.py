@@ -193,7 +193,7 @@ class CheckpointWriter:
         if self._communicator.rank == 0:
             state = weights, training
 
-            def copied() -> tuple[dict[str, Any], dict[str, Any]]:
+            def copy_state() -> tuple[dict[str, Any], dict[str, Any]]:
                 return host_copy((state[0], plain_state(state[1])))
 
             def write(state: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -202,7 +202,7 @@ class CheckpointWriter:
                     self._report(step, target, start_time)
                 self._retention.apply(target)
 
-            self._start(target, state, copied, write)
+            self._start(target, state, copy_state, write)
         self._wait_if_synchronous()
 
     def save_sharded(self, step: int, shard: StateShard, training: dict[str, Any], manifest: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ class CheckpointWriter:
             token = call(prepare)
         self.current_write = writing = _PendingWrite()
 
-        def copied() -> tuple[StateShard, dict[str, Any]]:
+        def copy_state() -> tuple[StateShard, dict[str, Any]]:
             return shard.host_copy(), host_copy(plain_state(training)) if rank == 0 else {}
 
         def write(state: tuple[StateShard, dict[str, Any]]) -> None:
@@ -244,7 +244,7 @@ class CheckpointWriter:
                     self._report(step, target, start_time)
                     self._retention.apply(target)
 
-        self._start(target, (shard, training), copied, write)
+        self._start(target, (shard, training), copy_state, write)
         self._wait_if_synchronous()
 
     def wait(self) -> None:
@@ -283,14 +283,15 @@ class CheckpointWriter:
             self.wait()
 
     def _start(
-        self, target: Path, state: StateT, copied: Callable[[], StateT], write: Callable[[StateT], None]
+        self, target: Path, state: StateT, copy_state: Callable[[], StateT], write: Callable[[StateT], None]
     ) -> None:
-        """Call `write` in a thread, with `state` or, if writing is asynchronous, with the copy returned by `copied`."""
+        """Call `write` in a thread, with `state` or, if writing is asynchronous, with the copy returned by
+        `copy_state`."""
         writing = self.current_write
         if self._asynchronous:
             try:
                 # Convert and check the state before training changes it.
-                state = copied()
+                state = copy_state()
             except CheckpointError as error:
                 writing.error = error  # `wait` raises it on every rank
                 return

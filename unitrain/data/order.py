@@ -54,7 +54,7 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
 
 def micro_batches_of_samples(
     start: int,
-    end: int,
+    stop: int,
     *,
     batch_size: int,
     gradient_accumulation_steps: int,
@@ -62,7 +62,7 @@ def micro_batches_of_samples(
     size: int,
     global_batch_size: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches over the positions from `start` to `end` of an epoch's order.
+    """Yield this rank's micro-batches over the positions from `start` to `stop` of an epoch's order.
 
     Each step takes the next size * batch_size * gradient_accumulation_steps positions, or `global_batch_size` if it is
     set. The samples of a step depend only on this number of positions, not on the number of ranks. A step has as few
@@ -72,8 +72,8 @@ def micro_batches_of_samples(
     """
     samples_per_micro_batch = size * batch_size
     global_batch_size = global_batch_size or samples_per_micro_batch * gradient_accumulation_steps
-    for step_start in range(start, end, global_batch_size):
-        total = min(global_batch_size, end - step_start)
+    for step_start in range(start, stop, global_batch_size):
+        total = min(global_batch_size, stop - step_start)
         micro_steps = -(-total // samples_per_micro_batch)
         base, extra = divmod(total, micro_steps * size)
         first = step_start

@@ -29,7 +29,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def element_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the elements of `tensors` on this rank. Each tensor object counts once."""
-    return sum(part.numel() * part.element_size() for part in map(_dense, _distinct(tensors)))
+    return sum(part.numel() * part.element_size() for part in map(_dense, _distinct_tensors(tensors)))
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -112,7 +112,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _distinct_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 

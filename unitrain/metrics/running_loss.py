@@ -67,7 +67,7 @@ class RunningLoss:
         Raises, on every rank, NonFiniteLossError if the mean is not finite, and ModelError if the number of tokens is
         negative, or is 0 although the sum is not.
         """
-        total, count = _total(ranks)
+        total, count = _sum_over_ranks(ranks)
         self.count_at_sync = count - self._synced_totals[1]
         total_at_sync = total - self._synced_totals[0]
         if not self.count_at_sync and abs(total_at_sync) <= _MAX_ROUNDING_ERROR * abs(total):
@@ -116,7 +116,7 @@ class RunningLoss:
             self._means.load_sum(ranks)
 
 
-def _total(ranks: Sequence[Sequence[float]]) -> tuple[float, float]:
+def _sum_over_ranks(ranks: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return the sum and the count over `ranks`, given the parts of the sum and the count of each rank."""
     return exact_total(part for row in ranks for part in row[:-1]), sum(row[-1] for row in ranks)
 

@@ -369,9 +369,9 @@ def _predict_result_names(name: str, metric: Any) -> Iterator[str]:
         yield from (result_name for result_name, _ in _iterate_numbers(name, value))
 
 
-def _metric_error(name: str, metric: Any, what: str, error: Exception) -> MetricError:
+def _metric_error(name: str, metric: Any, action: str, error: Exception) -> MetricError:
     failure = MetricError(
-        f"Metric {name!r}, a torchmetrics {type(metric).__name__}, {what}: {type(error).__name__}: {error}. "
+        f"Metric {name!r}, a torchmetrics {type(metric).__name__}, {action}: {type(error).__name__}: {error}. "
         "Test it with the output of the model for one batch: metric.update(output, target)."
     )
     failure.__cause__ = error

@@ -148,7 +148,7 @@ def _wrap_main(edits: Edits, startup: Startup, statement: Statement, function: c
         _refuse_early(edits, early)
         return
     name = f" as {edits.backend}" if edits.uses_backend else ""
-    edits.replace_statement(main, lambda updated: [_with(f"{startup.text}{name}", updated)])
+    edits.replace_statement(main, lambda updated: [_wrap_in_with(f"{startup.text}{name}", updated)])
     edits.explain(
         main,
         "starts the backend that the launcher or UNITRAIN_BACKEND selects, and shuts it down at the end; "
@@ -164,7 +164,7 @@ def _wrap_main(edits: Edits, startup: Startup, statement: Statement, function: c
         _remove_empty_function(edits, line)
 
 
-def _with(context: str, statement: Statement) -> Statement:
+def _wrap_in_with(context: str, statement: Statement) -> Statement:
     block = parse_statement(f"with {context}:\n    pass")
     assert isinstance(block, cst.With)
     return block.with_changes(body=cst.IndentedBlock([statement.with_changes(leading_lines=())]))

@@ -187,7 +187,9 @@ class SharedStatistics:
             self._cached_layer_numbers[layer_number, device] = cached
         return cached
 
-    def _check(self, layer_number: int, num_values: float, layer_number_sum: float, layer_number_square_sum: float) -> None:
+    def _check(
+        self, layer_number: int, num_values: float, layer_number_sum: float, layer_number_square_sum: float
+    ) -> None:
         name = self.names[layer_number]
         if layer_number_square_sum * self._num_ranks() != layer_number_sum**2:
             raise CollectiveMismatchError(
@@ -263,7 +265,7 @@ def _check(name: str, layer: BatchNormBase) -> None:
 def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
     shared: SharedStatistics = layer.shared_statistics
     with torch.no_grad():
-        sums, count = _sums(x)
+        sums, count = _local_sums(x)
         # On a GPU, the check waits for all queued kernels, so it runs only in the first forward and for tiny batches.
         check = x.device.type == "cpu" or count < 2 or not layer._was_checked
         layer._was_checked = True
@@ -276,7 +278,7 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
     return output
 
 
-def _sums(x: Tensor) -> tuple[list[Tensor], int]:
+def _local_sums(x: Tensor) -> tuple[list[Tensor], int]:
     """Return the sums of values and squares, float64 [channels] each, and the number of values per channel."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     count = x.numel() // x.shape[1]

@@ -136,19 +136,22 @@ class OuterMean:
         return _decode(wait(), self._compression, values.dtype).view(-1)[: self._elements].clone()
 
 
-def bytes_per_synchronization(elements: int, size: int, compression: OuterCompression, element_bytes: int = 4) -> int:
-    """Return the number of bytes that a rank sends in a synchronization of `elements` elements between `size` ranks.
+def bytes_per_synchronization(
+    num_elements: int, size: int, compression: OuterCompression, element_bytes: int = 4
+) -> int:
+    """Return the number of bytes that a rank sends in a synchronization of `num_elements` elements between `size`
+    ranks.
 
     `element_bytes` is the size of an element without compression.
     """
-    slice_elements = -(-elements // (size * BLOCK)) * BLOCK
+    slice_elements = -(-num_elements // (size * BLOCK)) * BLOCK
     if compression == "none":
-        return 2 * (size - 1) * elements * element_bytes // size
+        return 2 * (size - 1) * num_elements * element_bytes // size
     return 2 * (size - 1) * _row_bytes(slice_elements, compression)
 
 
-def _row_bytes(elements: int, compression: OuterCompression) -> int:
-    return 2 * elements if compression == "bf16" else elements + elements // BLOCK * _SCALE_BYTES
+def _row_bytes(num_elements: int, compression: OuterCompression) -> int:
+    return 2 * num_elements if compression == "bf16" else num_elements + num_elements // BLOCK * _SCALE_BYTES
 
 
 def _encode(rows: Tensor, compression: OuterCompression) -> Tensor:

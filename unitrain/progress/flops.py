@@ -116,7 +116,7 @@ class FlopsMeasurement:
     def _count(self, forward_backward: ForwardBackward, batch: Any, micro_batch: MicroBatch) -> Loss:
         counter: Any = FlopCounterMode(display=False)
         counter.mod_tracker = _NoModules()
-        counter.flop_registry = {key: self._guarded(key, formula) for key, formula in _formulas().items()}
+        counter.flop_registry = {key: self._with_error_handling(key, formula) for key, formula in _formulas().items()}
         with counter:
             loss = forward_backward(batch, micro_batch)
         if not micro_batch.samples:
@@ -133,7 +133,7 @@ class FlopsMeasurement:
             )
         return loss
 
-    def _guarded(self, key: Any, formula: Callable[..., int]) -> Callable[..., int]:
+    def _with_error_handling(self, key: Any, formula: Callable[..., int]) -> Callable[..., int]:
         """Return `formula` without its exceptions, which would end the training. It returns 0 in a recomputation."""
 
         @wraps(formula)

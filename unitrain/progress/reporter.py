@@ -116,7 +116,7 @@ class RunReporter:
                     'Use trainer.log(temperature=0.7); unitrain adds "step" itself.'
                 )
         if self._start_loggers_if_needed(step):
-            self._call("log", {name: _number(value) for name, value in values.items()}, step)
+            self._call("log", {name: _to_float(value) for name, value in values.items()}, step)
 
     def log_image(self, name: str, image: Tensor, step: int, caption: str | None) -> None:
         """Log an image. Raises TensorError on every calling rank for a tensor that is not an image."""
@@ -212,5 +212,5 @@ class LoggingMethods:
         self._reporter.log_table(name, columns, rows, self.progress.step)
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     return float(value.detach() if isinstance(value, Tensor) else value)

@@ -61,14 +61,16 @@ class StepTimer(Callback):
         self._steps += 1
         if self._steps_to_time is None:
             if self._steps == self._request.warmup // 2:  # the first steps are the slowest
-                self._start_time = self._now(trainer)
+                self._start_time = self._synchronized_time(trainer)
             elif self._steps == self._request.warmup:
-                per_step = (self._now(trainer) - self._start_time) / (self._request.warmup - self._request.warmup // 2)
+                per_step = (self._synchronized_time(trainer) - self._start_time) / (
+                    self._request.warmup - self._request.warmup // 2
+                )
                 slowest = trainer.backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
                 steps = max(_MIN_STEPS, math.ceil(self._request.seconds / slowest))
                 # Local steps are timed with their share of a synchronization.
                 self._steps_to_time = math.ceil(steps / self._period) * self._period
-                self._steps, self._start_time = 0, self._now(trainer)
+                self._steps, self._start_time = 0, self._synchronized_time(trainer)
         elif self._steps == self._steps_to_time:
             self._finish(trainer)
 
@@ -84,7 +86,7 @@ class StepTimer(Callback):
             "longer, for example with more epochs: unitrain tune ends the run after the timed steps."
         )
 
-    def _now(self, trainer: Trainer) -> float:
+    def _synchronized_time(self, trainer: Trainer) -> float:
         if trainer.backend.device.type == "cuda":
             torch.cuda.synchronize(trainer.backend.device)
         return time.perf_counter()
@@ -92,7 +94,7 @@ class StepTimer(Callback):
     def _finish(self, trainer: Trainer) -> NoReturn:
         self._is_finished = True
         backend = trainer.backend
-        per_step = (self._now(trainer) - self._start_time) / self._steps
+        per_step = (self._synchronized_time(trainer) - self._start_time) / self._steps
         slowest = backend.allreduce(torch.tensor(per_step, dtype=torch.float64), "max").item()
         # Launchers may bind each rank to separate cores, so the cores of a host are the cores of all its ranks.
         affinities = backend.allgather_object((backend.node_rank, usable_cores()))

@@ -306,7 +306,7 @@ class ExactReduction:
             if parameter_flags.is_present:
                 mean = self._create_mean(parameter_index, step)
                 step.means[parameter_index], step.flat_means[parameter_index] = mean, _flat(mean)
-        scales, factors = self._scales(exponents, bucket.number_format)
+        scales, factors = self._scales_and_factors(exponents, bucket.number_format)
         pieces = [piece for piece in bucket.pieces if step.parameter_flags[piece.parameter_index].is_present]
         if len(step.sums) == _MAX_SUMS_IN_FLIGHT:
             self._finish_sum(step)
@@ -348,7 +348,7 @@ class ExactReduction:
 
     # --- arithmetic, on flat tensors ---
 
-    def _scales(self, exponents: Tensor, number_format: NumberFormat) -> tuple[Tensor, Tensor]:
+    def _scales_and_factors(self, exponents: Tensor, number_format: NumberFormat) -> tuple[Tensor, Tensor]:
         """Return 1 / quantum and quantum / number of logical ranks of each block. The latter is NaN if a value in the
         block is not finite."""
         bits = number_format.sum_bits - max(0, self._logical_ranks - 1).bit_length()

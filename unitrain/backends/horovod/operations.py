@@ -325,12 +325,16 @@ class OperationStarter(dist.ProcessGroup):
         return work
 
 
-def _check_ratio(operation: str, larger: str, whole: Tensor, smaller: str, part: Tensor, size: int) -> None:
-    """Raise CollectiveArgumentError, on every rank, unless `whole` has `size` times as many elements as `part`."""
-    if whole.numel() != size * part.numel():
+def _check_ratio(
+    operation: str, larger: str, larger_tensor: Tensor, smaller: str, smaller_tensor: Tensor, size: int
+) -> None:
+    """Raise CollectiveArgumentError, on every rank, unless `larger_tensor` has `size` times as many elements as
+    `smaller_tensor`."""
+    if larger_tensor.numel() != size * smaller_tensor.numel():
         raise CollectiveArgumentError(
-            f"Horovod's {operation} got {larger} {tuple(whole.shape)} and {smaller} {tuple(part.shape)} on {size} "
-            f"ranks. The {larger} must have {size} times the elements of the {smaller}: {size * part.numel():,}."
+            f"Horovod's {operation} got {larger} {tuple(larger_tensor.shape)} and {smaller} "
+            f"{tuple(smaller_tensor.shape)} on {size} ranks. The {larger} must have {size} times the elements of the "
+            f"{smaller}: {size * smaller_tensor.numel():,}."
         )
 
 

@@ -454,15 +454,16 @@ def _join_all(works: list[list[HorovodWork]], tensors: list[Tensor]) -> dist.Wor
     return join_works([work for group_works in works for work in group_works], tensors, device)
 
 
-def _check_splits(kind: str, splits: list[int], rows: int, size: int) -> None:
-    if splits and (len(splits) != size or sum(splits) != rows):
+def _check_splits(kind: str, splits: list[int], num_rows: int, size: int) -> None:
+    if splits and (len(splits) != size or sum(splits) != num_rows):
         raise CollectiveArgumentError(
-            f"Horovod's all_to_all got {kind} splits {list(splits)} for {rows} rows on {size} ranks. "
-            f"Pass {size} splits with a sum of {rows}."
+            f"Horovod's all_to_all got {kind} splits {list(splits)} for {num_rows} rows on {size} ranks. "
+            f"Pass {size} splits with a sum of {num_rows}."
         )
-    if not splits and rows % size:
+    if not splits and num_rows % size:
         raise CollectiveArgumentError(
-            f"Horovod's all_to_all cannot divide {rows} {kind} rows into {size} equal splits. Pass {kind}_split_sizes."
+            f"Horovod's all_to_all cannot divide {num_rows} {kind} rows into {size} equal splits. Pass "
+            f"{kind}_split_sizes."
         )
 
 

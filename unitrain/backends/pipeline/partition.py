@@ -21,14 +21,14 @@ def partition(blocks: int, stages: int, cost: StageCost) -> list[int] | None:
         for start in range(stage, blocks)
         for stop in range(start + 1, blocks + 1)
     }
-    maximum, _ = _best(blocks, stages, costs, max)
+    maximum, _ = _best_division(blocks, stages, costs, max)
     if not math.isfinite(maximum):
         return None
     squares = {key: stage_cost * stage_cost if stage_cost <= maximum else math.inf for key, stage_cost in costs.items()}
-    return _best(blocks, stages, squares, lambda left, right: left + right)[1]
+    return _best_division(blocks, stages, squares, lambda left, right: left + right)[1]
 
 
-def _best(
+def _best_division(
     blocks: int,
     stages: int,
     costs: dict[tuple[int, int, int], float],

@@ -46,7 +46,7 @@ class ScheduledStageRuns(StageRuns):
 
     def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor | None:
         losses: list[Tensor] = []
-        with self._waiting(_STEP, inputs):
+        with self._monitored_wait(_STEP, inputs):
             _, schedule = self._prepare(inputs, targets, has_backward=True)
             schedule.step(
                 arg_mbs=self._arguments(inputs),
@@ -57,14 +57,14 @@ class ScheduledStageRuns(StageRuns):
         return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64) if self._is_last else None
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        with self._waiting(_FORWARD, inputs):
+        with self._monitored_wait(_FORWARD, inputs):
             stage, schedule = self._prepare(inputs, (), has_backward=False)
             output = schedule.step(arg_mbs=self._arguments(inputs))
             stage.release_activations()
             return self._broadcast_output(output)
 
     @contextmanager
-    def _waiting(self, kind: str, inputs: Sequence[Tensor]) -> Iterator[None]:
+    def _monitored_wait(self, kind: str, inputs: Sequence[Tensor]) -> Iterator[None]:
         with self._group.waiting(GradientPhase(kind, next(self._run_indices))):
             wait_for_send = self._check_same_shapes(kind, inputs)
             yield
@@ -78,7 +78,7 @@ class ScheduledStageRuns(StageRuns):
         different kind of pass.
         """
         own = _describe_batch(kind, inputs)
-        wait_for_send = _nothing if self._is_last else self._group.start_send(own, self._group.index + 1, _BATCH_TAG)
+        wait_for_send = _do_nothing if self._is_last else self._group.start_send(own, self._group.index + 1, _BATCH_TAG)
         if not self._is_first:
             other = torch.zeros_like(own)
             self._group.receive(other, self._group.index - 1, _BATCH_TAG)
@@ -190,7 +190,7 @@ class ScheduledStageRuns(StageRuns):
         return cast(Tensor, output)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 

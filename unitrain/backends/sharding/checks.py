@@ -116,13 +116,14 @@ def _parameter_owners(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[in
     return owners
 
 
-def _check_any_block(model: nn.Module, elements: int, chosen_blocks: dict[str, nn.Module]) -> None:
+def _check_any_block(model: nn.Module, min_elements: int, chosen_blocks: dict[str, nn.Module]) -> None:
     if chosen_blocks:
         return
     total = sum(parameter.numel() for parameter in model.parameters())
     raise ModelError(
-        f"{_SETTING}={elements} selects modules with at least {elements:,} parameters, but {type(model).__name__} has "
-        f"only {total:,}. Use a smaller number, such as {_SETTING}={max(1, total // 4)}, or leave {_SETTING} out."
+        f"{_SETTING}={min_elements} selects modules with at least {min_elements:,} parameters, but "
+        f"{type(model).__name__} has only {total:,}. Use a smaller number, such as {_SETTING}={max(1, total // 4)}, or "
+        f"leave {_SETTING} out."
     )
 
 

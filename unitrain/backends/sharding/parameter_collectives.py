@@ -60,10 +60,10 @@ class ParameterCollectives:
         phase, size = self._record(GATHER, own), dist.get_world_size()
         if output.device.type == "cpu" and size <= MAX_BROADCASTING_RANKS and output.nbytes >= MIN_BROADCAST_BYTES:
             parts = output.view(torch.uint8).view(size, -1)
-            return self._started(
+            return self._start_monitored(
                 phase, lambda: [dist.broadcast(part, root, async_op=True) for root, part in enumerate(parts)]
             )
-        return self._started(phase, lambda: [dist.all_gather_single(output, own, async_op=True)])
+        return self._start_monitored(phase, lambda: [dist.all_gather_single(output, own, async_op=True)])
 
     def reduce(self, output: Tensor, complete: Tensor) -> None:
         """Sum `complete`, [ranks * elements], over ranks, and write this rank's shard to `output`, [elements].
@@ -72,9 +72,9 @@ class ParameterCollectives:
         """
         phase = self._record(REDUCE, complete)
         if complete.device.type == "cpu":
-            work = self._started(phase, lambda: [dist.all_reduce(complete, async_op=True)])
+            work = self._start_monitored(phase, lambda: [dist.all_reduce(complete, async_op=True)])
         else:
-            work = self._started(phase, lambda: [dist.reduce_scatter_single(output, complete, async_op=True)])
+            work = self._start_monitored(phase, lambda: [dist.reduce_scatter_single(output, complete, async_op=True)])
         if work is not None:
             work.wait()
         if complete.device.type == "cpu":
@@ -88,7 +88,9 @@ class ParameterCollectives:
             self.check(tensor)
         return phase
 
-    def _started(self, phase: GradientPhase, start: Callable[[], Sequence[dist.Work | None]]) -> dist.Work | None:
+    def _start_monitored(
+        self, phase: GradientPhase, start: Callable[[], Sequence[dist.Work | None]]
+    ) -> dist.Work | None:
         try:
             works = [work for work in start() if work is not None]
         except RuntimeError as error:  # Horovod rejects operations after another rank has terminated

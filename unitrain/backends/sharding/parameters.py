@@ -322,10 +322,10 @@ class ShardedModel(nn.Module, WrappedModel):
             end_of_backward.add(BackwardStage.RAISE_ERRORS, lambda: raise_unused(by_rank, suggests_find_unused=False))
 
 
-def _recorder(name: str, used: set[str] | None) -> Callable[[Tensor], None]:
+def _recorder(name: str, used_names: set[str] | None) -> Callable[[Tensor], None]:
     def record(_: Tensor) -> None:
-        if used is not None:
-            used.add(name)
+        if used_names is not None:
+            used_names.add(name)
 
     return record
 

@@ -17,10 +17,10 @@ from unitrain.backends.sharding.state_format import gather_rows, keeps_shards
 from unitrain.torch_compat import local_shard, parameters_by_name
 
 
-def rows_of_rank(rows: int, rank: int, size: int) -> slice:
-    """Return the rows of `rank` in a parameter with `rows` rows."""
-    count = -(-rows // size)
-    return slice(min(rank * count, rows), min((rank + 1) * count, rows))
+def rows_of_rank(num_rows: int, rank: int, size: int) -> slice:
+    """Return the rows of `rank` in a parameter with `num_rows` rows."""
+    count = -(-num_rows // size)
+    return slice(min(rank * count, num_rows), min((rank + 1) * count, num_rows))
 
 
 def local_rows(complete: Tensor, communicator: Communicator) -> Tensor:

@@ -139,9 +139,9 @@ def _row_at(tensor: Tensor, position: int, limit: int, size: int) -> int | None:
     return rows if limit == size else min(max(position * rows // tensor.nbytes, 0), rows)
 
 
-def _rows(chunk: TensorChunk, begin: int, end: int) -> TensorChunk:
-    offsets = (chunk.offsets[0] + begin, *chunk.offsets[1:])
-    return replace(chunk, offsets=offsets, data=chunk.data[begin:end])
+def _rows(chunk: TensorChunk, start: int, stop: int) -> TensorChunk:
+    offsets = (chunk.offsets[0] + start, *chunk.offsets[1:])
+    return replace(chunk, offsets=offsets, data=chunk.data[start:stop])
 
 
 # --- DTensors ---
