@@ -98,7 +98,8 @@ class LaunchSpec:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables of every rank: `environment`, and those that unitrain adds under every launcher."""
+        """The environment variables of every rank: `environment`, and the variables that unitrain adds under every
+        launcher."""
         variables = dict(self.environment)
         if self.backend is not None:
             variables["UNITRAIN_BACKEND"] = self.backend

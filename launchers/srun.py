@@ -73,7 +73,7 @@ def build(spec: LaunchSpec) -> Command:
         options.append("--overlap")  # in a shell of `srun --pty`, the step holds the cores: srun would wait forever
     variables = spec.variables
     if "OMP_NUM_THREADS" not in {**os.environ, **spec.environment}:
-        # The cores of the job may be fewer than those of the host.
+        # The job may have fewer cores than the host.
         variables["OMP_NUM_THREADS"] = str(allocation.cpus_per_task or 1)
     variables |= rendezvous_variables(allocation.hosts, allocation.port, variables)
     options += merge_options(DEFAULT_OPTIONS, spec.launcher_args)

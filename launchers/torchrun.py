@@ -49,8 +49,9 @@ def build(spec: LaunchSpec) -> Command:
 def commands_per_host(spec: LaunchSpec) -> list[Command]:
     """Return one command per host that runs processes, in host order.
 
-    The commands contain the values of forwarded variables, except those that are probably secret. Raises LaunchError if
-    the first of several hosts is named localhost or 127.*, and if the range of an elastic job does not fit the hosts.
+    The commands contain the values of forwarded variables, except values that are probably secret. Raises LaunchError
+    if the first of several hosts is named localhost or 127.*, and if the range of an elastic job does not fit the
+    hosts.
     """
     counts = processes_per_host(spec.num_processes, spec.hosts)
     secrets = _secret_names(spec)

@@ -154,8 +154,8 @@ class TrainConfig:
     """
     shard_blocks: tuple[str, ...] | int = ()
     """With shard="parameters", class names of the blocks whose parameters are gathered together, such as
-    "TransformerEncoderLayer", or a number: then blocks are the innermost modules with at least that many parameters. By
-    default, blocks are the outermost modules whose class occurs more than once.
+    "TransformerEncoderLayer", or a number N. With a number, the blocks are the innermost modules with at least N
+    parameters. By default, blocks are the outermost modules whose class occurs more than once.
     """
     lr_scaling: LrScaling = "none"
     """Multiply the optimizer's learning rates by k = global batch size / `reference_batch_size` ("linear") or by its

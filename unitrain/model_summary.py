@@ -34,7 +34,8 @@ class ModuleSummary:
     `trainable_parameters` are numbers of elements; shared parameters count once. `flops` are the floating-point
     operations of its forward passes, counted by torch's FlopCounterMode: 2 per multiply-add of matrix multiplications,
     convolutions and attention. `activation_bytes` is the memory of the tensors that its forward passes save for the
-    backward pass, without parameters and buffers; memory that several modules save counts for the first of them.
+    backward pass, without parameters and buffers. A tensor that several modules save is counted for the first module
+    only.
     """
 
     name: str
@@ -228,7 +229,7 @@ def _shapes_of(output: Any) -> tuple[tuple[int, ...], ...]:
 
 @contextmanager
 def _preserved_buffers(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores the buffers of `model`, also those that are replaced."""
+    """Context manager that restores the buffers of `model`, including buffers that are replaced by other tensors."""
     owners = [
         (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
     ]

@@ -67,7 +67,7 @@ class Outputs:
         """Return the outputs of all ranks in rank order, with the same nesting, on the CPU of every rank.
 
         If samples or batches were assigned to ranks round-robin (`stride_unit`), the order of the data is restored. All
-        ranks call it, including those without batches. Raises on all ranks: DataError if there are no samples, and
+        ranks call it, including ranks without batches. Raises on all ranks: DataError if there are no samples, and
         ModelError if the structure of the outputs differs between ranks.
         """
         rows = self._samples if self._specs or not self._batches else []

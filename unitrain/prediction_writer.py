@@ -300,7 +300,7 @@ def _target_rows(turns: Sequence[Sequence[int]], unit: StrideUnit | None, rank: 
 
     With `unit` "samples", samples were assigned to ranks round-robin, and turns[rank] contains the number of rows. With
     "batches", batches were assigned round-robin, and turns[rank][i] is the number of rows of the rank's batch i. With
-    None, the rows of each rank follow those of the ranks before it.
+    None, the rows of rank r follow the rows of ranks 0 to r - 1.
     """
     count = sum(turns[rank])
     if unit == "samples":

@@ -29,7 +29,7 @@ _TERMINATE_SECONDS = 5.0
 _KILL_TIMEOUT_SECONDS = 5.0
 _PARENT_POLL_SECONDS = 1.0
 # Signals that schedulers send to every process of a job before preemption. DataLoader workers ignore them, because the
-# rank handles them. The Trainer adds those of its configuration.
+# rank handles them. The Trainer adds the signals in its configuration.
 preemption_signals = {signal.SIGUSR1, signal.SIGUSR2}
 _PR_SET_PDEATHSIG = 1
 # The process that last called fork, and whether its main thread called it. A forked process inherits its parent's

@@ -96,7 +96,8 @@ class MicroBatchRunner:
             self._flops.counted(partial(self._run_in_turns, self._model))(batch, micro_batch)
 
     def _run_in_turns(self, model: InterleavedRanksModel, batch: Any, micro_batch: MicroBatch) -> Loss:
-        """Run the collected micro-batches and that of the last logical rank, and return the loss of the latter."""
+        """Run the collected micro-batches and the micro-batch of the last logical rank, and return the loss of the last
+        logical rank."""
         functions, self._collected_functions = self._collected_functions, []
         functions.append(partial(self._forward_backward, batch, micro_batch))
         return model.run_in_turns(functions, begins_step=micro_batch.number == 0, ends_step=micro_batch.ends_step)[-1]

@@ -172,7 +172,7 @@ class TrialSteps:
 @contextmanager
 def preserved_state(trainer: Trainer, data: Data) -> Iterator[None]:
     """Context manager that restores the state of `trainer` bit for bit: the model with its buffers and modes, the
-    optimizer, the loss scale, the random number generators of this process, and those of a DataLoader.
+    optimizer, the loss scale, and the random number generators of this process and of a DataLoader.
 
     In the context, the model is in training mode, and the generators are seeded as at the start of `fit`. The copy of
     the state is in host memory.

@@ -60,8 +60,8 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
     A pod has two minutes between SIGTERM and SIGKILL, except in a TrainJob with a runtime other than DEFAULT_RUNTIME.
 
     The default is a TrainJob in which torchrun starts the ranks, for every backend: Horovod then uses Gloo, or NCCL on
-    GPUs. mpirun starts the ranks of an MPIJob, and those of a TrainJob in `pods.mpi_runtime`. Raises LaunchError for a
-    job that the kind does not support.
+    GPUs. mpirun starts the ranks of an MPIJob, and the ranks of a TrainJob in `pods.mpi_runtime`. Raises LaunchError
+    for a job that the kind does not support.
     """
     pods = pods or Pods()
     kind = pods.kind or "TrainJob"

@@ -220,7 +220,7 @@ def _resolve_slots(
 
 
 def _binding_and_mca_options(options: Options) -> list[LauncherOption]:
-    """Return the --bind-to and --mca options, with any equivalents, but without those that `build` always sets."""
+    """Return the --bind-to and --mca options, with any equivalents, except options that `build` always sets."""
     bound = [option for option in options.take_all("--bind-to") if option.values[0] != "none"]
     launcher_options = [LauncherOption(LAUNCHER, option.words, "binding") for option in bound]
     for option in options.take_all("--mca", "--gmca"):

@@ -209,7 +209,7 @@ def _uneven_placement_remark(job: Job) -> list[str]:
 
 
 def _parse_export(options: Options, notes: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the variables that --export sets, and the names of those that it forwards."""
+    """Return the variables that --export sets, and the names of the variables that it forwards."""
     variables: dict[str, str] = {}
     names: list[str] = []
     for option in options.take_all("--export"):

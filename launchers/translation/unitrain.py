@@ -177,8 +177,8 @@ def _split_options(options: Sequence[LauncherOption]) -> tuple[list[str], tuple[
 
 
 def _variables(job: Job, other_options: Sequence[LauncherOption], launcher: str) -> dict[str, str]:
-    """Return the variables of the job: those of its environment, those that replace options which `launcher` lacks, and
-    its rendezvous address. horovodrun has its own rendezvous."""
+    """Return the variables of the job: its environment, variables that replace options which `launcher` lacks, and its
+    rendezvous address. horovodrun has its own rendezvous."""
     variables = dict(job.environment)
     for option in other_options:
         if option.launcher != launcher and launcher not in option.equivalents:

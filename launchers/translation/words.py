@@ -178,7 +178,7 @@ def _parse_ansi_quoted(line: str, position: int) -> tuple[str, int]:
     try:
         text = _ESCAPE.sub(lambda match: _unescape(match[1]), line[position + 2 : end]).partition("\0")[0]
         return os.fsencode(text).decode(), end + 1
-    except (ValueError, OverflowError):  # bytes or numbers that are not those of characters
+    except (ValueError, OverflowError):  # bytes or numbers that do not encode characters
         return mark_expansion(line[position : end + 1]), end + 1
 
 

@@ -406,7 +406,8 @@ def check_same_weights(communicator: Communicator, model: nn.Module) -> bool:
 
 
 def _differs_by_rounding(communicator: Communicator, tensor: Tensor) -> bool:
-    """Return whether `tensor` differs from that of rank 0 only by rounding errors on every rank. All ranks call it."""
+    """Return whether the `tensor` of every rank differs from rank 0's `tensor` by rounding errors at most. All ranks
+    call it."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     reference = tensor.clone()
     broadcast_tensors(communicator, [reference])  # supports all dtypes

@@ -44,9 +44,8 @@ class PowerSGD:
     compressed.
 
     If any gradient of a backward pass contains inf or nan, this gradient becomes nan if it is compressed, and all e and
-    Q remain unchanged.
-    Loss scaling skips such a step. A gradient that is zero on all ranks, such as that of an unused parameter, remains
-    zero, and its e and Q do not change. Raises ConfigError for an invalid value.
+    Q remain unchanged. Loss scaling skips such a step. A gradient that is zero on all ranks, for example because the
+    parameter is unused, remains zero, and its e and Q do not change. Raises ConfigError for an invalid value.
     """
 
     rank: int = 2

@@ -1,11 +1,11 @@
 """Consistency check before every collective: the ranks exchange a fingerprint of its arguments, O(1) bytes per rank.
 
-Up to `MAX_GATHERING_RANKS`, the exchange is an allgather of one short row per rank: over direct connections between up
-to `row_exchange.MAX_RANKS` ranks that compute on CPUs, and by the transport otherwise. The rows also contain small CPU
-tensors, which are reduced in rank order, so the results are bit-identical on every transport. With more ranks, the
-exchange is a sum of a short vector: the fingerprints of all ranks are equal if and only if their variance is zero. The
-same sum also adds small floating-point tensors. The ranks exchange all arguments only if the fingerprints differ or
-arguments are invalid.
+Up to `MAX_GATHERING_RANKS`, the exchange is an allgather of one short row per rank. Up to `row_exchange.MAX_RANKS`
+ranks that compute on CPUs exchange the rows over direct connections; other groups use the transport's allgather. The
+rows also contain small CPU tensors, which are reduced in rank order, so the results are bit-identical on every
+transport. With more ranks, the exchange is a sum of a short vector: the fingerprints of all ranks are equal if and only
+if their variance is zero. The same sum also adds small floating-point tensors. The ranks exchange all arguments only if
+the fingerprints differ or arguments are invalid.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CheckedArguments(NamedTuple):
 
 
 class ConsistencyCheck:
-    """Compares each collective of this rank with that of the other ranks, and counts the collectives.
+    """Compares each collective call of this rank with the corresponding call of the other ranks, and counts the calls.
 
     It exchanges CPU tensors over `group`, or over the default group if `group` is None. Rows are exchanged with
     `row_exchange` if it is not None.

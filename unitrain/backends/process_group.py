@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from unitrain.backends.sharding.parameters import ShardedParameters
 
 # When its timeout expires, NCCL aborts the process without naming missing ranks, so this timeout must be longer than
-# that of the watchdog.
+# the watchdog's timeout.
 NCCL_TIMEOUT_MARGIN = timedelta(seconds=30)
 
 
@@ -113,8 +113,8 @@ class ProcessGroupBackend(
         self._broadcasts: Broadcasts | None = None
 
     def start_broadcasts(self, pieces: Iterable[tuple[Tensor, int]]) -> Callable[[], None]:
-        """Start to broadcast each piece, (contiguous tensor [elements], root), in place, and return a function that
-        waits. See `Broadcasts.start`."""
+        """Start to broadcast each piece in place, and return a function that waits. A piece is a tuple: a contiguous
+        tensor [elements], and the root. See `Broadcasts.start`."""
         self.check_collective_allowed("start_broadcasts")
         if self.size == 1:
             return lambda: None
@@ -340,8 +340,8 @@ class ProcessGroupBackend(
         """Raise ConfigError after `shutdown`, and in a process that was forked from this rank."""
         super().check_running(operation)
         if self._is_forked:
-            # The forked process would share the rank's connections, so its messages would be mixed with those of the
-            # rank's collectives.
+            # The forked process would share the rank's connections, so its messages would be mixed with the messages of
+            # the rank's collectives.
             raise ConfigError(
                 f"{operation} was called in a process that was forked from rank {self.rank}, which is not a rank. Call "
                 "it in the rank's own process, and end the forked process with os._exit(0)."

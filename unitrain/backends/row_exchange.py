@@ -37,7 +37,7 @@ class RowExchange:
     """This rank's connections to all other ranks. After an error, they cannot be used."""
 
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], timeout_seconds: float) -> None:
-        """Take ownership of `connections`, a connected socket for each other rank."""
+        """Take ownership of `connections`, which contains a connected socket for each other rank."""
         self._rank, self._connections, self._timeout_seconds = rank, dict(connections), timeout_seconds
         self._size = len(connections) + 1
         self._is_usable = True
@@ -48,8 +48,8 @@ class RowExchange:
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous, *, is_wanted: bool) -> Self | None:
-        """Return the connected exchange, or None on every rank if there is only one rank or more than MAX_RANKS ranks,
-        if a rank passes `is_wanted=False`, or if two ranks cannot connect. All ranks call it.
+        """Return the connected exchange. Return None on every rank if there is only one rank, if there are more than
+        MAX_RANKS ranks, if a rank passes `is_wanted=False`, or if two ranks cannot connect. All ranks call it.
 
         Each rank listens on the interface of Gloo, and only during this call.
         """
@@ -89,8 +89,8 @@ class RowExchange:
         return rows
 
     def exchange(self, send_buffers: Sequence[memoryview], receive_buffers: Sequence[memoryview]) -> None:
-        """Send the bytes `sent[r]` to each other rank r, and write the bytes from it to `received[r]`. All ranks call
-        it.
+        """Send the bytes `send_buffers[r]` to each other rank r, and write the bytes from rank r to
+        `receive_buffers[r]`. All ranks call it.
 
         `received[r]` must have the length of rank r's `send_buffers` entry for this rank; lengths may be 0. The entries
         of this rank are not used. Raises the same errors as `allgather`.

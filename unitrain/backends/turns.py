@@ -19,7 +19,7 @@ ResultT = TypeVar("ResultT")
 class Turns(Generic[ResultT]):
     """Runs several functions in turns: exactly one runs at a time, until it calls `exchange` or returns.
 
-    The last function runs in the calling thread. Each of the others runs in its own thread, which has the same context
+    The last function runs in the calling thread. Each other function runs in its own thread, which has the same context
     variables, default device, autocast settings, number of threads and CUDA stream, and ends before `run` returns.
     Other thread-local settings of torch, such as the grad mode, have their defaults in new threads. A single function
     needs no threads.
@@ -199,8 +199,8 @@ class _ThreadSettings:
                 stack.enter_context(self.default_device)
             if self.stream is not None:
                 stack.enter_context(torch.cuda.stream(self.stream))
-            # The cache of converted weights is common to all threads, so the functions would use, and clear, the
-            # entries of each other.
+            # All threads share the cache of converted weights, so each function would use and clear cache entries of
+            # the other functions.
             for kind, (enabled, dtype) in self.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False))
             # Without this setting, all backward passes would share one thread per GPU, which the first `exchange` would

@@ -38,7 +38,7 @@ _FRAGMENTS, _OVERLAP_STEPS = 5, 5
 class PredictedMethod:
     """Seconds per step, on average over the steps between two synchronizations, and the part of them in which a rank
     only waits for communication. `sent_bytes` is the number of bytes per step that a rank sends to other ranks; for
-    `local-sgd-hosts`, the number that a host sends to other hosts.
+    `local-sgd-hosts`, the number of bytes that a host sends to other hosts.
     """
 
     seconds: float

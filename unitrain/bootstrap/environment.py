@@ -43,8 +43,8 @@ class RankInfo:
 class _Variables:
     """Names of the environment variables that a launcher sets; `marker` identifies the launcher.
 
-    If the local rank is not set, it is 0 for a job of one rank and for a launcher without such a variable (one process
-    per host), and the rank for "env" (all processes on one host).
+    If the variable of the local rank is not set, the local rank is 0 in a job of one rank and under a launcher without
+    such a variable (one process per host). For "env", it is equal to the rank (all processes on one host).
     """
 
     launcher: str
@@ -250,8 +250,8 @@ def copy() -> dict[str, str]:
 def without_rank_variables() -> dict[str, str]:
     """Return a copy of the environment for a launcher that sets the ranks itself.
 
-    The copy does not contain LOCAL_RANK, RANK and WORLD_SIZE (a PyTorchJob sets the latter two in every container),
-    or the variables that `without_pod_variables` removes.
+    The copy does not contain LOCAL_RANK, RANK and WORLD_SIZE, or the variables that `without_pod_variables` removes. A
+    PyTorchJob sets RANK and WORLD_SIZE in every container.
     """
     rank_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     return {name: value for name, value in without_pod_variables().items() if name not in rank_variables}

@@ -2,7 +2,8 @@
 
 `unitrain launch` creates it, passes its path to the ranks, and removes it when the job ends. If `unitrain launch` is
 killed, the ranks remove it. If all processes of the job are killed at once, the next `unitrain launch` of the same user
-removes it: the command holds a `flock` on the folder, which the kernel releases when the process terminates.
+removes the folder: the running command holds a `flock` on the folder, which the kernel releases when the process
+terminates.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from unitrain.errors import AuthenticationError
 
 _ACCEPTED = b"accepted\n"
 _TOKEN_BYTES, _RANK_DIGITS = 16, 8
-# Maximum number of unauthenticated connections in addition to those of the ranks; the oldest is closed first.
+# Maximum number of unauthenticated connections in addition to the connections of the ranks; the oldest is closed first.
 _MAX_EXTRA_PENDING = 64
 
 

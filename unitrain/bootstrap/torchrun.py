@@ -161,8 +161,8 @@ def _run(options: Namespace) -> None:
 
 
 def _static_endpoint(options: Namespace, default_port: int) -> str:
-    """Return HOST:PORT of --rdzv-endpoint, with `default_port` if it has no port. Without --rdzv-endpoint, return that
-    of --master-addr and --master-port.
+    """Return HOST:PORT of --rdzv-endpoint, with `default_port` if it has no port. Without --rdzv-endpoint, return the
+    endpoint given by --master-addr and --master-port.
 
     Exits with an error if the endpoint is invalid, or if the other hosts would not know the port. torch's own static
     rendezvous raises an error for an endpoint without a port.

@@ -17,9 +17,10 @@ _MAX_OVERFLOWS = 20
 class GradientWatch(Callback):
     """Raises NonFiniteGradientError at the first gradient with nan or inf, before the optimizer step, on every rank.
 
-    The error names the parameter. With `local_sgd`, only the ranks with such a gradient raise it. Every `every`-th step
-    is checked. A check reads all gradients and, on GPUs, synchronizes the host with the device. With fp16, occasional
-    overflows are normal while the loss scale adapts, so only many consecutive overflows are an error.
+    The error names the parameter. With `local_sgd`, only the ranks with a nan or inf in their gradients raise the
+    error. Every `every`-th step is checked. A check reads all gradients and, on GPUs, synchronizes the host with the
+    device. With fp16, occasional overflows are normal while the loss scale adapts, so only many consecutive overflows
+    are an error.
     """
 
     def __init__(self, *, every: int = 1) -> None:

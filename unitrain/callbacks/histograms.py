@@ -15,10 +15,11 @@ from unitrain.errors import ConfigError
 class Histograms(Callback):
     """Logs a histogram of each parameter and of its gradient in every `every`-th step, on rank 0.
 
-    The gradients are those of the global batch, before clipping and without the fp16 loss scale (`wandb.watch` logs the
-    gradients of one rank). With `local_sgd`, parameters and gradients are those of rank 0. Sharded gradients are
-    gathered one at a time. The names are "parameters/NAME" and "gradients/NAME". The CSV logger ignores histograms.
-    Non-finite values are omitted. Each logged step copies all logged parameters and gradients to the host.
+    Gradients are the reduced gradients of the global batch, before clipping and without the fp16 loss scale, whereas
+    `wandb.watch` logs the gradients of one rank. With `local_sgd`, the parameters and gradients of rank 0 are logged.
+    Sharded gradients are gathered one at a time. The names are "parameters/NAME" and "gradients/NAME". The CSV logger
+    ignores histograms. Non-finite values are omitted. Each logged step copies all logged parameters and gradients to
+    the host.
     """
 
     def __init__(self, *, every: int = 1000, parameters: bool = True, gradients: bool = True) -> None:

@@ -65,8 +65,9 @@ class MemoryCheckpoints:
         All ranks call it.
 
         Unless the run `continues`, remove the checkpoints of an earlier run with the same output folder, which would
-        otherwise remain the newest ones. Checkpoints of a different run than those in `disk_folder` are ignored. The
-        result of rank 0 is returned on every rank, so that all ranks resume at the same step.
+        otherwise remain the newest ones. Checkpoints in memory that belong to a different run than the checkpoints in
+        `disk_folder` are ignored. The result of rank 0 is returned on every rank, so that all ranks resume at the same
+        step.
         """
         wait_for_earlier_writer(self._folder, self._communicator)
 

@@ -341,7 +341,8 @@ def load_module(path: Path, folder: str, module: nn.Module) -> None:
 
 
 def _check_matches(stored: StoredTensors, state: Mapping[str, Any], model_name: str) -> None:
-    """Raise RuntimeError unless the stored tensors are those in `state`; tied parameters may be stored once."""
+    """Raise RuntimeError unless the stored tensors have the names and shapes of the tensors in `state`. Tied parameters
+    may be stored once."""
     present = {_storage_key(tensor) for name, tensor in state.items() if name in stored.tensors}
     problems = [
         f"missing {name!r}"

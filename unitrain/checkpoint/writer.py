@@ -40,8 +40,8 @@ StateT = TypeVar("StateT")
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints to keep: the newest `last` ones, those at the end of every `every`-th epoch, and the one with the
-    best result named `best`.
+    """The checkpoints to keep: the newest `last` checkpoints, the checkpoint at the end of every `every`-th epoch, and
+    the checkpoint with the best result named `best`.
 
     If `last` is None, all checkpoints are kept.
     """

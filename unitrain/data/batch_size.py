@@ -96,9 +96,9 @@ def elastic_batch_sizes(
     """Return the batch sizes of an elastic job on `size` ranks, with the global batch size of the first attempt.
 
     `elastic_batch_size` is None in the first attempt; at least one of `batch_size` and `global_batch_size` is then set.
-    The number of samples per rank and micro-batch is at most `batch_size` or, if it is None, that of the first attempt.
-    With `full_batches_only`, each rank and micro-batch has exactly that number of samples, and the global batch size is
-    approximate.
+    The number of samples per rank and micro-batch is at most `batch_size`. If `batch_size` is None, the limit is the
+    number in the first attempt. With `full_batches_only`, each rank and micro-batch has exactly that number of samples,
+    and the global batch size is approximate.
     """
     micro_batches = size * (gradient_accumulation_steps or 1)
     if elastic_batch_size is None:

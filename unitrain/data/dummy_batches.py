@@ -292,7 +292,8 @@ def _no_batches() -> Generator[CountedBatch]:
 def _repeat_endlessly(
     batches: Callable[[], Generator[CountedBatch]], first: Callable[[], Generator[CountedBatch]] | None = None
 ) -> Generator[CountedBatch]:
-    """Yield the batches of `first`, then those of `batches`, which is restarted at its end until it yields no batch."""
+    """Yield the batches of `first`, then the batches of `batches`, which is restarted at its end until it yields no
+    batch."""
     if first is not None:
         yield from first()
     has_items = True

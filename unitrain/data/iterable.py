@@ -231,8 +231,8 @@ class _LoadedBatch(NamedTuple):
 class _Batches(IterableDataset[_LoadedBatch | None]):
     """Iterable over the batches that the current worker (or, without workers, this process) collates for one rank.
 
-    A DataLoader takes the first batch from worker 0. If an iteration over a stream of kind "own" resumes after a batch
-    of a worker other than the last, all workers up to that one first yield None, so that the order of the workers is
+    A DataLoader takes the first batch from worker 0. An iteration over a stream of kind "own" may resume after a batch
+    of worker w, which is not the last worker. Workers 0 to w then first yield None, so that the order of the workers is
     the same as in the interrupted iteration.
     """
 

@@ -24,8 +24,8 @@ class MicroBatch(NamedTuple):
     `step_samples` is the number of samples of all ranks in the optimizer step of this micro-batch; the step ends before
     position `step_end`. `ends_step` is True for the last micro-batch of this process in the step.
 
-    With logical ranks, `logical_rank` is the one to which the micro-batch belongs, and `number` is the index of the
-    micro-batch among those of this logical rank in the step.
+    With logical ranks, `logical_rank` is the logical rank to which the micro-batch belongs, and `number` is the index
+    of the micro-batch among those of this logical rank in the step.
 
     `data_state` of the last micro-batch of a step is the state of a stateful dataset after the step.
     """

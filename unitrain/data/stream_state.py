@@ -87,7 +87,7 @@ def is_stateful(items: Any) -> bool:
 def is_stateful_loader(data: Any) -> bool:
     """Return whether `data` is a loader that creates its own batches, and has the methods of a stateful dataset.
 
-    A StatefulDataLoader of torchdata is not one: unitrain uses its dataset and settings, like those of a DataLoader.
+    A StatefulDataLoader of torchdata is not one: unitrain uses its dataset and settings, as for a DataLoader.
     """
     return has_custom_iter(data) and has_state_methods(data)
 

@@ -28,7 +28,8 @@ class ShardSettings:
         allow_empty_ranks: Accept data with fewer samples than ranks. Does not apply to iterable datasets.
         logical_ranks: Number of logical ranks, or None. Each process gets the shards of its logical ranks.
         interleaves_logical_ranks: In each step, yield the first micro-batch of each logical rank of the process, then
-            the second one of each, and so on, instead of all micro-batches of one logical rank after the other.
+            the second micro-batch of each logical rank, and so on. By default, all micro-batches of a logical rank are
+            yielded before those of the next logical rank.
         class_name: Name of the public class, TrainConfig or ShardedLoader, for error messages.
     """
 

@@ -82,7 +82,7 @@ class CallOutcome:
         try:
             content = cloudpickle.dumps(self)
             if self.error is not None:
-                pickle.loads(content)  # fails if the constructor takes other arguments than those in `args`
+                pickle.loads(content)  # fails if the constructor takes arguments that are not in `args`
         except Exception as error:
             if self.error is None:
                 raise FunctionError(

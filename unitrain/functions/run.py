@@ -55,11 +55,11 @@ def run(
     without an `if __name__ == "__main__"` guard. The function, its arguments, all referenced objects and the results
     are transferred by pickling. The output of the ranks is printed line by line.
 
-    Raises RankFailedError if a rank fails: with the traceback of the first failed rank and its exception as the cause,
-    or, if ranks end without an exception, with the last lines of output. Raises TimeoutError after `timeout_seconds`,
-    ConfigError for invalid arguments, and FunctionError for a function or arguments that cannot be pickled; a result
-    that cannot be pickled is a failure of its rank. The ranks and their child processes are terminated when the call
-    returns or is interrupted.
+    Raises RankFailedError if a rank fails. The error contains the traceback of the first failed rank, whose exception
+    is its cause. If no rank raised an exception, the error contains the last lines of output. Raises TimeoutError after
+    `timeout_seconds`, ConfigError for invalid arguments, and FunctionError for a function or arguments that cannot be
+    pickled; a result that cannot be pickled is a failure of its rank. The ranks and their child processes are
+    terminated when the call returns or is interrupted.
     """
     rank_info = environment.detect()
     if rank_info.launcher not in _AMBIGUOUS_LAUNCHERS:

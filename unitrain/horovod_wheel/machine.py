@@ -189,7 +189,7 @@ def _detect_mpi(search_path: str) -> Tool | None:
 
 
 def _detect_toolkits(environment: Mapping[str, str], search_path: str) -> Iterator[Tool]:
-    """Yield the complete CUDA toolkits, those named by environment variables first.
+    """Yield the complete CUDA toolkits, first the toolkits that environment variables name.
 
     A toolkit must contain nvcc and headers, because an nvcc on PATH may be a wrapper outside a toolkit.
     """
@@ -210,7 +210,7 @@ def _detect_toolkits(environment: Mapping[str, str], search_path: str) -> Iterat
 
 
 def _detect_nccl(named: str | None) -> Tool | None:
-    """Return the NCCL in the folder `named`, else that of torch (from pip), else that of the system.
+    """Return the NCCL library in the folder `named`, or else the one that torch uses (from pip), or else the system's.
 
     The NCCL of torch is preferred, to avoid loading two versions in one process.
     """

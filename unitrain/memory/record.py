@@ -47,9 +47,9 @@ class RankMemory:
     """The record of one rank. All sizes are bytes of this rank.
 
     `steps` is the number of measured steps. `parameters` and `gradients` are the bytes of their elements, and `trained`
-    those of the parameters that require grad. `gradient_storages` is the memory of the gradients, which may be views of
-    buckets. `buckets` are the buckets outside the gradients, and `fusion_buffer` is the size of Horovod's fusion
-    buffer. `state` is the optimizer state of this rank, `is_state_complete` is False if it is sharded, and
+    the bytes of the parameters that require grad. `gradient_storages` is the memory of the gradients, which may be
+    views of buckets. `buckets` are the buckets outside the gradients, and `fusion_buffer` is the size of Horovod's
+    fusion buffer. `state` is the optimizer state of this rank, `is_state_complete` is False if it is sharded, and
     `formula_state` is the complete state computed from the optimizer class, or None. `average` is the size of the
     averaged weights.
 

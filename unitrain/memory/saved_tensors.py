@@ -235,7 +235,7 @@ def _create_saved_storage(storage: torch.UntypedStorage, tensor: Tensor, index: 
 
 
 def _untyped_storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of `tensor`, or None if it has none, like a sparse tensor."""
+    """Return the storage of `tensor`, or None if it has none, as in the case of a sparse tensor."""
     part = local_tensor(tensor)
     if part.layout != torch.strided or part.device.type == "meta":
         return None

@@ -76,8 +76,8 @@ def formula_state_bytes(optimizer: Optimizer) -> int | None:
     """Return the bytes of the complete state, computed from the optimizer class: Adam, for example, stores two tensors
     per parameter.
 
-    Step counters are not included. Returns None for optimizers outside torch.optim, and for those whose state does not
-    have the size of the parameters, such as LBFGS.
+    Step counters are not included. Returns None for optimizers outside torch.optim, and for optimizers whose state does
+    not have the size of the parameters, such as LBFGS.
     """
     total = 0
     for group in optimizer.param_groups:

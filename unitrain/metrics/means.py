@@ -129,8 +129,8 @@ class Means:
         return dict(zip(self.names, means, strict=True))
 
     def _sum_pending(self) -> tuple[list[Tensor], int]:
-        # Nearly all batches have the same size, so sum a hundred of them with one stack, one sum and one addition
-        # instead of one addition per batch, without copying counts to the device.
+        # Nearly all batches have the same size. Therefore, sum a hundred of them with one stack, one sum and one
+        # addition, without copying counts to the device, instead of with one addition per batch.
         sums, counted = self._sums, self._samples
         for (samples, *_), batches in groupby(self._pending, key=_layout):
             rows = [values for _, values in batches]

@@ -1,4 +1,5 @@
-"""Mean training loss over ranks, since the last sync point (for the display and NaN checks) and over an epoch."""
+"""Mean training loss over ranks, since the last periodic synchronization (for the display and NaN checks) and over an
+epoch."""
 
 from __future__ import annotations
 

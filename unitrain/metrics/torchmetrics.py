@@ -81,7 +81,7 @@ class TorchMetrics:
             metric.reset()
 
     def begin_part(self) -> None:
-        """Begin the next part of the data, such as that of a logical rank, with separate states."""
+        """Begin the next part of the data, such as the data of a logical rank, with separate states."""
         if self._is_part_updated:
             self._is_part_updated = False
             # The lists are copied, because `reset` clears them.
@@ -122,8 +122,8 @@ class TorchMetrics:
         return results
 
     def _merge_ranks(self) -> tuple[list[list[_States]], list[_States]]:
-        """Return the states of all ranks that are not merged yet, and those that an allreduce has merged. All ranks
-        call it."""
+        """Return two lists: the states of all ranks that are not merged yet, and the states that an allreduce has
+        merged. All ranks call it."""
         states = [_read_states(metric) for metric in self._metrics.values()]
         reduced = self._reduce_states(states)
         gathers = any(values_by_name for metric_states in states for _, values_by_name in metric_states.values())

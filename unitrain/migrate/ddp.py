@@ -119,7 +119,8 @@ def _convert_sync_batch_norm(edits: Edits, call: cst.Call) -> None:
 
 
 def init_arguments(edits: Edits, call: cst.Call) -> str:
-    """Return the arguments of `unitrain.init` for a call of `init_process_group`, and explain those left out."""
+    """Return the arguments of `unitrain.init` for a call of `init_process_group`, and explain each argument that is
+    left out."""
     script = edits.script
     call_arguments = arguments(call, _INIT_PARAMETERS)
     if call_arguments is None:

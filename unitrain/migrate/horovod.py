@@ -140,8 +140,8 @@ class _Wrapping:
 def _convert_optimizer(edits: Edits) -> None:
     """Convert `DistributedOptimizer` and the broadcasts of parameters and optimizer state.
 
-    The model is wrapped where its parameters are broadcast, but not after the optimizer, and the optimizer is wrapped
-    where its state is broadcast, so that state that rank 0 loads before these statements is broadcast.
+    The model is wrapped where its parameters are broadcast, and the optimizer where its state is broadcast, so that
+    state that rank 0 loads before these statements is broadcast. The model is never wrapped after the optimizer.
     """
     script = edits.script
     calls = {
@@ -200,7 +200,8 @@ def _read_wrapping(edits: Edits, call: cst.Call) -> _Wrapping | None:
 
 
 def _check_settings(edits: Edits, call: cst.Call, optimizer_arguments: dict[str, cst.Arg]) -> bool:
-    """Return whether the other arguments of DistributedOptimizer can be converted, and explain those left out."""
+    """Return whether the other arguments of DistributedOptimizer can be converted, and explain each argument that is
+    left out."""
     script = edits.script
     is_valid = True
     for name, argument in optimizer_arguments.items():

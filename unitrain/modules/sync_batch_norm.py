@@ -65,7 +65,8 @@ class _CurrentBatch:
 def set_current_batch(*, is_dummy: bool) -> None:
     """Set whether all synchronized layers exclude this rank's current batch from their statistics.
 
-    ShardedLoader calls it for each batch, because it has no reference to the model for `exclude_from_statistics`.
+    ShardedLoader calls this function for each batch, because a ShardedLoader has no reference to the model for
+    `exclude_from_statistics`.
     """
     _CurrentBatch.is_dummy = is_dummy
 
@@ -75,8 +76,8 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
     """Context manager that excludes this rank's samples from the statistics of `model`, in the forward and backward
     pass.
 
-    A rank without samples uses it for its dummy batch. Buffers that the forward writes, such as those of a BatchNorm
-    without synchronization, are restored at the end.
+    A rank without samples uses it for its dummy batch. Buffers that the forward pass writes, such as the buffers of a
+    BatchNorm without synchronization, are restored at the end.
     """
     shared = {module.shared_statistics for module in model.modules() if isinstance(module, SyncedForward)}
     # The buffers of synchronized layers are not restored, because they contain the statistics of the other ranks.

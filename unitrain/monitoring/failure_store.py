@@ -42,8 +42,8 @@ class FailureStore:
 
     Each object has a separate connection to the store. Waiting for a response blocks other users of the connection, so
     a thread that must not be delayed needs a separate object. Every method raises dist.DistError if rank 0's process,
-    which serves the store, has exited, or does not respond within `timeout_seconds`; while a method collects statuses,
-    it returns those received so far instead.
+    which serves the store, has exited, or does not respond within `timeout_seconds`; a method that collects statuses
+    returns the statuses received so far instead.
     """
 
     def __init__(self, store: dist.Store, rank: int, timeout_seconds: float) -> None:

@@ -23,10 +23,11 @@ class Counts(NamedTuple):
 
 
 class LoopCounters:
-    """Counts backward passes, optimizer steps and forward passes of this rank, and compares them with those of rank 0.
+    """Counts backward passes, optimizer steps and forward passes of this rank, and compares the counts with the counts
+    of rank 0.
 
     The training thread counts; a background thread calls `publish` on rank 0 and `compare` on the other ranks. If a
-    rank skips a backward pass, its later gradients are averaged with those of different steps on the other ranks.
+    rank skips a backward pass, its later gradients are averaged with the other ranks' gradients of different steps.
     Collectives cannot detect this, but the counts differ: the rank has run an optimizer step or a forward pass without
     a backward pass. Forward passes before the first backward pass are not compared, because one rank may print or plot
     the model before training.

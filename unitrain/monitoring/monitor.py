@@ -63,9 +63,9 @@ class FailureMonitor:
         """Wait for `work` of the latest recorded operation, or of an earlier `phase`. Under NCCL, only the current CUDA
         stream waits.
 
-        Do nothing if `work` is None. `polls` overrides the constructor argument. If the wait fails, raises
-        CollectiveTimeoutError, which names the missing ranks, for a timeout, the ModelError of another rank if it is
-        the cause, and otherwise the RuntimeError of the transport.
+        Do nothing if `work` is None. `polls` overrides the constructor argument. After a timeout, raises
+        CollectiveTimeoutError, which names the missing ranks. If the wait fails for another reason, raises the
+        ModelError of another rank if this error is the cause, and otherwise the RuntimeError of the transport.
         """
         if work is None:
             return

@@ -106,10 +106,10 @@ class LocalSGD:
         self._groups = OuterGroups(backend, self.settings)
         self._fragments = create_fragments(self._parameters, self._groups, self.settings)
         self._buckets = [bucket for fragment in self._fragments for bucket in fragment.buckets]
-        self._steps = 0  # completed steps, including those of the warm-up
+        self._steps = 0  # completed steps, including the warm-up
         self._steps_since_synchronization = 0
         self._are_weights_equal = True
-        # The mean over ranks of the weights and buffers, or those of this rank inside `averaged_weights`.
+        # The mean over ranks of the weights and buffers; inside `averaged_weights`, this rank's weights and buffers.
         self._other_weights: list[Tensor] | None = None
         self._versions: list[int] = []
         self._averaging_depth = 0
@@ -345,7 +345,7 @@ class LocalSGD:
             bucket.start_from_weights()
 
     def _weight_names(self) -> list[str]:
-        """Return the names of the synchronized parameters, and those of the buffers."""
+        """Return the names of the synchronized parameters and of the buffers."""
         return [*self._parameters, *(name for name, _ in self._model.named_buffers())]
 
     def _weights(self) -> list[Tensor]:

@@ -128,7 +128,7 @@ class LossWeighting:
 
     def weight_loss(self, loss: Loss, micro_batch: MicroBatch) -> Tensor:
         """Return the weighted loss, to call backward on. The weight of a dummy batch is 0. Raises ModelError if the
-        kind of the loss differs from that of earlier losses or, in the first call, between ranks."""
+        kind of the loss differs from the kind of earlier losses or, in the first call, between ranks."""
         if self._kind is None:
             self._check_same_kind(loss.kind)
             self._kind = loss.kind
@@ -212,8 +212,8 @@ class LossWeighting:
             self._total_tokens, self._local_tokens = self._sum(self._local_tokens), None
 
     def _sum(self, tokens: Tensor) -> Tensor:
-        """Return the number of tokens of all ranks, given that of this rank. With `is_local`, all ranks are assumed to
-        have the same number."""
+        """Return the number of tokens of all ranks, given the number of this rank. With `is_local`, all ranks are
+        assumed to have the same number."""
         return tokens * self._communicator.size if self.is_local else self._communicator.allreduce(tokens, "sum")
 
 

@@ -1,4 +1,4 @@
-"""Groups of ranks for `local_sgd`: the ranks that train synchronously, and those that communicate outer gradients.
+"""Groups of ranks for `local_sgd`: ranks that train synchronously, and ranks that communicate outer gradients.
 
 The ranks of a synchronous group have equal weights, so only the first rank of each group communicates with the other
 groups. It then broadcasts the result in its group.
@@ -82,8 +82,8 @@ class OuterGroups:
         self.synchronous = groups.pop() if groups else None
 
     def divide(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Return whether the ranks of each synchronous group belong to the same one of `groups`, so that their weights
-        are equal if those of the ranks in `groups` are."""
+        """Return whether all ranks of each synchronous group belong to one group in `groups`. The weights of a
+        synchronous group are then equal if the weights within each group of `groups` are equal."""
         return all(any(set(ranks) <= set(group) for group in groups) for ranks in self.ranks)
 
     def start_phase(self) -> GradientPhase:

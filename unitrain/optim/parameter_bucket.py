@@ -181,5 +181,5 @@ def _bucket_names(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
 
 
 def vector_shape(parameter: Tensor) -> list[int]:
-    """Return the shape of `parameter`, or that of its real view if it is complex."""
+    """Return the shape of `parameter`, or the shape of its real view if it is complex."""
     return list(as_real(parameter.detach()).shape)

@@ -57,7 +57,7 @@ class _BlockGradients(torch.autograd.Function):
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the current parameters of `optimizer`, including those added by `add_param_group`."""
+    """Return the current parameters of `optimizer`, including parameters added by `add_param_group`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -26,8 +26,9 @@ _PROC = Path("/proc")
 
 class CpuSeconds(NamedTuple):
     """Seconds between two readings. `run_queue` is the time for which the most delayed busy thread was runnable but not
-    running, including time in which a CPU quota stopped it, and `workers` the same for DataLoader workers. `throttled`
-    is the time in which a CPU quota stopped the process. `used` is the CPU time divided by the number of cores.
+    running, including time in which a CPU quota stopped it. `workers` is the same time for DataLoader workers.
+    `throttled` is the time in which a CPU quota stopped the process. `used` is the CPU time divided by the number of
+    cores.
     """
 
     run_queue: float = 0.0

@@ -150,6 +150,7 @@ class FlopsMeasurement:
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
-    """Return the formulas of torch's counter by operation, and those of attention on CPUs, which it does not have."""
+    """Return the FLOP formulas by operation: the formulas of torch's counter, and formulas for attention on CPUs, which
+    torch's counter lacks."""
     registry = FlopCounterMode(display=False).flop_registry
     return {operation: registry[same] for operation, same in cpu_attention_operations().items()} | registry

@@ -17,8 +17,8 @@ _MAX_CONNECTIONS = 32
 _MIN_SEARCH_INTERVAL_SECONDS, _MAX_SEARCH_INTERVAL_SECONDS = 1.0, 32.0
 _TCP_INFO_BYTES, _ADDRESS_BYTES = 192, 128
 # Offsets in `struct tcp_info`: smoothed round-trip time in microseconds, number of retransmissions, acknowledged bytes.
-# At _BUSY, there are three times in microseconds: the time with unacknowledged data, and the parts of it that were
-# limited by the receive window of the peer and by the send buffer.
+# At _BUSY, there are three times in microseconds: the time with unacknowledged data, the part of this time that the
+# receive window of the peer limited, and the part that the send buffer limited.
 _RTT, _RETRANSMISSIONS, _ACKNOWLEDGED, _BUSY = 68, 100, 120, 168
 
 

@@ -168,7 +168,7 @@ class MetricsEndpoint:
         os.register_at_fork(after_in_child=self._close_socket)
 
     def serve(self, values: RunValues) -> None:
-        """Serve the metrics of a run instead of those of an earlier one."""
+        """Serve the metrics of a run. They replace the metrics of an earlier run."""
         self._collector.values = values
 
     def close(self) -> None:

@@ -48,12 +48,13 @@ _is_first_in_process = True
 
 
 class RunMetrics:
-    """Measures a run at its sync points, and passes the metrics to the history, the loggers and the endpoint.
+    """Measures a run at its sync points (see `stopping.SyncPoint`), and passes the metrics to the history, the loggers
+    and the endpoint.
 
     All ranks create it and make the same calls. Only rank 0 writes, and only the constructor communicates. The metrics
-    describe rank 0, except those of all ranks that `synchronize` receives. `flops` counts the FLOPs of a micro-batch on
-    rank 0, if the peak FLOP/s are known and the model is not compiled. Without `has_endpoint`, no endpoint is opened.
-    Raises ConfigError or MissingDependencyError on every rank if the endpoint cannot be opened.
+    describe rank 0, except the metrics of all ranks that `synchronize` receives. `flops` counts the FLOPs of a
+    micro-batch on rank 0, if the peak FLOP/s are known and the model is not compiled. Without `has_endpoint`, no
+    endpoint is opened. Raises ConfigError or MissingDependencyError on every rank if the endpoint cannot be opened.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ class RunMetrics:
     def throughput(self, samples_per_second: float, tokens: float | None) -> dict[str, float]:
         """Return the metrics for loggers; an empty dictionary on ranks other than 0.
 
-        Throughput and MFU are those since the last call. `tokens` is the number of tokens of all ranks since the last
-        call, or None if loss_fn does not count tokens.
+        Throughput and MFU refer to the time since the last call. `tokens` is the number of tokens of all ranks since
+        the last call, or None if loss_fn does not count tokens.
         """
         if not self._is_rank_zero:
             return {}
@@ -189,8 +190,8 @@ class RunMetrics:
         return {f"goodput_{name}_seconds": seconds for name, seconds in self._summary().seconds.items()}
 
     def record_sync_point(self, values: Mapping[str, float]) -> dict[str, list[float]]:
-        """Pass the `values` of a sync point to the endpoint. Return the memory of all ranks for the history if that of
-        any rank has changed by more than 1 %, otherwise an empty dictionary."""
+        """Pass the `values` of a sync point to the endpoint. Return the memory of all ranks for the history if the
+        memory of any rank has changed by more than 1 %, otherwise an empty dictionary."""
         self._values.gauges |= values
         memory, recorded = self._values.memory, self._recorded_memory
         if not memory or (len(memory) == len(recorded) and not any(map(_has_changed, recorded, memory))):
@@ -280,7 +281,8 @@ class RunMetrics:
 
 
 def _endpoint_settings(config: TrainConfig) -> tuple[int | None, str]:
-    """Return the port and the address of `unitrain launch --metrics-port`, or else those of the configuration."""
+    """Return the port and the address of `unitrain launch --metrics-port`, or else the port and the address in the
+    configuration."""
     port = environment.get_variable(environment.METRICS_PORT_VARIABLE)
     if port is None:
         return config.metrics_port, config.metrics_address
@@ -293,7 +295,7 @@ def _endpoint_settings(config: TrainConfig) -> tuple[int | None, str]:
 
 
 def _attempt_start(info: supervisor_client.AttemptInfo | None) -> AttemptStart:
-    """Return the start of the attempt: that of the launcher, or else of this process.
+    """Return the start of the attempt: the start of the launcher if it is known, or else of this process.
 
     For a second Trainer in this process, and in an interactive session, the attempt starts with this call.
     """

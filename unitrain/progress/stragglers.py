@@ -14,7 +14,7 @@ from typing import Any, Self
 from unitrain.progress import slow_causes
 from unitrain.progress.slow_causes import RankFigures
 
-# The phases of a step, in order, and those in which the rank is busy. A rank is idle in `wait`.
+# The phases of a step, in order, and the phases in which the rank is busy. A rank is idle in `wait`.
 TRAINING = ("data", "compute", "wait", "update")
 WORK = ("data", "compute", "update")
 _COMPUTE = TRAINING.index("compute")
@@ -30,8 +30,8 @@ _MIN_LINK_RATIO = 2.0
 # observation may be an outlier.
 _OBSERVATION_SECONDS = 1.0
 _MIN_EARLIER_OBSERVATIONS, _MAX_EARLIER_OBSERVATIONS = 3, 30
-# After this number of consecutive slow observations, the slow times become the earlier times, so that the reports of a
-# permanent change, such as larger batches, end.
+# After this number of consecutive slow observations, the slow times replace the earlier times. A permanent change, such
+# as larger batches, is then no longer reported.
 _MAX_SLOW_OBSERVATIONS = 60
 MAX_NAMED_RANKS = 2
 

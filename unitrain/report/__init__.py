@@ -1,7 +1,7 @@
 """`unitrain report`: create an HTML or PNG report of one or several runs, from the history in their output folders.
 
 record         read the history of a run
-figures        compute statistics from the history: best results, throughput, times per rank
+run_statistics compute statistics from the history: best results, throughput, times per rank
 contents       select the charts of a report
 charts         draw charts with matplotlib, as SVG or PNG
 page           write the report: render the HTML page, or draw the PNG

@@ -157,8 +157,8 @@ class Supervisor:
         return (code if code >= 0 else 128 - code), ranks
 
     def _begin_attempt(self, waiting_seconds: float) -> Callable[[], AttemptInfo]:
-        """Count an attempt, and return the function that describes it. The age of the first attempt is that of this
-        process, without the time of waiting for hosts.
+        """Count an attempt, and return the function that describes it. The age of the first attempt is the age of this
+        process, minus the time spent waiting for hosts.
         """
         self._num_attempts += 1
         number, reason, start_time = self._num_attempts, self._restart_reason, time.monotonic()

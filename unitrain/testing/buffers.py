@@ -20,8 +20,8 @@ STEPS, FROZEN_FROM, LEARNING_RATE = 8, 5, 0.05
 class Centers(nn.Module):
     """Model that reads three buffers.
 
-    Each training forward pass from number `first_write` on changes `center` as `write_mode` specifies ("in place",
-    "data" or "assigned data"), reassigns `scale`, and adds to `counts`, which is not read. `mask` is constant.
+    Each forward pass in training mode, from index `first_write` on, changes `center` as `write_mode` specifies ("in
+    place", "data" or "assigned data"), reassigns `scale`, and adds to `counts`, which is not read. `mask` is constant.
     """
 
     def __init__(self, write_mode: str = "in place", first_write: int = 0) -> None:

@@ -121,8 +121,8 @@ class Simulation:
                         self._merge(fragment, 0)
 
     def _merge(self, fragment: _Fragment, mixing: float) -> None:
-        """Update the outer weights of a fragment like torch.optim.SGD(nesterov=True), and merge them into those of all
-        ranks."""
+        """Update the outer weights of a fragment as torch.optim.SGD(nesterov=True) does, and merge them into the
+        weights of all ranks."""
         mean, momentum, part = fragment.mean, self.settings.outer_momentum, slice(fragment.first, fragment.end)
         assert mean is not None
         fragment.mean = None

@@ -76,7 +76,7 @@ def _backward(model: nn.Module, rank: int, step: int, factor: float = 1.0) -> No
 
 
 def _run_step(backend: Backend, model: nn.Module, steps: range, factors: dict[int, float]) -> None:
-    """Run the micro-batches of this process: those of `steps`, for each of its logical ranks."""
+    """Run the micro-batches of `steps` for each logical rank of this process."""
     ranks = local_logical_ranks(_LOGICAL_RANKS, backend.rank, backend.size)
     for rank in ranks:
         for step in steps:

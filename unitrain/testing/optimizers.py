@@ -75,7 +75,7 @@ def training_equals_plain_torch(backend: Backend) -> None:
 def overflow_on_one_rank_skips_the_step_on_every_rank(backend: Backend) -> None:
     """Use GradScaler in plain torch code, with and without clipping.
 
-    The steps without overflow equal those of one process.
+    The steps without overflow equal the steps of one process.
     """
     overflow, steps = 2, range(5)
     for clip_norm in (None, 0.01):

@@ -148,8 +148,8 @@ def _runs(
     twin: nn.Module,
     twin_optimizer: torch.optim.Optimizer,
 ) -> tuple[_Run, _Run]:
-    """Return the run of a distributed model on the samples of this rank, and that of its replicated twin on the samples
-    of all ranks."""
+    """Return two runs: a distributed model on the samples of this rank, and its replicated twin on the samples of all
+    ranks."""
     return _Run(wrapped, optimizer, [backend.rank]), _Run(twin, twin_optimizer, _everyone(backend))
 
 
@@ -501,8 +501,8 @@ class _InPlace(nn.Sequential):
 
 @contract
 def gradients_of_sharded_parameters_after_another_forward(backend: Backend) -> None:
-    """Clip after a forward pass with gradients that follows the backward pass, call `model.zero_grad` between the
-    forward and the backward pass, and accumulate the gradients of an output that was changed in place."""
+    """Clip after the backward pass and a further forward pass with grad mode enabled, call `model.zero_grad` between
+    the forward and the backward pass, and accumulate the gradients of an output that was changed in place."""
     model, twin = build_model(), build_model()
     wrapped, optimizer = distribute(backend, model)
     twin_optimizer = adamw(twin.parameters())

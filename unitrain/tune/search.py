@@ -83,7 +83,7 @@ def list_tunables(backend_tunables: Sequence[Tunable], threads: int | None, core
 def measure_ratio(
     without_settings: Callable[[], float], with_settings: Callable[[], float], generator: random.Random
 ) -> float:
-    """Return the ratio of the seconds of `without_settings` to those of `with_settings`, measured in random order."""
+    """Return the seconds of `without_settings` divided by the seconds of `with_settings`, measured in random order."""
     if generator.random() < 0.5:
         seconds = without_settings()
         return seconds / with_settings()

@@ -67,8 +67,8 @@ class TunedRun:
 class TunedEntry:
     """An entry of the file: the environment `variables` that reduced the step time of a run.
 
-    `gain` is the median speedup, and `spread` the minimum and maximum speedup. The other fields are those of
-    `TunedRun`. The last four are None in files of earlier versions, which did not record them.
+    `gain` is the median speedup, and `spread` the minimum and maximum speedup. `TunedRun` documents the other fields.
+    The last four are None in files of earlier versions, which did not record them.
     """
 
     script: str

@@ -97,7 +97,7 @@ class Verification:
 
         The batch size of the script is multiplied by `size`. If the script divides its batch size by the number of
         ranks, the global batch size would differ, and the run is repeated with the unmodified batch size. Return the
-        repeated run if its global batch size is that of another run, otherwise the first one.
+        repeated run if its global batch size is equal to that of another run, otherwise the first run.
         """
         outcome = self._run(Run(backend="local", emulated_ranks=size, processes=1))
         batches = {

@@ -102,10 +102,10 @@ class Verdict:
 def compare_outcomes(ranks: int, outcomes: Sequence[Outcome], tolerance: float, *, float64: bool) -> Group:
     """Compare the runs with the global batch size of `ranks` ranks with the best reference among them.
 
-    The reference is the first run, beginning with runs of a single process, whose results all others can have: they do
-    not differ by design (see `expected_difference`), or are within the tolerance. If there is none, the reference is a
-    run with the largest number of processes. Runs with a difference between ranks are candidates only if all runs have
-    one.
+    The reference is the first run whose results all other runs can have: their differences are not expected by design
+    (see `expected_difference`), or are within the tolerance. Runs of a single process are tried first. If there is
+    none, the reference is a run with the largest number of processes. Runs with a difference between ranks are
+    candidates only if all runs have one.
     """
     outcomes = [_fail_if_not_comparable(outcome) for outcome in outcomes]
     candidates = [(outcome, outcome.record) for outcome in outcomes if outcome.record is not None]

@@ -65,10 +65,10 @@ _num_models_wrapped = 0
 class _PendingForwards:
     """Numbers of forward passes with grad mode enabled since the last backward pass, and the ID of that backward pass.
 
-    `reducing` counts the forward passes outside `no_sync`. `prepared` counts those after which DDP's reducer is
-    prepared correctly for a backward pass. With `find_unused_parameters`, DDP searches the output for the tensors from
-    which a backward pass can start, and the reducer is prepared only if DDP finds all of them. The counts are in a
-    separate object, because setting an attribute of a module takes microseconds.
+    `reducing` counts the forward passes outside `no_sync`. `prepared` counts the forward passes after which DDP's
+    reducer is prepared correctly for a backward pass. With `find_unused_parameters`, DDP searches the output for the
+    tensors from which a backward pass can start, and the reducer is prepared only if DDP finds all of them. The counts
+    are in a separate object, because setting an attribute of a module takes microseconds.
     """
 
     forwards: int = 0
@@ -290,9 +290,9 @@ class DistributedModel(ReducerDDP, WrappedModel):
         reduced.
 
         DDP reduces the parameters that required grad when it was constructed. It would not reduce the gradients of
-        parameters that are unfrozen later, and would wait for those of frozen parameters. All ranks call this method.
-        It raises ModelError on all ranks if their frozen parameters differ. With `find_unused_parameters`, it does
-        nothing, and does not communicate, unless a parameter was unfrozen.
+        parameters that are unfrozen later, and would wait for the gradients of frozen parameters. All ranks call this
+        method. It raises ModelError on all ranks if their frozen parameters differ. With `find_unused_parameters`, it
+        does nothing, and does not communicate, unless a parameter was unfrozen.
         """
         if self.find_unused_parameters and not any(
             now and not before for now, before in zip(requires_grad, self._requires_grad, strict=True)

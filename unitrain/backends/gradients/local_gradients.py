@@ -22,8 +22,8 @@ class LocalGradients:
     """Tracks the parameters of `model` that have a local gradient: a `.grad` with values that are not reduced over
     ranks.
 
-    By default, a hook on each parameter marks its gradient as local in every backward pass that adds to it, regardless
-    of how the forward pass is called and of its output type. The reducer calls `mark_reduced`.
+    By default, a hook on each parameter marks the gradient as local in every backward pass that adds to the gradient,
+    regardless of how the forward pass is called and of the type of its output. The reducer calls `mark_reduced`.
 
     With `is_accumulating`, hooks are registered only by `track`, and there are two uses:
 

@@ -91,8 +91,8 @@ class ReducerGroup(dist.ProcessGroup):
             self._check_bucket(bucket)
 
     def add_work(self, work: dist.Work) -> None:
-        """Add `work`, the collective of a bucket, to those that are waited for at the end of the backward pass, by the
-        host or, if a stream waits, by the watchdog."""
+        """Add `work`, the collective of a bucket, to the collectives that are waited for at the end of the backward
+        pass. If a CUDA stream waits, the watchdog monitors them; otherwise, the host waits."""
         self._works.append(work)
 
     def raise_cause_of(self, error: BaseException) -> None:

@@ -4,8 +4,8 @@ Horovod executes an operation when all ranks have started it under the same name
 number of elements. If ranks pass tensors of different sizes or call different collectives, every rank waits for an
 operation that the others never start. Without this module, such a mismatch would be reported as a timeout.
 
-A rank that has waited for some seconds compares its pending operations with those of rank 0, which writes them to the
-group's store when it waits, too. Steps without long waits write nothing.
+A rank that has waited for some seconds compares its pending operations with those of rank 0, which also writes its
+pending operations to the group's store when it waits. Steps without long waits write nothing.
 """
 
 from __future__ import annotations

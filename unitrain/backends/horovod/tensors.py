@@ -59,8 +59,8 @@ class Reduction(NamedTuple):
     combine: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def to_horovod(self, values: Tensor) -> Tensor:
-        """Return `values`, [elements], in the form that Horovod reduces: a new tensor, or if `encode` is None, `values`
-        or a view of them."""
+        """Return `values`, [elements], in the form that Horovod reduces: a new tensor, or, if `encode` is None,
+        `values` or a view of it."""
         if self.encode is not None:
             return self.encode(values)
         return values if self.transfer_dtype is None else values.view(self.transfer_dtype)
@@ -109,7 +109,8 @@ def is_mean_of_integers(dtype: torch.dtype, op: Any) -> bool:
 
 
 def _split_integers(values: Tensor) -> Tensor:
-    """Return the upper and the lower 32 bits of `values`, [n], and a one, as int64 [2 n + 1], whose sums are exact."""
+    """Return the upper and the lower 32 bits of `values` [n], and the number 1, as int64 [2 n + 1]. Sums of these
+    tensors over ranks are exact."""
     wide = values.to(torch.int64)
     return torch.cat([wide >> 32, wide & 0xFFFFFFFF, wide.new_ones(1)])
 

@@ -110,7 +110,7 @@ def _load_stage(
     state: Mapping[str, Any],
 ) -> None:
     """Load the entries that `state` contains for this stage into `optimizer`. `own` contains the names of this stage's
-    parameters by group, and `by_stage` those of every stage."""
+    parameters by group, and `by_stage` the names of every stage's parameters by group."""
     groups = [[name for names in by_stage for name in names[index]] for index in range(len(own))]
     saved = state["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group) for group in groups]:

@@ -63,8 +63,7 @@ class Pipeline:
     of all replicas.
 
     All ranks must create the pipeline with the same model and arguments. Parameters and buffers are broadcast from rank
-    0. The blocks of other stages are moved to the device "meta", and those of this stage are moved to the rank's
-    device.
+    0. The blocks of this stage are moved to the rank's device, and the blocks of other stages to the device "meta".
 
     Args:
         model: A torch.nn.Sequential. Its direct children are the blocks, and are never divided.

@@ -1,6 +1,6 @@
 """Private APIs of FSDP2 (`fully_shard`) and of DTensors that unitrain uses.
 
-Like those in `torch_compat`, each entry states the torch versions that it was checked with.
+As in `torch_compat`, each entry states the torch versions that it was checked with.
 """
 
 from __future__ import annotations

@@ -450,7 +450,7 @@ class GradientReducer:
 
     def _used_on_any_rank(self) -> set[int]:
         """Return the indices of the parameters that received a gradient on any rank, which the ranks exchange only with
-        `find_unused_parameters`. Otherwise, return those of all trained parameters."""
+        `find_unused_parameters`. Otherwise, return the indices of all trained parameters."""
         if not self._finds_unused:
             return set(self._trained_indices)
         flags = torch.tensor(

@@ -83,7 +83,7 @@ class OptimizerShards:
         optimizer.__getstate__ = reject_copy  # type: ignore[method-assign]
 
     def _begin_step(self, optimizer: Optimizer) -> None:
-        """Replace the parameters, gradients and state of `optimizer` with those of this rank's shards."""
+        """Replace the parameters, gradients and state of `optimizer` with this rank's shards of them."""
         self._complete_param_groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._local_parameter(optimizer, parameter) for parameter in group["params"]]

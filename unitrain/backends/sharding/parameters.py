@@ -336,7 +336,7 @@ def _class_name(model: nn.Module) -> str:
 
 
 def _precision_policy(module: nn.Module) -> MixedPrecisionPolicy:
-    """Return the policy that makes the results equal to those with replicated parameters.
+    """Return the policy that makes the results equal to the results with replicated parameters.
 
     Parameters are gathered in their dtype, and autocast applies in the forward pass as without sharding. Gradients in
     half precision are summed in float32.

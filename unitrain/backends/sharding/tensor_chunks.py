@@ -1,8 +1,8 @@
 """Chunks of tensors: the rectangular blocks that sharded checkpoints write and read.
 
-torch.distributed.checkpoint uses the same term. The chunks of a rank come from replicated tensors, which are divided
-such that the ranks write about the same number of bytes, from ranges of elements (ZeRO-1), or from DTensors (FSDP2).
-Nothing in this module communicates.
+torch.distributed.checkpoint uses the same term. The chunks of a rank come from replicated tensors, from ranges of
+elements (ZeRO-1), or from DTensors (FSDP2). Replicated tensors are divided such that all ranks write about the same
+number of bytes. Nothing in this module communicates.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ def empty_like_local(tensor: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def is_storable(value: Any) -> bool:
-    """Return whether `value` is a tensor that can be divided into chunks: a DTensor, or a strided tensor, parameter or
-    buffer that is not quantized and of no other subclass."""
+    """Return whether `value` is a tensor that can be divided into chunks: a DTensor; or a tensor, parameter or buffer
+    of no other subclass that is strided and not quantized."""
     if is_distributed_tensor(value):
         return True
     plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
