@@ -494,7 +494,7 @@ class Trainer(LoggingMethods):
         return [row[4:] for row in ranks]
 
     def _report_loss(self, epoch: int) -> None:
-        """Synchronize the ranks, and show, log and record the mean loss since the last sync point."""
+        """Synchronize the ranks (a sync point), and show, log and record the mean loss since the last sync point."""
         step = self.progress.step
         sums = self._synchronize(self._loss.local_sums())
         values = {"loss": self._loss.mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}

@@ -110,8 +110,8 @@ class ServiceRun:
         if step and self._path is not None and self._path.exists():
             try:
                 saved = json.loads(self._path.read_text())
-                self.id = saved["id"]
-                self._previous_steps = {name: int(last_step) for name, last_step in saved["steps"].items()}
+                previous_steps = {name: int(last_step) for name, last_step in saved["steps"].items()}
+                self.id, self._previous_steps = saved["id"], previous_steps
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 _log.warning(
                     "'%s', which contains the ID of the run at the tracking service, is damaged, which can happen "

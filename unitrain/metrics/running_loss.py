@@ -92,8 +92,8 @@ class RunningLoss:
     def start_epoch(self) -> None:
         """Start an epoch. Call it after `epoch_mean` of the preceding epoch."""
         total, count = (synced - of_epoch for synced, of_epoch in zip(self._synced_totals, self._totals, strict=True))
-        # The next `mean_since_sync` also includes the last epoch's steps after its last sync point. Without such steps,
-        # the difference of the totals, which are rounded differently, is not exactly 0.
+        # The next `mean_since_sync` also includes the last epoch's steps after its last synchronization. Without such
+        # steps, the difference of the totals, which are rounded differently, is not exactly 0.
         self._synced_totals, self._totals = (total if count else 0.0, count), (0.0, 0.0)
         self._means.clear()
         self.steps = 0

@@ -10,7 +10,7 @@ slow_causes         causes of slow ranks, with suggestions
 rank_evidence       evidence of the causes on this rank
 cpu_evidence        CPU time that this rank did not get
 network_evidence    counters of this rank's TCP connections
-run_metrics         RunMetrics: throughput, MFU, memory and goodput at the sync points
+run_metrics         RunMetrics: throughput, MFU, memory and goodput at the sync points of `stopping`
 flops               FLOPs of a micro-batch, and the peak FLOPs of GPUs
 goodput             GoodputMeter: the wall-clock time of a run by category, over all attempts
 events              events.jsonl

@@ -114,7 +114,11 @@ class StopCoordinator:
 
 
 class SyncPoint:
-    """Collective that synchronizes stop requests and detects slow ranks. All ranks call `exchange`."""
+    """Collective that synchronizes stop requests and detects slow ranks. All ranks call `exchange`.
+
+    A sync point of a run is such an exchange: about every two seconds, every `log_every_n_steps` steps if it is set,
+    and at the end of an epoch.
+    """
 
     def __init__(
         self, communicator: Communicator, stopping: StopCoordinator, timer: LoopTimer, reporter: RunReporter
