@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import unitrain
-from unitrain.backends.base import Backend, Shard
+from unitrain.backends.base import Backend, ShardingMode
 from unitrain.memory.process_memory import HostMemory
 
 WIDTH, LENGTH, CLASSES, VOCABULARY = 128, 32, 64, 20_000
@@ -34,7 +34,7 @@ class TextClassifier(nn.Module):
         return scores
 
 
-def peak_bytes(backend: Backend, shard: Shard, checkpoints: bool, blocks: int, batch: int) -> int:
+def peak_bytes(backend: Backend, shard: ShardingMode, checkpoints: bool, blocks: int, batch: int) -> int:
     """Train STEPS steps. Return the peak of the memory in bytes above that of the process before."""
     # Each larger tensor gets its own mapping, so that the system gets its memory back immediately.
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD_OPTION, 65536)
@@ -50,7 +50,7 @@ def peak_bytes(backend: Backend, shard: Shard, checkpoints: bool, blocks: int, b
     return memory.peak() - before
 
 
-def _train(backend: Backend, model: TextClassifier, shard: Shard, batch: int) -> None:
+def _train(backend: Backend, model: TextClassifier, shard: ShardingMode, batch: int) -> None:
     vocabulary = model.tokens.num_embeddings
     distributed = backend.distributed_model(model, shard=shard)
     optimizer = backend.distributed_optimizer(torch.optim.Adam(model.parameters()), distributed, shard=shard)

@@ -24,12 +24,12 @@ import torch
 from limited_training import LENGTH, TextClassifier, peak_bytes
 from tables import RESULTS, save_results
 
-from unitrain.backends.base import Shard
+from unitrain.backends.base import ShardingMode
 from unitrain.testing import RankGroup
 
 MB = 2**20
 BLOCKS, BATCH = 8, 4  # of the model with the largest batch, and of the batch with the largest model
-_SHARDS: tuple[str, ...] = get_args(Shard)
+_SHARDS: tuple[str, ...] = get_args(ShardingMode)
 _ACTIVATIONS = ("none", "blocks")
 
 

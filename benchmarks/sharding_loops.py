@@ -12,11 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 
-from unitrain.backends.base import Backend, Shard
+from unitrain.backends.base import Backend, ShardingMode
 from unitrain.backends.sharding.gradient import ShardedGradient
 
 REPLICATED, ZERO, FULLY_SHARD = "none", "ZeroRedundancyOptimizer", "fully_shard"
-SHARDS: dict[str, Shard] = {REPLICATED: "none", "state": "state", "gradients": "gradients", "parameters": "parameters"}
+SHARDS: dict[str, ShardingMode] = {
+    REPLICATED: "none",
+    "state": "state",
+    "gradients": "gradients",
+    "parameters": "parameters",
+}
 WAYS = (*SHARDS, ZERO, FULLY_SHARD)
 
 _prepared: dict[tuple[str, str], tuple[nn.Module, torch.optim.Optimizer]] = {}

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from unitrain import validation
 from unitrain.accumulation import Accumulation, read_accumulation
-from unitrain.backends.base import Communicator, Shard
+from unitrain.backends.base import Communicator, ShardingMode
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
 from unitrain.backends.local_sgd_config import LocalSGDConfig, read_local_sgd
 from unitrain.backends.synchronized_errors import gather_if_different
@@ -146,7 +146,7 @@ class TrainConfig:
     compression: Compression = "none"
     """Gradient compression for communication: "none", "fp16", "bf16", "powersgd" or a PowerSGD object (its state is
     saved in checkpoints)."""
-    shard: Shard = "none"
+    shard: ShardingMode = "none"
     """"state" shards the optimizer state across ranks (ZeRO-1): each rank updates its shard of the parameters and
     broadcasts it. "gradients" also shards the gradients (ZeRO-2). "parameters" also shards the parameters (ZeRO-3),
     which are all-gathered block by block for the forward and backward pass. The results are the same as with "none".
@@ -452,7 +452,7 @@ _CHOICE_SETTINGS: dict[str, Any] = {
     "stream": StreamKind,
     "uneven": Uneven,
     "lr_scaling": LrScaling,
-    "shard": Shard,
+    "shard": ShardingMode,
     "checkpoint_format": CheckpointFormat,
     "keep_best_mode": BestMode,
 }

@@ -144,7 +144,7 @@ def summarize(model: nn.Module, inputs: Any, *, max_depth: int | None = None) ->
 
 
 @dataclass
-class _Recorded:
+class _RecordedCall:
     output_shapes: tuple[tuple[int, ...], ...] = ()
     flops: int = 0
     activation_bytes: int = 0
@@ -156,8 +156,8 @@ class _Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
-        self.records = {name: _Recorded() for name in self.modules}
-        self._stack: list[_Recorded] = []
+        self.records = {name: _RecordedCall() for name in self.modules}
+        self._stack: list[_RecordedCall] = []
         self._flops = FlopCounterMode(display=False)
         self._flops_at_start: list[int] = []
         # Keep the storages, so that no address is used twice.
@@ -180,14 +180,14 @@ class _Recorder:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, recorded: _Recorded) -> Any:
+    def _enter(self, recorded: _RecordedCall) -> Any:
         def hook(module: nn.Module, arguments: Any) -> None:
             self._stack.append(recorded)
             self._flops_at_start.append(self._flops.get_total_flops())
 
         return hook
 
-    def _exit(self, recorded: _Recorded) -> Any:
+    def _exit(self, recorded: _RecordedCall) -> Any:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             self._stack.pop()
             recorded.flops += self._flops.get_total_flops() - self._flops_at_start.pop()

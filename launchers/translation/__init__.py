@@ -21,6 +21,6 @@ the machine, except to read hostfiles that a command line names.
 
 from unitrain.launchers.translation.dispatch import TARGETS, build, parse
 from unitrain.launchers.translation.job import Job
-from unitrain.launchers.translation.writing import Line, Translation
+from unitrain.launchers.translation.writing import CommandLine, Translation
 
-__all__ = ["TARGETS", "Job", "Line", "Translation", "build", "parse"]
+__all__ = ["TARGETS", "CommandLine", "Job", "Translation", "build", "parse"]

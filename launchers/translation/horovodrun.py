@@ -11,7 +11,7 @@ from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.translation.hosts import format_hosts, place_processes, read_hosts
 from unitrain.launchers.translation.job import Job, LauncherOption, number
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
-from unitrain.launchers.translation.writing import Line, Translation, options_for, restart_notes, variables_for
+from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_notes, variables_for
 
 LAUNCHER = "horovodrun"
 SYNTAX = Syntax(
@@ -114,7 +114,7 @@ def build(job: Job) -> Translation:
         start.append("--disable-cache")  # horovodrun caches host reachability for an hour
     if job.address is not None and job.address not in job.hosts[:1]:
         notes.append(f"The rendezvous address {job.address} is left out: horovodrun chooses one itself.")
-    line = Line([*start, *job.program], variables_for(job, LAUNCHER), job.directory)
+    line = CommandLine([*start, *job.program], variables_for(job, LAUNCHER), job.directory)
     return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
 

@@ -10,7 +10,7 @@ from unitrain.launchers.hosts import Host
 from unitrain.launchers.translation.hosts import divide_evenly, format_hosts, place_processes, read_hosts
 from unitrain.launchers.translation.job import Job
 from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
-from unitrain.launchers.translation.writing import Line, Translation, options_for, restart_notes, variables_for
+from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_notes, variables_for
 
 LAUNCHER = "mpiexec"
 SYNTAX = Syntax(
@@ -76,7 +76,9 @@ def build(job: Job) -> Translation:
             options += ["-genv", name, value]
     if job.directory is not None:
         options += ["-wdir", job.directory]
-    line = Line([LAUNCHER, *options, *extra_options, *job.program], secrets)  # ranks inherit the complete environment
+    line = CommandLine(
+        [LAUNCHER, *options, *extra_options, *job.program], secrets
+    )  # ranks inherit the complete environment
     return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
 

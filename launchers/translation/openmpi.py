@@ -21,7 +21,7 @@ from unitrain.launchers.translation.job import Job, LauncherOption, number
 from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.words import has_expansion
 from unitrain.launchers.translation.writing import (
-    Line,
+    CommandLine,
     Translation,
     is_open_mpi_variable,
     options_for,
@@ -126,7 +126,7 @@ def build(job: Job) -> Translation:
     options += merge_options((*mpirun.DEFAULT_OPTIONS, *ssh_options), extra_options)
     if has_several_hosts:
         notes.append("Ranks on other hosts receive only the variables named with -x. Add the variables that they need.")
-    line = Line([LAUNCHER, *options, *job.program], {**open_mpi_variables, **secrets})
+    line = CommandLine([LAUNCHER, *options, *job.program], {**open_mpi_variables, **secrets})
     return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
 

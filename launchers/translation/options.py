@@ -75,25 +75,26 @@ class Syntax:
         )
 
     def _interpretations(self, word: str) -> Iterator[tuple[str, str | None]]:
-        """Yield the spellings and attached values that `word` may stand for."""
+        """Yield the spellings and attached values that `word` may stand for. The first known spelling applies."""
         yield word, None
-        name, equals, value = word.partition("=")
         if self.any_dashes:
             yield f"-{word.lstrip('-')}", None
             yield f"--{word.lstrip('-')}", None
-        elif word.startswith("--"):
-            if equals:
-                yield name, value
-            candidates = [
-                option for option in (*self.arity, *self.aliases) if option.startswith(name) and option.startswith("--")
-            ]
-            if len({self.aliases.get(option, option) for option in candidates}) == 1:
-                yield candidates[0], value if equals else None
-        else:
-            if equals:
-                yield name, value
-            if self.arity.get(self.aliases.get(word[:2], word[:2])):
-                yield word[:2], word[2:].removeprefix("=")
+            return
+        name, equals, value = word.partition("=")
+        if equals:  # as in --num-processes=4 or -n=4
+            yield name, value
+        if word.startswith("--"):
+            if (option := self._abbreviated_option(name)) is not None:
+                yield option, value if equals else None
+        elif self.arity.get(self.aliases.get(word[:2], word[:2])):  # as in -n4
+            yield word[:2], word[2:].removeprefix("=")
+
+    def _abbreviated_option(self, prefix: str) -> str | None:
+        """Return the long option that `prefix` abbreviates, or None if no option or several ones begin with it."""
+        options = [option for option in (*self.arity, *self.aliases) if option.startswith(prefix)]
+        is_unique = len({self.aliases.get(option, option) for option in options}) == 1
+        return options[0] if is_unique else None
 
 
 class Options:

@@ -13,7 +13,7 @@ from unitrain.launchers.translation.hosts import divide_evenly, expand_nodelist
 from unitrain.launchers.translation.job import Job, LauncherOption, number
 from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.words import join, mark_expansion
-from unitrain.launchers.translation.writing import Line, Translation, options_for, restart_notes, variables_for
+from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_notes, variables_for
 
 LAUNCHER = "srun"
 FIRST_HOST = mark_expansion('"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"')
@@ -145,7 +145,7 @@ def build(job: Job) -> Translation:
             "Run the command in an allocation, such as the shell that this command starts: "
             f"salloc --nodes {len(job.counts)} --ntasks-per-node {max(job.counts)}"
         )
-    line = Line([LAUNCHER, *placement, *srun_options, *job.program], variables)
+    line = CommandLine([LAUNCHER, *placement, *srun_options, *job.program], variables)
     return Translation([line], [*job.remarks, *notes, *_uneven_placement_remark(job), *restart_notes(job)])
 
 

@@ -10,7 +10,7 @@ from unitrain.launchers.rendezvous import DEFAULT_PORT
 from unitrain.launchers.torchrun import RESTART_VARIABLES, c10d_rendezvous_options, static_rendezvous_options
 from unitrain.launchers.translation.job import Job, LauncherOption, number
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
-from unitrain.launchers.translation.writing import Line, Translation, options_for, variables_for
+from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, variables_for
 
 LAUNCHER = "torchrun"
 _ARITY = arity_table(
@@ -134,7 +134,7 @@ def build(job: Job) -> Translation:
         extra_options = ["--max-restarts", str(job.max_restarts), *extra_options]
     launcher, program = torchrun_and_program(job)
     lines = [
-        Line([*launcher, *options, *extra_options, *program], variables, job.directory, name)
+        CommandLine([*launcher, *options, *extra_options, *program], variables, job.directory, name)
         for name, options in zip(names, nodes, strict=True)
     ]
     if len(lines) > 1 and job.forwarded:

@@ -16,7 +16,7 @@ from unitrain.launchers.translation.hosts import format_hosts, place_processes
 from unitrain.launchers.translation.job import Job, LauncherOption
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.words import join
-from unitrain.launchers.translation.writing import DEFAULT_BACKENDS, Line, Translation, options_for
+from unitrain.launchers.translation.writing import DEFAULT_BACKENDS, CommandLine, Translation, options_for
 
 LAUNCHER = "unitrain launch"
 SYNTAX = Syntax(
@@ -147,7 +147,7 @@ def build(job: Job) -> Translation:
     options += unitrain_options
     if extra_options:
         options += ["--launcher-args", join(extra_options)]
-    line = Line(["unitrain", "launch", *options, *job.program[1:]], secrets, job.directory)
+    line = CommandLine(["unitrain", "launch", *options, *job.program[1:]], secrets, job.directory)
     return Translation([line], [*job.remarks, *notes])
 
 

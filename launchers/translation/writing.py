@@ -85,7 +85,7 @@ _ADVICE: dict[str, tuple[dict[str, str], str]] = {
 
 
 @dataclass(frozen=True)
-class Line:
+class CommandLine:
     """A command, and its host if it must run on a specific host."""
 
     words: Sequence[str]
@@ -104,7 +104,7 @@ class Line:
 class Translation:
     """A job written for a launcher: command lines, or the text of a file, and remarks for the user."""
 
-    lines: Sequence[Line] = ()
+    lines: Sequence[CommandLine] = ()
     remarks: Sequence[str] = ()
     text: str | None = None
 

@@ -11,7 +11,7 @@ import pytest
 from groups import nightly
 from launches import running_launcher
 
-from unitrain.backends.base import Shard
+from unitrain.backends.base import ShardingMode
 
 SCRIPT = """
 import sys
@@ -98,7 +98,7 @@ def test_predictions_equal_measurements(
     assert sum(row["at_peak"] for row in plain["memory"]) == plain["peak"]
 
     predicted = {one["setting"]: one["saved_bytes"] for one in plain["savings"]}
-    for shard in get_args(Shard)[1:]:
+    for shard in get_args(ShardingMode)[1:]:
         code, output, sharded = run(script, f"shard={shard}", "checkpoint_activations=Block", options=options)
         assert code == 0, output
         saved = sum(measured(plain, name) - measured(sharded, name) for name in SHARDED)

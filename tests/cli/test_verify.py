@@ -33,7 +33,7 @@ from unitrain.verify.commands import last_lines
 from unitrain.verify.difference import compare
 from unitrain.verify.digests import digest_samples
 from unitrain.verify.record import RECORDER, Record, RecordRequest
-from unitrain.verify.verdict import Group, Outcome, Row, Run, compare_outcomes, resolve_with_float64
+from unitrain.verify.verdict import Group, Outcome, RequestedRun, VerdictRow, compare_outcomes, resolve_with_float64
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = EXAMPLES / "digits.py"
@@ -371,12 +371,13 @@ def record(
 
 def compared(*records: Record) -> Group:
     outcomes = [
-        Outcome(run=Run(backend="local", emulated_ranks=1, processes=1), seconds=0.0, record=one) for one in records
+        Outcome(run=RequestedRun(backend="local", emulated_ranks=1, processes=1), seconds=0.0, record=one)
+        for one in records
     ]
     return compare_outcomes(1, outcomes, 1e-6, float64=False)
 
 
-def second(*records: Record) -> Row:
+def second(*records: Record) -> VerdictRow:
     return compared(*records).rows[1]
 
 
@@ -564,7 +565,7 @@ def test_float64_distinguishes_a_wrong_gradient_from_rounding(tmp_path: Path, mo
             for number in range(2)
         ]
         outcomes = [
-            Outcome(run=Run(backend=name, emulated_ranks=1, processes=1), seconds=0.0, record=one)
+            Outcome(run=RequestedRun(backend=name, emulated_ranks=1, processes=1), seconds=0.0, record=one)
             for name, one in zip(("local", "ddp"), runs, strict=True)
         ]
         return compare_outcomes(1, outcomes, 1e-8 if float64 else 0.0, float64=float64)
@@ -589,7 +590,7 @@ def test_settings_derived_from_the_number_of_ranks_differ_by_design(
     one, two = record(tmp_path / "a", monkeypatch), record(tmp_path / "b", monkeypatch, made=make(lr=0.2))
     of_two = Record([replace(two.first, size=2)], two.folder)
     outcomes = [
-        Outcome(run=Run(backend=name, emulated_ranks=2, processes=processes), seconds=0.0, record=found)
+        Outcome(run=RequestedRun(backend=name, emulated_ranks=2, processes=processes), seconds=0.0, record=found)
         for name, processes, found in (("local", 1, one), ("ddp", 2, of_two), ("horovod", 2, of_two))
     ]
     rows = {row.outcome.run.backend: row for row in compare_outcomes(2, outcomes, 1e-6, float64=False).rows}

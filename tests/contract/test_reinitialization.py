@@ -15,7 +15,7 @@ from requirements import needs_mpi
 from torch import Tensor, nn
 
 import unitrain
-from unitrain.backends.base import Backend, Shard
+from unitrain.backends.base import Backend, ShardingMode
 from unitrain.bootstrap import environment
 from unitrain.errors import ConfigError, Preempted
 from unitrain.testing import RankGroup
@@ -81,7 +81,7 @@ def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: l
         assert group.run(start_repeatedly, names) == [[1.0] * 3] * 2
 
 
-def train_after_shutdown(backend: Backend, shard: Shard) -> bool:
+def train_after_shutdown(backend: Backend, shard: ShardingMode) -> bool:
     """Run the first backward passes on rank 0 only, and return whether its gradients are those of rank 0.
 
     The first one goes through a forward pass before the shutdown, and the second one through a later forward pass.
@@ -105,7 +105,7 @@ def train_after_shutdown(backend: Backend, shard: Shard) -> bool:
 
 
 @pytest.mark.parametrize("shard", ["none", "gradients"])
-def test_models_that_were_not_trained_before_the_shutdown_do_not_wait_for_other_ranks(shard: Shard) -> None:
+def test_models_that_were_not_trained_before_the_shutdown_do_not_wait_for_other_ranks(shard: ShardingMode) -> None:
     with RankGroup("ddp", 2) as group:
         assert group.run(train_after_shutdown, shard) == [True, True]
 

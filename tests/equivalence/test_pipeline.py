@@ -13,7 +13,7 @@ from unitrain.errors import UnsupportedError
 from unitrain.testing import FakeBackend, RankGroup
 from unitrain.testing.ranks import RankError
 from unitrain.verify.record import Record, RecordRequest
-from unitrain.verify.verdict import Outcome, Run, compare_outcomes
+from unitrain.verify.verdict import Outcome, RequestedRun, compare_outcomes
 
 # Backend, number of ranks and number of stages.
 SEVERAL_STAGES = {
@@ -127,7 +127,7 @@ def test_verify_compares_a_pipeline_with_one_process(layout: tuple[RankGroup, in
         folder.mkdir()
         RecordRequest(steps=6, emulated_ranks=group.size, float64=True).write(folder)
         ranks.run(cases.train_as_verified_script, str(folder), stages, group.size // stages, wrong)
-        run = Run(backend=ranks.backend, emulated_ranks=group.size, processes=ranks.size)
+        run = RequestedRun(backend=ranks.backend, emulated_ranks=group.size, processes=ranks.size)
         return Outcome(run=run, seconds=0.0, record=Record.read(folder))
 
     with RankGroup("local", 1) as alone:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from unitrain import Callback, TrainConfig, Trainer
-from unitrain.backends.base import Backend, Shard
+from unitrain.backends.base import Backend, ShardingMode
 from unitrain.checkpoint import files, sharded_files
 from unitrain.checkpoint.checkpointer import Checkpointer, TrainingState
 from unitrain.errors import CheckpointError
@@ -60,7 +60,11 @@ def limit_file_size() -> None:
 
 
 def train(
-    backend: Backend, folder: str, max_steps: int, fault: Callable[[], None] | None = None, shard: Shard = "state"
+    backend: Backend,
+    folder: str,
+    max_steps: int,
+    fault: Callable[[], None] | None = None,
+    shard: ShardingMode = "state",
 ) -> Any:
     """Train with a checkpoint every two steps. Return the first step, the parameters, and the error if there is one."""
     torch.manual_seed(0)
@@ -175,7 +179,7 @@ def remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
-def start_error(backend: Backend, folder: str, shard: Shard) -> str:
+def start_error(backend: Backend, folder: str, shard: ShardingMode) -> str:
     try:
         train(backend, folder, 6, None, shard)
     except CheckpointError as error:
@@ -186,7 +190,7 @@ def start_error(backend: Backend, folder: str, shard: Shard) -> str:
 @needs_mounts
 @pytest.mark.parametrize("shard", ["none", "state"], ids=["full format", "sharded format"])
 @pytest.mark.parametrize("backend", ["ddp", "horovod"])
-def test_full_or_read_only_file_system_raises_on_all_ranks(small_disk: Path, backend: str, shard: Shard) -> None:
+def test_full_or_read_only_file_system_raises_on_all_ranks(small_disk: Path, backend: str, shard: ShardingMode) -> None:
     """The disk becomes full while training continues. The run resumes when there is room, with the same result."""
     with RankGroup(backend, 2) as group:
         expected = group.run(train, str(small_disk.parent / "undisturbed"), 6, None, shard)[0][1]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from unitrain.horovod_wheel import machine, plan
-from unitrain.horovod_wheel.machine import Machine, Tool, Torch
+from unitrain.horovod_wheel.machine import Machine, Tool, TorchInstallation
 
-CUDA_TORCH = Torch(version="2.14.1+cu130", cuda="13.0", cxx11_abi=True, architectures=("8.0", "9.0"))
-CPU_TORCH = Torch(version="2.14.1+cpu", cuda=None, cxx11_abi=True)
+CUDA_TORCH = TorchInstallation(version="2.14.1+cu130", cuda="13.0", cxx11_abi=True, architectures=("8.0", "9.0"))
+CPU_TORCH = TorchInstallation(version="2.14.1+cpu", cuda=None, cxx11_abi=True)
 TOOLKIT = Tool(path="/opt/cuda-13.0", version="13.0")
 PLAIN = Machine(
     torch=CUDA_TORCH,

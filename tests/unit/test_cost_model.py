@@ -26,7 +26,7 @@ from unitrain.bench.cost_model import (
     tree_allreduce,
     tree_broadcast,
 )
-from unitrain.bench.cost_prediction import Layer, Model, Work, cost_functions, predict_step, uniform_work
+from unitrain.bench.cost_prediction import Layer, Model, StepWork, cost_functions, predict_step, uniform_work
 from unitrain.bench.cost_prediction import predict as calculate
 from unitrain.cli import unitrain as command
 from unitrain.errors import ReportError
@@ -244,7 +244,7 @@ def test_one_rank_has_no_communication_cost() -> None:
 
 def test_buckets_are_reduced_during_backward() -> None:
     """By hand: three layers of 10 bytes and a second each after a forward of 2 s, in buckets of 10 bytes."""
-    work = Work(before=2.0, layers=[Layer(10, 1.0)] * 3)
+    work = StepWork(before=2.0, layers=[Layer(10, 1.0)] * 3)
     each = {"bucket": 10.0, "first_bucket": 10.0}
     hidden = predict_step(work, lambda size: 0.5, **each)
     assert (hidden.seconds, hidden.exposed) == (5.5, 0.5)  # ready at 3, 4 and 5; only the last is not hidden
@@ -311,18 +311,18 @@ VGG16 = [(0.0041, 4.10), (0.0168, 16.78), (0.1028, 102.76), (1.39, 7.08), (4.62,
          (1.94, 0.04)]  # fmt: skip
 
 
-def horovod_512(work: Work, network: Network = ETHERNET_25) -> float:
+def horovod_512(work: StepWork, network: Network = ETHERNET_25) -> float:
     fused = 64 * MEGABYTE
     return predict_step(
         work, lambda size: ring_allreduce(512, size, network), bucket=fused, first_bucket=fused
     ).efficiency
 
 
-def vgg16(seconds: float) -> Work:
+def vgg16(seconds: float) -> StepWork:
     backward = 2 / 3 * seconds
     operations = sum(of_layer for of_layer, _ in VGG16)
     layers = [Layer(4 * MILLION * size, backward * of_layer / operations) for of_layer, size in VGG16]
-    return Work(before=seconds - backward, layers=layers)
+    return StepWork(before=seconds - backward, layers=layers)
 
 
 def test_published_efficiency_of_horovod_on_512_gpus() -> None:

@@ -16,7 +16,12 @@ from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.messages import MessageStore
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.monitoring.liveness import LivenessCheck
-from unitrain.monitoring.peer_connection import ORDERLY_EXIT_MESSAGE, PREEMPTED_MESSAGE, Disconnect, PeerConnection
+from unitrain.monitoring.peer_connection import (
+    ORDERLY_EXIT_MESSAGE,
+    PREEMPTED_MESSAGE,
+    DisconnectReason,
+    PeerConnection,
+)
 
 
 class Ranks:
@@ -114,14 +119,14 @@ def test_missing_ranks_are_not_awaited_longer_than_the_limit(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("messages", "disconnect"),
     [
-        ([ORDERLY_EXIT_MESSAGE], Disconnect.ORDERLY),
-        (["hello", PREEMPTED_MESSAGE], Disconnect.ORDERLY),
-        ([], Disconnect.UNEXPECTED),
-        (["hello"], Disconnect.UNEXPECTED),
-        ([ORDERLY_EXIT_MESSAGE, "hello"], Disconnect.UNEXPECTED),
+        ([ORDERLY_EXIT_MESSAGE], DisconnectReason.ORDERLY),
+        (["hello", PREEMPTED_MESSAGE], DisconnectReason.ORDERLY),
+        ([], DisconnectReason.UNEXPECTED),
+        (["hello"], DisconnectReason.UNEXPECTED),
+        ([ORDERLY_EXIT_MESSAGE, "hello"], DisconnectReason.UNEXPECTED),
     ],
 )
-def test_a_connection_reports_how_its_peer_has_ended(messages: list[str], disconnect: Disconnect) -> None:
+def test_a_connection_reports_how_its_peer_has_ended(messages: list[str], disconnect: DisconnectReason) -> None:
     here, there = (PeerConnection(end) for end in socket.socketpair())
     for message in messages:
         there.send(message)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from unitrain.backends.base import Shard
+from unitrain.backends.base import ShardingMode
 from unitrain.errors import UnsupportedError
 from unitrain.memory import process_memory, report
 from unitrain.memory.record import BlockRecord, RankMemory
@@ -277,7 +277,7 @@ def test_savings_are_differences_of_the_peak() -> None:
     assert found.pop("batch_size=4, gradient_accumulation_steps=2") == 200 * MB
     assert found.pop('precision="bf16"') == 150 * MB
     expected = {"state": 150 * MB, "gradients": 225 * MB, "parameters": 300 * MB}
-    assert found == {f'shard="{stage}"': size for stage, size in expected.items() if stage in get_args(Shard)}
+    assert found == {f'shard="{stage}"': size for stage, size in expected.items() if stage in get_args(ShardingMode)}
 
 
 def test_activations_save_nothing_beyond_the_peak_in_the_optimizer_step() -> None:
@@ -296,7 +296,7 @@ def test_settings_in_use_are_not_suggested() -> None:
     in_use = {"precision": "bf16", "batch_size": 1, "shard": "state"}
     sharded = record(settings=in_use, state=100 * MB, is_state_complete=False, blocks=[])
     found = savings(2, sharded, sharded)
-    later = [stage for stage in get_args(Shard) if stage not in ("none", "state")]
+    later = [stage for stage in get_args(ShardingMode) if stage not in ("none", "state")]
     assert set(found) == {f'shard="{stage}"' for stage in later}
     assert Usage.of_ranks([sharded, sharded]).state == 200 * MB
     # An own loop has no settings, so a sharded state is found in the tensors.

@@ -17,7 +17,7 @@ from unitrain.backends.local import LocalBackend
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous
 from unitrain.errors import CollectiveTimeoutError, ModelError
-from unitrain.testing.parameters import Lookup
+from unitrain.testing.parameters import EmbeddingLookup
 
 CPU = torch.device("cpu")
 
@@ -87,17 +87,17 @@ def test_model_on_another_device_is_rejected() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("detaches", [False, True])
 def test_compiled_embedding_function_with_max_norm_is_rejected(detaches: bool) -> None:
-    model = Lookup(nn.functional.embedding, detaches=detaches)
+    model = EmbeddingLookup(nn.functional.embedding, detaches=detaches)
     model.max_norm = 0.5
     compiled = torch.compile(LocalBackend(CPU).distributed_model(model), backend="eager")
     # torch.compile raises another class of error with the same text.
-    with pytest.raises(RuntimeError, match=r"max_norm=0\.5 for parameter 'weight' of Lookup"):
+    with pytest.raises(RuntimeError, match=r"max_norm=0\.5 for parameter 'weight' of EmbeddingLookup"):
         compiled(torch.arange(3))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_embedding_with_max_norm_is_rejected_inside_torch_func() -> None:
-    model = LocalBackend(CPU).distributed_model(Lookup(nn.functional.embedding, detaches=False))
+    model = LocalBackend(CPU).distributed_model(EmbeddingLookup(nn.functional.embedding, detaches=False))
     model.max_norm = 0.5
     parameters = dict(model.named_parameters())
 
@@ -105,16 +105,16 @@ def test_embedding_with_max_norm_is_rejected_inside_torch_func() -> None:
         output: Tensor = torch.func.functional_call(model, parameters, torch.arange(3))
         return output.sum()
 
-    with pytest.raises(ModelError, match=r"max_norm=0\.5 for parameter 'weight' of Lookup"):
+    with pytest.raises(ModelError, match=r"max_norm=0\.5 for parameter 'weight' of EmbeddingLookup"):
         torch.func.grad(loss)(parameters)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_embedding_with_max_norm_of_other_modules_is_allowed() -> None:
     """The weight has the shape and dtype of a parameter of the distributed model."""
-    distributed = LocalBackend(CPU).distributed_model(Lookup(nn.functional.embedding, detaches=False))
+    distributed = LocalBackend(CPU).distributed_model(EmbeddingLookup(nn.functional.embedding, detaches=False))
     empty = LocalBackend(CPU).distributed_model(nn.ParameterList([torch.zeros(0, 4)]))
-    other = Lookup(nn.functional.embedding, detaches=False)
+    other = EmbeddingLookup(nn.functional.embedding, detaches=False)
     other.max_norm = 0.5
     assert other.weight.shape == distributed.weight.shape
     other(torch.arange(3))

@@ -47,7 +47,7 @@ from unitrain.backends.lifecycle import Lifecycle
 from unitrain.bootstrap.environment import RankInfo
 
 ReduceOp = Literal["mean", "sum", "min", "max", "product"]
-Shard = Literal["none", "state", "gradients", "parameters"]
+ShardingMode = Literal["none", "state", "gradients", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Backend(Lifecycle, Communicator):
         self,
         model: nn.Module,
         *,
-        shard: Shard = "none",
+        shard: ShardingMode = "none",
         shard_blocks: Sequence[type[nn.Module] | str] | int = (),
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
@@ -198,7 +198,7 @@ class Backend(Lifecycle, Communicator):
 
     @abstractmethod
     def distributed_optimizer(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: Shard = "none"
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: ShardingMode = "none"
     ) -> torch.optim.Optimizer:
         """Broadcast the state of `optimizer` from rank 0, and return the same object. All ranks call it.
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unitrain import validation
-from unitrain.backends.base import Communicator, ReduceOp, Shard
+from unitrain.backends.base import Communicator, ReduceOp, ShardingMode
 from unitrain.backends.compression_setting import Compression, PowerSGD, read_compression
 from unitrain.backends.objects import broadcast_tensors
 from unitrain.backends.pipeline.stage_runs import StageModule
@@ -184,12 +184,12 @@ def check_is_optimizer(argument: str, optimizer: Any) -> None:
     validation.check_instance(argument, optimizer, kind, "a torch.optim.Optimizer", fix, error=ModelError)
 
 
-def check_shard(method: str, shard: Shard) -> None:
+def check_shard(method: str, shard: ShardingMode) -> None:
     """Raise ConfigError unless `shard`, an argument of `method`, is a known value."""
-    validation.check_choice(f"{method}(shard=...)", shard, get_args(Shard))
+    validation.check_choice(f"{method}(shard=...)", shard, get_args(ShardingMode))
 
 
-def check_matching_shard(model_shard: Shard | None, shard: Shard) -> None:
+def check_matching_shard(model_shard: ShardingMode | None, shard: ShardingMode) -> None:
     """Raise ModelError unless distributed_model and distributed_optimizer got compatible `shard` values.
 
     `model_shard` is the setting of the model, or None if it is not distributed.
@@ -204,7 +204,7 @@ def check_matching_shard(model_shard: Shard | None, shard: Shard) -> None:
             )
 
 
-def check_shard_compression(shard: Shard, compression: Compression) -> None:
+def check_shard_compression(shard: ShardingMode, compression: Compression) -> None:
     """Raise ModelError for sharded gradients with a compression that requires complete gradients."""
     if shard == "gradients" and isinstance(read_compression(compression), PowerSGD):
         raise ModelError(

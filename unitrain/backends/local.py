@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, ReduceOp, Shard, StartOptions
+from unitrain.backends.base import Backend, ReduceOp, ShardingMode, StartOptions
 from unitrain.backends.capabilities import (
     CompressionState,
     SupportsAllToAll,
@@ -56,7 +56,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         self._end_compression: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
         self._end_first_check: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
         self._gradients: WeakKeyDictionary[nn.Module, LocalGradients] = WeakKeyDictionary()
-        self._shards: WeakKeyDictionary[nn.Module, Shard] = WeakKeyDictionary()
+        self._shards: WeakKeyDictionary[nn.Module, ShardingMode] = WeakKeyDictionary()
         self._logical_rank_models: WeakSet[LogicalRanksModel] = WeakSet()
 
     @classmethod
@@ -128,7 +128,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         self,
         model: nn.Module,
         *,
-        shard: Shard = "none",
+        shard: ShardingMode = "none",
         shard_blocks: Sequence[type[nn.Module] | str] | int = (),
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
@@ -198,7 +198,7 @@ class LocalBackend(Backend, SupportsAllToAll, SupportsPowerSGD, SupportsShardedP
         return self._compression_states.get(self.unwrap(model))
 
     def distributed_optimizer(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: Shard = "none"
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: ShardingMode = "none"
     ) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
         check_sharded_optimizer(optimizer, self.unwrap(model) if isinstance(model, nn.Module) else model, shard)

@@ -43,7 +43,7 @@ class LogicalRank:
     is_dummy: bool = False
 
 
-class _Current:
+class _CurrentRank:
     logical_rank: LogicalRank | None = None
     sum_over_logical_ranks: Callable[[Tensor], Tensor] | None = None
 
@@ -53,22 +53,22 @@ def set_current_logical_rank(logical_rank: LogicalRank | None) -> None:
 
     ShardedLoader and the Trainer set it for each batch. If logical ranks run in turns, each turn also sets it.
     """
-    _Current.logical_rank = logical_rank
+    _CurrentRank.logical_rank = logical_rank
 
 
 def current_logical_rank() -> LogicalRank | None:
     """Return the logical rank of the last batch in this process, or None."""
-    return _Current.logical_rank
+    return _CurrentRank.logical_rank
 
 
 @contextmanager
 def summing_over_logical_ranks(compute_sum: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Context manager in which `sum_over_logical_ranks` calls `compute_sum`."""
-    _Current.sum_over_logical_ranks = compute_sum
+    _CurrentRank.sum_over_logical_ranks = compute_sum
     try:
         yield
     finally:
-        _Current.sum_over_logical_ranks = None
+        _CurrentRank.sum_over_logical_ranks = None
 
 
 def sum_over_logical_ranks(tensor: Tensor) -> Tensor:
@@ -76,12 +76,12 @@ def sum_over_logical_ranks(tensor: Tensor) -> Tensor:
 
     Raises ModelError if the logical ranks of this process do not run in turns.
     """
-    if _Current.sum_over_logical_ranks is None:
+    if _CurrentRank.sum_over_logical_ranks is None:
         raise ModelError(
             "A layer that sync_batch_norm has synchronized was called with logical_ranks outside of the Trainer. "
             f"{SYNCHRONIZED_BY_TRAINER}"
         )
-    return _Current.sum_over_logical_ranks(tensor)
+    return _CurrentRank.sum_over_logical_ranks(tensor)
 
 
 SYNCHRONIZED_BY_TRAINER = (
@@ -97,7 +97,7 @@ def check_no_logical_rank() -> None:
 
     It is called before the optimizer step of a model without logical ranks.
     """
-    if (current := _Current.logical_rank) is not None:
+    if (current := _CurrentRank.logical_rank) is not None:
         raise ModelError(
             f"The batches come from a ShardedLoader with logical_ranks={current.count}, but the model was distributed "
             "without them, so its gradients are not the mean over logical ranks. Use "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Backend, Shard
+from unitrain.backends.base import Backend, ShardingMode
 from unitrain.backends.broadcasts import Broadcasts
 from unitrain.backends.capabilities import (
     CompressionState,
@@ -126,7 +126,7 @@ class ProcessGroupBackend(
         self,
         model: nn.Module,
         *,
-        shard: Shard = "none",
+        shard: ShardingMode = "none",
         shard_blocks: Sequence[type[nn.Module] | str] | int = (),
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
@@ -277,7 +277,7 @@ class ProcessGroupBackend(
         return self._compression_states.get(self.unwrap(model))
 
     def distributed_optimizer(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: Shard = "none"
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, *, shard: ShardingMode = "none"
     ) -> torch.optim.Optimizer:
         self.check_running("distributed_optimizer")
         inner = self.unwrap(model) if isinstance(model, nn.Module) else model  # the check rejects other objects

@@ -22,7 +22,7 @@ _CHUNK_BYTES = 1 << 20
 _TOKEN_BYTES = 16
 
 
-class Turn(NamedTuple):
+class TurnResult(NamedTuple):
     """The result of a turn, in which one set of ranks is active: the seconds per call on this rank (None if the
     measurement failed), and the duration of the turn.
     """
@@ -37,7 +37,7 @@ def round_up_bytes(size: int, ranks: int) -> int:
     return -(-size // unit) * unit
 
 
-def take_turn(backend: Backend, operation: str, size: int, calls: int) -> Turn:
+def take_turn(backend: Backend, operation: str, size: int, calls: int) -> TurnResult:
     """Time `calls` calls of one of `results.OPERATIONS` or LOWER_BOUNDS on a tensor of `size` bytes, after a warm-up
     call.
 
@@ -56,7 +56,7 @@ def take_turn(backend: Backend, operation: str, size: int, calls: int) -> Turn:
         )
         call()
         seconds = _time_calls(backend, call, calls)
-    return Turn(seconds, time.perf_counter() - start_time)
+    return TurnResult(seconds, time.perf_counter() - start_time)
 
 
 def _time_calls(backend: Backend, call: Callable[[], object], calls: int) -> float:

@@ -156,7 +156,7 @@ def _surplus_cost(num_ranks: int, size: float, network: Network) -> float:
 
 
 @dataclass(frozen=True)
-class Point:
+class FittedPoint:
     """The measured and the predicted time of an allreduce of `size` bytes."""
 
     size: int
@@ -174,7 +174,7 @@ class Calibration:
     """A network fitted to measured points."""
 
     network: Network
-    points: Sequence[Point]
+    points: Sequence[FittedPoint]
 
     @property
     def median_error(self) -> float:
@@ -210,7 +210,7 @@ def calibrate(result: dict[str, Any], name: str, cost: Cost) -> Calibration:
     alpha, beta = _positive_least_squares(coefficients / measured_seconds[:, None])
     network = Network(alpha=alpha, beta=beta)
     points = [
-        Point(size, float(seconds), cost(num_ranks, size, network))
+        FittedPoint(size, float(seconds), cost(num_ranks, size, network))
         for size, seconds in zip(sizes, measured_seconds, strict=True)
     ]
     return Calibration(network, points)

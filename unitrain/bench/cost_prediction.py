@@ -38,7 +38,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """The computation of one rank per step: seconds before and after the backward pass, and the layers in backward
     order.
     """
@@ -72,7 +72,7 @@ def uniform_work(
     backward_share: float = 2 / 3,
     layers: int = 100,
     largest_layer: float = FIRST_BUCKET_BYTES,
-) -> Work:
+) -> StepWork:
     """Return the work of a model whose gradients are spread evenly over the backward pass.
 
     `backward_share` is the fraction of the step time spent in the backward pass. The default of 2/3 assumes that the
@@ -82,11 +82,11 @@ def uniform_work(
     layers = max(layers, math.ceil(gradient_bytes / largest_layer))
     backward = backward_share * step_seconds
     even = [Layer(gradient_bytes / layers, backward / layers)] * layers
-    return Work(before=step_seconds - backward, layers=even)
+    return StepWork(before=step_seconds - backward, layers=even)
 
 
 def predict_step(
-    work: Work,
+    work: StepWork,
     allreduce: Callable[[float], float],
     *,
     bucket: float = BUCKET_BYTES,
@@ -117,7 +117,7 @@ class Model:
     step_seconds: float
     backward_share: float
 
-    def work(self, bucket: float = BUCKET_BYTES) -> Work:
+    def work(self, bucket: float = BUCKET_BYTES) -> StepWork:
         """Return the work of a step whose gradients are spread evenly over the backward pass.
 
         Raises ConfigError if the gradients fill more than a million buckets.

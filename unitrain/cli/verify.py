@@ -20,7 +20,7 @@ from unitrain.processes import exit_on_termination_signals
 from unitrain.supervisor.checks import check_not_launched, check_script, check_started_once, executed_script
 
 if TYPE_CHECKING:
-    from unitrain.verify.verdict import Run
+    from unitrain.verify.verdict import RequestedRun
 
 _TRAIN_FUNCTION = Path(__file__).parent.parent / "verify" / "train_function.py"
 
@@ -183,7 +183,7 @@ def _parse_sizes(text: str) -> list[int]:
 
 
 def _build_command(
-    run: Run, variables: Mapping[str, str], *, script: str, args: tuple[str, ...], cpu: bool, max_ranks: int
+    run: RequestedRun, variables: Mapping[str, str], *, script: str, args: tuple[str, ...], cpu: bool, max_ranks: int
 ) -> launchers.Command:
     """Return the launch command of a run on this host. Raises ConfigError if the launcher is not available."""
     added = dict(variables)

@@ -19,7 +19,7 @@ _MAX_ENTRIES = 100_000
 
 
 @dataclass(frozen=True)
-class Entry:
+class ConfigEntry:
     """A key of a file, such as ("callbacks", 0, "init_args"), its line, and its value if it is a scalar."""
 
     key: Key
@@ -33,7 +33,7 @@ class ConfigFile:
 
     path: Path
     content: dict[str, Any]
-    entries: Sequence[Entry]
+    entries: Sequence[ConfigEntry]
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
@@ -82,11 +82,11 @@ class ConfigFile:
             )
         return cls(path, content, entries)
 
-    def place(self, entry: Entry) -> str:
+    def place(self, entry: ConfigEntry) -> str:
         """Return "file, line N"."""
         return f"{self.path}, line {entry.line}"
 
-    def find(self, names: Sequence[str], value: str | None = None) -> Entry | None:
+    def find(self, names: Sequence[str], value: str | None = None) -> ConfigEntry | None:
         """Return the first entry whose key starts with the first of `names` and contains the others in order.
 
         If several entries match, one with this `value` is preferred. If none matches, the last of `names` are left out
@@ -113,7 +113,7 @@ def _contains(key: Key, names: Sequence[str]) -> bool:
     return all(name in rest for name in names)
 
 
-def _entries(path: Path, node: yaml.Node, key: Key) -> Iterator[Entry]:
+def _entries(path: Path, node: yaml.Node, key: Key) -> Iterator[ConfigEntry]:
     """Yield the entries below `node`, in the order of the file. Raises ConfigError for a repeated key."""
     if isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}
@@ -125,11 +125,11 @@ def _entries(path: Path, node: yaml.Node, key: Key) -> Iterator[Entry]:
                 )
             lines[text] = line
             inner = (*key, text)
-            yield Entry(inner, line, value.value if isinstance(value, yaml.ScalarNode) else None)
+            yield ConfigEntry(inner, line, value.value if isinstance(value, yaml.ScalarNode) else None)
             yield from _entries(path, value, inner)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             inner = (*key, index)
             scalar = value.value if isinstance(value, yaml.ScalarNode) else None
-            yield Entry(inner, value.start_mark.line + 1, scalar)
+            yield ConfigEntry(inner, value.start_mark.line + 1, scalar)
             yield from _entries(path, value, inner)

@@ -80,7 +80,7 @@ class TrainingStream(TrainingData):
                 "batches of an iterable dataset. Use numbers of ranks that divide the global batch size.",
                 *(requested, communicator.size, self.global_batch_size),
             )
-        self._steps = _Steps(source, self._aligner, communicator, 0, 0, None, self._class_name)
+        self._steps = _EpochMicroBatches(source, self._aligner, communicator, 0, 0, None, self._class_name)
 
     def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:
         """Use the `batch_sizes` for the next steps."""
@@ -121,7 +121,9 @@ class TrainingStream(TrainingData):
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`."""
         state = self._read_resume_state(epoch, start)
-        self._steps = _Steps(self._source, self._aligner, self._communicator, epoch, start, state, self._class_name)
+        self._steps = _EpochMicroBatches(
+            self._source, self._aligner, self._communicator, epoch, start, state, self._class_name
+        )
         return self._steps
 
     @property
@@ -195,7 +197,7 @@ class TrainingStream(TrainingData):
         self._steps.close()
 
 
-class _Steps(Iterator[tuple[Any, MicroBatch]]):
+class _EpochMicroBatches(Iterator[tuple[Any, MicroBatch]]):
     """Iterator over the micro-batches of one epoch; `position` is the end of the step of the last yielded micro-batch.
 
     It has no reference cycle, so its workers terminate immediately after an error, without a garbage collection.

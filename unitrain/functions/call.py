@@ -24,7 +24,7 @@ _OUTCOME = "outcome"
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function with its arguments."""
 
     function: Callable[..., Any]
@@ -47,12 +47,12 @@ class Call:
         (folder / _CALL).write_bytes(pickle.dumps((sys.path, cells, content)))
 
     @staticmethod
-    def load(folder: Path) -> Call:
+    def load(folder: Path) -> FunctionCall:
         """Load the call from `folder`, and set `sys.path` to the import path of the calling process."""
         paths, cells, content = pickle.loads((folder / _CALL).read_bytes())
         sys.path[:] = paths
         linecache.cache.update(cells)
-        call: Call = pickle.loads(content)
+        call: FunctionCall = pickle.loads(content)
         return call
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).parents[2])
 
 from unitrain.bootstrap import environment  # noqa: E402
-from unitrain.functions.call import Call, CallOutcome  # noqa: E402
+from unitrain.functions.call import CallOutcome, FunctionCall  # noqa: E402
 
 
 def main(folder: Path) -> None:
@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
         if isinstance(stream, io.TextIOWrapper):  # line buffering, because the ranks' outputs are merged by line
             stream.reconfigure(line_buffering=True, write_through=False)
     try:
-        call = Call.load(folder)
+        call = FunctionCall.load(folder)
         CallOutcome(call.function(*call.args, **call.kwargs)).write(folder, rank)
     except BaseException as error:
         CallOutcome.from_error(error).write(folder, rank)

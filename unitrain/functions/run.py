@@ -21,7 +21,7 @@ from unitrain.backends import registry
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.authentication import new_key
 from unitrain.errors import ConfigError, RankFailedError
-from unitrain.functions.call import Call, CallOutcome
+from unitrain.functions.call import CallOutcome, FunctionCall
 from unitrain.processes import kill_processes, parent_death_signal
 
 _MARKER_VARIABLE = "UNITRAIN_RUN"
@@ -87,7 +87,7 @@ def run(
     registry.check_backend_name(backend)
     with tempfile.TemporaryDirectory(prefix="unitrain-run-") as name:
         folder = Path(name)
-        Call(function, tuple(args), dict(kwargs or {})).write(folder)
+        FunctionCall(function, tuple(args), dict(kwargs or {})).write(folder)
         if launcher == "srun":
             _check_one_host()
         try:

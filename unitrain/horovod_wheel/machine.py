@@ -29,7 +29,7 @@ FLAGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Torch:
+class TorchInstallation:
     """The installed torch. `cuda` is its CUDA version, and `architectures` are the GPU architectures of its kernels,
     such as '9.0'.
     """
@@ -58,7 +58,7 @@ class Machine:
     architecture.
     """
 
-    torch: Torch
+    torch: TorchInstallation
     python: str
     python_tag: str
     platform: str
@@ -112,7 +112,7 @@ def _read_python_tag() -> str:
     return f"cp{sys.version_info.major}{sys.version_info.minor}-cp{abi}"
 
 
-def _detect_torch() -> Torch:
+def _detect_torch() -> TorchInstallation:
     try:
         import torch
     except ImportError as error:
@@ -120,7 +120,7 @@ def _detect_torch() -> Torch:
             f"Horovod is built for the installed torch, but torch cannot be imported: {error}. "
             "Install it first with: pip install torch"
         ) from error
-    return Torch(
+    return TorchInstallation(
         version=str(torch.__version__),
         cuda=torch.version.cuda,
         cxx11_abi=bool(torch.compiled_with_cxx11_abi()),

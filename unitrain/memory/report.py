@@ -22,7 +22,7 @@ _REMAINDER = "remainder"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MemoryRow:
     """A category of memory: its predicted and measured bytes, and the bytes at the peak. None if unknown."""
 
     name: str
@@ -31,7 +31,7 @@ class Row:
     at_peak: int
 
 
-def memory_rows(usage: Usage) -> list[Row]:
+def memory_rows(usage: Usage) -> list[MemoryRow]:
     """Return the memory of a rank by category. The bytes at the peak add up to the peak."""
     record, size = usage.record, usage.record.size
     parts = size if usage.shard == "parameters" else 1  # shards of each parameter; this rank has one of them
@@ -44,25 +44,25 @@ def memory_rows(usage: Usage) -> list[Row]:
     )
     is_in_step = record.step_peak > record.forward_backward_peak
     rows = [
-        Row(
+        MemoryRow(
             name="parameters",
             predicted=round(formula["parameters"]),
             measured=record.parameters,
             at_peak=record.parameters,
         ),
-        Row(
+        MemoryRow(
             name="gradients",
             predicted=round(formula["gradients"]),
             measured=record.gradients,
             at_peak=record.gradient_storages if is_in_step else usage.gradients,
         ),
-        Row(
+        MemoryRow(
             name="optimizer state",
             predicted=None if record.formula_state is None else round(formula["state"]),
             measured=record.state,
             at_peak=record.state,
         ),
-        Row(
+        MemoryRow(
             name="activations",
             predicted=None,
             measured=record.activations,
@@ -75,18 +75,18 @@ def memory_rows(usage: Usage) -> list[Row]:
         "averaged weights": record.average,
     }
     optional_rows = [
-        Row(name=name, predicted=num_bytes, measured=num_bytes, at_peak=num_bytes)
+        MemoryRow(name=name, predicted=num_bytes, measured=num_bytes, at_peak=num_bytes)
         for name, num_bytes in optional.items()
         if num_bytes
     ]
     rows = [*rows[:2], *optional_rows, *rows[2:]]  # after the parameters and gradients
     fusion = min(record.fusion_buffer, record.other)
     if fusion:
-        rows.append(Row(name="Horovod's fusion buffer", predicted=fusion, measured=None, at_peak=fusion))
+        rows.append(MemoryRow(name="Horovod's fusion buffer", predicted=fusion, measured=None, at_peak=fusion))
     rest = record.peak - (record.other - fusion) - sum(row.at_peak for row in rows)
-    rows.append(Row(name=_REMAINDER, predicted=None, measured=None, at_peak=rest))
+    rows.append(MemoryRow(name=_REMAINDER, predicted=None, measured=None, at_peak=rest))
     libraries = "other tensors" if record.device.startswith("cuda") else "Python, libraries, data"
-    rows.append(Row(name=libraries, predicted=None, measured=None, at_peak=record.other - fusion))
+    rows.append(MemoryRow(name=libraries, predicted=None, measured=None, at_peak=record.other - fusion))
     return rows
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from unitrain.accumulation import scale_accumulation
-from unitrain.backends.base import Shard
+from unitrain.backends.base import ShardingMode
 from unitrain.memory.record import RankMemory
 
 # The stages of ZeRO, and whether each of them shards the parameters, the gradients and the optimizer state.
@@ -100,7 +100,7 @@ def list_savings(usage: Usage, ranks: int) -> list[Saving]:
 
 def _sharding(usage: Usage, ranks: int) -> list[Saving]:
     record = usage.record
-    stages = [stage for stage in _STAGES if stage in get_args(Shard)]
+    stages = [stage for stage in _STAGES if stage in get_args(ShardingMode)]
     if ranks < 2 or usage.shard not in stages:
         return []
     d = record.size

@@ -127,7 +127,7 @@ def _operation(script: Script, operation: cst.Arg | None, average: cst.Arg | Non
 
 
 @dataclass
-class _Wrapping:
+class _OptimizerWrapping:
     """The statement that wraps an optimizer with DistributedOptimizer, and the arguments of the call."""
 
     call: cst.Call
@@ -175,7 +175,7 @@ def _calls(script: Script, node: cst.CSTNode, member: str) -> bool:
     return name in (f"{MODULE}.{member}", f"{MODULE}.functions.{member}", f"{MODULE}.optimizer.{member}")
 
 
-def _read_wrapping(edits: Edits, call: cst.Call) -> _Wrapping | None:
+def _read_wrapping(edits: Edits, call: cst.Call) -> _OptimizerWrapping | None:
     script = edits.script
     statement = script.statement(call)
     optimizer_arguments = arguments(call, _OPTIMIZER)
@@ -193,7 +193,7 @@ def _read_wrapping(edits: Edits, call: cst.Call) -> _Wrapping | None:
         )
         return None
     return (
-        _Wrapping(call, statement, optimizer_arguments, target[0], model)
+        _OptimizerWrapping(call, statement, optimizer_arguments, target[0], model)
         if _check_settings(edits, call, optimizer_arguments)
         else None
     )
@@ -264,7 +264,7 @@ def _is_state_of(script: Script, models: set[str]) -> Callable[[cst.CSTNode], bo
 
 
 def _broadcast(
-    edits: Edits, calls: list[cst.Call], wrapping: _Wrapping, accepts: Callable[[cst.CSTNode], bool]
+    edits: Edits, calls: list[cst.Call], wrapping: _OptimizerWrapping, accepts: Callable[[cst.CSTNode], bool]
 ) -> Statement | None:
     """Return the statement that broadcasts the model or the optimizer of `wrapping`, or None if there is none."""
     script = edits.script
@@ -287,7 +287,7 @@ def _broadcast(
     return statements[-1] if statements else None
 
 
-def _place(edits: Edits, wrapping: _Wrapping, parameters: Statement | None, state: Statement | None) -> None:
+def _place(edits: Edits, wrapping: _OptimizerWrapping, parameters: Statement | None, state: Statement | None) -> None:
     """Write the statements that wrap the model and the optimizer."""
     script, backend = edits.script, edits.backend
     compression = wrapping.arguments.get("compression")

@@ -12,7 +12,7 @@ _MAX_KEPT = 4096
 _KEY = "loop"
 
 
-class Counts(NamedTuple):
+class LoopCounts(NamedTuple):
     """Totals of one rank at the end of a backward pass. `unused_forwards` counts forward passes without a backward
     pass."""
 
@@ -34,12 +34,12 @@ class LoopCounters:
     """
 
     def __init__(self) -> None:
-        # Plain tuples with the fields of `Counts`, because they are ten times as fast to create.
+        # Plain tuples with the fields of `LoopCounts`, because they are ten times as fast to create.
         self._latest = (0, 0, 0, 0)
         self._history = [self._latest] * _MAX_KEPT
         self._steps = self._forwards = self._used_forwards = 0
         self._forwards_before_training = 0
-        self._expected_counts: Counts | None = None
+        self._expected_counts: LoopCounts | None = None
 
     def count_step(self) -> None:
         """Count an optimizer step."""
@@ -73,10 +73,10 @@ class LoopCounters:
         if expected is None or expected.backwards <= self._latest[0]:
             if expected is None and not store.check([_KEY]):
                 return None
-            self._expected_counts = expected = Counts(*json.loads(store.get(_KEY)))
+            self._expected_counts = expected = LoopCounts(*json.loads(store.get(_KEY)))
         if expected.backwards > self._latest[0]:
             return None
-        local_counts = Counts(*self._history[expected.backwards % _MAX_KEPT])
+        local_counts = LoopCounts(*self._history[expected.backwards % _MAX_KEPT])
         return (
             None if local_counts.backwards != expected.backwards else _describe_difference(expected, local_counts, rank)
         )
@@ -97,7 +97,7 @@ class CountedForward:
             self._counters = None
 
 
-def _describe_difference(rank_zero_counts: Counts, local_counts: Counts, rank: int) -> str | None:
+def _describe_difference(rank_zero_counts: LoopCounts, local_counts: LoopCounts, rank: int) -> str | None:
     # Neither difference alone is an error: a rank may use several forward passes in one backward pass, or leave one
     # unused.
     has_skipped = (

@@ -28,7 +28,7 @@ _MAX_MESSAGE_BYTES = 1000
 _open_connections: WeakSet[PeerConnection] = WeakSet()
 
 
-class Disconnect(Enum):
+class DisconnectReason(Enum):
     """Reason why a connection was closed."""
 
     ORDERLY = "the peer sent a final message"
@@ -82,7 +82,7 @@ class PeerConnection:
         with suppress(OSError):
             self._socket.sendall(f"{message}\n".encode())
 
-    def receive(self) -> str | Disconnect:
+    def receive(self) -> str | DisconnectReason:
         """Return the next message, or the reason why the connection was closed.
 
         A timeout counts as UNREACHABLE, and a line of more than _MAX_MESSAGE_BYTES as a closed connection.
@@ -91,9 +91,11 @@ class PeerConnection:
             try:
                 part = self._socket.recv(64)
             except OSError as error:
-                return Disconnect.UNEXPECTED if error.errno in _CLOSED_ERRORS else Disconnect.UNREACHABLE
+                return DisconnectReason.UNEXPECTED if error.errno in _CLOSED_ERRORS else DisconnectReason.UNREACHABLE
             if not part or len(self._received) > _MAX_MESSAGE_BYTES:
-                return Disconnect.ORDERLY if self._latest_message in _FINAL_MESSAGES else Disconnect.UNEXPECTED
+                return (
+                    DisconnectReason.ORDERLY if self._latest_message in _FINAL_MESSAGES else DisconnectReason.UNEXPECTED
+                )
             self._received += part
         line, _, self._received = self._received.partition(b"\n")
         self._latest_message = line.decode(errors="replace").strip()

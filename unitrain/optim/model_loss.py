@@ -67,7 +67,7 @@ class ModelLoss:
         mean = torch.where(count > 0, loss, torch.zeros_like(loss)).to(torch.promote_types(loss.dtype, torch.float32))
         return mean * count, count
 
-    def _count_settings(self, output: Any, batch: Any) -> _Counted | None:
+    def _count_settings(self, output: Any, batch: Any) -> _CountedLabels | None:
         """Return the labels to count, or None if the loss is a mean over samples."""
         if self._average == "samples":
             return None
@@ -83,10 +83,10 @@ class ModelLoss:
         if is_auto and (labels.dim() < 2 or labels.is_floating_point()):
             return None
         if self._shift is not None:
-            return _Counted(labels, self._shift)
+            return _CountedLabels(labels, self._shift)
         is_shifted = _predicts_next_token(name, batch)
         if is_shifted is not None:
-            return _Counted(labels, is_shifted)
+            return _CountedLabels(labels, is_shifted)
         if is_auto:
             raise ModelError(
                 f"The batch has labels of shape {list(labels.shape)}, and the model returned a {name}, so it is "
@@ -100,7 +100,7 @@ class ModelLoss:
         )
 
 
-class _Counted(NamedTuple):
+class _CountedLabels(NamedTuple):
     """Labels whose number is counted, and whether the first one of each sequence is not counted."""
 
     labels: Tensor

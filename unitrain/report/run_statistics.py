@@ -14,7 +14,7 @@ Points = list[tuple[float, float | None]]
 
 
 @dataclass(frozen=True)
-class Best:
+class BestResult:
     """The best value of a result, with its epoch and step. `epochs` is the number of epochs until then, which may be
     fractional."""
 
@@ -102,13 +102,13 @@ def last_value(record: RunRecord, name: str) -> float | None:
     return record.epochs[-1].get(name) if record.epochs else None
 
 
-def best_value(record: RunRecord, name: str, mode: str = "min") -> Best | None:
+def best_value(record: RunRecord, name: str, mode: str = "min") -> BestResult | None:
     """Return the best value of a result over the epochs (the first of equal ones), or None if no value was a number."""
     rows = [row for row in record.epochs if row.get(name) is not None]
     if not rows:
         return None
     row = (min if mode == "min" else max)(rows, key=lambda row: row[name])
-    return Best(name, row[name], row["epoch"], row["step"], row.get("epochs") or row["epoch"])
+    return BestResult(name, row[name], row["epoch"], row["step"], row.get("epochs") or row["epoch"])
 
 
 def monitored_result(record: RunRecord) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from unitrain.bootstrap.authentication import authenticate
 from unitrain.errors import AuthenticationError
-from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, Disconnect, PeerConnection
+from unitrain.monitoring.peer_connection import PREEMPTED_MESSAGE, DisconnectReason, PeerConnection
 from unitrain.monitoring.supervisor_client import (
     EXIT,
     READY,
@@ -214,7 +214,7 @@ class RankConnections:
         if rank == 0 and self.describe_attempt is not None:
             connection.send(self.describe_attempt().message())
 
-    def _parse_greeting(self, greeting: str | Disconnect) -> tuple[int, bool] | None:
+    def _parse_greeting(self, greeting: str | DisconnectReason) -> tuple[int, bool] | None:
         """Return the rank from a greeting and whether it is a standby rank; None if it is not a rank of this job."""
         try:
             content = json.loads(greeting) if isinstance(greeting, str) else None
@@ -223,11 +223,11 @@ class RankConnections:
         except (ValueError, TypeError, KeyError):
             return None
 
-    def _record_disconnect(self, rank: int, disconnect: Disconnect, final_message: str) -> None:
+    def _record_disconnect(self, rank: int, disconnect: DisconnectReason, final_message: str) -> None:
         del self._connections[rank]
-        if disconnect is Disconnect.UNREACHABLE:
+        if disconnect is DisconnectReason.UNREACHABLE:
             self.unreachable_ranks.append(rank)
-        elif disconnect is Disconnect.ORDERLY:
+        elif disconnect is DisconnectReason.ORDERLY:
             self.is_preempted |= final_message == PREEMPTED_MESSAGE
             self._first_exit_was_normal |= not self.crashed_ranks
         else:

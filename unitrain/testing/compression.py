@@ -185,7 +185,7 @@ def input_gradient_is_not_counted_as_reduction(backend: Backend) -> None:
             assert_gradients(model, gradients(twin), 0)
 
 
-class Waves(nn.Module):
+class ComplexLayers(nn.Module):
     """Complex layer followed by a real layer."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ def complex_gradients_keep_real_and_imaginary_parts(backend: Backend) -> None:
         PowerSGD(rank=1, start_step=100),
     )
     for compression in settings:
-        model, twin = Waves(), Waves()
+        model, twin = ComplexLayers(), ComplexLayers()
         wrapped = backend.distributed_model(model, compression=compression)
         for _ in range(2):
             model.zero_grad()

@@ -153,7 +153,7 @@ def retained_graph_is_reduced_in_every_backward(backend: Backend) -> None:
     assert_reduced(backend, wrapped, model, twin, run)
 
 
-class Recomputed(nn.Module):
+class CheckpointedBlock(nn.Module):
     """A block with activation checkpointing, which recomputes activations in the backward pass."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Recomputed(nn.Module):
 
 @contract
 def activation_checkpointing_gives_global_gradients(backend: Backend) -> None:
-    model, twin = Recomputed(), Recomputed()
+    model, twin = CheckpointedBlock(), CheckpointedBlock()
     wrapped = backend.distributed_model(model)
     for _ in range(2):
         model.zero_grad()

@@ -8,12 +8,12 @@ import io
 import torch
 from torch import nn
 
-from unitrain.backends.base import Backend, Shard
+from unitrain.backends.base import Backend, ShardingMode
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
 from unitrain.testing.models import FEATURES, batch, build, compute_loss, mean_gradients
 
-_SHARDS: tuple[Shard, ...] = ("none", "state")
+_SHARDS: tuple[ShardingMode, ...] = ("none", "state")
 
 
 def _train(backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

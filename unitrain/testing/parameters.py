@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unitrain import broadcast_buffers
-from unitrain.backends.base import Backend, Shard
+from unitrain.backends.base import Backend, ShardingMode
 from unitrain.backends.checks import check_trainable_model
 from unitrain.errors import ModelError
 from unitrain.testing.cases import assert_same_on_every_rank, contract, raises
@@ -97,7 +97,7 @@ class _Complex(nn.Module):
 
 @contract
 def unused_complex_parameters_raise_on_every_rank(backend: Backend) -> None:
-    shards: tuple[Shard, ...] = ("none", "gradients")
+    shards: tuple[ShardingMode, ...] = ("none", "gradients")
     for shard in shards:
         wrapped = backend.distributed_model(_Complex(), shard=shard)
         text = raises(
@@ -289,7 +289,7 @@ def frozen_parameters_are_not_reduced(backend: Backend) -> None:
     assert model[0].weight.grad is None  # type: ignore[index]
 
 
-class Tied(nn.Module):
+class TiedWeights(nn.Module):
     """Model whose input and output layers share one weight, as in language models."""
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class Tied(nn.Module):
 
 @contract
 def shared_parameters_are_reduced_once(backend: Backend) -> None:
-    model, twin = Tied(), Tied()
+    model, twin = TiedWeights(), TiedWeights()
     wrapped = backend.distributed_model(model)
     for _ in range(2):
         model.zero_grad()
@@ -362,7 +362,7 @@ def embedding_with_max_norm_raises(backend: Backend) -> None:
     assert_same_on_every_rank(backend, text)
 
 
-class Lookup(nn.Module):
+class EmbeddingLookup(nn.Module):
     """Layer that passes its weight, or a detached weight, to an embedding function."""
 
     def __init__(self, function: Callable[..., Tensor], *, detaches: bool) -> None:
@@ -380,16 +380,18 @@ class Lookup(nn.Module):
 @contract
 def embedding_function_with_max_norm_raises(backend: Backend) -> None:
     indices = torch.arange(8).reshape(4, 2)
-    settings: list[tuple[Callable[..., Tensor], bool, Shard]] = [
+    settings: list[tuple[Callable[..., Tensor], bool, ShardingMode]] = [
         (nn.functional.embedding, False, "none"),
         (nn.functional.embedding_bag, True, "none"),
         (nn.functional.embedding, True, "gradients"),
         (nn.functional.embedding, False, "parameters"),
     ]
     for function, detaches, shard in settings:
-        lookup = Lookup(function, detaches=detaches)
+        lookup = EmbeddingLookup(function, detaches=detaches)
         model = nn.Sequential(lookup, nn.Linear(4, 2))
-        wrapped = backend.distributed_model(model, shard=shard, shard_blocks=(Lookup,) if shard == "parameters" else ())
+        wrapped = backend.distributed_model(
+            model, shard=shard, shard_blocks=(EmbeddingLookup,) if shard == "parameters" else ()
+        )
         wrapped(indices).sum().backward()
         before = lookup.weight.detach().clone()
         lookup.max_norm = 0.5

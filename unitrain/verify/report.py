@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unitrain.verify.difference import Difference, LargestDifference
-from unitrain.verify.verdict import Group, Row, Status, Verdict
+from unitrain.verify.verdict import Group, Status, Verdict, VerdictRow
 
 _WIDTH_WITHOUT_TERMINAL = 200  # wide enough to avoid wrapped cells
 _VERBS = {"differs": "differs", "failed": "failed", "by design": "differs by design"}
@@ -69,7 +69,7 @@ def write_json(verdict: Verdict, settings: Mapping[str, Any], path: Path) -> Non
     path.write_text(json.dumps(_finite(report), indent=2) + "\n")
 
 
-def _format_cells(row: Row) -> list[str]:
+def _format_cells(row: VerdictRow) -> list[str]:
     outcome, difference = row.outcome, row.difference
     style = _STYLES.get(row.status)
     status = f"[{style}]{row.status}[/{style}]" if style else row.status
@@ -87,7 +87,7 @@ def _format_cells(row: Row) -> list[str]:
     return [*identity, *numbers, data, replicas, status]
 
 
-def _print_reasons(console: Console, group: Group, row: Row) -> None:
+def _print_reasons(console: Console, group: Group, row: VerdictRow) -> None:
     """Print, below the table, the reasons for the status of a row."""
     if row.status == "reference" or not (row.reasons or row.status in _VERBS):
         return
@@ -129,7 +129,7 @@ def _format_delta(part: LargestDifference) -> str:
     return f"{part.delta:.1e}" if part.delta else "0"
 
 
-def _as_data(row: Row) -> dict[str, Any]:
+def _as_data(row: VerdictRow) -> dict[str, Any]:
     outcome = row.outcome
     record = outcome.record
     recorded = (

@@ -14,7 +14,7 @@ from unitrain.bootstrap.overrides import OVERRIDES_VARIABLE, overrides_setting
 from unitrain.errors import ConfigError
 from unitrain.verify.commands import last_lines, run_command
 from unitrain.verify.record import RECORDER, Record, RecordRequest
-from unitrain.verify.verdict import Group, Outcome, Run, compare_outcomes, resolve_with_float64
+from unitrain.verify.verdict import Group, Outcome, RequestedRun, compare_outcomes, resolve_with_float64
 
 FLOAT32_TOLERANCE, FLOAT64_TOLERANCE = 1e-6, 1e-8
 
@@ -44,7 +44,7 @@ class Verification:
     float64: bool
     timeout_seconds: float
     folder: Path
-    build_command: Callable[[Run, Mapping[str, str]], EnvironmentCommand]
+    build_command: Callable[[RequestedRun, Mapping[str, str]], EnvironmentCommand]
     report_progress: Callable[[str], None]
     bits: bool = False
 
@@ -55,7 +55,7 @@ class Verification:
 
         For the arguments, see `run_groups`.
         """
-        outcomes = [self._run(Run(backend="local", emulated_ranks=1, processes=1))] if with_local else []
+        outcomes = [self._run(RequestedRun(backend="local", emulated_ranks=1, processes=1))] if with_local else []
         return [*outcomes, *(outcome for size in sizes for outcome in self._run_backends(controllers, size))]
 
     def run_groups(
@@ -83,7 +83,7 @@ class Verification:
         of the backend if this run has a record."""
         for backend, choices in controllers.items():
             for controller in choices if backend != "local" else ():
-                run = Run(backend=backend, emulated_ranks=size, processes=size, controller=controller)
+                run = RequestedRun(backend=backend, emulated_ranks=size, processes=size, controller=controller)
                 outcome = self._run(run)
                 yield outcome
                 if outcome.record is not None and outcome.record.first.device.startswith("cuda"):
@@ -99,14 +99,14 @@ class Verification:
         ranks, the global batch size would differ, and the run is repeated with the unmodified batch size. Return the
         repeated run if its global batch size is equal to that of another run, otherwise the first run.
         """
-        outcome = self._run(Run(backend="local", emulated_ranks=size, processes=1))
+        outcome = self._run(RequestedRun(backend="local", emulated_ranks=size, processes=1))
         batches = {
             one.record.global_batch_sizes()[0]
             for one in (outcome, *other_outcomes)
             if one.record is not None and one.record.steps
         }
         if size > 1 and len(batches) > 1:
-            unscaled = self._run(Run(backend="local", emulated_ranks=1, processes=1))
+            unscaled = self._run(RequestedRun(backend="local", emulated_ranks=1, processes=1))
             record = unscaled.record
             if record is not None and record.steps and record.global_batch_sizes()[0] in batches:
                 return unscaled
@@ -125,7 +125,7 @@ class Verification:
         outcomes = [in_float64._run(row.outcome.run) for row in repeated]
         return resolve_with_float64(group, compare_outcomes(group.ranks, outcomes, FLOAT64_TOLERANCE, float64=True))
 
-    def _run(self, run: Run) -> Outcome:
+    def _run(self, run: RequestedRun) -> Outcome:
         folder = Path(tempfile.mkdtemp(prefix=f"{run.backend}-", dir=self.folder))
         request = RecordRequest(
             steps=self.steps, emulated_ranks=run.emulated_ranks, float64=self.float64, bits=self.bits
@@ -156,7 +156,7 @@ class Verification:
             return Outcome(run=run, seconds=result.seconds, record=record)
         return Outcome(run=run, seconds=result.seconds, failure=failure, last_lines=last_lines(result.output))
 
-    def _failure(self, exit_code: int | None, run: Run, record: Record | None) -> str | None:
+    def _failure(self, exit_code: int | None, run: RequestedRun, record: Record | None) -> str | None:
         """Return the reason why the run produced no numbers to compare, or None."""
         if exit_code is None:
             return (

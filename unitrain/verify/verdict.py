@@ -16,7 +16,7 @@ Status = Literal["reference", "same results", "differs", "by design", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RequestedRun:
     """A requested run: `processes` ranks with the global batch size of `emulated_ranks` ranks.
 
     `controller` is the controller of horovodrun, and `transport` is passed to `unitrain.init`. None selects the
@@ -34,7 +34,7 @@ class Run:
 class Outcome:
     """The outcome of a run: its record, or the reason for its `failure` and the last lines of its output."""
 
-    run: Run
+    run: RequestedRun
     seconds: float
     record: Record | None = None
     failure: str | None = None
@@ -57,7 +57,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class VerdictRow:
     """An outcome and its comparison with the reference.
 
     `reasons` explains a difference, or why no comparison was possible. `needs_float64` is True if only a run in double
@@ -82,7 +82,7 @@ class Group:
     """The runs with the global batch size of `ranks` ranks."""
 
     ranks: int
-    rows: Sequence[Row]
+    rows: Sequence[VerdictRow]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def resolve_with_float64(group: Group, repeated: Group) -> Group:
     return replace(group, rows=[_resolve_row(row, repeated_rows.get(row.outcome.run)) for row in group.rows])
 
 
-def _resolve_row(row: Row, repeated: Row | None) -> Row:
+def _resolve_row(row: VerdictRow, repeated: VerdictRow | None) -> VerdictRow:
     if not row.needs_float64 or repeated is None:
         return row
     if repeated.difference is None:
@@ -205,9 +205,9 @@ def expected_difference(record: Record, reference: Record) -> str | None:
     return None
 
 
-def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: float, *, float64: bool) -> Row:
+def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: float, *, float64: bool) -> VerdictRow:
     if outcome.record is None or reference is None:
-        return Row(outcome=outcome, status="failed", reasons=[outcome.failure or ""])
+        return VerdictRow(outcome=outcome, status="failed", reasons=[outcome.failure or ""])
     difference = None
     if outcome is not reference[0]:
         difference = compare(outcome.record, reference[1], tolerance, float64=float64)
@@ -215,17 +215,19 @@ def _row(outcome: Outcome, reference: tuple[Outcome, Record] | None, tolerance: 
         rank, parameter = mismatch
         reasons = [] if difference is None else list(_known_causes(difference, outcome.record, reference[1]))
         reasons.append(f"after the last step, {parameter} on rank {rank} differs from rank 0")
-        return Row(outcome=outcome, status="differs", difference=difference, reasons=reasons)
+        return VerdictRow(outcome=outcome, status="differs", difference=difference, reasons=reasons)
     if difference is None:
-        return Row(outcome=outcome, status="reference")
+        return VerdictRow(outcome=outcome, status="reference")
     if difference.is_within_tolerance and difference.is_conclusive:
-        return Row(outcome=outcome, status="same results", difference=difference)
+        return VerdictRow(outcome=outcome, status="same results", difference=difference)
     if (reason := expected_difference(outcome.record, reference[1])) is not None:
-        return Row(outcome=outcome, status="by design", difference=difference, reasons=[reason])
+        return VerdictRow(outcome=outcome, status="by design", difference=difference, reasons=[reason])
     if causes := list(_known_causes(difference, outcome.record, reference[1])):
-        return Row(outcome=outcome, status="differs", difference=difference, reasons=causes)
+        return VerdictRow(outcome=outcome, status="differs", difference=difference, reasons=causes)
     reason = _HIDDEN_BY_ROUNDING if difference.is_within_tolerance else _UNKNOWN_CAUSE
-    return Row(outcome=outcome, status="differs", difference=difference, reasons=[reason], needs_float64=not float64)
+    return VerdictRow(
+        outcome=outcome, status="differs", difference=difference, reasons=[reason], needs_float64=not float64
+    )
 
 
 def _known_causes(difference: Difference, run: Record, reference: Record) -> Iterator[str]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unitrain.backends.base import Shard
+from unitrain.backends.base import ShardingMode
 from unitrain.backends.capabilities import Tunable
 from unitrain.backends.gradients.compression import Compressor, compress_buckets
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
@@ -125,7 +125,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
     DDP, it does not broadcast them before a forward pass under torch.no_grad().
     """
 
-    shard: Shard = "none"  # or "state", which does not change the model; "gradients" only on a single rank
+    shard: ShardingMode = "none"  # or "state", which does not change the model; "gradients" only on a single rank
     _instances: ClassVar[WeakSet[DistributedModel]] = WeakSet()
     _has_shared_parameters: bool
 

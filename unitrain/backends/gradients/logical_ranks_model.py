@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unitrain.backends.base import Communicator, Shard
+from unitrain.backends.base import Communicator, ShardingMode
 from unitrain.backends.compression_setting import Compression
 from unitrain.backends.gradients.end_of_backward import BackwardStage, end_of_backward, tensors_requiring_grad
 from unitrain.backends.gradients.exact_reduction import ExactReduction, StartAllreduce
@@ -47,7 +47,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
     buffers that logical rank 0 has written; `broadcast_buffers` and evaluation distribute them.
     """
 
-    shard: Shard = "none"
+    shard: ShardingMode = "none"
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class LogicalRanksModel(nn.Module, WrappedModel):
 
 
 def check_logical_ranks_arguments(
-    model: nn.Module, logical_ranks: Any, communicator: Communicator, *, shard: Shard, compression: Compression
+    model: nn.Module, logical_ranks: Any, communicator: Communicator, *, shard: ShardingMode, compression: Compression
 ) -> None:
     """Raise ConfigError for settings that `distributed_model` does not support with `logical_ranks`, and ModelError for
     models that it does not support: with torch.nn.SyncBatchNorm, or compiled with sync_batch_norm."""
@@ -280,7 +280,7 @@ def has_synchronized_layers(model: nn.Module) -> bool:
     return any(hasattr(module, "shared_statistics") for module in model.modules())
 
 
-def check_logical_ranks_optimizer(model: Any, shard: Shard) -> None:
+def check_logical_ranks_optimizer(model: Any, shard: ShardingMode) -> None:
     """Raise ConfigError for a sharded optimizer of a LogicalRanksModel."""
     if isinstance(model, LogicalRanksModel) and shard != "none":
         raise ConfigError(

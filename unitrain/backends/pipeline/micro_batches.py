@@ -19,7 +19,7 @@ from unitrain.torch_compat import tree_leaves, tree_map_only
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class Target(NamedTuple):
+class WeightedTargets(NamedTuple):
     """The targets of a micro-batch, and the weight of its loss: its fraction of the samples times the loss weight."""
 
     values: Any
@@ -67,7 +67,7 @@ def split_batch(inputs: Any, micro_batches: int, replicas: int = 1) -> list[Tens
     return list(inputs.split([size for count in counts if count for size in micro_batch_sizes(count, micro_batches)]))
 
 
-def split_targets(targets: Any, sizes: list[int], loss_weight: float) -> list[Target]:
+def split_targets(targets: Any, sizes: list[int], loss_weight: float) -> list[WeightedTargets]:
     """Return the targets of micro-batches with `sizes` samples.
 
     `targets` is a tensor [samples, ...], or tuples, lists and dictionaries of such tensors. Raises TensorError if a
@@ -85,12 +85,12 @@ def split_targets(targets: Any, sizes: list[int], loss_weight: float) -> list[Ta
     for size in sizes:
         part = slice(start, start + size)
         values = tree_map_only(Tensor, operator.itemgetter(part), targets)
-        parts.append(Target(values, size / samples * loss_weight))
+        parts.append(WeightedTargets(values, size / samples * loss_weight))
         start += size
     return parts
 
 
-def weighted_loss(loss_fn: LossFunction, output: Any, target: Target) -> Tensor:
+def weighted_loss(loss_fn: LossFunction, output: Any, target: WeightedTargets) -> Tensor:
     """Return the loss of a micro-batch times its weight. Raises ModelError unless it is one floating-point number."""
     loss = loss_fn(output, target.values)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():

@@ -26,7 +26,13 @@ from unitrain.backends.pipeline.complete_state import (
     load_optimizer_state,
 )
 from unitrain.backends.pipeline.measurement import measure_blocks, memory_of_stage, time_of_stage
-from unitrain.backends.pipeline.micro_batches import LossFunction, Target, order_by_replica, split_batch, split_targets
+from unitrain.backends.pipeline.micro_batches import (
+    LossFunction,
+    WeightedTargets,
+    order_by_replica,
+    split_batch,
+    split_targets,
+)
 from unitrain.backends.pipeline.overrides import PipelineArguments, load_pipeline_overrides
 from unitrain.backends.pipeline.partition import partition
 from unitrain.backends.pipeline.replicas import Replicas
@@ -180,7 +186,7 @@ class Pipeline:
         """
         self._backend.check_collective_allowed("Pipeline.forward_backward")
 
-        def split() -> tuple[list[Tensor], list[Target]]:
+        def split() -> tuple[list[Tensor], list[WeightedTargets]]:
             fix = "Use loss_weight=loader.loss_weight"
             validation.check_non_negative("Pipeline.forward_backward(loss_weight=...)", loss_weight, fix)
             parts = split_batch(inputs, self._micro_batches, self._replicas.per_rank)

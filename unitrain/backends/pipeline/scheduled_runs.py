@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from unitrain.backends.checks import DTYPES
-from unitrain.backends.pipeline.micro_batches import LossFunction, Target, checksum, specification, weighted_loss
+from unitrain.backends.pipeline.micro_batches import (
+    LossFunction,
+    WeightedTargets,
+    checksum,
+    specification,
+    weighted_loss,
+)
 from unitrain.backends.pipeline.stage_runs import StageModule, StageRuns
 from unitrain.backends.pipeline.stages import ShapedStage, TensorShape
 from unitrain.backends.rank_groups import Subgroup
@@ -44,7 +50,7 @@ class ScheduledStageRuns(StageRuns):
         self._shapes: dict[object, _Shapes] = {}
         self._run_indices = count()
 
-    def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor | None:
+    def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[WeightedTargets]) -> Tensor | None:
         losses: list[Tensor] = []
         with self._monitored_wait(_STEP, inputs):
             _, schedule = self._prepare(inputs, targets, has_backward=True)
@@ -94,7 +100,7 @@ class ScheduledStageRuns(StageRuns):
         return [(values,) for values in inputs] if self._is_first else [()] * len(inputs)
 
     def _prepare(
-        self, inputs: Sequence[Tensor], targets: Sequence[Target], *, has_backward: bool
+        self, inputs: Sequence[Tensor], targets: Sequence[WeightedTargets], *, has_backward: bool
     ) -> tuple[ShapedStage, Any]:
         """Return the stage and the schedule for these micro-batches, with the shapes of the tensors between stages."""
         key = (len(inputs), has_backward)
@@ -119,7 +125,7 @@ class ScheduledStageRuns(StageRuns):
         stage.inputs, stage.outputs = [shape for shape, _ in shapes], [shape for _, shape in shapes]
         return stage, schedule
 
-    def _loss(self, output: Any, target: Target) -> Tensor:
+    def _loss(self, output: Any, target: WeightedTargets) -> Tensor:
         with self._group.monitor.computing():
             return weighted_loss(self._loss_fn, output, target)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.pipeline.micro_batches import LossFunction, Target, weighted_loss
+from unitrain.backends.pipeline.micro_batches import LossFunction, WeightedTargets, weighted_loss
 
 
 class StageModule(nn.Sequential):
@@ -28,7 +28,7 @@ class StageRuns(ABC):
     """Runs the micro-batches of a batch through the stages of one replica."""
 
     @abstractmethod
-    def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor | None:
+    def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[WeightedTargets]) -> Tensor | None:
         """Add the gradients of the weighted losses of all micro-batches. Return the sum of these losses on the last
         stage, and None on other stages.
         """
@@ -44,7 +44,7 @@ class SingleStageRuns(StageRuns):
     def __init__(self, module: StageModule, loss_fn: LossFunction) -> None:
         self._module, self._loss_fn = module, loss_fn
 
-    def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor | None:
+    def forward_backward(self, inputs: Sequence[Tensor], targets: Sequence[WeightedTargets]) -> Tensor | None:
         losses = []
         for values, target in zip(inputs, targets, strict=True):
             loss = weighted_loss(self._loss_fn, self._module(values), target)

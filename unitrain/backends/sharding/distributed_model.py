@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from unitrain.backends.base import Communicator, Shard
+from unitrain.backends.base import Communicator, ShardingMode
 from unitrain.backends.gradients.end_of_backward import tensors_requiring_grad
 from unitrain.backends.gradients.forward_buffers import ForwardBufferBroadcaster
 from unitrain.backends.gradients.local_gradients import LocalGradients
@@ -48,7 +48,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
     stores all gradients. With compression, gradients are accumulated locally inside `no_sync`, and compressed once.
     """
 
-    shard: Shard = "gradients"
+    shard: ShardingMode = "gradients"
     _instances: ClassVar[WeakSet[ShardedGradientModel]] = WeakSet()
 
     def __init__(

@@ -13,12 +13,12 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 
 
-class _Info(Protocol):
+class _BatchInfo(Protocol):
     @property
     def samples(self) -> int: ...
 
 
-InfoT = TypeVar("InfoT", bound=_Info)
+InfoT = TypeVar("InfoT", bound=_BatchInfo)
 # References to the functions are weak, because they hold the models.
 _functions: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unitrain.backends import checks
-from unitrain.backends.base import Shard
+from unitrain.backends.base import ShardingMode
 from unitrain.backends.sharding.optimizer_state import ELEMENTWISE, sharded_state
 from unitrain.backends.sharding.partition import is_dense
 from unitrain.errors import ModelError
@@ -17,7 +17,7 @@ from unitrain.errors import ModelError
 _INSEPARABLE = (torch.optim.LBFGS,)
 
 
-def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: Shard) -> None:
+def check_sharded_optimizer(optimizer: Optimizer, model: nn.Module, shard: ShardingMode) -> None:
     """Check the arguments of `distributed_optimizer`. Does not communicate.
 
     Raises ConfigError for an unknown `shard`, and ModelError for parameters of a different model and for an optimizer

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from unitrain import validation
 from unitrain.backends import checks
-from unitrain.backends.base import Communicator, Shard
+from unitrain.backends.base import Communicator, ShardingMode
 from unitrain.backends.capabilities import SupportsAsyncBroadcasts
 from unitrain.backends.gradients.local_gradients import step_pre_hook
 from unitrain.backends.objects import broadcast_with_tensors
@@ -53,7 +53,7 @@ def shard_optimizer_state(
     optimizer: Optimizer,
     communicator: Communicator,
     *,
-    shard: Shard = "state",
+    shard: ShardingMode = "state",
     reducer: GradientReducer | None = None,
 ) -> None:
     """Shard the state of `optimizer` across the ranks of `communicator`. All ranks call it, with equal parameters.
@@ -115,7 +115,7 @@ class ShardedState:
     """
 
     def __init__(
-        self, optimizer: Optimizer, communicator: Communicator, shard: Shard, reducer: GradientReducer | None
+        self, optimizer: Optimizer, communicator: Communicator, shard: ShardingMode, reducer: GradientReducer | None
     ) -> None:
         self._communicator, self.shard, self._reducer = communicator, shard, reducer
         # Sharded gradients of completely owned parameters, which are replaced by plain tensors during a step.
