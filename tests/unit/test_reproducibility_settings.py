@@ -34,6 +34,21 @@ def test_equal_properties_are_not_reported(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("cudnn_benchmark", "Use the same setting of torch.backends.cudnn.benchmark."),
+        ("cudnn_tf32", "Use the same TrainConfig.tf32."),
+        ("device", "Use the same type of hardware."),
+    ],
+)
+def test_difference_is_reported_with_a_fix(name: str, fix: str, caplog: pytest.LogCaptureFixture) -> None:
+    report_differences({**reproducibility_settings(CPU), name: True}, FakeBackend(), "runs/first")
+    (record,) = caplog.records
+    assert f"with {name}=True, but this process has {name}=" in record.getMessage()
+    assert record.getMessage().endswith(fix)
+
+
 def test_different_processes_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     def peers(operation: str, value: Any, rank: int) -> Any:
         return {**value, "threads": value["threads"] + rank}

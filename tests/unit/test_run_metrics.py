@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from unitrain.config import TrainConfig
 from unitrain.data.order import MicroBatch
 from unitrain.errors import ConfigError
 from unitrain.optim.loss_weighting import Loss
-from unitrain.progress import metrics_server
+from unitrain.progress import metrics_server, prometheus
 from unitrain.progress.flops import FlopsMeasurement, peak_flops
 from unitrain.progress.goodput import AttemptRecord, GoodputSummary
 from unitrain.progress.prometheus import MetricsEndpoint, RunValues, exported_names
@@ -294,6 +296,48 @@ def test_clients_cannot_use_up_the_connections_of_rank_0(
 def test_address_of_another_host_is_reported_with_a_fix() -> None:
     with pytest.raises(ConfigError, match=r'Use an address of the host of rank 0: .*metrics_address="127.0.0.1"'):
         MetricsEndpoint("192.0.2.1", free_port(), keep_trying=False)
+
+
+def test_endpoint_that_is_closed_while_it_starts_does_not_keep_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, start = threading.Event(), metrics_server.MetricsServer.start
+
+    def start_slowly(server: metrics_server.MetricsServer) -> None:
+        starts.set()
+        time.sleep(0.3)
+        start(server)
+
+    monkeypatch.setattr(prometheus, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(metrics_server.MetricsServer, "start", start_slowly)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        endpoint = MetricsEndpoint("127.0.0.1", port, keep_trying=True)
+    assert starts.wait(20)
+    endpoint.close()
+    time.sleep(0.5)
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+
+
+def test_forked_processes_do_not_keep_the_port_and_closed_endpoints_are_freed() -> None:
+    endpoint = MetricsEndpoint("127.0.0.1", free_port(), keep_trying=False)
+    if (pid := os.fork()) == 0:
+        os._exit(0 if endpoint._server is None else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert endpoint._server is not None
+    endpoint.close()
+    freed = weakref.ref(endpoint)
+    del endpoint
+    gc.collect()
+    assert freed() is None
+
+
+def test_another_port_is_suggested_for_a_privileged_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listen(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(metrics_server.MetricsServer, "__init__", listen)
+    with pytest.raises(ConfigError, match="127.0.0.1:80: Permission denied. Use another port: .*--metrics-port 9400,"):
+        MetricsEndpoint("127.0.0.1", 80, keep_trying=False)
 
 
 def test_each_query_of_the_dashboard_uses_an_exported_metric() -> None:

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -148,12 +149,15 @@ class MetricsEndpoint:
         self._collector = _Collector(RunValues())
         self._registry.register(self._collector)
         self._closed_event = threading.Event()
+        self._start_lock = threading.Lock()  # so that no server starts after `close`
         try:
             self._start()
         except OSError as error:
             if not keep_trying:
+                is_privileged = error.errno == errno.EACCES  # as all ports below 1024, usually
+                other_port = 9400 if is_privileged or port == 65535 else port + 1
                 fix = (
-                    f"Use another port: unitrain launch --metrics-port {port + 1 if port < 65535 else 9400}, or "
+                    f"Use another port: unitrain launch --metrics-port {other_port}, or "
                     "TrainConfig(metrics_port=...)."
                     if error.errno in (errno.EADDRINUSE, errno.EACCES)
                     else "Use an address of the host of rank 0: unitrain launch --metrics-address 127.0.0.1, or "
@@ -164,8 +168,7 @@ class MetricsEndpoint:
                 ) from error
             _log.warning("The metrics endpoint cannot listen on %s:%d yet: %s", address, port, error.strerror or error)
             threading.Thread(target=self._keep_trying, name="unitrain metrics", daemon=True).start()
-        # Forked processes, such as DataLoader workers, would keep the port in use after this process has ended.
-        os.register_at_fork(after_in_child=self._close_socket)
+        _sockets_to_close.add(self)
 
     def serve(self, values: RunValues) -> None:
         """Serve the metrics of a run. They replace the metrics of an earlier run."""
@@ -173,11 +176,12 @@ class MetricsEndpoint:
 
     def close(self) -> None:
         """Stop the server."""
-        self._closed_event.set()
+        with self._start_lock:
+            self._closed_event.set()
         _endpoints.pop((self._address, self._port), None)
         if self._server is not None:
             self._server.shutdown()
-            self._close_socket()
+            self.close_socket()
 
     def _start(self) -> None:
         from prometheus_client import make_wsgi_app
@@ -190,15 +194,28 @@ class MetricsEndpoint:
 
     def _keep_trying(self) -> None:
         while not self._closed_event.wait(_RETRY_SECONDS):
-            with suppress(OSError):
-                self._start()
+            with suppress(OSError), self._start_lock:
+                if not self._closed_event.is_set():
+                    self._start()
                 return
 
-    def _close_socket(self) -> None:
+    def close_socket(self) -> None:
+        """Close the socket of the server, if it runs."""
         if self._server is not None:
             self._server.socket.close()
             self._server = None
 
+
+# Forked processes, such as DataLoader workers, would keep the ports in use after this process has ended.
+_sockets_to_close: weakref.WeakSet[MetricsEndpoint] = weakref.WeakSet()
+
+
+def _close_sockets() -> None:
+    for endpoint in list(_sockets_to_close):
+        endpoint.close_socket()
+
+
+os.register_at_fork(after_in_child=_close_sockets)
 
 # The endpoints of this process, by address and port. Trainers with the same settings share one.
 _endpoints: dict[tuple[str, int], MetricsEndpoint] = {}

@@ -17,6 +17,8 @@ _FIXES = {
     "threads": "Set OMP_NUM_THREADS, or call torch.set_num_threads",
     "deterministic_algorithms": "Use the same setting of torch.use_deterministic_algorithms",
     "tf32": "Use the same TrainConfig.tf32",
+    "cudnn_tf32": "Use the same TrainConfig.tf32",
+    "cudnn_benchmark": "Use the same setting of torch.backends.cudnn.benchmark",
 }
 _FIX = "Use the same type of hardware"
 
@@ -33,6 +35,7 @@ def reproducibility_settings(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "tf32": on_gpu and torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_tf32": on_gpu and torch.backends.cudnn.allow_tf32,
         "cudnn_benchmark": on_gpu and torch.backends.cudnn.benchmark,
     }
 
