@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from unitrain.backends.gradients.end_of_backward import BackwardStage, EndOfBackwardCallbacks
+from unitrain.backends.gradients.end_of_backward import (
+    BackwardStage,
+    EndOfBackwardCallbacks,
+    tensors_requiring_grad,
+)
 from unitrain.torch_compat import queue_backward_callback
 
 ORDER = [
@@ -84,3 +88,26 @@ def test_backward_that_raises_discards_its_steps() -> None:
     gc.collect()
     assert ran == []
     assert len(end_of_backward._sequences) == 0
+
+
+class OneSlot:
+    __slots__ = "logits"
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class _PrivateSlot:
+    __slots__ = ("__hidden", "unset")
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.__hidden = hidden
+
+
+def test_tensors_are_found_in_all_kinds_of_slots_and_in_recursive_lists() -> None:
+    first, second, third = (torch.ones(1, requires_grad=True) for _ in range(3))
+    output: list[object] = [OneSlot(first), {"private": _PrivateSlot(second)}, third, torch.ones(1)]
+    output.append(output)
+    found = tensors_requiring_grad(output)
+    assert len(found) == 3
+    assert all(tensor is expected for tensor, expected in zip(found, (first, second, third), strict=True))

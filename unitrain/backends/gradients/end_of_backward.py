@@ -120,32 +120,45 @@ def tensors_requiring_grad(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
     tensors: list[Tensor] = []
-    _collect_tensors_requiring_grad(output, tensors, set())
+    _collect_tensors_requiring_grad(output, tensors, set(), set())
     return tensors
 
 
-def _collect_tensors_requiring_grad(output: Any, tensors: list[Tensor], seen: set[int]) -> None:
+def _collect_tensors_requiring_grad(
+    output: Any, tensors: list[Tensor], seen_sequences: set[int], seen_objects: set[int]
+) -> None:
     if isinstance(output, Tensor):
         if output.requires_grad:
             tensors.append(output)
         return
-    if isinstance(output, _OPAQUE_TYPES) or id(output) in seen:
+    if isinstance(output, _OPAQUE_TYPES) or id(output) in seen_sequences or id(output) in seen_objects:
         return
     children: Iterable[Any]
     if isinstance(output, list | tuple):
+        seen_sequences.add(id(output))
         children = output
-    elif len(seen) >= _MAX_INSPECTED_OBJECTS:
+    elif len(seen_objects) >= _MAX_INSPECTED_OBJECTS:
         return
     else:
-        seen.add(id(output))
+        seen_objects.add(id(output))
         children = _attributes(output)
         if isinstance(output, dict):
             children = [*output.values(), *children]
     for child in children:
-        _collect_tensors_requiring_grad(child, tensors, seen)
+        _collect_tensors_requiring_grad(child, tensors, seen_sequences, seen_objects)
 
 
 def _attributes(output: object) -> list[Any]:
-    slots = (name for kind in type(output).__mro__ for name in vars(kind).get("__slots__", ()))
-    values = [getattr(output, name) for name in slots if name != "__dict__" and hasattr(output, name)]
+    names = [name for kind in type(output).__mro__ for name in _slot_names(kind)]
+    values = [getattr(output, name) for name in names if name != "__dict__" and hasattr(output, name)]
     return [*values, *getattr(output, "__dict__", {}).values()]
+
+
+def _slot_names(kind: type) -> list[str]:
+    """Return the names of the attributes in `__slots__`, which may be one string and may contain private names."""
+    slots: Any = vars(kind).get("__slots__", ())
+    prefix = f"_{kind.__name__.lstrip('_')}"
+    return [
+        f"{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in ((slots,) if isinstance(slots, str) else slots)
+    ]
