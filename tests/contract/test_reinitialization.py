@@ -53,6 +53,17 @@ def start_repeatedly(backend: Backend, names: Sequence[str]) -> list[float]:
     return found
 
 
+def start_after_failure(backend: Backend) -> float:
+    """Start a backend whose first start fails after it has created the default process group."""
+    backend.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "new_group", lambda **_: (_ for _ in ()).throw(OSError("no file descriptors")))
+        with pytest.raises(OSError, match="no file descriptors"):
+            unitrain.init(backend.name, device="cpu", timeout_seconds=30)
+    with unitrain.init(backend.name, device="cpu", timeout_seconds=30) as later:
+        return sums(later)
+
+
 @pytest.mark.parametrize(
     ("backend", "command"),
     [
@@ -79,6 +90,7 @@ def test_ranks_can_start_a_backend_again_after_shutdown(backend: str, command: l
             )
         assert group.run(sums) == [1.0, 1.0]
         assert group.run(start_repeatedly, names) == [[1.0] * 3] * 2
+        assert group.run(start_after_failure) == [1.0, 1.0]
 
 
 def train_after_shutdown(backend: Backend, shard: ShardingMode) -> bool:

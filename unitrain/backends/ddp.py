@@ -10,7 +10,11 @@ import torch.distributed as dist
 
 from unitrain.backends import checks
 from unitrain.backends.base import StartOptions
-from unitrain.backends.process_group import NCCL_TIMEOUT_MARGIN, ProcessGroupBackend
+from unitrain.backends.process_group import (
+    NCCL_TIMEOUT_MARGIN,
+    ProcessGroupBackend,
+    destroying_default_group_on_error,
+)
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.devices import check_gpus, choose_device
 from unitrain.bootstrap.network import interface_with_address
@@ -50,13 +54,14 @@ class DDPBackend(ProcessGroupBackend):
             world_size=rank_info.size,
             timeout=options.timeout,
         )
-        # With a separate group, consistency checks do not wait for gradients that are being reduced, and their messages
-        # cannot be matched with those of other collectives. NCCL does not need a separate group, because its
-        # collectives are separate from Gloo's.
-        control = dist.new_group(backend="gloo", timeout=options.timeout) if transport != "nccl" else None
-        backend = cls(rendezvous, device, transport, control)  # type: ignore[arg-type]
-        if transport == "nccl":
-            set_transport_timeout(default_process_group(), device, options.timeout + NCCL_TIMEOUT_MARGIN)
+        with destroying_default_group_on_error():
+            # With a separate group, consistency checks do not wait for gradients that are being reduced, and their
+            # messages cannot be matched with those of other collectives. NCCL does not need a separate group, because
+            # its collectives are separate from Gloo's.
+            control = dist.new_group(backend="gloo", timeout=options.timeout) if transport != "nccl" else None
+            backend = cls(rendezvous, device, transport, control)  # type: ignore[arg-type]
+            if transport == "nccl":
+                set_transport_timeout(default_process_group(), device, options.timeout + NCCL_TIMEOUT_MARGIN)
         return backend
 
     def __init__(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -373,6 +373,17 @@ class ProcessGroupBackend(
             dist.destroy_process_group()
         self._is_shut_down = True
         self._is_group_destroyed = True  # a second call must not destroy the group of a later backend
+
+
+@contextmanager
+def destroying_default_group_on_error() -> Iterator[None]:
+    """Destroy the default process group if the block raises an exception, so that `unitrain.init` can be called
+    again."""
+    try:
+        yield
+    except BaseException:
+        dist.destroy_process_group()
+        raise
 
 
 def _hold_sharded_parameters(optimizer: Any, model: Any) -> None:

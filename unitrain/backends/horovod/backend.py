@@ -15,7 +15,7 @@ from unitrain.backends.base import ReduceOp, StartOptions
 from unitrain.backends.horovod import tensors as horovod_tensors
 from unitrain.backends.horovod.process_group import NAME, register_backend
 from unitrain.backends.horovod.runtime import CYCLE, FUSION, connect_ranks_and_horovod
-from unitrain.backends.process_group import ProcessGroupBackend
+from unitrain.backends.process_group import ProcessGroupBackend, destroying_default_group_on_error
 from unitrain.bootstrap import environment
 from unitrain.bootstrap.devices import check_gpus, choose_device
 from unitrain.bootstrap.network import interface_with_address
@@ -62,7 +62,8 @@ class HorovodBackend(ProcessGroupBackend):
             world_size=rank_info.size,
             timeout=options.timeout,
         )
-        return cls(rendezvous, device, transport, _create_control_group(rendezvous, options.timeout))
+        with destroying_default_group_on_error():
+            return cls(rendezvous, device, transport, _create_control_group(rendezvous, options.timeout))
 
     def __init__(
         self,
