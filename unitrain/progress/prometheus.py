@@ -157,8 +157,7 @@ class MetricsEndpoint:
                 is_privileged = error.errno == errno.EACCES  # as all ports below 1024, usually
                 other_port = 9400 if is_privileged or port == 65535 else port + 1
                 fix = (
-                    f"Use another port: unitrain launch --metrics-port {other_port}, or "
-                    "TrainConfig(metrics_port=...)."
+                    f"Use another port: unitrain launch --metrics-port {other_port}, or TrainConfig(metrics_port=...)."
                     if error.errno in (errno.EADDRINUSE, errno.EACCES)
                     else "Use an address of the host of rank 0: unitrain launch --metrics-address 127.0.0.1, or "
                     'TrainConfig(metrics_address="127.0.0.1").'

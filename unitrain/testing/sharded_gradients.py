@@ -358,14 +358,11 @@ def sharding_of_gradients_that_is_not_possible_raises(backend: Backend) -> None:
         lambda: backend.distributed_model(_build(), shard=shard),  # type: ignore[arg-type]
     )
     assert_same_on_every_rank(backend, text)
-    other = _build()
-    other_wrapped = backend.distributed_model(other)
     raises(
         ModelError,
         'already sharded over ranks. Pass the same setting again, shard="gradients"',
         lambda: backend.distributed_optimizer(optimizer, model, shard="state"),
     )
-    del other_wrapped
 
 
 @contract

@@ -118,13 +118,13 @@ def complete_state(backend: Backend, model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in backend.unwrap(model).state_dict().items()}
 
 
-def _assert_same(backend: Backend, model: nn.Module, twin: nn.Module, tolerance: float = 1e-12) -> None:
+def _assert_same(backend: Backend, model: nn.Module, twin: nn.Module) -> None:
     broadcast_buffers(model, backend)
     state, expected = complete_state(backend, model), twin.state_dict()
     assert list(state) == list(expected)
     for name, value in state.items():
         torch.testing.assert_close(
-            value, expected[name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            value, expected[name], rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
         assert_same_on_every_rank(backend, value.double().sum().item())
 
@@ -264,10 +264,13 @@ def norms_of_sharded_parameters_are_those_of_complete_gradients(backend: Backend
 
 @contract
 def sharded_parameters_divide_memory_by_the_number_of_ranks(backend: Backend) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12)) for _ in range(3)))
+    width = 6 * backend.size  # divisible by the number of ranks
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width)) for _ in range(3))
+    )
     wrapped, optimizer = distribute(backend, model, torch.optim.Adam, (nn.Linear,))
     complete = sum(parameter.numel() for parameter in model.parameters())
-    wrapped(torch.ones(2, 12)).sum().backward()
+    wrapped(torch.ones(2, width)).sum().backward()
     optimizer.step()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
