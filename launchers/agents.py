@@ -120,7 +120,7 @@ def _differing_fields(host: dict[str, object], first: dict[str, object]) -> dict
         common = first.get(field)
         if isinstance(value, list | tuple) and isinstance(common, list | tuple) and len(value) == len(common):
             pairs = enumerate(zip(value, common, strict=True))
-            differing[field] = {str(at): word for at, (word, first_word) in pairs if word != first_word}
+            differing[field] = {str(index): word for index, (word, first_word) in pairs if word != first_word}
         elif field not in first or value != common:
             differing[field] = value
     return differing
@@ -134,7 +134,7 @@ def read_plan(arguments: Iterable[str]) -> dict[str, Any]:
         host = dict(first)
         for field, value in differing.items():
             if isinstance(first.get(field), list) and isinstance(value, dict):
-                value = [value.get(str(at), word) for at, word in enumerate(first[field])]
+                value = [value.get(str(index), word) for index, word in enumerate(first[field])]
             host[field] = value
         plan["hosts"][number] = host
     return plan

@@ -65,7 +65,7 @@ def merge_options(defaults: Iterable[Sequence[str]], options: Sequence[str]) -> 
     kept_defaults: list[str] = []
     for default in defaults:
         name = [word.lstrip("-") for word in default[:-1]]
-        if not any(plain[at : at + len(name)] == name for at in range(len(plain))):
+        if not any(plain[start : start + len(name)] == name for start in range(len(plain))):
             kept_defaults += default
     return (*kept_defaults, *options)
 

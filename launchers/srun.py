@@ -51,10 +51,12 @@ def build(spec: LaunchSpec) -> Command:
         )
     allocation = slurm.allocation()
     if allocation is None:
-        missing = "" if shutil.which("srun") else "srun is not installed on this host: use a host of the cluster. "
+        missing_program = (
+            "" if shutil.which("srun") else "srun is not installed on this host: use a host of the cluster. "
+        )
         raise LaunchError(
-            f"srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. {missing}Put the command into an "
-            f"sbatch script, or request an allocation for it: salloc --ntasks {spec.num_processes} {launch} ..."
+            f"srun starts ranks in a Slurm allocation, but SLURM_JOB_ID is not set. {missing_program}Put the command "
+            f"into an sbatch script, or request an allocation for it: salloc --ntasks {spec.num_processes} {launch} ..."
         )
     allocation.check_slots(spec.num_processes)
     fix = "It is part of Slurm: run the command on a host that has Slurm's programs"

@@ -161,7 +161,7 @@ class _Search:
         samples, is_out_of_memory, error = self._run(batch_size)
         peak = self._memory.peak()
         _release_memory(backend.device)
-        failed, missing, memory_exceeded, highest = backend.allreduce(
+        failed, too_small, memory_exceeded, highest = backend.allreduce(
             torch.tensor([error is not None, samples is not None and samples < batch_size, is_out_of_memory, peak]),
             "max",
         ).tolist()
@@ -169,7 +169,7 @@ class _Search:
             raise error
         if failed:
             raise ConfigError(f"{_NAME} failed on another rank, whose error states the reason.")
-        if missing:
+        if too_small:
             self.reason = f"the data has fewer than {batch_size} samples per rank"
             return False
         is_above_limit = limit is not None and highest > limit
@@ -181,8 +181,8 @@ class _Search:
                 for rank, is_rank_out_of_memory in enumerate(backend.allgather_object(is_out_of_memory))
                 if is_rank_out_of_memory
             ]
-            named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-            self.reason = f"{batch_size} samples exceed the memory of {named}"
+            ranks_text = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            self.reason = f"{batch_size} samples exceed the memory of {ranks_text}"
         elif is_above_limit and limit is not None:
             self.reason = f"{batch_size} samples need {highest / 2**20:.0f} MiB, above the limit of {limit / 2**20:.0f}"
         return fits

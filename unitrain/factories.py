@@ -46,10 +46,11 @@ def call_training_function(target: str) -> Mapping[str, Any]:
                 f"{target} returned {name!r}, which is not an argument of Trainer or fit. "
                 f"{did_you_mean(str(name), known_names)}Known: {', '.join(known_names)}."
             )
-    missing = [name for name in _REQUIRED if name not in arguments]
-    if missing:
+    missing_names = [name for name in _REQUIRED if name not in arguments]
+    if missing_names:
         raise ConfigError(
-            f"{target} did not return {', '.join(missing)}. Add them to the dictionary: Trainer and fit require them."
+            f"{target} did not return {', '.join(missing_names)}. Add them to the dictionary: Trainer and fit require "
+            "them."
         )
     return arguments
 

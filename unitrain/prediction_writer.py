@@ -111,15 +111,15 @@ class PredictionWriter:
             while not lock.acquire(_LOCK_SECONDS):
                 pass  # `acquire` raises CheckpointError when its time limit is reached
             check_folder()  # another job may have completed it
-            left = [path for path in unfinished.iterdir() if path.name != LOCK_FILE]  # by a killed job
-            own = [path for path in left if path.suffix in (".npy", _TOKEN_SUFFIX) or path.name == MANIFEST]
-            foreign = next((path for path in left if path not in own), None)
+            leftover_files = [path for path in unfinished.iterdir() if path.name != LOCK_FILE]  # by a killed job
+            own = [path for path in leftover_files if path.suffix in (".npy", _TOKEN_SUFFIX) or path.name == MANIFEST]
+            foreign = next((path for path in leftover_files if path not in own), None)
             if foreign is not None:
                 raise ConfigError(
                     f"PredictionWriter('{folder}') first writes to '{unfinished}', which contains another file, "
                     f"'{foreign.name}'. Move this file, or choose another folder."
                 )
-            for path in left:
+            for path in leftover_files:
                 path.unlink()
             (unfinished / token).touch()
 

@@ -89,31 +89,31 @@ def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str
 
     Remove torchrun's options (PET_*) and the backend of `unitrain launch` from `variables`.
     """
-    name, rest = words[0].rpartition("/")[2], words[1:]
+    name, arguments = words[0].rpartition("/")[2], words[1:]
     parsers: dict[str, Callable[[Sequence[str]], Job]] = {
-        "torchrun": lambda rest: torchrun.parse([*_pop_torchrun_options(variables), *rest]),
+        "torchrun": lambda arguments: torchrun.parse([*_pop_torchrun_options(variables), *arguments]),
         "horovodrun": horovodrun.parse, "srun": srun.parse, "orterun": openmpi.parse,
         "mpirun.openmpi": openmpi.parse, "mpiexec.openmpi": openmpi.parse, "mpiexec.hydra": mpich.parse,
         "mpiexec.mpich": mpich.parse, "mpirun.mpich": mpich.parse,
         "mpirun": _parse_mpi_command, "mpiexec": _parse_mpi_command,
     }  # fmt: skip
     if name in parsers:
-        return {"orterun": "mpirun"}.get(name, name.partition(".")[0]), parsers[name](rest)
-    if name == "unitrain" and rest[:1] == ["launch"]:
-        return "unitrain", unitrain.parse(rest[1:], variables.pop("UNITRAIN_BACKEND", None))
+        return {"orterun": "mpirun"}.get(name, name.partition(".")[0]), parsers[name](arguments)
+    if name == "unitrain" and arguments[:1] == ["launch"]:
+        return "unitrain", unitrain.parse(arguments[1:], variables.pop("UNITRAIN_BACKEND", None))
     if _PYTHON.fullmatch(words[0]):
-        rest = rest[1:] if rest[:2] == ["-P", "-m"] else rest
-        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _HOROVODRUN_MODULES:
-            return "horovodrun", horovodrun.parse(rest[2:])
-        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _TORCHRUN_MODULES:
-            job = torchrun.parse([*_pop_torchrun_options(variables), *rest[2:]], python=words[0])
-            if rest[1].endswith("launch") and not {"--use_env", "--use-env"} & set(rest):
+        arguments = arguments[1:] if arguments[:2] == ["-P", "-m"] else arguments
+        if arguments[:1] == ["-m"] and arguments[1:2] and arguments[1] in _HOROVODRUN_MODULES:
+            return "horovodrun", horovodrun.parse(arguments[2:])
+        if arguments[:1] == ["-m"] and arguments[1:2] and arguments[1] in _TORCHRUN_MODULES:
+            job = torchrun.parse([*_pop_torchrun_options(variables), *arguments[2:]], python=words[0])
+            if arguments[1].endswith("launch") and not {"--use_env", "--use-env"} & set(arguments):
                 remark = "torch.distributed.launch passes --local-rank=N to the script: let it read LOCAL_RANK instead."
                 job = replace(job, remarks=(*job.remarks, remark))
             return "torchrun", job
-        if rest[:2] == ["-m", "unitrain"] and rest[2:3] == ["launch"]:
-            return "unitrain", unitrain.parse(rest[3:], variables.pop("UNITRAIN_BACKEND", None))
-        if not rest:
+        if arguments[:2] == ["-m", "unitrain"] and arguments[2:3] == ["launch"]:
+            return "unitrain", unitrain.parse(arguments[3:], variables.pop("UNITRAIN_BACKEND", None))
+        if not arguments:
             raise LaunchError(f"{as_typed(words[0])} needs a script. End the command as in: python train.py")
         return "none", Job(program=tuple(words))
     raise LaunchError(

@@ -159,8 +159,8 @@ def _read_placement(
             return place_processes(size or sum(host.slots for host in hosts), hosts)
         if size is None:
             raise LaunchError("The mpirun command lacks the number of processes. Add: -np N")
-        whole, rest = divmod(size, per_host)
-        return (per_host,) * whole + ((rest,) if rest else ()), (), ()
+        num_full_hosts, num_remaining = divmod(size, per_host)
+        return (per_host,) * num_full_hosts + ((num_remaining,) if num_remaining else ()), (), ()
     notes: tuple[str, ...] = ()
     if by_node and len(hosts) > 1:
         notes = ("mpirun assigns ranks to hosts round-robin; other launchers assign consecutive ranks to each host.",)
@@ -207,8 +207,8 @@ def _resolve_slots(
         return tuple(host if host.slots else Host(host.name, size) for host in hosts), (notes,)
     hosts_with_slots: list[Host] = []
     unplaced = size
-    for place, host in enumerate(hosts):
-        if not host.slots and (unplaced is None or (unplaced > 1 and place < len(hosts) - 1)):
+    for index, host in enumerate(hosts):
+        if not host.slots and (unplaced is None or (unplaced > 1 and index < len(hosts) - 1)):
             raise LaunchError(
                 f"The hostfile has no slots for {host.name!r}: mpirun starts one process per core there, and the "
                 f"number of cores is unknown here. Write the number of slots into the file, as in: {host.name} slots=8"

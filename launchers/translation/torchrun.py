@@ -87,7 +87,7 @@ def build(job: Job) -> Translation:
     if job.address is None:
         job.check_hosts_named(LAUNCHER)
     variables = {**(RESTART_VARIABLES if job.max_restarts else {}), **variables_for(job, LAUNCHER)}
-    names = job.hosts or [f"host {place}" for place, _ in enumerate(job.counts, start=1)]
+    names = job.hosts or [f"host {host_number}" for host_number, _ in enumerate(job.counts, start=1)]
     rendezvous: dict[str, str] = {}
     if len(job.counts) > 1:
         rendezvous = {
@@ -114,14 +114,14 @@ def build(job: Job) -> Translation:
                 count,
                 job.max_restarts,
                 (job.address or job.hosts[0], job.port or DEFAULT_PORT),
-                is_first=place == 0,
-                local_address=job.hosts[place] if job.hosts else None,
+                is_first=node_rank == 0,
+                local_address=job.hosts[node_rank] if job.hosts else None,
                 run_id=rendezvous.get("--rdzv-id", "unitrain"),
                 settings=dict(
                     part.partition("=")[::2] for part in rendezvous.get("--rdzv-conf", "").split(",") if part
                 ),
             )
-            for place, count in enumerate(job.counts)
+            for node_rank, count in enumerate(job.counts)
         ]
         notes.append("The rendezvous assigns the node ranks; their order may change after a failure.")
     elif len(job.counts) > 1:

@@ -36,26 +36,26 @@ def split(line: str) -> list[str]:
     """
     words: list[str] = []
     word: str | None = None
-    at = 0
-    while at < len(line):
-        char = line[at]
-        if char == "\\" and line[at + 1 : at + 2] == "\n":
-            at += 2
+    position = 0
+    while position < len(line):
+        char = line[position]
+        if char == "\\" and line[position + 1 : position + 2] == "\n":
+            position += 2
         elif char in " \t\r\n":
             if word is not None:
                 words.append(word)
             word = None
-            at += 1
-            if char == "\n" and words and line[at:].strip():
-                raise _several_commands_error(line[at:].strip().splitlines()[0])
+            position += 1
+            if char == "\n" and words and line[position:].strip():
+                raise _several_commands_error(line[position:].strip().splitlines()[0])
         elif char == "#" and word is None:  # a comment
-            at = line.find("\n", at) % (len(line) + 1)
+            position = line.find("\n", position) % (len(line) + 1)
         elif char in "|;&<>()":
             if word is not None:
                 words.append(word)
-            raise _several_commands_error(line[at:].strip())
+            raise _several_commands_error(line[position:].strip())
         else:
-            part, at = _parse_part(line, at)
+            part, position = _parse_part(line, position)
             word = (word or "") + part
     if word is not None:
         words.append(word)
@@ -73,8 +73,8 @@ def quote(word: str) -> str:
         return shlex.quote(word)
     parts = _MARKED.split(word)  # alternately literal text and text to expand
     text = ""
-    for place, part in enumerate(parts):
-        if place % 2 or not part:
+    for index, part in enumerate(parts):
+        if index % 2 or not part:
             text += part
         elif _ENDS_IN_NAME.search(text) and re.match(r"[A-Za-z0-9_]", part):  # $NAME'text' is not $NAMEtext
             text += f"'{part[0]}'{shlex.quote(part[1:]) if part[1:] else ''}"
@@ -106,15 +106,15 @@ def without_glob_marks(word: str) -> str:
 def split_assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables set before a command, as in `A=1 env B=2 program`, and the words from the program onward."""
     variables: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        match = _ASSIGNMENT.fullmatch(rest[0])
+    remaining_words = list(words)
+    while remaining_words:
+        match = _ASSIGNMENT.fullmatch(remaining_words[0])
         if match is not None:
             variables[match[1]] = match[2]
-        elif rest[0] != "env" or (rest[1:2] and rest[1].startswith("-")):
+        elif remaining_words[0] != "env" or (remaining_words[1:2] and remaining_words[1].startswith("-")):
             break
-        rest.pop(0)
-    return variables, rest
+        remaining_words.pop(0)
+    return variables, remaining_words
 
 
 def _parse_part(line: str, position: int) -> tuple[str, int]:

@@ -108,10 +108,10 @@ def _check_class(model: nn.Module, block_class: Any, setting: str) -> None:
     if not any(is_of_class(module, block_class) for module in model.modules()):
         name = block_class if is_name else block_class.__name__
         names = list(dict.fromkeys(type(module).__name__ for module in model.modules()))
-        shown = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
+        names_text = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
         raise ModelError(
             f"{type(model).__name__} has no module of class {name!r}, which {setting} names. "
-            f"{did_you_mean(name, names) if is_name else ''}Classes of its modules: {shown}."
+            f"{did_you_mean(name, names) if is_name else ''}Classes of its modules: {names_text}."
         )
 
 

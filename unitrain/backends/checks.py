@@ -423,14 +423,16 @@ def digest_bits(tensor: Tensor) -> Tensor:
     """Return a 64-bit digest of the bits of `tensor`. It is the sum of the rows of 256 words, each multiplied by a
     number that depends on the position of the row. It does not depend on the order of the words within a row."""
     content = as_bytes(tensor)
-    if missing := -len(content) % 8:
-        content = torch.nn.functional.pad(content, (0, missing))
+    if num_padding_bytes := -len(content) % 8:
+        content = torch.nn.functional.pad(content, (0, num_padding_bytes))
     elif content.storage_offset() % 8 or content.data_ptr() % 8:
         content = content.clone()
     words = content.view(torch.int64)  # added without a conversion, which would take several times as long
-    whole = len(words) // _WORDS_PER_ROW * _WORDS_PER_ROW
-    chunks = words[:whole].view(-1, _WORDS_PER_ROW).split(_ROWS_PER_CHUNK)  # limits the memory for the shifted words
-    summands = torch.cat([*map(_sum_words, chunks), _sum_words(words[whole:].unsqueeze(1))])
+    num_whole_words = len(words) // _WORDS_PER_ROW * _WORDS_PER_ROW
+    chunks = (
+        words[:num_whole_words].view(-1, _WORDS_PER_ROW).split(_ROWS_PER_CHUNK)
+    )  # limits the memory for the shifted words
+    summands = torch.cat([*map(_sum_words, chunks), _sum_words(words[num_whole_words:].unsqueeze(1))])
     return (summands * (2 * torch.arange(len(summands), device=tensor.device) + 1)).sum()
 
 

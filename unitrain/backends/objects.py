@@ -128,7 +128,7 @@ def broadcast_with_tensors(communicator: Communicator, obj: Any, root: int = 0) 
         obj = _insert_tensors(obj_without_tensors, communicator.device, tensors)
     contents = [as_bytes(tensor) for tensor in tensors]
     for chunk in _chunks([len(content) for content in contents]):
-        parts = [contents[index][place] for index, place in chunk]
+        parts = [contents[index][elements] for index, elements in chunk]
         # A chunk may contain tensors of several devices.
         payload = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=communicator.device)
         if is_root:

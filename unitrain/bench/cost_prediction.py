@@ -97,13 +97,13 @@ def predict_step(
     The allreduce of a bucket starts when the backward pass has filled the bucket and the previous allreduce is
     complete. The optimizer waits for the last bucket.
     """
-    clock, reduced_at, filled, limit = work.before, 0.0, 0.0, first_bucket
+    clock, reduced_at, bucket_bytes, limit = work.before, 0.0, 0.0, first_bucket
     for number, layer in enumerate(work.layers, 1):
         clock += layer.seconds
-        filled += layer.size
-        if filled and (filled >= limit or number == len(work.layers)):
-            reduced_at = max(reduced_at, clock) + allreduce(filled)
-            filled, limit = 0.0, bucket
+        bucket_bytes += layer.size
+        if bucket_bytes and (bucket_bytes >= limit or number == len(work.layers)):
+            reduced_at = max(reduced_at, clock) + allreduce(bucket_bytes)
+            bucket_bytes, limit = 0.0, bucket
     exposed = max(0.0, reduced_at - clock)
     return PredictedStep(work.seconds + exposed, exposed)
 

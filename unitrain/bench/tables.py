@@ -105,11 +105,11 @@ def differences_table(differences: list[Difference]) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("")
     for difference in differences:
-        shown = [
+        shown_differences = [
             f"{format_seconds(median)} [{format_seconds(low)}, {format_seconds(high)}]"
             for low, median, high in (difference.before, difference.after)
         ]
-        table.add_row(difference.name, *shown, f"{difference.ratio:.3f}", difference.verdict)
+        table.add_row(difference.name, *shown_differences, f"{difference.ratio:.3f}", difference.verdict)
     return table
 
 

@@ -69,8 +69,8 @@ class Rendezvous:
         the missing ranks. `cause` describes the likely cause of such a timeout, in complete sentences.
         """
         self.post(key, value)
-        if missing := self.missing_ranks(key):
-            names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
+        if missing_ranks := self.missing_ranks(key):
+            names = f"{'rank' if len(missing_ranks) == 1 else 'ranks'} {', '.join(map(str, missing_ranks))}"
             signature, cause = "", f"{cause} " if cause else ""
             if self.messages.has_rejected_lines(_posted_key(key)):
                 signature = (

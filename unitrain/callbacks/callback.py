@@ -158,12 +158,12 @@ class Callbacks:
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Return (name, callback) pairs. From its second occurrence on, a class name is followed by a number."""
         counts: dict[str, int] = {}
-        named = []
+        named_callbacks = []
         for callback in self._callbacks:
             kind = type(callback).__name__
             counts[kind] = counts.get(kind, 0) + 1
-            named.append((kind if counts[kind] == 1 else f"{kind} {counts[kind]}", callback))
-        return named
+            named_callbacks.append((kind if counts[kind] == 1 else f"{kind} {counts[kind]}", callback))
+        return named_callbacks
 
 
 def _call(callback: Callback, hook: str, trainer: RunningTrainer, *arguments: Any) -> None:

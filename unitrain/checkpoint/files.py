@@ -99,8 +99,8 @@ def find_corruption(path: Path, first: int = 0, stride: int = 1) -> str | None:
     try:
         manifest = json.loads(read_regular_file(path / MANIFEST, _MAX_MANIFEST_BYTES))
         files = manifest["files"]
-        named = _STEP_FOLDER_PATTERN.fullmatch(path.name)
-        if named and "step" in manifest and manifest["step"] != int(named[1]):
+        match = _STEP_FOLDER_PATTERN.fullmatch(path.name)
+        if match and "step" in manifest and manifest["step"] != int(match[1]):
             return f"it is the checkpoint of step {manifest['step']} under the name of another step"
         if (unknown := next((name for name in files if not _FILE_NAME_PATTERN.fullmatch(name)), None)) is not None:
             return f"its manifest has an unknown file {unknown!r}"

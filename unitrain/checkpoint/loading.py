@@ -164,14 +164,15 @@ def _check_settings(
     schedulers and callbacks may have changed them during the run.
     """
     for index, (saved_settings, current_settings) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
-        missing = [name for name in current_settings if name not in saved_settings and name != "initial_lr"]
-        if "lr" in missing or (
-            missing and [name for name in saved_settings if name not in current_settings and name != "initial_lr"]
+        missing_settings = [name for name in current_settings if name not in saved_settings and name != "initial_lr"]
+        if "lr" in missing_settings or (
+            missing_settings
+            and [name for name in saved_settings if name not in current_settings and name != "initial_lr"]
         ):
             raise CheckpointError(
-                f"Checkpoint '{path}' has no {', '.join(missing)} of a {type(optimizer).__name__}: another optimizer "
-                "wrote it. Use the same optimizer as the run that wrote it, or start a new run from the weights: "
-                f"trainer.load_weights('{path}')."
+                f"Checkpoint '{path}' has no {', '.join(missing_settings)} of a {type(optimizer).__name__}: another "
+                "optimizer wrote it. Use the same optimizer as the run that wrote it, or start a new run from the "
+                f"weights: trainer.load_weights('{path}')."
             )
         for name in saved_settings:
             # With a scheduler, compare only the initial learning rate, because the scheduler may have changed other

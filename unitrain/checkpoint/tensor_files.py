@@ -251,8 +251,8 @@ class StoredTensors:
                 raise ValueError(f"{chunk.name!r} is complex in the checkpoint and {target.dtype} in the model")
             target, offsets = torch.view_as_real(target), (*offsets, 0)
         for stored_chunk in stored.chunks:
-            for block, place in _overlap(files, stored_chunk, stored.dtype, offsets, tuple(target.shape)):
-                target[place].copy_(block)
+            for block, overlap_slice in _overlap(files, stored_chunk, stored.dtype, offsets, tuple(target.shape)):
+                target[overlap_slice].copy_(block)
 
     def read_real(self, name: str) -> Tensor:
         """Read and return tensor `name`; a complex tensor as a real tensor with an additional last dimension."""
@@ -260,8 +260,10 @@ class StoredTensors:
         result = torch.empty(stored.shape, dtype=stored.dtype)
         with _OpenFiles(self.folder) as files:
             for chunk in stored.chunks:
-                for block, place in _overlap(files, chunk, stored.dtype, (0,) * len(stored.shape), stored.shape):
-                    result[place].copy_(block)
+                for block, overlap_slice in _overlap(
+                    files, chunk, stored.dtype, (0,) * len(stored.shape), stored.shape
+                ):
+                    result[overlap_slice].copy_(block)
         return result
 
     def read_tensor(self, name: str) -> Tensor:
@@ -342,17 +344,19 @@ def _add_tensors(tensors: dict[str, StoredTensor], folder: Path, name: str) -> d
     offsets = json.loads(facts[_OFFSETS]) if _OFFSETS in facts else {}
     for tensor, tensor_fields in header.items():
         lengths, dtype = tuple(map(operator.index, tensor_fields["shape"])), _DTYPES[tensor_fields["dtype"]]
-        place = tuple(map(operator.index, offsets[tensor]["saved_offsets"])) if offsets else (0,) * len(lengths)
-        if min((*lengths, *place, 0)) < 0:
-            raise ValueError(f"tensor {tensor!r} has shape {list(lengths)} and offsets {list(place)}")
-        end = tuple(offset + length for offset, length in zip(place, lengths, strict=True))
+        saved_offsets = tuple(map(operator.index, offsets[tensor]["saved_offsets"])) if offsets else (0,) * len(lengths)
+        if min((*lengths, *saved_offsets, 0)) < 0:
+            raise ValueError(f"tensor {tensor!r} has shape {list(lengths)} and offsets {list(saved_offsets)}")
+        end = tuple(offset + length for offset, length in zip(saved_offsets, lengths, strict=True))
         first = start + operator.index(tensor_fields["data_offsets"][0])
         if not start <= first <= first + prod(lengths) * dtype.itemsize <= size:
             raise ValueError(f"the file does not contain all bytes of tensor {tensor!r}")
         stored_tensor = tensors.get(tensor) or StoredTensor(end, dtype, tensor in complex_names)
         shape = tuple(map(max, stored_tensor.shape, end))
         tensors[tensor] = replace(
-            stored_tensor, shape=shape, chunks=[*stored_tensor.chunks, _StoredChunk(name, first, place, lengths)]
+            stored_tensor,
+            shape=shape,
+            chunks=[*stored_tensor.chunks, _StoredChunk(name, first, saved_offsets, lengths)],
         )
     return facts
 

@@ -94,7 +94,11 @@ class Retention:
         if self.every is None:
             return []
         places = [(path, files.read_manifest(path)) for path in checkpoints]
-        return [path for path, place in places if not place.get("sample") and self._is_milestone(place.get("epoch", 1))]
+        return [
+            path
+            for path, progress in places
+            if not progress.get("sample") and self._is_milestone(progress.get("epoch", 1))
+        ]
 
     def _is_milestone(self, epoch: Any) -> bool:
         return self.every is not None and isinstance(epoch, int) and epoch % self.every == 0

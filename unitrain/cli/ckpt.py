@@ -64,10 +64,10 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     for name, manifest in manifests.items():
         values = [manifest.get("results", {}).get(result) for result in results]
         size = sum(file["bytes"] for file in manifest.get("files", {}).values())
-        place = [str(manifest.get(key, "?")) for key in ("epoch", "step")]
-        shown = ["" if value is None else f"{value:.4g}" for value in values]
+        epoch_and_step = [str(manifest.get(key, "?")) for key in ("epoch", "step")]
+        value_texts = ["" if value is None else f"{value:.4g}" for value in values]
         without_size = "damaged manifest" if name in damaged else "no manifest"
-        table.add_row(name, *place, *shown, decimal(size) if manifest else without_size)
+        table.add_row(name, *epoch_and_step, *value_texts, decimal(size) if manifest else without_size)
     Console(width=None if Console().is_terminal else 200).print(table)
 
 

@@ -133,8 +133,8 @@ def launch(untuned: bool, is_dry_run: bool, **arguments: object) -> None:
         raise click.UsageError(str(error)) from error
     if is_dry_run:
         click.echo(plan.command.shell())
-        if missing := plan.missing_program_error():
-            click.echo(f"Warning: the command cannot run on this host. {missing}", err=True)
+        if missing_program := plan.missing_program_error():
+            click.echo(f"Warning: the command cannot run on this host. {missing_program}", err=True)
         return
     try:
         execute(plan)

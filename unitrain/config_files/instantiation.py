@@ -58,10 +58,10 @@ def _build_config(parsed: ParsedConfig) -> TrainConfig:
     try:
         return TrainConfig(**{name: settings[name] for name in setting_names()})
     except ConfigError as error:
-        named = [word for word in re.findall(r"\w+", str(error)) if word in setting_names()]
-        if not named:
+        setting_words = [word for word in re.findall(r"\w+", str(error)) if word in setting_names()]
+        if not setting_words:
             raise
-        raise parsed.error(named[:1], str(error)) from None
+        raise parsed.error(setting_words[:1], str(error)) from None
 
 
 def _build(parsed: ParsedConfig, name: str) -> Any:

@@ -109,8 +109,8 @@ def _nesting_error(path: Path) -> ConfigError:
 def _contains(key: Key, names: Sequence[str]) -> bool:
     if not key or key[0] != names[0]:
         return False
-    rest = iter(key)
-    return all(name in rest for name in names)
+    remaining_key = iter(key)
+    return all(name in remaining_key for name in names)
 
 
 def _entries(path: Path, node: yaml.Node, key: Key) -> Iterator[ConfigEntry]:

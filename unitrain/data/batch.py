@@ -96,10 +96,10 @@ def map_parts(function: Callable[[str, Any], Any], container: Any) -> Any:
 
 def _move_object(batch: Any, device: torch.device) -> Any:
     try:
-        moved = batch.to(device, non_blocking=True)
+        moved_object = batch.to(device, non_blocking=True)
     except TypeError:  # many `to` methods take only the device
-        moved = batch.to(device)
-    return batch if moved is None else moved  # some `to` methods move in place and return None
+        moved_object = batch.to(device)
+    return batch if moved_object is None else moved_object  # some `to` methods move in place and return None
 
 
 class CountedBatch(NamedTuple):

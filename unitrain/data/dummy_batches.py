@@ -142,11 +142,11 @@ class StepAligner:
             while planned := list(_take_steps(micro_batches, self._steps)):
                 window: list[CountedBatch | None] = [None] * len(planned)
                 self._fetch(window, range(len(planned)), batches_here)
-                for index, (micro_batch, counted) in enumerate(zip(planned, window, strict=True)):
+                for index, (micro_batch, counted_batch) in enumerate(zip(planned, window, strict=True)):
                     if (
-                        counted is not None and not micro_batch.samples
+                        counted_batch is not None and not micro_batch.samples
                     ):  # a dummy batch: another rank trains on its sample
-                        window[index] = counted._replace(sample_count=0)
+                        window[index] = counted_batch._replace(sample_count=0)
                 _, samples = self._exchange_counts(window)
                 ends = [0, *(index + 1 for index, micro_batch in enumerate(planned) if micro_batch.ends_step)]
                 for begin, end in pairwise(ends):
@@ -171,8 +171,8 @@ class StepAligner:
         nonempty = [index for index in step if any(counts[index] > 0 for counts in samples)]
         total = sum(max(0, counts[index]) for counts in samples for index in nonempty)
         for index in step:
-            if (counted := window[index]) is not None and counted.state is not None:
-                self._data_state = counted.state
+            if (counted_batch := window[index]) is not None and counted_batch.state is not None:
+                self._data_state = counted_batch.state
         for index, micro_batch in zip(step, micro_batches, strict=True):
             if index not in nonempty:
                 window[index] = None
@@ -211,14 +211,16 @@ class StepAligner:
         stored, and raised by `_exchange_counts` on all ranks."""
         fetched = 0
         try:
-            for index, counted in zip(indices, batches, strict=False):
+            for index, counted_batch in zip(indices, batches, strict=False):
                 if keep:
-                    window[index] = counted = (
-                        counted._replace(batch=copy_batch(counted.batch)) if self._copies_batches else counted
+                    window[index] = counted_batch = (
+                        counted_batch._replace(batch=copy_batch(counted_batch.batch))
+                        if self._copies_batches
+                        else counted_batch
                     )
                 fetched += 1
-                if counted.sample_count:
-                    self._dummy_batch = counted._replace(state=None)
+                if counted_batch.sample_count:
+                    self._dummy_batch = counted_batch._replace(state=None)
         except DataError as error:
             self._error = error
         except Exception as error:
@@ -235,8 +237,8 @@ class StepAligner:
         Raises DataError on every rank if `_fetch` has stored an error on any rank. All ranks call it.
         """
         state = _HAS_FAILED if self._error is not None else _HAS_NO_DUMMY if self._dummy_batch is None else _HAS_DUMMY
-        items = [NO_BATCH if counted is None else counted.item_count for counted in window]
-        samples = [NO_BATCH if counted is None else counted.sample_count for counted in window]
+        items = [NO_BATCH if counted_batch is None else counted_batch.item_count for counted_batch in window]
+        samples = [NO_BATCH if counted_batch is None else counted_batch.sample_count for counted_batch in window]
         counts = [state, *items, *samples]
         # On the CPU, because reading a result from a GPU would wait for all work queued there.
         gathered = self._communicator.allgather(torch.tensor(counts))
@@ -299,6 +301,6 @@ def _repeat_endlessly(
     has_items = True
     while has_items:
         has_items = False
-        for counted in batches():
+        for counted_batch in batches():
             has_items = True
-            yield counted
+            yield counted_batch

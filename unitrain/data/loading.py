@@ -262,8 +262,8 @@ def _find_tensors(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor | None] | No
         if inner is None:
             return None
         tensors, subset = inner
-        whole: Any = dataset.dataset
-        indices = _subset_indices(dataset.indices, len(whole))
+        complete_dataset: Any = dataset.dataset
+        indices = _subset_indices(dataset.indices, len(complete_dataset))
         return None if indices is None else (tensors, indices if subset is None else subset[indices])
     if type(dataset) is TensorDataset and len({tensor.device for tensor in dataset.tensors}) == 1:
         return dataset.tensors, None

@@ -186,7 +186,7 @@ def _read_lines(output: int, is_killed: threading.Event) -> Iterator[bytes]:
 
     Child processes that changed their environment are not killed, and may keep the output open.
     """
-    rest = b""
+    incomplete_line = b""
     with selectors.DefaultSelector() as ready:
         ready.register(output, selectors.EVENT_READ)
         while True:
@@ -195,12 +195,12 @@ def _read_lines(output: int, is_killed: threading.Event) -> Iterator[bytes]:
                 received = os.read(output, 1 << 16)
                 if not received:
                     break
-                *lines, rest = (rest + received).split(b"\n")
+                *lines, incomplete_line = (incomplete_line + received).split(b"\n")
                 yield from (line + b"\n" for line in lines)
             elif has_ended:
                 break
-    if rest:
-        yield rest
+    if incomplete_line:
+        yield incomplete_line
 
 
 def _check_one_host() -> None:
@@ -221,9 +221,13 @@ def _check_all_returned(outcomes: Mapping[int, CallOutcome], size: int, code: in
         rank = min(failed, key=lambda rank: failed[rank].time)
         text = f"Rank {rank} of {size} failed first:\n\n{failed[rank].traceback}"
         raise RankFailedError(text, rank) from failed[rank].error
-    missing = [rank for rank in range(size) if rank not in outcomes]
-    if missing or code != 0:
-        event = f"Ranks {missing} of {size} ended without a result" if missing else "A rank failed after its return"
+    missing_ranks = [rank for rank in range(size) if rank not in outcomes]
+    if missing_ranks or code != 0:
+        event = (
+            f"Ranks {missing_ranks} of {size} ended without a result"
+            if missing_ranks
+            else "A rank failed after its return"
+        )
         raise RankFailedError(
             f"{event}. The launcher ended with exit code {code}. Last lines:\n\n{''.join(last_lines)}"
         )

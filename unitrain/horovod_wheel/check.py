@@ -192,10 +192,11 @@ def _find_limitations(
     facts: Mapping[str, Any], record: Mapping[str, Any], built: Mapping[str, int]
 ) -> Iterator[Problem]:
     """Yield the limitations of an importable Horovod."""
-    missing = [name for name in runtime_fixes(PATCHES) if name not in record.get("runtime_fixes", ())]
-    if missing:
+    missing_fixes = [name for name in runtime_fixes(PATCHES) if name not in record.get("runtime_fixes", ())]
+    if missing_fixes:
         what = (
-            f"Fixes that may be missing: {', '.join(missing)} (this Horovod was not built by this version of unitrain)."
+            f"Fixes that may be missing: {', '.join(missing_fixes)} (this Horovod was not built by this version of "
+            "unitrain)."
         )
         yield Problem(what=what, fix=f"Build it with the fixes: {BUILD_COMMAND} --force")
     if not built.get("gloo"):

@@ -160,9 +160,9 @@ def _run_and_read(*command: str) -> str:
     return process.stdout if process.returncode == 0 else ""
 
 
-def _detect_compiler(named: str | None, search_path: str) -> Tool | None:
+def _detect_compiler(requested_path: str | None, search_path: str) -> Tool | None:
     """Return the compiler of CXX if it is set, else the default of CMake."""
-    for name in (named,) if named else ("c++", "g++", "clang++"):
+    for name in (requested_path,) if requested_path else ("c++", "g++", "clang++"):
         path = shutil.which(name, path=search_path)
         first_line = _run_and_read(path, "--version").partition("\n")[0] if path else ""
         if path and first_line:
@@ -170,10 +170,11 @@ def _detect_compiler(named: str | None, search_path: str) -> Tool | None:
     return None
 
 
-def _detect_cmake(named: str | None, search_path: str) -> Tool | None:
-    """Return the cmake `named`, else the one next to this Python (from pip), else the one on PATH, often older."""
+def _detect_cmake(requested_path: str | None, search_path: str) -> Tool | None:
+    """Return the cmake `requested_path`, else the one next to this Python (from pip), else the one on PATH, often
+    older."""
     python_folder = str(Path(sys.executable).parent)
-    path = named or shutil.which("cmake", path=python_folder + os.pathsep + search_path)
+    path = requested_path or shutil.which("cmake", path=python_folder + os.pathsep + search_path)
     match = re.search(r"cmake version (\S+)", _run_and_read(path, "--version")) if path else None
     return Tool(path=path, version=match.group(1)) if path and match else None
 
@@ -209,12 +210,13 @@ def _detect_toolkits(environment: Mapping[str, str], search_path: str) -> Iterat
             yield Tool(path=str(root), version=match.group(1))
 
 
-def _detect_nccl(named: str | None) -> Tool | None:
-    """Return the NCCL library in the folder `named`, or else the one that torch uses (from pip), or else the system's.
+def _detect_nccl(requested_folder: str | None) -> Tool | None:
+    """Return the NCCL library in the folder `requested_folder`, or else the one that torch uses (from pip), or else the
+    system's.
 
     The NCCL of torch is preferred, to avoid loading two versions in one process.
     """
-    folders = [named] if named else []
+    folders = [requested_folder] if requested_folder else []
     spec = importlib.util.find_spec("nvidia")
     folders += [f"{entry}/nccl" for entry in (spec.submodule_search_locations or ())] if spec else []
     folders += ["/usr"]

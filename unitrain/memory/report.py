@@ -83,8 +83,8 @@ def memory_rows(usage: Usage) -> list[MemoryRow]:
     fusion = min(record.fusion_buffer, record.other)
     if fusion:
         rows.append(MemoryRow(name="Horovod's fusion buffer", predicted=fusion, measured=None, at_peak=fusion))
-    rest = record.peak - (record.other - fusion) - sum(row.at_peak for row in rows)
-    rows.append(MemoryRow(name=_REMAINDER, predicted=None, measured=None, at_peak=rest))
+    remainder = record.peak - (record.other - fusion) - sum(row.at_peak for row in rows)
+    rows.append(MemoryRow(name=_REMAINDER, predicted=None, measured=None, at_peak=remainder))
     libraries = "other tensors" if record.device.startswith("cuda") else "Python, libraries, data"
     rows.append(MemoryRow(name=libraries, predicted=None, measured=None, at_peak=record.other - fusion))
     return rows

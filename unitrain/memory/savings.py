@@ -107,13 +107,13 @@ def _sharding(usage: Usage, ranks: int) -> list[Saving]:
     is_sharded = _STAGES[usage.shard]
     parameters = record.parameters * (d if is_sharded[0] else 1)
     gradients = usage.gradients * (d if is_sharded[1] else 1)
-    now = record.parameters + usage.gradients + record.state
+    current_bytes = record.parameters + usage.gradients + record.state
     savings = []
     for stage in stages[stages.index(usage.shard) + 1 :]:
         sizes = persistent_bytes(
             parameters=parameters, gradients=gradients, state=usage.state, shard=stage, ranks=ranks
         )
-        saved = now - round(sum(sizes.values()))
+        saved = current_bytes - round(sum(sizes.values()))
         note = "plus the gathered parameters of one block at a time" if stage == "parameters" else ""
         savings.append(Saving(setting=f'shard="{stage}"', saved_bytes=saved, is_estimate=False, note=note))
     return savings
@@ -167,6 +167,6 @@ def _saved_between_steps(record: RankMemory, activations: int) -> int:
     At the end of the backward pass, all gradients and no activations are in memory. During an optimizer step, no
     activations are in memory.
     """
-    now = record.activations_at_peak + record.gradients_at_peak
+    current_bytes = record.activations_at_peak + record.gradients_at_peak
     then = max(activations + record.early_gradients, record.gradient_storages)
-    return record.peak - max(record.forward_backward_peak - (now - then), record.step_peak)
+    return record.peak - max(record.forward_backward_peak - (current_bytes - then), record.step_peak)

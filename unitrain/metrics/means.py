@@ -77,8 +77,8 @@ class Means:
 
     def totals(self, communicator: Communicator) -> tuple[list[float], float]:
         """Return the sum for each name and the number of samples or tokens over all ranks. All ranks call it."""
-        *sums, counted = communicator.allreduce(self.local_sums().detach(), op="sum").tolist()
-        return sums, counted
+        *sums, num_samples = communicator.allreduce(self.local_sums().detach(), op="sum").tolist()
+        return sums, num_samples
 
     def clear(self) -> None:
         """Discard all batches."""
@@ -131,15 +131,15 @@ class Means:
     def _sum_pending(self) -> tuple[list[Tensor], int]:
         # Nearly all batches have the same size. Therefore, sum a hundred of them with one stack, one sum and one
         # addition, without copying counts to the device, instead of with one addition per batch.
-        sums, counted = self._sums, self._samples
+        sums, num_samples = self._sums, self._samples
         for (samples, *_), batches in groupby(self._pending, key=_layout):
             rows = [values for _, values in batches]
             sums = [
                 total.add(_sum(name, values, samples))
                 for name, total, values in zip(self.names, sums, zip(*rows, strict=True), strict=True)
             ]
-            counted += samples * len(rows)
-        return sums, counted
+            num_samples += samples * len(rows)
+        return sums, num_samples
 
 
 def create_means(names: Sequence[str], device: torch.device, *, exact: bool) -> Means:

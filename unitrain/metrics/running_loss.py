@@ -137,8 +137,8 @@ def _non_finite_error(mean: float, epoch: int, step: int, ranks: Sequence[Sequen
     failed_ranks = [rank for rank, row in enumerate(ranks) if not all(map(math.isfinite, row[:-1]))]
     where = ""
     if failed_ranks and len(ranks) > 1:  # the sum of finite values can be infinite
-        named = f"rank{'s' if len(failed_ranks) > 1 else ''} {', '.join(map(str, failed_ranks))}"
-        where = " on every rank" if len(failed_ranks) == len(ranks) else f" on {named}"
+        ranks_text = f"rank{'s' if len(failed_ranks) > 1 else ''} {', '.join(map(str, failed_ranks))}"
+        where = " on every rank" if len(failed_ranks) == len(ranks) else f" on {ranks_text}"
     return NonFiniteLossError(
         f"The mean loss became {mean}{where} in epoch {epoch}, by step {step}. "
         "Lower the learning rate, or clip the gradients with TrainConfig(max_grad_norm=1.0)."

@@ -187,8 +187,10 @@ def _remove_empty_function(edits: Edits, statement: Statement) -> None:
     function = script.function(statement)
     if function is None or script.block(function) is not script.module:
         return
-    rest = [child for child in function.body.body if child is not statement and not _is_docstring(child)]
-    if rest:
+    remaining_statements = [
+        child for child in function.body.body if child is not statement and not _is_docstring(child)
+    ]
+    if remaining_statements:
         return
     name = function.name.value
     uses = [

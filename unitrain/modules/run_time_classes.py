@@ -27,7 +27,7 @@ class ReplacedForward:
 @functools.cache
 def create_replacing_class(forward: Any, plain: Any) -> Any:
     """Return the common subclass of `forward`, a subclass of ReplacedForward, and `plain`, the class of a module."""
-    return type(f"{forward.prefix}{plain.__name__}", (forward, plain), {"forward_class": forward, "plain": plain})
+    return type(f"{forward.prefix}{plain.__name__}", (forward, plain), {"forward_class": forward, "plain_class": plain})
 
 
 def _restore_module(forward: Any, plain: Any) -> Any:

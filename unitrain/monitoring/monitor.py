@@ -148,13 +148,13 @@ class FailureMonitor:
         if self._watchdog is None:
             return
         try:
-            missing = call_with_limit(
+            missing_ranks = call_with_limit(
                 partial(self._post_and_find_missing, f"error/{key}"),
                 _LATE_RANKS_TIMEOUT.total_seconds() + _STORE_TIMEOUT_SECONDS,
             )
         except RuntimeError:  # rank 0's process, which serves the store, has exited or does not respond
             return
-        if not set(ranks).isdisjoint(missing):
+        if not set(ranks).isdisjoint(missing_ranks):
             self._watchdog.report_failure(error)
 
     def _raise_cause_of_failed_wait(self, error: BaseException, phase: GradientPhase | None) -> None:
@@ -182,7 +182,7 @@ class FailureMonitor:
         key = f"stuck/{self._recorder.latest_key if phase is None else phase.key}"
         headline = f"{operation} timed out after {seconds:g} s on rank {rank}"
         try:
-            missing = call_with_limit(
+            missing_ranks = call_with_limit(
                 partial(self._post_and_find_missing, key), _LATE_RANKS_TIMEOUT.total_seconds() + _STORE_TIMEOUT_SECONDS
             )
         except StoreNotRespondingError:
@@ -193,13 +193,13 @@ class FailureMonitor:
         except RuntimeError:  # rank 0's process, which serves the store, has exited
             return f"{headline}: the process of rank 0 has exited. See the first error that rank 0 logged."
         statuses: dict[int, RankStatus] = {}
-        if self._watchdog is not None and missing:
-            statuses = self._watchdog.request_statuses(missing)
+        if self._watchdog is not None and missing_ranks:
+            statuses = self._watchdog.request_statuses(missing_ranks)
         records = {other: status.records for other, status in statuses.items()}
-        missing = ranks_without(phase, missing, records)
-        names = ", ".join(map(str, missing)) or "none (all ranks arrived after the timeout)"
+        missing_ranks = ranks_without(phase, missing_ranks, records)
+        names = ", ".join(map(str, missing_ranks)) or "none (all ranks arrived after the timeout)"
         loading = [other for other, status in statuses.items() if status.activity is Activity.WAITING_FOR_DATA]
-        if not missing:
+        if not missing_ranks:
             check = "Find the slow ranks"
         else:
             check = f"Check the data loading of {format_ranks(loading)}" if loading else "Check what those ranks do"

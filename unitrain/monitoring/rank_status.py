@@ -130,14 +130,14 @@ class RankStatus:
         return cls(**fields)
 
     def __str__(self) -> str:
-        at = f"at {self.location}"
+        location = f"at {self.location}"
         match self.activity:
             case Activity.WAITING_FOR_RANKS:
-                text = f"waiting for other ranks in {self.operation}, {at}"
+                text = f"waiting for other ranks in {self.operation}, {location}"
             case Activity.IN_BACKWARD:
-                text = f"in a backward pass, {at}"
+                text = f"in a backward pass, {location}"
             case Activity.WAITING_FOR_DATA:
-                text = f"waiting for a batch from {self.worker}, {at}"
+                text = f"waiting for a batch from {self.worker}, {location}"
             case Activity.MAIN_THREAD_ENDED:
                 text = "its main thread has ended"
             case Activity.FAILED:
@@ -147,7 +147,7 @@ class RankStatus:
             case Activity.NO_RESPONSE:
                 text = "does not respond: its process has exited or is stopped, or its host is unreachable"
             case Activity.RUNNING:
-                text = f"in {self.library_function}, {at}" if self.library_function else at
+                text = f"in {self.library_function}, {location}" if self.library_function else location
                 text += f" ({self.unitrain_function})" if self.unitrain_function else ""
         return text + (f"; last operation: {self.latest_entry}" if self.latest_entry else "")
 

@@ -57,7 +57,9 @@ def user_frame(frame: FrameType) -> FrameType:
 
 def user_position(stack: Sequence[FrameType]) -> int:
     """Return the index in `stack` of the innermost frame of the user's code, or 0 if there is none."""
-    return next((at for at in reversed(range(len(stack))) if _is_user_file(stack[at].f_code.co_filename)), 0)
+    return next(
+        (position for position in reversed(range(len(stack))) if _is_user_file(stack[position].f_code.co_filename)), 0
+    )
 
 
 def describe_line(file: str, line: int) -> str:
@@ -73,7 +75,7 @@ def describe_functions(stack: Sequence[FrameType]) -> tuple[str, str]:
     Each is empty if there is no such function.
     """
     user = user_position(stack)
-    unitrain = max((at for at, frame in enumerate(stack) if is_unitrain_frame(frame)), default=user)
+    unitrain = max((position for position, frame in enumerate(stack) if is_unitrain_frame(frame)), default=user)
     caller = max(unitrain, user)
     library_function = _qualified_name(stack[caller + 1]) if caller + 1 < len(stack) else ""
     return library_function, _qualified_name(stack[unitrain]) if unitrain > user else ""

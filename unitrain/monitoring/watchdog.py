@@ -424,9 +424,9 @@ class Watchdog:
         if isinstance(error, Exception | KeyboardInterrupt) and os.getpid() == self._pid:
             self.report_failure(error)
         first, own = self._first_failure, _first_line(error)
-        place = f", at {_raise_location(traceback)}" if traceback is not None else ""
+        location = f", at {_raise_location(traceback)}" if traceback is not None else ""
         is_consequence = first is not None and first.rank != self._rank
-        text = f"rank {self._rank} of {self._size} ended with {own}{place}"
+        text = f"rank {self._rank} of {self._size} ended with {own}{location}"
         if is_consequence and not self._has_reported and (own == getattr(first, "error", "") or _is_consequence(error)):
             # The error's traceback would show a consequence of the failure instead of the cause, on every rank.
             _print([f"unitrain: {text}; {first}"])

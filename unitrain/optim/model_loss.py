@@ -58,10 +58,10 @@ class ModelLoss:
     def __call__(self, output: Any, batch: Any) -> LossOutput:
         """Return the loss in `output`, or a pair (sum over tokens, number of tokens)."""
         loss = _find_loss(output, batch)
-        counted = self._count_settings(output, batch)
-        if counted is None:
+        counted_labels = self._count_settings(output, batch)
+        if counted_labels is None:
             return loss
-        labels, is_shifted = counted
+        labels, is_shifted = counted_labels
         count = ((labels[..., 1:] if is_shifted else labels) != self._ignore_index).sum()
         # The mean over no tokens is NaN. The loss is a float32 number also with half-precision models.
         mean = torch.where(count > 0, loss, torch.zeros_like(loss)).to(torch.promote_types(loss.dtype, torch.float32))

@@ -127,12 +127,17 @@ class _TimedDisplay(ProgressDisplay, ABC):
 
 class _Lines(_TimedDisplay):
     def _show(self, epoch: int) -> None:
-        left = ""
+        remaining_text = ""
         if self._steps is not None:
             seconds = (time.perf_counter() - self._start_time) / self._steps_done * (self._steps - self._steps_done)
-            left = f"{seconds:.0f} s left"
+            remaining_text = f"{seconds:.0f} s left"
         self._print(
-            self._name(epoch), f"step {self._count()}", self._loss_text(), self._speed(), left, self._slow_ranks
+            self._name(epoch),
+            f"step {self._count()}",
+            self._loss_text(),
+            self._speed(),
+            remaining_text,
+            self._slow_ranks,
         )
 
 

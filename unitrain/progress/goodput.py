@@ -95,8 +95,8 @@ class GoodputSummary:
         return self.seconds["training"] / (self.total_seconds or 1.0)
 
     def __str__(self) -> str:
-        shown = sorted(self.seconds.items(), key=lambda item: -item[1])
-        parts = [f"{name} {seconds:,.1f} s" for name, seconds in shown if seconds >= 0.05]
+        sorted_seconds = sorted(self.seconds.items(), key=lambda item: -item[1])
+        parts = [f"{name} {seconds:,.1f} s" for name, seconds in sorted_seconds if seconds >= 0.05]
         restarts = (
             "" if self.attempts < 2 else ", 1 restart" if self.attempts == 2 else f", {self.attempts - 1} restarts"
         )

@@ -38,6 +38,6 @@ class History:
         """
         last_epoch_row = last_row(self.folder / name) if name == EPOCHS else None
         if last_epoch_row is None or any(
-            last_epoch_row.get(place) != row.get(place) for place in ("epoch", "step", "epochs")
+            last_epoch_row.get(key) != row.get(key) for key in ("epoch", "step", "epochs")
         ):
             append_row(row, self.folder / name)

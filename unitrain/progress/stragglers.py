@@ -252,9 +252,9 @@ class StragglerDetector:
         return changed
 
     def __str__(self) -> str:
-        named = [str(straggler) for straggler in self.slow[:MAX_NAMED_RANKS]]
-        more = len(self.slow) - len(named)
-        return "; ".join([*named, f"{more} more slow ranks"] if more else named)
+        named_stragglers = [str(straggler) for straggler in self.slow[:MAX_NAMED_RANKS]]
+        more = len(self.slow) - len(named_stragglers)
+        return "; ".join([*named_stragglers, f"{more} more slow ranks"] if more else named_stragglers)
 
 
 class EarlierFigures:

@@ -176,9 +176,9 @@ class LoopTimer:
         if self._stream is not None:  # fetching overlaps with the GPU
             self._seconds["data"] = min(self._seconds["data"], max(0.0, seconds - self._steps * step))
         outside_steps = self._seconds["checkpoint"] + self._seconds["validation"]
-        rest = max(0.0, seconds - self._seconds["data"] - outside_steps)
+        step_seconds = max(0.0, seconds - self._seconds["data"] - outside_steps)
         for phase, measured in (self._step_seconds or {"compute": 1.0}).items():
-            self._seconds[phase] = rest * measured / (step or 1.0)
+            self._seconds[phase] = step_seconds * measured / (step or 1.0)
         return seconds
 
     @contextmanager

@@ -118,9 +118,9 @@ def format_duration(seconds: float) -> str:
     """Format a duration in suitable units."""
     if seconds < 59.95:  # otherwise rounded to 60 s
         return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     if minutes < 10:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {seconds_left} s"
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes} min"

@@ -85,9 +85,9 @@ def _read_rows(path: Path) -> list[Row]:
         except (ValueError, RecursionError):
             row = None
         if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
-            shown = line if len(line) <= 60 else f"{line[:57]}..."
+            line_start = line if len(line) <= 60 else f"{line[:57]}..."
             raise ReportError(
-                f"Line {number} of '{path}' is not a row of a run's record: {shown!r}. Remove it: "
+                f"Line {number} of '{path}' is not a row of a run's record: {line_start!r}. Remove it: "
                 f"sed -i {number}d '{path}'"
             )
         rows.append(row)

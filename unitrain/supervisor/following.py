@@ -81,7 +81,7 @@ def follow(job: FollowedJob) -> int:
 
 
 def _follow(job: FollowedJob) -> int:
-    shown, seconds = "", _FIRST_STATE_SECONDS
+    shown_state, seconds = "", _FIRST_STATE_SECONDS
     next_state = 0.0
     unreachable_since: float | None = None
     ended: JobStatus | None = None
@@ -111,11 +111,11 @@ def _follow(job: FollowedJob) -> int:
                     _print(f"{job.name} {status.text}")
                     return status.exit_code
                 ended = status if status.exit_code is not None else None
-                if ended is None and status.text != shown:
-                    if shown:
+                if ended is None and status.text != shown_state:
+                    if shown_state:
                         job.copy_log()  # the output before the change
-                    shown, seconds = status.text, _FIRST_STATE_SECONDS
-                    _print(f"{job.name} {shown}")
+                    shown_state, seconds = status.text, _FIRST_STATE_SECONDS
+                    _print(f"{job.name} {shown_state}")
             next_state = time.monotonic() + (_FIRST_STATE_SECONDS if ended is not None else seconds)
             seconds = min(seconds * 1.5, _MAX_STATE_SECONDS)
         job.copy_log()

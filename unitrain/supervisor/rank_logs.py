@@ -49,11 +49,11 @@ def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_befor
         rank_text = path.stem.removeprefix("rank-")
         if rank_text.isdecimal() and path.is_file() and (new := _read_end(path, sizes_before.get(path.name, 0))):
             logs[int(rank_text)] = new
-    named = [int(rank_text) for text in logs.values() for rank_text in _FAILED_FIRST.findall(text)[-1:]]
+    first_failed_ranks = [int(rank_text) for text in logs.values() for rank_text in _FAILED_FIRST.findall(text)[-1:]]
     with_traceback = [rank for rank, text in logs.items() if "Traceback (most recent call last)" in text]
     rank = killed_rank
-    if rank is None and named:
-        rank = named[0]
+    if rank is None and first_failed_ranks:
+        rank = first_failed_ranks[0]
     elif rank is None and len(with_traceback) == 1:
         rank = with_traceback[0]
     if rank not in logs:

@@ -187,8 +187,8 @@ def _write_manifest(request: SubmitRequest, job: Job, timeout_seconds: int | Non
 def _split_arguments(script_and_args: Sequence[str], scheduler: str) -> tuple[list[str], str, tuple[str, ...]]:
     """Return the options before the script, the script, and its arguments. Raises LaunchError."""
     options = list(itertools.takewhile(lambda word: word.startswith("-"), script_and_args))
-    rest = script_and_args[len(options) :]
-    if not rest:
+    remaining = script_and_args[len(options) :]
+    if not remaining:
         raise LaunchError("The command lacks a script. End it as in: train.py")
     if options and scheduler != "slurm":
         raise LaunchError(
@@ -197,14 +197,14 @@ def _split_arguments(script_and_args: Sequence[str], scheduler: str) -> tuple[li
         )
     if scheduler == "slurm":
         try:
-            check_script(Path(rest[0]), runs_here=False)
+            check_script(Path(remaining[0]), runs_here=False)
         except LaunchError as error:
             if not options:
                 raise
             raise LaunchError(
-                f"{error} Write options of sbatch as one word each: {options[-1].partition('=')[0]}={rest[0]}"
+                f"{error} Write options of sbatch as one word each: {options[-1].partition('=')[0]}={remaining[0]}"
             ) from error
-    return options, rest[0], tuple(rest[1:])
+    return options, remaining[0], tuple(remaining[1:])
 
 
 def _reject_options_of_other_scheduler(scheduler: str, options: Mapping[str, object]) -> None:

@@ -143,8 +143,8 @@ def different_shapes_dtypes_ops_and_calls_raise_on_every_rank(backend: Backend) 
         assert f"rank {backend.size - 1} called" in text, text
         assert_same_on_every_rank(backend, text)
     backend.barrier()  # the group still works
-    whole = torch.arange(backend.size * 5000.0)
-    assert torch.equal(backend.reducescatter(whole), whole.chunk(backend.size)[backend.rank])
+    complete_tensor = torch.arange(backend.size * 5000.0)
+    assert torch.equal(backend.reducescatter(complete_tensor), complete_tensor.chunk(backend.size)[backend.rank])
 
 
 @contract
@@ -168,10 +168,10 @@ def allgather_accepts_a_different_dim_0_per_rank(backend: Backend) -> None:
 
 @contract
 def reducescatter_returns_the_chunk_of_the_rank(backend: Backend) -> None:
-    for dtype, op, rest in itertools.product(DTYPES, REDUCE_OPS, ((), (3,), (2, 2), (0,))):
+    for dtype, op, trailing_shape in itertools.product(DTYPES, REDUCE_OPS, ((), (3,), (2, 2), (0,))):
         if not is_reduction_supported(dtype, op):
             continue
-        shape = (2 * backend.size, *rest)
+        shape = (2 * backend.size, *trailing_shape)
         own = make_input(backend.rank, shape, dtype)
         original = own.clone()
         reduced_input = reduce_inputs([make_input(rank, shape, dtype) for rank in range(backend.size)], op)

@@ -223,12 +223,12 @@ def complex_gradients_keep_real_and_imaginary_parts(backend: Backend) -> None:
             gradient = model.phases.grad
             assert gradient is not None
             assert expected is not None
-            parts, wanted = torch.view_as_real(gradient), torch.view_as_real(expected)
+            parts, expected_parts = torch.view_as_real(gradient), torch.view_as_real(expected)
             half = HALF.get(str(compression))
             if half is not None:
                 assert torch.equal(parts, parts.to(half).float()), f"not rounded to {compression}"
             tolerance = 1e-5 if half is None else 2 * torch.finfo(half).eps
-            torch.testing.assert_close(parts, wanted, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(parts, expected_parts, rtol=tolerance, atol=tolerance)
             assert_same_on_every_rank(backend, parts.tolist())
 
 

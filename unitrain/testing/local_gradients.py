@@ -284,7 +284,7 @@ def closure_that_leaves_local_gradients_raises(backend: Backend) -> None:
 def one_of_several_optimizers_steps_on_global_gradients(backend: Backend) -> None:
     model = TwoHeads()
     wrapped = backend.distributed_model(model, find_unused_parameters=True)
-    left, right = (
+    left_optimizer, right_optimizer = (
         backend.distributed_optimizer(torch.optim.SGD(head.parameters(), lr=0.1), wrapped)
         for head in (model.left, model.right)
     )
@@ -292,8 +292,8 @@ def one_of_several_optimizers_steps_on_global_gradients(backend: Backend) -> Non
     with backend.no_sync(wrapped):
         compute_loss(wrapped(batch(backend.rank), "right")).backward()
     if wrapped is not model:
-        left.step()
-    raises(ModelError, "right.weight, right.bias", right.step)
+        left_optimizer.step()
+    raises(ModelError, "right.weight, right.bias", right_optimizer.step)
 
 
 @contract

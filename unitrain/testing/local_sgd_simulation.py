@@ -143,12 +143,12 @@ class Simulation:
         sent = []
         for index, difference in enumerate(differences):
             weight = len(self.groups[index]) * len(self.groups) / size
-            wanted = weight * difference + fragment.errors[index]
-            sent.append(round_values(wanted))
-            fragment.errors[index] = wanted - sent[-1]
-        wanted = torch.stack(sent).sum(0) / len(sent) + fragment.mean_error
-        mean = round_values(wanted)
-        fragment.mean_error = wanted - mean
+            unrounded = weight * difference + fragment.errors[index]
+            sent.append(round_values(unrounded))
+            fragment.errors[index] = unrounded - sent[-1]
+        unrounded = torch.stack(sent).sum(0) / len(sent) + fragment.mean_error
+        mean = round_values(unrounded)
+        fragment.mean_error = unrounded - mean
         return mean
 
     def _average_gradients(self, ranks: list[int]) -> None:

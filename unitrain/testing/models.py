@@ -56,8 +56,8 @@ def mean_gradients(
     result: dict[str, Tensor | None] = {}
     for name in gradients_by_rank[0]:
         parts = [part[name] for part in gradients_by_rank]
-        some = [part for part in parts if part is not None]
-        result[name] = torch.stack(some).sum(0) / backend.size if some else None
+        nonempty_parts = [part for part in parts if part is not None]
+        result[name] = torch.stack(nonempty_parts).sum(0) / backend.size if nonempty_parts else None
     return result
 
 

@@ -352,13 +352,15 @@ def powersgd_resumes_on_another_number_of_ranks(backend: Backend) -> None:
     for _ in gradients_of_steps(backend, model, wrapped, 3):
         pass
     state = backend.broadcast_object(save_and_load(compression_state))
-    some = {name: torch.cat([unsent_errors, unsent_errors[:1] * 2]) for name, unsent_errors in state["errors"].items()}
+    longer_errors = {
+        name: torch.cat([unsent_errors, unsent_errors[:1] * 2]) for name, unsent_errors in state["errors"].items()
+    }
     means = {
         name: unsent_errors.mean(0, keepdim=True).expand(backend.size, *unsent_errors.shape[1:])
-        for name, unsent_errors in some.items()
+        for name, unsent_errors in longer_errors.items()
     }
     rewrapped, other = with_compression_state(backend, resumed, LOW_RANK)
-    other.load_state_dict({**state, "errors": some})
+    other.load_state_dict({**state, "errors": longer_errors})
     expected, third = with_compression_state(backend, uniform, LOW_RANK)
     third.load_state_dict({**state, "errors": {name: mean.contiguous() for name, mean in means.items()}})
     for one, two in zip(

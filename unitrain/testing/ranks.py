@@ -167,8 +167,10 @@ class RankGroup:
         ended = [process.returncode for process in self._processes if process.poll() is not None]
         if ended or time.monotonic() > deadline:
             reason = f"a process ended with exit code {ended[0]}" if ended else f"timed out after {_START_SECONDS:g} s"
-            missing = ", ".join(str(rank) for rank in range(self.size) if rank not in self._ranks)
-            raise RankError(f"Ranks {missing} of {self.size} on {self.backend} did not start: {reason}.", "NotStarted")
+            missing_ranks = ", ".join(str(rank) for rank in range(self.size) if rank not in self._ranks)
+            raise RankError(
+                f"Ranks {missing_ranks} of {self.size} on {self.backend} did not start: {reason}.", "NotStarted"
+            )
 
     def _environments(self, key: bytes) -> list[dict[str, str]]:
         """Return the environment of each process to start: one per rank, or one for the launcher."""
@@ -200,8 +202,8 @@ class RankGroup:
         waiting = {rank.connection: number for number, rank in self._ranks.items()}
         results: dict[int, Any] = {}
         failures: dict[int, _Failure] = {}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for ready in wait(list(waiting), timeout=left):
+        while waiting and (remaining_seconds := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), timeout=remaining_seconds):
                 number = waiting.pop(ready)  # type: ignore[call-overload]
                 try:
                     succeeded, *content = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]

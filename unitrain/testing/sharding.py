@@ -476,9 +476,9 @@ def sharding_that_is_not_possible_raises(backend: Backend) -> None:
     def distribute(optimizer: torch.optim.Optimizer, shard: Any) -> Callable[[], object]:
         return lambda: backend.distributed_optimizer(optimizer, wrapped, shard=shard)
 
-    whole = torch.optim.LBFGS(model.parameters())
+    optimizer_lbfgs = torch.optim.LBFGS(model.parameters())
     assert_same_on_every_rank(
-        backend, raises(ModelError, "The state of LBFGS cannot be sharded", distribute(whole, "state"))
+        backend, raises(ModelError, "The state of LBFGS cannot be sharded", distribute(optimizer_lbfgs, "state"))
     )
     optimizer = torch.optim.Adam(model.parameters())
     text = raises(ConfigError, "Unknown distributed_optimizer(shard=...) 'stat'", distribute(optimizer, "stat"))

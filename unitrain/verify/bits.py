@@ -61,8 +61,8 @@ def find_first_difference(record: Record, reference: Record) -> str:
         for name in own:
             if own[name] != other.get(name):
                 return f"step {step} is the first with a difference: {name}"
-        if missing := other.keys() - own.keys():
-            return f"step {step} is the first with a difference: {min(missing)} is missing"
+        if missing_names := other.keys() - own.keys():
+            return f"step {step} is the first with a difference: {min(missing_names)} is missing"
     if record.steps != reference.steps:
         return f"the run ended after {record.steps} steps, the reference after {reference.steps}"
     return ""

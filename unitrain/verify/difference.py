@@ -106,13 +106,15 @@ def compare(run: Record, reference: Record, tolerance: float, *, float64: bool) 
         for name, change in changes.items():
             largest[_tensor_kind(name)] = max(largest.get(_tensor_kind(name), 0.0), change)
         for name in sorted(run_names & reference_names):
-            kind, _, rest = name.partition(" ")
-            left, right = run_tensors.get_tensor(name), reference_tensors.get_tensor(name)
-            if left.shape != right.shape:
+            kind, _, tensor_name = name.partition(" ")
+            run_tensor, reference_tensor = run_tensors.get_tensor(name), reference_tensors.get_tensor(name)
+            if run_tensor.shape != reference_tensor.shape:
                 mismatched.append(name)
                 continue
             scales = _Scales(tolerance, relative, reference.steps, changes[name], largest[_tensor_kind(name)])
-            largest_differences[kind] = _update_largest(largest_differences[kind], left, right, rest, scales)
+            largest_differences[kind] = _update_largest(
+                largest_differences[kind], run_tensor, reference_tensor, tensor_name, scales
+            )
     return Difference(
         parameters=largest_differences["parameter"],
         state=largest_differences["state"],
@@ -183,8 +185,8 @@ def _compare_losses(
 
 def _tensor_kind(name: str) -> str:
     """Return "parameter", or the key of optimizer state such as "exp_avg"."""
-    kind, _, rest = name.partition(" ")
-    return kind if kind == "parameter" else rest.rpartition(" ")[2]
+    kind, _, tensor_name = name.partition(" ")
+    return kind if kind == "parameter" else tensor_name.rpartition(" ")[2]
 
 
 def _changes_in_training(tensors: Any, record: Record) -> dict[str, float]:

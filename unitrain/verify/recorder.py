@@ -189,8 +189,8 @@ class Recorder(Callback):
 
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     """Return the complete parameters by name. All ranks call it if parameters are sharded."""
-    named = trainer.backend.unwrap(trainer.model).named_parameters()
-    return {name: complete_tensor(parameter, trainer.backend) for name, parameter in named}
+    named_parameters = trainer.backend.unwrap(trainer.model).named_parameters()
+    return {name: complete_tensor(parameter, trainer.backend) for name, parameter in named_parameters}
 
 
 def _parameter_digests(trainer: Trainer) -> dict[str, str]:
@@ -200,11 +200,13 @@ def _parameter_digests(trainer: Trainer) -> dict[str, str]:
 def _tensor_digests(trainer: Trainer) -> dict[str, str]:
     """Return the digests of the tensors that must be equal for any number of processes."""
     model, average = trainer.backend.unwrap(trainer.model), trainer.averaged_model
-    named: dict[str, Tensor] = {f"parameter {name}": tensor for name, tensor in model.named_parameters()}
+    tensor_by_name: dict[str, Tensor] = {f"parameter {name}": tensor for name, tensor in model.named_parameters()}
     if trainer.backend.rank == 0:  # other processes have statistics of other logical ranks
-        named |= {f"buffer {name}": tensor for name, tensor in model.named_buffers()}
-    named |= {} if average is None else {f"average {name}": tensor for name, tensor in average.named_parameters()}
-    digests = {name: digest_tensor(tensor) for name, tensor in named.items()}
+        tensor_by_name |= {f"buffer {name}": tensor for name, tensor in model.named_buffers()}
+    tensor_by_name |= (
+        {} if average is None else {f"average {name}": tensor for name, tensor in average.named_parameters()}
+    )
+    digests = {name: digest_tensor(tensor) for name, tensor in tensor_by_name.items()}
     for name, parameter in model.named_parameters():
         for key, value in trainer.optimizer.state.get(parameter, {}).items():
             digests[f"state {name} {key}"] = digest_tensor(value) if isinstance(value, Tensor) else repr(value)

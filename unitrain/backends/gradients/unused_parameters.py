@@ -118,7 +118,7 @@ def raise_unused(unused_by_rank: list[list[str]], *, suggests_find_unused: bool 
 def unused_error(names: list[str], where: str, *, suggests_find_unused: bool = True) -> ModelError:
     """Return the error for the parameters `names`, which received no gradient. `where` names the ranks or the stage.
     See `raise_unused` for `suggests_find_unused`."""
-    shown = ", ".join(names[:_MAX_SHOWN_NAMES])
+    names_text = ", ".join(names[:_MAX_SHOWN_NAMES])
     more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
     count, them = ("1 parameter", "it") if len(names) == 1 else (f"{len(names)} parameters", "them")
     fix = (
@@ -127,4 +127,4 @@ def unused_error(names: list[str], where: str, *, suggests_find_unused: bool = T
         if suggests_find_unused
         else f"Use {them} in the loss, for example with a factor of 0, or freeze {them} with requires_grad_(False)."
     )
-    return ModelError(f"{count} received no gradient on {where}: {shown}{more}. {fix}")
+    return ModelError(f"{count} received no gradient on {where}: {names_text}{more}. {fix}")

@@ -52,18 +52,23 @@ class WrappedModel:
 
 
 def compare_trained_parameters(
-    rendezvous: Rendezvous, key: str, names: Sequence[str], before: Sequence[bool], now: Sequence[bool]
+    rendezvous: Rendezvous,
+    key: str,
+    names: Sequence[str],
+    required_grad_before: Sequence[bool],
+    requires_grad_now: Sequence[bool],
 ) -> None:
     """Raise ModelError on every rank if parameters were frozen or unfrozen differently across ranks.
 
-    `before` and `now` are the values of requires_grad in the order of `names`, and differ. All ranks must call it. If
-    some ranks do not, because no parameter was frozen or unfrozen on them, the others raise CollectiveTimeoutError.
+    `required_grad_before` and `requires_grad_now` are the values of requires_grad in the order of `names`, and differ.
+    All ranks must call it. If some ranks do not, because no parameter was frozen or unfrozen on them, the others raise
+    CollectiveTimeoutError.
     """
-    changed = [index for index in range(len(names)) if now[index] != before[index]]
-    index = next((index for index in changed if now[index]), changed[0])
+    changed = [index for index in range(len(names)) if requires_grad_now[index] != required_grad_before[index]]
+    index = next((index for index in changed if requires_grad_now[index]), changed[0])
     cause = (
-        f"Parameter {names[index]!r} was {'unfrozen' if now[index] else 'frozen'} on rank {rendezvous.rank_info.rank}, "
-        "but not on the missing ranks. Freeze and unfreeze the same parameters on every rank before the same forward "
-        "pass: parameter.requires_grad_(...)."
+        f"Parameter {names[index]!r} was {'unfrozen' if requires_grad_now[index] else 'frozen'} on rank "
+        f"{rendezvous.rank_info.rank}, but not on the missing ranks. Freeze and unfreeze the same parameters on every "
+        "rank before the same forward pass: parameter.requires_grad_(...)."
     )
-    check_same_trained_parameters(names, rendezvous.allgather(key, now, cause))
+    check_same_trained_parameters(names, rendezvous.allgather(key, requires_grad_now, cause))

@@ -49,18 +49,18 @@ class MonitoredBarrier:
         deadline = time.monotonic() + timeout.total_seconds()
         if milliseconds <= 0:
             return f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms. Use a longer timeout."
-        missing = []
+        missing_ranks = []
         for rank in range(1, self._size):
-            left = max(timedelta(seconds=deadline - time.monotonic()), timedelta(milliseconds=1))
+            remaining_time = max(timedelta(seconds=deadline - time.monotonic()), timedelta(milliseconds=1))
             try:
-                self._store.wait([f"{prefix}/{rank}"], left)
+                self._store.wait([f"{prefix}/{rank}"], remaining_time)
             except RuntimeError:  # a FileStore does not raise DistStoreError
-                missing.append(rank)
+                missing_ranks.append(rank)
                 if not wait_all_ranks:
                     break
-        if not missing:
+        if not missing_ranks:
             return None
-        ranks = f"Rank{'s' if wait_all_ranks else ''} {', '.join(map(str, missing))}"
+        ranks = f"Rank{'s' if wait_all_ranks else ''} {', '.join(map(str, missing_ranks))}"
         return f"{ranks} failed to pass monitoredBarrier in {milliseconds} ms. Check what these ranks do."
 
     def _wait_for_rank_0(self, prefix: str, timeout: timedelta) -> None:

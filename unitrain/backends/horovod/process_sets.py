@@ -126,9 +126,9 @@ def _as_array(ranks: Sequence[int]) -> Any:
     return (ctypes.c_int * len(ranks))(*ranks)
 
 
-def _describe_timeout(ranks: Sequence[int], timeout: timedelta, missing: Sequence[int]) -> str:
-    names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
-    cause = f"Missing: {names}." if missing else "All of them have called new_group."
+def _describe_timeout(ranks: Sequence[int], timeout: timedelta, missing_ranks: Sequence[int]) -> str:
+    names = f"{'rank' if len(missing_ranks) == 1 else 'ranks'} {', '.join(map(str, missing_ranks))}"
+    cause = f"Missing: {names}." if missing_ranks else "All of them have called new_group."
     return (
         f"The creation of a group of the ranks {list(ranks)} timed out after {timeout.total_seconds():g} s. {cause} "
         "Every rank of a group calls new_group, in the same order as the other ranks; check the first error that the "

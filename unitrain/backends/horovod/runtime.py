@@ -339,12 +339,14 @@ def _choose_address(port: int | None, addresses: list[str] | None = None) -> tup
     reachable = reachable_addresses(addresses, port, _CONNECT_TIMEOUT_SECONDS)
     reached = hvd.allgather_object(reachable, name="unitrain.reached")
     for address in addresses:
-        if all(address in one for one in reached):
+        if all(address in reached_addresses for reached_addresses in reached):
             return address, port
-    missing = [rank for rank, one in enumerate(reached) if not one] or list(range(1, len(reached)))
+    unreachable_ranks = [rank for rank, reached_addresses in enumerate(reached) if not reached_addresses] or list(
+        range(1, len(reached))
+    )
     raise LauncherMismatchError(
         f"No address of rank 0 ({', '.join(addresses)}) is reachable from all ranks. Check "
-        f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}. "
+        f"{'rank' if len(unreachable_ranks) == 1 else 'ranks'} {', '.join(map(str, unreachable_ranks))}. "
         "Open the ports between the hosts, or set the address: "
         "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
     )

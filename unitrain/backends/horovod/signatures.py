@@ -321,14 +321,14 @@ def _check_same(operation: str, tensors: Sequence[Tensor]) -> None:
 
 
 def _check_equals(operation: str, tensor: Tensor, expected: Tensor, check_size: bool = True) -> None:
-    for kind, attribute, got, wanted in (
+    for kind, attribute, actual_value, expected_value in (
         ("layout", "layout", tensor.layout, expected.layout),
         ("type", "dtype", tensor.dtype, expected.dtype),
         ("size", "shape", tuple(tensor.shape), tuple(expected.shape)),
     ):
-        if got != wanted and (check_size or kind != "size"):
+        if actual_value != expected_value and (check_size or kind != "size"):
             raise CollectiveArgumentError(
-                f"Horovod's {operation} got an invalid tensor {kind}: {got}, expected {wanted}. "
+                f"Horovod's {operation} got an invalid tensor {kind}: {actual_value}, expected {expected_value}. "
                 f"Pass tensors with the same {attribute}."
             )
 

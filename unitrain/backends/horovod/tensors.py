@@ -121,9 +121,9 @@ def _divide_exactly(total: Tensor, dtype: torch.dtype) -> Tensor:
     size = int(total[-1])
     upper, lower = total[:-1].view(2, -1)
     quotient = upper.div(size, rounding_mode="floor")
-    rest = ((upper - quotient * size) << 32) + lower
-    mean: Tensor = (quotient << 32) + rest.div(size, rounding_mode="floor")
-    if bool((rest % size).any()):
+    remainder = ((upper - quotient * size) << 32) + lower
+    mean: Tensor = (quotient << 32) + remainder.div(size, rounding_mode="floor")
+    if bool((remainder % size).any()):
         raise UnsupportedError(
             f"Horovod's process group cannot reduce {dtype_name(dtype)} by AVG. Use SUM and divide, or convert to a "
             "floating-point dtype first: tensor.double(). The mean is not an integer."

@@ -205,8 +205,8 @@ class JoinedWork(Work):
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         for work in self._works:
-            left = 0.0 if deadline is None else max(deadline - time.monotonic(), 1e-6)  # 0 means unlimited
-            work.wait(timedelta(seconds=left))
+            remaining_seconds = 0.0 if deadline is None else max(deadline - time.monotonic(), 1e-6)  # 0 means unlimited
+            work.wait(timedelta(seconds=remaining_seconds))
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -37,12 +37,16 @@ def load_model_state(module: StageModule, names: list[str], state: Mapping[str, 
             f"Pipeline.load_state_dict takes the state dict of the complete model, got {describe_value(state)}. Pass "
             "the result of pipeline.state_dict()."
         )
-    missing, unknown = [name for name in names if name not in state], [name for name in state if name not in names]
-    if missing or unknown:
-        problem = ", ".join((missing or unknown)[:_MAX_LISTED])
+    missing_names, unknown_names = (
+        [name for name in names if name not in state],
+        [name for name in state if name not in names],
+    )
+    if missing_names or unknown_names:
+        problem = ", ".join((missing_names or unknown_names)[:_MAX_LISTED])
         raise CheckpointError(
-            f"Pipeline.load_state_dict takes the state of the complete model, but {len(missing)} of its {len(names)} "
-            f"tensors are missing and {len(unknown)} are unknown: {problem}. Pass the state dict of the same model."
+            f"Pipeline.load_state_dict takes the state of the complete model, but {len(missing_names)} of its "
+            f"{len(names)} tensors are missing and {len(unknown_names)} are unknown: {problem}. Pass the state dict of "
+            "the same model."
         )
     try:
         module.load_state_dict({name: state[name] for name in module.state_dict()})
@@ -63,11 +67,11 @@ def gather_optimizer_state(
     names = call_on_all_ranks(communicator, lambda: _names_by_group(module, optimizer))
     own = optimizer.state_dict()
     order = [name for group in names for name in group]
-    named = {
+    own_state = {
         "state": {order[key]: entry for key, entry in own["state"].items()},
         "groups": [{**group, "params": names[index]} for index, group in enumerate(own["param_groups"])],
     }
-    parts = [broadcast_with_tensors(communicator, named, root=stage) for stage in range(stages)]
+    parts = [broadcast_with_tensors(communicator, own_state, root=stage) for stage in range(stages)]
     groups = _join_groups([part["groups"] for part in parts])
     entries = {name: entry for part in parts for name, entry in part["state"].items()}
     index_by_name = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}

@@ -147,8 +147,8 @@ class ShardedGradientModel(nn.Module, WrappedModel):
             return
         self._reducer_group.check_other_ranks()
         self._reducer_group.loop_counters.count_step()
-        if missing := self.reducer.missing:
-            raise unused_error(missing, "this rank in the last backward pass")
+        if missing_names := self.reducer.missing:
+            raise unused_error(missing_names, "this rank in the last backward pass")
         self._local.check(optimizer)
 
     @disable_compile

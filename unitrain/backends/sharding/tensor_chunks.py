@@ -183,14 +183,14 @@ def _local_chunk(name: str, tensor: Any) -> _LocalChunk | None:
         return None
     offsets, lengths = [0] * tensor.ndim, list(tensor.shape)
     replica, replicas = 0, 1
-    for index, (placement, place) in enumerate(zip(tensor.placements, coordinate, strict=True)):
+    for index, (placement, mesh_index) in enumerate(zip(tensor.placements, coordinate, strict=True)):
         ranks = mesh.size(index)
         if type(placement) is Replicate:
-            replica, replicas = replica * ranks + place, replicas * ranks
+            replica, replicas = replica * ranks + mesh_index, replicas * ranks
         elif type(placement) is Shard:
             dim = placement.dim
             length = -(-lengths[dim] // ranks)  # as in torch.chunk
-            begin = min(length * place, lengths[dim])
+            begin = min(length * mesh_index, lengths[dim])
             offsets[dim] += begin
             lengths[dim] = min(length, lengths[dim] - begin)
         else:
