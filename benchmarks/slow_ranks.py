@@ -51,7 +51,7 @@ BUSY = "while :; do :; done"
 @contextlib.contextmanager
 def cgroups() -> Iterator[Path]:
     """Context manager that creates a cgroup with a high weight for each rank and for the busy processes."""
-    parent = Path("/sys/fs/cgroup/cpu") / f"unitrain-{os.getpid()}"
+    parent = Path("/sys/fs/cgroup/cpu") / f"unitrain-{os.getpid()}-{time.monotonic_ns()}"
     groups = [parent, parent / "rank0", parent / "rank1", parent / "busy", parent / "start"]
     for group in groups:
         group.mkdir()
@@ -65,7 +65,7 @@ def cgroups() -> Iterator[Path]:
     finally:
         Path(f"/sys/fs/cgroup/cpu{before}/cgroup.procs").write_text("0")
         for group in reversed(groups):
-            for _ in range(50):  # until its last process has exited
+            for _ in range(600):  # until its last process has exited
                 with contextlib.suppress(OSError):
                     group.rmdir()
                     break
