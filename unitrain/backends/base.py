@@ -18,7 +18,9 @@ The contract is the same for every backend; `unitrain.testing` tests each rule:
    codebook, are broadcast from rank 0 once per accumulation cycle, before its first forward pass. A training forward
    pass is a forward pass with grad mode enabled, even if `module.training` is False. Running statistics, which
    normalization layers read in eval mode only, differ between ranks until `broadcast_buffers` is called. The first
-   training forward pass after a layer was switched to eval mode also broadcasts the statistics of this layer.
+   training forward pass after a layer was switched to eval mode also broadcasts the statistics of this layer. A layer
+   that is in training mode only between two training forward passes, for example to recalculate its statistics under
+   `torch.no_grad()`, is not detected: call `broadcast_buffers` afterwards.
 4. The optimizer remains the user's object, and any backend can load its `state_dict`.
 5. Invalid arguments of a collective raise the same error on every rank, and no result is returned on any rank.
 6. The same run produces the same parameters on every backend and, with logical ranks, bit-identical parameters for any

@@ -206,7 +206,8 @@ class ExactReduction:
 
         `last_gradients` contains the gradients of the last logical rank of this process, including those that were
         added. All processes call it. If a gradient is missing on any logical rank and `allows_unused` is False, or if
-        processes have frozen different parameters, ModelError is raised in all processes.
+        processes have frozen different parameters, ModelError is raised in all processes. A sparse gradient raises
+        ModelError in this process only.
         """
         step, self._step = self._step, None
         assert step is not None

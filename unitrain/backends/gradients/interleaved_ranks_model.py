@@ -73,7 +73,8 @@ class InterleavedRanksModel(LogicalRanksModel):
         All processes call it, once per accumulated micro-batch. With `ends_step`, the backward pass of the last
         function leaves the mean of the gradients over all logical ranks in every `.grad`. If a function raises an
         exception, the step is discarded, and the exception is raised. Raises CollectiveMismatchError if the logical
-        ranks call different synchronized layers.
+        ranks call different synchronized layers. If these logical ranks run in one process, only this process raises
+        it.
         """
         if begins_step:
             self._begin_step()
