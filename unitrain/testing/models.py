@@ -12,6 +12,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.sharding.gradient import ShardedGradient
 
 ROWS, FEATURES = 4, 6  # samples per rank, and features per sample
+WORDS, _TRANSFORMER_WIDTH = 11, 6  # 11 is not divisible by 2 or 3, and 6 not by 4
 
 
 def build(seed: int = 0) -> nn.Module:
@@ -95,3 +96,60 @@ def assert_reduced(
 def backward(model: nn.Module, rank: int, step: int = 0) -> None:
     """Run the forward and backward pass on the batch of `rank` and `step`."""
     compute_loss(model(batch(rank, step))).backward()
+
+
+class TransformerLayer(nn.Module):
+    """A layer with attention and a feed-forward network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(_TRANSFORMER_WIDTH, 2, dropout=0.0, batch_first=True)
+        self.norm = nn.LayerNorm(_TRANSFORMER_WIDTH)
+        self.up, self.down = nn.Linear(_TRANSFORMER_WIDTH, 7), nn.Linear(7, _TRANSFORMER_WIDTH, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        attended = inputs + self.attention(inputs, inputs, inputs, need_weights=False)[0]
+        output: Tensor = attended + self.down(torch.tanh(self.up(self.norm(attended))))
+        return output
+
+
+class Transformer(nn.Module):
+    """A language model whose embedding and output layer share their weights. Many rows of the embedding are unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, _TRANSFORMER_WIDTH)
+        self.layers = nn.ModuleList(TransformerLayer() for _ in range(2))
+        self.head = nn.Linear(_TRANSFORMER_WIDTH, WORDS)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        features = self.embedding(words)
+        for layer in self.layers:
+            features = layer(features)
+        output: Tensor = self.head(features)
+        return output
+
+
+class ConvBlock(nn.Module):
+    """A convolution with BatchNorm."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(channels, 5, 3, padding=1), nn.BatchNorm2d(5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.norm(self.convolution(inputs)).relu()
+        return output
+
+
+class ConvNet(nn.Module):
+    """An image classifier with two ConvBlocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(ConvBlock(3), ConvBlock(5)), nn.Linear(5, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        output: Tensor = self.head(self.blocks(images).mean((2, 3)))
+        return output

@@ -17,64 +17,13 @@ from unitrain.modules.activation_checkpointing import checkpoint_activations
 from unitrain.modules.buffers import broadcast_buffers
 from unitrain.modules.sync_batch_norm import sync_batch_norm
 from unitrain.testing.cases import assert_same_on_every_rank, contract
+from unitrain.testing.models import WORDS, ConvNet, Transformer, TransformerLayer
 from unitrain.torch_compat import local_shard
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
-_WORDS, _WIDTH = 11, 6  # 11 is not divisible by 2 or 3, and 6 not by 4
 
 
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(_WIDTH, 2, dropout=0.0, batch_first=True)
-        self.norm = nn.LayerNorm(_WIDTH)
-        self.up, self.down = nn.Linear(_WIDTH, 7), nn.Linear(7, _WIDTH, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        attended = inputs + self.attention(inputs, inputs, inputs, need_weights=False)[0]
-        output: Tensor = attended + self.down(torch.tanh(self.up(self.norm(attended))))
-        return output
-
-
-class _Transformer(nn.Module):
-    """A language model whose embedding and output layer share their weights. Many rows of the embedding are unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(_WORDS, _WIDTH)
-        self.layers = nn.ModuleList(_Layer() for _ in range(2))
-        self.head = nn.Linear(_WIDTH, _WORDS)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        features = self.embedding(words)
-        for layer in self.layers:
-            features = layer(features)
-        output: Tensor = self.head(features)
-        return output
-
-
-class _ConvBlock(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.convolution, self.norm = nn.Conv2d(channels, 5, 3, padding=1), nn.BatchNorm2d(5)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.norm(self.convolution(inputs)).relu()
-        return output
-
-
-class _ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.Sequential(_ConvBlock(3), _ConvBlock(5)), nn.Linear(5, 3)
-
-    def forward(self, images: Tensor) -> Tensor:
-        output: Tensor = self.head(self.blocks(images).mean((2, 3)))
-        return output
-
-
-def build_model(kind: type[nn.Module] = _Transformer, dtype: torch.dtype = torch.float64) -> nn.Module:
+def build_model(kind: type[nn.Module] = Transformer, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Return a model with the same weights on every rank."""
     torch.manual_seed(0)
     return kind().to(dtype)
@@ -87,7 +36,7 @@ def model_loss(model: nn.Module, ranks: Iterable[int], step: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + rank)
         # A rank uses 3 of the 11 words.
         parts.append(
-            torch.randint(0, _WORDS, (3,), generator=generator)[torch.randint(0, 3, (4, 5), generator=generator)]
+            torch.randint(0, WORDS, (3,), generator=generator)[torch.randint(0, 3, (4, 5), generator=generator)]
         )
     words = torch.cat(parts)
     is_language = any(isinstance(module, nn.Embedding) for module in model.modules())
@@ -226,7 +175,7 @@ def blocks_that_share_modules_train_as_plain_torch(backend: Backend) -> None:
         ("up", (), []),
         ("up", 50, ["layers.0.attention", "layers.1.attention"]),
         ("attention", 50, ["layers.0.attention"]),
-        ("", ("_Layer",), ["layers.0"]),
+        ("", ("TransformerLayer",), ["layers.0"]),
     ):
         model, twin = build(module), build(module)
         assert list(choose_blocks(model, blocks)) == expected, (module, blocks)
@@ -318,7 +267,7 @@ def sharded_parameters_of_large_blocks(backend: Backend) -> None:
 
 @contract
 def sharded_parameters_of_a_conv_net_with_synchronized_batch_norm(backend: Backend) -> None:
-    model, twin = build_model(_ConvNet), build_model(_ConvNet)
+    model, twin = build_model(ConvNet), build_model(ConvNet)
     sync_batch_norm(model, backend)
     wrapped, optimizer = distribute(backend, model)
     twin_optimizer = adamw(twin.parameters())
@@ -417,7 +366,7 @@ def sharded_parameters_with_groups_freezing_and_schedulers(backend: Backend) -> 
     for replica in (model, twin):
         replica.get_submodule("layers.1").requires_grad_(False)
     pairs = [make(model), make(twin)]
-    wrapped = backend.distributed_model(model, shard="parameters", shard_blocks=("_Layer",))
+    wrapped = backend.distributed_model(model, shard="parameters", shard_blocks=("TransformerLayer",))
     backend.distributed_optimizer(pairs[0][0], wrapped, shard="parameters")
     for step in range(5):
         for original, distributed, ranks, (optimizer, scheduler) in (
@@ -465,7 +414,7 @@ def sharded_parameters_with_loss_scaling_and_autocast(backend: Backend) -> None:
 
 @contract
 def sharded_parameters_with_activation_checkpointing(backend: Backend) -> None:
-    choices: list[tuple[Any, tuple[str, ...]]] = [(_Layer, ()), ("_Layer", ("MultiheadAttention",))]
+    choices: list[tuple[Any, tuple[str, ...]]] = [(TransformerLayer, ()), ("TransformerLayer", ("MultiheadAttention",))]
     for checkpointed, blocks in choices:
         model, twin = build_model(), build_model()
         checkpoint_activations(model, checkpointed)
