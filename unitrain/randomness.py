@@ -38,13 +38,13 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
 
 
-def seed_micro_batch(seed: int, epoch: int, step_end: int, logical_rank: int, number: int) -> None:
-    """Seed the generators of this process for micro-batch `number` of a logical rank, in the step before position
-    `step_end` of an epoch.
+def seed_micro_batch(seed: int, epoch: int, step_end: int, logical_rank: int, micro_batch_index: int) -> None:
+    """Seed the generators of this process for micro-batch `micro_batch_index` of a logical rank, in the step before
+    position `step_end` of an epoch.
 
     The random numbers of a micro-batch then depend neither on the process nor on earlier steps.
     """
-    seed_generators(derive_seed(seed, SeedPurpose.MICRO_BATCH, epoch, step_end, logical_rank, number))
+    seed_generators(derive_seed(seed, SeedPurpose.MICRO_BATCH, epoch, step_end, logical_rank, micro_batch_index))
 
 
 def seed_evaluation_batch(position: int) -> None:

@@ -448,13 +448,13 @@ class Trainer(LoggingMethods):
         self._callbacks.call("on_micro_batch_end", self, batch, micro_batch, loss)
         return loss
 
-    def _end_local_step(self, local: LocalSGD) -> None:
+    def _end_local_step(self, local_sgd: LocalSGD) -> None:
         """Synchronize the weights if a synchronization is due, and update the weight average after a
         synchronization."""
-        if (steps := local.step()) and self._weight_average is not None:
-            with local.synchronized_weights():
+        if (steps := local_sgd.step()) and self._weight_average is not None:
+            with local_sgd.synchronized_weights():
                 self._weight_average.update(steps)
-        self._loss_weighting.is_local = not local.is_warming_up
+        self._loss_weighting.is_local = not local_sgd.is_warming_up
 
     def _averaged_weights(self) -> AbstractContextManager[None]:
         """With local steps, return the context manager in which the model has the mean of the weights over ranks."""

@@ -140,12 +140,12 @@ class TrainingRun:
         if self._restored_training is not None:
             state.load_state_dict(self._restored_training.pop(COMPRESSION_STATE, {}))
 
-    def track_local_sgd(self, local: LocalSGD) -> None:
-        """Also save the state of `local` in checkpoints, and restore it. Raises CheckpointError if the state does not
-        match."""
-        self._stateful_parts = {**self._stateful_parts, loading.LOCAL_SGD: local}
+    def track_local_sgd(self, local_sgd: LocalSGD) -> None:
+        """Also save the state of `local_sgd` in checkpoints, and restore it. Raises CheckpointError if the state does
+        not match."""
+        self._stateful_parts = {**self._stateful_parts, loading.LOCAL_SGD: local_sgd}
         if self._restored_training is not None:
-            local.load_state_dict(self._restored_training.pop(loading.LOCAL_SGD, {}))
+            local_sgd.load_state_dict(self._restored_training.pop(loading.LOCAL_SGD, {}))
 
     @property
     def is_complete(self) -> bool:

@@ -141,12 +141,12 @@ def _predict_hosts(
     )
 
 
-def _synchronization_seconds(num_elements: float, num_ranks: int, network: Network, local: LocalSGDConfig) -> float:
+def _synchronization_seconds(num_elements: float, num_ranks: int, network: Network, config: LocalSGDConfig) -> float:
     """The duration of a synchronization of `num_elements` elements. A ring of n bytes sends 2(p-1)/p n bytes per
     rank."""
     if num_ranks == 1:
         return 0.0
-    sent = bytes_per_synchronization(round(num_elements), num_ranks, local.compression)
+    sent = bytes_per_synchronization(round(num_elements), num_ranks, config.compression)
     return ring_allreduce(num_ranks, sent * num_ranks / (2 * (num_ranks - 1)), network)
 
 

@@ -102,14 +102,14 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def warn_of_damaged_lines(path: Path, number: int) -> None:
-    """Log a warning that `number` lines of the file are damaged, unless it is 0."""
-    if number:
+def warn_of_damaged_lines(path: Path, num_lines: int) -> None:
+    """Log a warning that `num_lines` lines of the file are damaged, unless it is 0."""
+    if num_lines:
         _log.warning(
             "'%s' has %d damaged %s, which can happen after a power loss. The damaged lines are skipped.",
             path,
-            number,
-            "line" if number == 1 else "lines",
+            num_lines,
+            "line" if num_lines == 1 else "lines",
         )
 
 

@@ -25,11 +25,16 @@ class ReplacedForward:
 
 
 @functools.cache
-def create_replacing_class(forward: Any, plain: Any) -> Any:
-    """Return the common subclass of `forward`, a subclass of ReplacedForward, and `plain`, the class of a module."""
-    return type(f"{forward.prefix}{plain.__name__}", (forward, plain), {"forward_class": forward, "plain_class": plain})
+def create_replacing_class(forward: Any, plain_class: Any) -> Any:
+    """Return the common subclass of `forward`, a subclass of ReplacedForward, and `plain_class`, the class of a
+    module."""
+    return type(
+        f"{forward.prefix}{plain_class.__name__}",
+        (forward, plain_class),
+        {"forward_class": forward, "plain_class": plain_class},
+    )
 
 
-def _restore_module(forward: Any, plain: Any) -> Any:
-    kind = create_replacing_class(forward, plain)
+def _restore_module(forward: Any, plain_class: Any) -> Any:
+    kind = create_replacing_class(forward, plain_class)
     return kind.__new__(kind)

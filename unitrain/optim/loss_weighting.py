@@ -217,6 +217,6 @@ class LossWeighting:
         return tokens * self._communicator.size if self.is_local else self._communicator.allreduce(tokens, "sum")
 
 
-def _power_of_two(number: Tensor) -> Tensor:
-    """Return the power of two nearest to `number`, or 1 if `number` is 0. Scaling by a power of two is exact."""
-    return torch.where(number > 0, torch.exp2(torch.log2(number).round()), 1.0)
+def _power_of_two(value: Tensor) -> Tensor:
+    """Return the power of two nearest to `value`, or 1 if `value` is 0. Scaling by a power of two is exact."""
+    return torch.where(value > 0, torch.exp2(torch.log2(value).round()), 1.0)

@@ -138,14 +138,14 @@ class ParameterBucket:
         """Return the parts of `vector`, [elements], by parameter name."""
         return dict(zip(self.names, self._split(vector), strict=True))
 
-    def _join(self, parts: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the vector with these `parts`, or None if there are none. Missing parts are zero."""
-        if not any(name in parts for name in self.names):
+    def _join(self, part_by_name: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the vector of the parts in `part_by_name`, or None if there are none. Missing parts are zero."""
+        if not any(name in part_by_name for name in self.names):
             return None
         vector = torch.zeros(sum(self._sizes), dtype=self._dtype, device=self._parameters[0].device)
         for name, part in self.parts(vector).items():
-            if name in parts:
-                part.copy_(parts[name])
+            if name in part_by_name:
+                part.copy_(part_by_name[name])
         return vector
 
     def _flatten(self, tensors: Iterable[Tensor]) -> Tensor:

@@ -46,10 +46,10 @@ def _describe_run(record: RunRecord) -> str:
     return "\n".join(lines)
 
 
-def _describe_attempt(number: int, attempt: AttemptRecord) -> str:
+def _describe_attempt(attempt_number: int, attempt: AttemptRecord) -> str:
     steps = f"{attempt.first_step:,} to {attempt.last_step:,}"
     seconds = sum(attempt.seconds.values())
     return (
-        f"  {number:<9}{attempt.ranks:>6}{steps:>20}{attempt.replayed_steps:>10,}{seconds:>12,.1f}  "
+        f"  {attempt_number:<9}{attempt.ranks:>6}{steps:>20}{attempt.replayed_steps:>10,}{seconds:>12,.1f}  "
         f"{_STATUS[attempt.status]}"
     )

@@ -28,14 +28,16 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
-def train(backend: Backend, local: LocalSGD, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(
+    backend: Backend, local_sgd: LocalSGD, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
+) -> None:
     """Train on the batches of this rank."""
     for step in steps:
         compute_loss(model(batch(backend.rank, step))).backward()
-        local.reduce_gradients()
+        local_sgd.reduce_gradients()
         optimizer.step()
         optimizer.zero_grad()
-        local.step()
+        local_sgd.step()
 
 
 def start(

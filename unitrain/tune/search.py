@@ -118,8 +118,8 @@ def search(
         pair_seconds = max(pair_seconds, clock() - before)
         return ratio
 
-    def has_time_for(pairs: int) -> bool:
-        return clock() - start_time + (pairs + PAIRS) * pair_seconds <= budget_seconds
+    def has_time_for(num_pairs: int) -> bool:
+        return clock() - start_time + (num_pairs + PAIRS) * pair_seconds <= budget_seconds
 
     def ratios_of(settings: Settings) -> list[float]:
         name = " ".join(f"{name}={value}" for name, value in sorted(settings.items()))

@@ -91,15 +91,15 @@ class OperationStarter(dist.ProcessGroup):
         destination = None if in_place or target is None else Destination(target)
         works = []
         bytes_each = 16 if is_mean_of_integers(source.dtype, op) else _encoded_bytes(source.dtype)
-        for place in piece_slices(len(values), bytes_each):
-            converted = reduction_plan.to_horovod(values[place])
+        for piece_range in piece_slices(len(values), bytes_each):
+            converted = reduction_plan.to_horovod(values[piece_range])
 
-            def finish(reduced: Tensor, place: slice = place) -> None:
+            def finish(reduced: Tensor, piece_range: slice = piece_range) -> None:
                 if destination is not None:
-                    destination.elements[place] = reduction_plan.from_horovod(reduced, source.dtype)
-                    if place.stop == len(values):
+                    destination.elements[piece_range] = reduction_plan.from_horovod(reduced, source.dtype)
+                    if piece_range.stop == len(values):
                         destination.finish()
-                if on_complete is not None and place.stop == len(values):
+                if on_complete is not None and piece_range.stop == len(values):
                     on_complete()
 
             # Values that are not encoded may share memory with the user's tensor.
@@ -125,12 +125,12 @@ class OperationStarter(dist.ProcessGroup):
     ) -> list[HorovodWork]:
         destination = None if target is None else Destination(target)
 
-        def finish(gathered: Tensor, place: slice) -> None:
+        def finish(gathered: Tensor, piece_range: slice) -> None:
             if destination is not None:
-                destination.bytes[place] = combine_rows(gathered.view(self.size(), -1), source.dtype, combine).view(
-                    torch.uint8
-                )
-                if place.stop == len(destination.bytes):
+                destination.bytes[piece_range] = combine_rows(
+                    gathered.view(self.size(), -1), source.dtype, combine
+                ).view(torch.uint8)
+                if piece_range.stop == len(destination.bytes):
                     destination.finish()
                     on_complete()
 
@@ -156,13 +156,13 @@ class OperationStarter(dist.ProcessGroup):
             return self._reduce_gathered(source, complete, reduction_plan.combine, result, take_local_part)
         scatters = reduction_plan.op in (hvd.Sum, hvd.Average)  # all that Horovod's reducescatter supports
         works = []
-        for place in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
-            converted = reduction_plan.to_horovod(parts[:, place].contiguous().view(-1))
+        for piece_range in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
+            converted = reduction_plan.to_horovod(parts[:, piece_range].contiguous().view(-1))
 
-            def finish(reduced: Tensor, place: slice = place) -> None:
+            def finish(reduced: Tensor, piece_range: slice = piece_range) -> None:
                 local_tensor = reduced if scatters else reduced.view(size, -1)[self.rank()]
-                destination.elements[place] = reduction_plan.from_horovod(local_tensor, source.dtype)
-                if place.stop == parts.shape[1]:
+                destination.elements[piece_range] = reduction_plan.from_horovod(local_tensor, source.dtype)
+                if piece_range.stop == parts.shape[1]:
                     destination.finish()
 
             reduce = hvd.reducescatter_async if scatters else hvd.allreduce_async
@@ -195,11 +195,11 @@ class OperationStarter(dist.ProcessGroup):
             targets = [Destination(output) for output in outputs]
             rows = [target.bytes for target in targets]
 
-        def finish(gathered: Tensor, place: slice) -> None:
+        def finish(gathered: Tensor, piece_range: slice) -> None:
             # `rows` is empty if this rank needs no result.
             for row, part in zip(rows, gathered.view(self.size(), -1), strict=False):
-                row[place] = part
-            if place.stop == count:
+                row[piece_range] = part
+            if piece_range.stop == count:
                 for target in targets:
                     target.finish()
                 if on_complete is not None:
@@ -210,20 +210,20 @@ class OperationStarter(dist.ProcessGroup):
     def _gather_pieces(self, local_tensor: Tensor, result: Any, finish: Callable[..., None]) -> list[HorovodWork]:
         """Start to gather the bytes of `local_tensor`.
 
-        Each piece, uint8 [size * bytes], is passed to `finish(gathered, place=...)`.
+        Each piece, uint8 [size * bytes], is passed to `finish(gathered, piece_range=...)`.
         """
         payload, size, element_bytes = dense_bytes(local_tensor), self.size(), local_tensor.element_size()
         works = []
         for elements in piece_slices(local_tensor.numel(), size * element_bytes):
-            place = slice(elements.start * element_bytes, elements.stop * element_bytes)
-            piece = payload[place]
+            piece_range = slice(elements.start * element_bytes, elements.stop * element_bytes)
+            piece = payload[piece_range]
             works.append(
                 self._issue(
                     "allgather",
                     piece,
                     functools.partial(hvd.allgather_async, piece),
                     result,
-                    functools.partial(finish, place=place),
+                    functools.partial(finish, piece_range=piece_range),
                 )
             )
         return works
