@@ -167,6 +167,6 @@ def _check_probe_result(result: _ProbeResult, first: _ProbeResult, spec: LaunchS
     if spec.interface is not None and spec.interface not in facts["interfaces"]:
         interfaces = ", ".join(interface for interface in facts["interfaces"] if interface != "lo") or "none"
         raise LaunchError(
-            f"--interface {spec.interface} does not exist on {name}, which has: {interfaces}. Leave it out to use the "
-            "interface with the route to the other hosts, or name an interface that all hosts have"
+            f"--interface {spec.interface} does not exist on {name}, which has: {interfaces}. Leave --interface out to "
+            "use the interface with the route to the other hosts, or name an interface that all hosts have"
         )

@@ -302,8 +302,8 @@ def test_ranks_run_in_the_home_folder_of_a_host_without_the_current_folder(
         ),
         (
             ["-H", "h1:1,h2:1", "--interface", "ib0"], {},
-            "--interface ib0 does not exist on h1, which has: eth0. Leave it out to use the interface with the route "
-            "to the other hosts, or name an interface that all hosts have",
+            "--interface ib0 does not exist on h1, which has: eth0. Leave --interface out to use the interface with "
+            "the route to the other hosts, or name an interface that all hosts have",
         ),
         (
             ["-H", "h1:1,h2:1"], {"MASTER_PORT": "22"},

@@ -68,7 +68,8 @@ def resolve_batch_sizes(
             maker = data.dataset if data.batch_sampler is None else data.batch_sampler
             raise ConfigError(
                 f"TrainConfig.global_batch_size {global_batch_size} is not possible, because {type(maker).__name__} "
-                "determines the size of each batch. Leave it out, and use gradient_accumulation_steps for larger steps."
+                "determines the size of each batch. Leave global_batch_size out, and use gradient_accumulation_steps "
+                "for larger steps."
             )
         settings = {
             "batch_size": own or batch_size,
