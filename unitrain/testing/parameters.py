@@ -82,30 +82,31 @@ def unused_parameters_raise_on_every_rank(backend: Backend) -> None:
         assert_same_on_every_rank(backend, text)
 
 
-class _Complex(nn.Module):
-    """A model with a complex parameter, which the forward pass uses only with `uses_phases`."""
+class _SeveralDtypes(nn.Module):
+    """A model with parameters of three dtypes, of which the forward pass uses only one unless `uses_all`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(3))
+        self.offset = nn.Parameter(torch.ones(2, dtype=torch.float64))
         self.phases = nn.Parameter(torch.ones(4, 2, dtype=torch.complex64))
 
-    def forward(self, uses_phases: bool) -> Tensor:
+    def forward(self, uses_all: bool) -> Tensor:
         total = self.gain.square().sum()
-        return total + self.phases.abs().sum() if uses_phases else total
+        return total + self.offset.sum() + self.phases.abs().sum() if uses_all else total
 
 
 @contract
-def unused_complex_parameters_raise_on_every_rank(backend: Backend) -> None:
+def unused_parameters_of_several_dtypes_raise_on_every_rank(backend: Backend) -> None:
     shards: tuple[ShardingMode, ...] = ("none", "gradients")
     for shard in shards:
-        wrapped = backend.distributed_model(_Complex(), shard=shard)
+        wrapped = backend.distributed_model(_SeveralDtypes(), shard=shard)
         text = raises(
             ModelError,
-            "1 parameter received no gradient on",
+            "2 parameters received no gradient on",
             lambda wrapped=wrapped: wrapped(backend.rank != 0).backward(),
         )
-        assert "phases" in text
+        assert "offset, phases" in text
         assert_same_on_every_rank(backend, text)
 
 

@@ -42,8 +42,8 @@ class BackwardStage(IntEnum):
     After MARK_REDUCED, DDP copies the reduced buckets into the gradients, unless the gradients are views of the
     buckets.
 
-    RAISE_ERRORS: raise ModelError for unused parameters. It is last because other ranks depend on this rank in all
-    previous stages.
+    RAISE_ERRORS: raise ModelError for unused parameters; with sharded gradients, also exchange their names. It is last
+        because other ranks depend on this rank in all previous stages.
     """
 
     FIND_UNUSED_PARAMETERS = 1

@@ -27,6 +27,8 @@ def register_first_backward_check(
     model: nn.Module,
     allgather: Callable[[list[str]], list[list[str]]],
     reduces_gradients: Callable[[], bool],
+    *,
+    reduces_zeros: bool = True,
 ) -> Callable[[], None]:
     """Register hooks that check the first backward pass, and raise ModelError on every rank if any rank does not use a
     parameter of `model` that requires grad. Return a function that ends the check.
@@ -38,6 +40,9 @@ def register_first_backward_check(
             backward pass are in flight.
         reduces_gradients: returns, during a backward pass, whether it reduces gradients. Other backward passes are not
             checked.
+        reduces_zeros: whether to reduce zeros for unused parameters after the exchange. False if `wrapped` itself
+            completes the reduction at the end of a backward pass. The exchange then follows it, because other ranks may
+            wait for the gradients before their backward passes end.
 
     A backward pass that reaches no parameter is not checked either: it computes gradients of the inputs, or of a model
     whose output is this model's input. If only some ranks run such a backward pass, and the remaining ranks run one
@@ -60,7 +65,7 @@ def register_first_backward_check(
         unused = [parameter for parameter in names if parameter.requires_grad and parameter not in reached]
         stop()
         unused_by_rank = allgather([names[parameter] for parameter in unused])
-        if unused:
+        if unused and reduces_zeros:
             # Other ranks wait for these gradients: reduce zeros, so that all ranks complete this backward pass.
             torch.autograd.backward(unused, [torch.zeros_like(parameter) for parameter in unused])
         if any(unused_by_rank):
@@ -71,7 +76,8 @@ def register_first_backward_check(
         backward = current_backward()
         if is_active and backward != checked_backward and reduces_gradients():
             checked_backward = backward
-            end_of_backward.add(BackwardStage.FIND_UNUSED_PARAMETERS, on_end_of_backward)
+            stage = BackwardStage.FIND_UNUSED_PARAMETERS if reduces_zeros else BackwardStage.RAISE_ERRORS
+            end_of_backward.add(stage, on_end_of_backward)
 
     def on_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():

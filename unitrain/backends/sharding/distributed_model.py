@@ -93,6 +93,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
                 model,
                 partial(gather_unused, rendezvous, self._key),
                 lambda: self._requires_sync and not self._has_left,
+                reduces_zeros=False,
             )
 
     @classmethod
