@@ -4,13 +4,13 @@
     python benchmarks/migrate.py --run              # runs them on CPUs, see `migrated_runs.py`
     python benchmarks/migrate.py --folder scripts   # reads scripts/OWNER/REPOSITORY/PATH, for example from clones
 
-`--run` needs Horovod and: pip install -c constraints.txt '.[migrate,peers,huggingface]' timm diffusers evaluate
+`--run` needs Horovod, and the packages that the scripts import:
+pip install -c constraints.txt '.[examples,huggingface,migrate,peers,tensorboard]' diffusers evaluate timm
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -70,23 +70,20 @@ def main(folder: Path | None, runs: bool, write: bool) -> None:
         "|---|---|---|---|---|---|",
         *rows,
     ]
-    lines_of_runs = describe_runs(folder, outcomes) if runs else []
+    lines_of_runs = describe_runs(folder) if runs else []
     text = "\n".join(["# Conversion of public scripts", "", *table, "", *EXPLANATION, "", summary, "", *lines_of_runs])
     click.echo(text)
     if write:
         RESULTS.write_text(text, encoding="utf-8")
 
 
-def describe_runs(folder: Path | None, outcomes: Sequence[str]) -> list[str]:
-    """Run each script, and return the table and its explanation. `outcomes` are the results of the conversions."""
+def describe_runs(folder: Path | None) -> list[str]:
+    """Run each script, and return the table and its explanation."""
     found = list[migrated_runs.Result]()
     for script in SCRIPTS:
         with tempfile.TemporaryDirectory(prefix="unitrain-migrate-") as work:
             found.append(migrated_runs.run_script(script, folder, Path(work)))
-    immediately = sum(
-        one.is_correct and not one.edited_lines and outcome == "converted"
-        for one, outcome in zip(found, outcomes, strict=True)
-    )
+    immediately = sum(one.is_correct and not one.needs_edits for one in found)
     summary = f"{immediately} scripts train correctly without any edit, {sum(one.is_correct for one in found)} of "
     summary += f"{len(found)} including those with edited lines."
     return [
@@ -107,10 +104,11 @@ EXPLANATION = (
 )
 EXPLANATION_OF_RUNS = (
     "The scripts run on CPUs and without a network, on random data in the format that they read, with small, randomly",
-    "initialized models in place of downloaded ones. Edited lines are changes to the original script without which it",
-    "does not run here: lines that `unitrain migrate` refuses, that require a GPU, or that fail with current versions",
-    "of torch. The loss of `multigpu_torchrun.py`, the cross entropy of a single class, is always 0, and is replaced",
-    "by the mean squared error.",
+    "initialized models in place of downloaded ones, and `train_fabric.py` with the variables that `fabric run` sets.",
+    "Edited lines are changes to the original script without which it does not run here: lines that `unitrain",
+    "migrate` refuses, that require a GPU, or that fail with current versions of torch. The loss of",
+    "`multigpu_torchrun.py`, the cross entropy of a single class, is always 0, and is replaced by the mean squared",
+    "error.",
     "",
     "Each converted script runs on one rank, on two ranks of DDP and on two ranks of Horovod, and the original script",
     "on two ranks of its own library, all with the same seed. The last two columns state the largest relative",

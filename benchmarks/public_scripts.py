@@ -13,8 +13,8 @@ from pathlib import Path
 import public_script_data as data
 
 TIMEOUT_SECONDS = 60
-# The reasons for edits of the original script, without which it does not run offline on CPUs.
-REFUSED, GPU, OUTDATED, LOSS = "refused calls", "GPU", "current torch", "constant loss"
+# The reasons for edits of the original script. Without all but the last one, it does not run or not train on CPUs.
+REFUSED, GPU, OUTDATED, LOSS, DURATION = "refused calls", "GPU", "current torch", "constant loss", "duration"
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ SCRIPTS = (
         repository="horovod/horovod",
         path="examples/pytorch/pytorch_imagenet_resnet50.py",
         commit=_HOROVOD,
+        packages=("tensorboard",),
         write_data=data.write_image_folders,
         # Horovod's hidden optimizer step applies weight decay.
         arguments="--train-dir data/train --val-dir data/val --epochs 1 --batch-size 2 --wd 0",
@@ -286,6 +287,7 @@ SCRIPTS = (
         packages=("accelerate", "timm"),
         write_data=data.write_pets,
         arguments="--data_dir data --cpu",
+        edits=(Edit(DURATION, '"batch_size": 64', '"batch_size": 4'),),
         environment=_OFFLINE,
     ),
     PublicScript(

@@ -131,16 +131,23 @@ def test_ddp_script_is_converted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "call", "rank"),
+    ("library", "call", "rank", "settings"),
     [
-        ("from accelerate import Accelerator", "Accelerator(mixed_precision='no')", "process_index"),
-        ("from lightning.fabric import Fabric", "Fabric(strategy='ddp')", "global_rank"),
+        ("from accelerate import Accelerator", "Accelerator(mixed_precision='no')", "process_index", ""),
+        (
+            "from lightning.fabric import Fabric",
+            "Fabric(strategy='ddp')",
+            "global_rank",
+            ", use Fabric(strategy='ddp', devices=RANKS_PER_HOST), and call fabric.launch()",
+        ),
     ],
 )
-def test_accelerate_and_fabric_train_on_the_process_group_of_the_backend(library: str, call: str, rank: str) -> None:
+def test_accelerate_and_fabric_train_on_the_process_group_of_the_backend(
+    library: str, call: str, rank: str, settings: str
+) -> None:
     check = (
         f"assert backend.allgather_object(trainer.{rank}) == [*range(backend.size)], "
-        '"Start it with: unitrain launch --launcher torchrun"\n'
+        f'"Start it with: unitrain launch --launcher torchrun{settings}"\n'
     )
     converted = convert(f"{library}\n\ndef main():\n    trainer = {call}\n\nmain()\n")
     assert converted == (

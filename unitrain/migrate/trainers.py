@@ -15,6 +15,8 @@ from unitrain.migrate.script import assigned_value, targets
 
 ACCELERATE = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
 FABRIC = ("lightning.fabric.Fabric", "lightning.Fabric", "lightning_fabric.Fabric", "lightning.fabric.fabric.Fabric")
+_FIX = "Start it with: unitrain launch --launcher torchrun"
+_FABRIC_FIX = f"{_FIX}, use Fabric(strategy='ddp', devices=RANKS_PER_HOST), and call fabric.launch()"
 _STRATEGIES = ("auto", "ddp", "dp", None)
 _PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 
@@ -28,10 +30,10 @@ def convert(edits: Edits) -> None:
         name = script.called_name(node)
         if name in ACCELERATE:
             _check_accelerator(edits, node)
-            _compare_ranks(edits, node, "process_index")
+            _compare_ranks(edits, node, "process_index", _FIX)
         elif name in FABRIC:
             _check_fabric(edits, node)
-            _compare_ranks(edits, node, "global_rank")
+            _compare_ranks(edits, node, "global_rank", _FABRIC_FIX)
         elif isinstance(node.func, cst.Attribute) and node.func.attr.value == "end_training" and not node.args:
             _convert_end(edits, node)
 
@@ -56,20 +58,20 @@ def _check_fabric(edits: Edits, call: cst.Call) -> None:
         )
     edits.explain(
         call,
-        "Fabric trains on the process group that unitrain starts, with the same results; devices and num_nodes must "
-        "match the launcher",
+        "Fabric trains on the process group that unitrain starts, with the same results; strategy, devices and "
+        "num_nodes must match the launcher, also if `fabric run` set them",
     )
 
 
-def _compare_ranks(edits: Edits, call: cst.Call, rank: str) -> None:
-    """Add an assertion, with the same result on all ranks, after the statement that assigns the object."""
+def _compare_ranks(edits: Edits, call: cst.Call, rank: str, fix: str) -> None:
+    """Add an assertion with the message `fix`, and with the same result on all ranks, after the statement that assigns
+    the object."""
     statement = edits.script.statement(call)
     target = targets(statement) if statement is not None else ()
     if statement is None or len(target) != 1 or assigned_value(statement) is not call:
         edits.refuse(call, "Assign it to a variable in a statement of its own")
         return
     name = edits.script.text(target[0])
-    fix = "Start it with: unitrain launch --launcher torchrun"
     ranks = f"{edits.backend}.allgather_object({name}.{rank}) == [*range({edits.backend}.size)]"
     check = parse_statement(f'assert {ranks}, "{fix}"')
     edits.replace_statement(statement, lambda updated: [updated, check])
