@@ -198,7 +198,14 @@ def main(output: Path, backend: str, used: list[str], slowdowns: int, runs: int)
         f"CPU time per step of 20 ms with a sync point every two seconds: **{cost:.1f} µs**, {cost / 200:.3f} % of the "
         "step.",
     ]
+    for result in results:
+        result["slow"] = [(step, [report_fields(straggler) for straggler in slow]) for step, slow in result["slow"]]
     save_results(lines, "slow_ranks", output, slowed=slowed, undisturbed=undisturbed, cost_microseconds=cost)
+
+
+def report_fields(straggler: dict[str, Any]) -> dict[str, Any]:
+    """Return the rank, phase, cause and evidence of a report."""
+    return {name: straggler.get(name) for name in ("rank", "phase", "cause", "evidence")}
 
 
 if __name__ == "__main__":
