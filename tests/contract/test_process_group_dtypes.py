@@ -361,7 +361,7 @@ def pieces_are_sent(backend: Backend) -> list[int]:
     """Return how many operations a broadcast, an allreduce, an allgather and a reduce_scatter of 1,000 bytes take."""
     limit_pieces(250)
     group: Any = dist.group.WORLD
-    if hasattr(group, "_get_backend") and not hasattr(group, "_issued"):
+    if hasattr(group, "_get_backend") and not hasattr(group, "_num_issued"):
         group = group._get_backend(torch.device("cpu"))
     size, counts = backend.size, []
     own = torch.arange(250.0)
