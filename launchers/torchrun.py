@@ -126,16 +126,19 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
 
     Hosts join and leave such a job by starting and stopping their own torchrun.
     """
+    commands = commands_per_host(spec)
     lines = "\n".join(
         # Hosts without a process come last and have no line.
         f"  on {host.name}: {command.shell()}"
-        for host, command in zip(spec.hosts, commands_per_host(spec), strict=False)
+        for host, command in zip(spec.hosts, commands, strict=False)
     )
     secrets = ", ".join(_secret_names(spec))
     prerequisite = f", with {secrets} set in its environment," if secrets else ""
     lines += (
         "\n  on a host that is added later: the last of these commands, with the name of this host after --local-addr"
     )
+    if len(commands) == 1:  # the command of the first host, which serves the rendezvous
+        lines += ", and is_host=false instead of is_host=true"
     return (
         f"An elastic job under torchrun must be started by hand on each of its {len(spec.hosts)} hosts. "
         f"On each host, run its command{prerequisite} or use --launcher horovodrun:\n{lines}"

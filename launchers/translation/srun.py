@@ -195,8 +195,9 @@ def _parse_gpus(options: Options, nodes: int | None, tasks_per_gpu: int) -> int:
 
 def _count_gpus(option: str, text: str) -> int:
     """Return the number of GPUs in "a100:4" or "4"; a type without a number is one GPU."""
-    kind, _, last = text.rpartition(":")
-    return 1 if not kind and not last[:1].isdecimal() else number(option, last.partition("(")[0])
+    kind, _, last = text.partition("(")[0].rpartition(":")
+    # The type of a MIG device starts with a digit, as in "1g.10gb".
+    return 1 if not kind and not last.isdecimal() else number(option, last)
 
 
 def _uneven_placement_remark(job: Job) -> list[str]:

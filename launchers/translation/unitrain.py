@@ -16,7 +16,13 @@ from unitrain.launchers.translation.hosts import format_hosts, place_processes
 from unitrain.launchers.translation.job import Job, LauncherOption
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.words import join
-from unitrain.launchers.translation.writing import DEFAULT_BACKENDS, CommandLine, Translation, options_for
+from unitrain.launchers.translation.writing import (
+    DEFAULT_BACKENDS,
+    CommandLine,
+    Translation,
+    options_for,
+    variables_for,
+)
 
 LAUNCHER = "unitrain launch"
 SYNTAX = Syntax(
@@ -50,6 +56,11 @@ def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
     size = num_processes or slots or 1
     script = options.take_last("--host-discovery-script")
     elastic = options.take_last("--elastic")
+    if script is not None and elastic is None:
+        raise LaunchError(
+            f"--host-discovery-script '{script}' is for elastic jobs, and --elastic is missing. Add the allowed number "
+            "of ranks: --elastic 1:8"
+        )
     max_restarts = options.take_number("--max-restarts", minimum=0)
     if elastic is not None:
         max_restarts = DEFAULT_ELASTIC_RESTARTS if max_restarts is None else max_restarts
@@ -96,7 +107,7 @@ def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
         environment=variables,
         forwarded=tuple(dict.fromkeys(forwarded)),
         max_restarts=max_restarts,
-        discovery=script if elastic is not None else None,
+        discovery=script,
         launcher_options=(*launcher_options, *options.remaining(_TOPICS)),
         remarks=notes,
     )
@@ -115,7 +126,9 @@ def build(job: Job) -> Translation:
     default_launcher = _DEFAULT_LAUNCHERS.get(job.backend or "ddp", "torchrun")
     launcher = "mpirun" if len(job.counts) > 1 and default_launcher == "torchrun" else default_launcher
     unitrain_options, other_options = _split_options(job.launcher_options)
-    extra_options, notes = options_for(replace(job, launcher_options=other_options), launcher)
+    # The backend is an option of unitrain launch, so it is not needed as a variable.
+    inner_job = replace(job, launcher_options=other_options, backend=None)
+    extra_options, notes = options_for(inner_job, launcher, advice_target=_TARGET)
     if any(
         option.launcher != LAUNCHER and "--elastic" in option.equivalents.get(_TARGET, ())
         for option in job.launcher_options
@@ -124,7 +137,10 @@ def build(job: Job) -> Translation:
             "With --elastic, unitrain launch restarts the job when its hosts change: a Trainer then resumes from its "
             "newest checkpoint, and hvd.elastic is not used."
         )
-    variables = _variables(job, other_options, launcher)
+    variables = variables_for(inner_job, launcher)
+    has_rendezvous = len(job.counts) > 1 or job.address or job.port
+    if has_rendezvous and launcher != "horovodrun":  # horovodrun has its own rendezvous
+        variables |= job.rendezvous
     secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
     options = [*(("--backend", job.backend) if job.backend else ())]
     if launcher != default_launcher:
@@ -174,19 +190,6 @@ def _split_options(options: Sequence[LauncherOption]) -> tuple[list[str], tuple[
         else:
             other_options.append(option)
     return words, tuple(other_options)
-
-
-def _variables(job: Job, other_options: Sequence[LauncherOption], launcher: str) -> dict[str, str]:
-    """Return the variables of the job: its environment, variables that replace options which `launcher` lacks, and its
-    rendezvous address. horovodrun has its own rendezvous."""
-    variables = dict(job.environment)
-    for option in other_options:
-        if option.launcher != launcher and launcher not in option.equivalents:
-            variables = {**option.variables, **variables}
-    has_rendezvous = len(job.counts) > 1 or job.address or job.port
-    if has_rendezvous and launcher != "horovodrun":
-        variables |= job.rendezvous
-    return variables
 
 
 def _interface_option(option: ParsedOption) -> LauncherOption:

@@ -61,6 +61,7 @@ _ELASTIC = {
     "torchrun": "use --nnodes MIN:MAX with --max-restarts, on each host.",
     "horovodrun": "use --min-np and --max-np with --host-discovery-script.",
     "kubernetes": "use elasticPolicy of a PyTorchJob.",
+    "unitrain": "use --elastic MIN:MAX with --host-discovery-script.",
 }
 _ADVICE: dict[str, tuple[dict[str, str], str]] = {
     "ssh": (_SSH, "the scheduler starts the ranks without ssh."),
@@ -72,12 +73,21 @@ _ADVICE: dict[str, tuple[dict[str, str], str]] = {
     "rendezvous": ({}, "the launcher, or MASTER_ADDR and MASTER_PORT, determine the rendezvous there."),
     "mapping": ({}, "ranks are numbered host by host, in the order of the hosts. Order the hosts as needed."),
     "network": (
-        {"mpirun": "use -mca btl_tcp_if_include NAME -mca oob_tcp_if_include NAME.", "mpiexec": "use -iface NAME."},
+        {
+            "mpirun": "use -mca btl_tcp_if_include NAME -mca oob_tcp_if_include NAME.",
+            "mpiexec": "use -iface NAME.",
+            "unitrain": "use --interface NAME.",
+        },
         "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME for every rank.",
     ),
     "diagnosis": ({}, "to display the command without running it, use: unitrain launch --dry-run."),
     "variables": (
-        {"mpirun": "name each with -x.", "torchrun": "set them on each host.", "srun": "use --export."},
+        {
+            "mpirun": "name each with -x.",
+            "torchrun": "set them on each host.",
+            "srun": "use --export.",
+            "unitrain": "name each with -x.",
+        },
         "set them before the command.",
     ),
     "own": ({}, "the option concerns that launcher only, and a replacement is not needed."),
@@ -131,23 +141,26 @@ def is_open_mpi_variable(name: str) -> bool:
     return name.startswith(_OPEN_MPI_PREFIXES)
 
 
-def options_for(job: Job, launcher: str) -> tuple[list[str], list[str]]:
+def options_for(job: Job, launcher: str, *, advice_target: str | None = None) -> tuple[list[str], list[str]]:
     """Convert the launcher options to arguments of `launcher`. Return the arguments and the remarks.
 
     There is a remark for each option without equivalent options or variables, and for each omitted Open MPI variable.
+    The remarks name alternatives under `advice_target`, or under `launcher` if it is None.
     """
+    advice_target = advice_target or launcher
     words: list[str] = []
     notes: list[str] = []
     if launcher not in _OPEN_MPI_LAUNCHERS:
         assignments = [f"{name}={value}" for name, value in job.environment.items() if is_open_mpi_variable(name)]
-        notes += [f"{join([assignment])} is left out: {advice('own', launcher)}" for assignment in assignments]
+        notes += [f"{join([assignment])} is left out: {advice('own', advice_target)}" for assignment in assignments]
     for option in job.launcher_options:
         if option.launcher == launcher:
             words += option.words
         elif launcher in option.equivalents:
             words += option.equivalents[launcher]
         elif not option.variables:
-            notes.append(f"{join(option.words)} of {option.launcher} is left out: {advice(option.topic, launcher)}")
+            alternative = advice(option.topic, advice_target)
+            notes.append(f"{join(option.words)} of {option.launcher} is left out: {alternative}")
     return words, notes
 
 

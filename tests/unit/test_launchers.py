@@ -19,7 +19,17 @@ import pytest
 from fake_programs import write_program
 
 from unitrain import launchers
-from unitrain.launchers import Command, Host, LaunchError, LaunchSpec, agents, build, parse_hosts, preflight
+from unitrain.launchers import (
+    Command,
+    Host,
+    LaunchError,
+    LaunchSpec,
+    agents,
+    build,
+    parse_elastic,
+    parse_hosts,
+    preflight,
+)
 from unitrain.launchers.agents import read_plan
 from unitrain.launchers.hosts import check_distinct, is_this_host
 from unitrain.launchers.torchrun import commands_per_host
@@ -357,6 +367,20 @@ def test_hosts_without_a_process_have_no_torchrun_command() -> None:
     launch_spec = spec(num_processes=3, hosts=parse_hosts("a:2,b:2,c:2"))
     assert commands_per_host(launch_spec) == commands_per_host(spec(num_processes=3, hosts=parse_hosts("a:2,b:1")))
     assert [host for host, _ in build("torchrun", launch_spec).per_host] == ["a", "b"]
+
+
+def test_a_host_that_is_added_to_an_elastic_job_does_not_serve_the_rendezvous() -> None:
+    for hosts, num_processes, is_single in (("b:4", 4, True), ("a:4,b:4", 8, False)):
+        launch_spec = spec(num_processes=num_processes, hosts=parse_hosts(hosts), elastic=parse_elastic("1:8"))
+        with pytest.raises(LaunchError) as caught:
+            build("torchrun", launch_spec)
+        *_, last, added = str(caught.value).splitlines()
+        assert added == (
+            "  on a host that is added later: the last of these commands, with the name of this host after --local-addr"
+            + ", and is_host=false instead of is_host=true" * is_single
+        )
+        assert ("is_host=true" in last) == is_single
+        assert ("is_host=false" in last) != is_single
 
 
 @pytest.mark.parametrize("launcher", ["none", "torchrun"])

@@ -184,6 +184,8 @@ def test_read_accepts_hostfiles(tmp_path: Path) -> None:
         ("--gres=gpu:2 --ntasks-per-gpu=2", (4,)),
         ("--gres=gpu:a100:2,license:1 --ntasks-per-gpu=1", (2,)),
         ("--gres=gpu --ntasks-per-gpu=3", (3,)),
+        ("--gres=gpu:1g.10gb --ntasks-per-gpu=2", (2,)),
+        ("--gres=gpu:1g.10gb:3 --ntasks-per-gpu=1", (3,)),
         ("-n 4 --ntasks-per-gpu=2", (4,)),
         ("-w a,b --gpus=4 --ntasks-per-gpu=1", (2, 2)),
     ],
@@ -645,6 +647,12 @@ def test_remarks_name_an_alternative() -> None:
         line = "OMPI_MCA_btl=tcp,self mpirun -np 2 python t.py"
         assert remarks(line, target).startswith(notes)
         assert lines(line, target)[0].startswith("OMPI_MCA_btl=tcp,self mpirun -np 2 -H") == (not notes)
+    with_ddp = build(replace(parse("OMPI_MCA_btl=tcp,self mpirun -np 2 python t.py"), backend="ddp"), "unitrain")
+    assert with_ddp.remarks[0].startswith("OMPI_MCA_btl=tcp,self is left out: ")
+    assert with_ddp.lines[0].shell() == "unitrain launch --backend ddp -np 2 t.py"
+    assert remarks("srun -n 2 -N 1 --cpu-bind=none python t.py", "unitrain") == (
+        "--cpu-bind=none of srun is left out: pass an option of the launcher with --launcher-args."
+    )
     assert remarks("python -m torch.distributed.launch t.py", "unitrain") == (
         "torch.distributed.launch passes --local-rank=N to the script: let it read LOCAL_RANK instead."
     )
@@ -814,6 +822,13 @@ def test_split_inverts_join(words: list[str]) -> None:
         ),
         ("srun -N 3 -w 'n[3-1]' python t.py", "--nodelist 'n[3-1]' contains the descending range 3-1. Write: 1-3"),
         ("srun -N 2 -w a python t.py", "--nodelist a names 1 hosts, but the job has 2. Name all hosts, or none"),
+        (
+            "unitrain launch --host-discovery-script ./hosts.sh t.py",
+            (
+                "--host-discovery-script './hosts.sh' is for elastic jobs, and --elastic is missing. Add the allowed "
+                "number of ranks: --elastic 1:8"
+            ),
+        ),
         ("python", "python needs a script. End the command as in: python train.py"),
         ("torchrun t.py 'a", "' in \"'a\" is not closed. Close it, or put a \\ before it"),
         (
