@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import unitrain
 from unitrain import TrainConfig, Trainer
 from unitrain.backends.base import Backend
-from unitrain.errors import UnitrainError
+from unitrain.errors import ModelError, UnitrainError
 from unitrain.testing import RankGroup
 
 
@@ -592,6 +592,11 @@ def calls_after_shutdown(backend: Backend) -> dict[str, str]:
         except UnitrainError as error:
             texts[name] = str(error)
     assert set(texts) == set(calls), texts
+    if backend.size > 1:
+        with pytest.raises(
+            ModelError, match=r"^register_comm_hook was called after the backend was shut down\. Call it"
+        ):
+            trainer.model.register_comm_hook(None, lambda state, bucket: None)
     return texts
 
 

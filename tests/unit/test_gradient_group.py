@@ -15,6 +15,7 @@ from simulation import Clock, Event
 from unitrain.backends.base import Backend
 from unitrain.backends.gradients.reducer_group import ReducerGroup
 from unitrain.bootstrap import environment
+from unitrain.errors import ModelError
 from unitrain.monitoring.deadlines import Deadline, Deadlines
 from unitrain.monitoring.flight_recorder import FlightRecorder, GradientPhase, ranks_without
 from unitrain.monitoring.loop_counters import LoopCounters
@@ -85,6 +86,36 @@ def test_the_deadline_is_active_while_the_host_waits_for_the_stream() -> None:
     assert found == ["backward #0 is not done"]
     group.works[0].done = True
     assert monitor.deadlines.expired() is None
+
+
+class FailingGroup(SimulatedNccl):
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        raise RuntimeError("the group has been closed")
+
+
+class MonitorOfFailedJob(SimulatedMonitor):
+    def raise_cause_of(self, error: BaseException) -> None:
+        raise ModelError("rank 1 has another model") from error
+
+
+@pytest.mark.parametrize("defers_allreduces", [False, True])
+def test_an_allreduce_that_cannot_start_raises_the_error_of_the_other_rank(defers_allreduces: bool) -> None:
+    reducer_group = ReducerGroup(
+        FailingGroup(),
+        MonitorOfFailedJob(),  # type: ignore[arg-type]
+        None,
+        waits_on_stream=False,
+        defers_allreduces=defers_allreduces,
+    )
+
+    def hook(gradient: torch.Tensor) -> None:
+        reducer_group.expect_backward()
+        reducer_group.allreduce([gradient])
+
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(hook)
+    with pytest.raises(ModelError, match="rank 1 has another model"):
+        weight.sum().backward()
 
 
 def run_cases_with_deferred_allreduces(backend: Backend) -> None:

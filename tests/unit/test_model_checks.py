@@ -8,9 +8,15 @@ import pytest
 import torch
 from one_rank import simulate_rank
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
 
-from unitrain.backends.checks import check_same_weights, check_trainable_model, digest_bits
+from unitrain.backends.checks import (
+    check_optimizer_of_model,
+    check_same_weights,
+    check_trainable_model,
+    digest_bits,
+)
 from unitrain.backends.gradients.unused_parameters import gather_unused
 from unitrain.backends.gradients.wrapped_model import compare_trained_parameters
 from unitrain.backends.local import LocalBackend
@@ -77,11 +83,25 @@ def test_model_on_another_device_is_rejected() -> None:
         ModelError, match=r"^The model is on cpu and this rank computes on cuda:0\. Use model\.to\(backend\.device\) f"
     ):
         check_trainable_model(nn.Linear(2, 2), "none", torch.device("cuda", 0))
+    with FakeTensorMode():  # without GPUs
+        first, second = nn.Linear(2, 2, device="cuda:0"), nn.Linear(2, 2, device="cuda:1")
+        check_trainable_model(first, "none", torch.device("cuda", 0))
+        check_trainable_model(nn.Sequential(first, second), "none", torch.device("cuda", 0))
+        with pytest.raises(
+            ModelError, match=r"^The model is on cuda:0 and this rank computes on cuda:1\. Use model\.t"
+        ):
+            check_trainable_model(first, "none", torch.device("cuda", 1))
     partly = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(
         ModelError, match=r"^Sequential has tensors on device meta, which have no values: 1\.weight, 1\.b"
     ):
         LocalBackend(CPU).distributed_model(partly)
+
+
+def test_a_model_that_is_not_a_module_is_rejected() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ModelError, match=r"^distributed_optimizer\(model\) must be a torch\.nn\.Module, got 'net'\."):
+        check_optimizer_of_model(optimizer, "net")  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore")

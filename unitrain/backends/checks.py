@@ -230,7 +230,11 @@ def check_trainable_model(model: nn.Module, compression: Compression, device: to
                 f"{name!r} of {type(model).__name__} is a tensor of layout {tensor.layout}, which cannot be broadcast "
                 "or reduced. Use a dense tensor: tensor.to_dense()."
             )
-    elsewhere = [p.device for p in model.parameters() if p.device.type != device.type]
+    devices = list(dict.fromkeys(parameter.device for parameter in model.parameters()))
+    elsewhere = [used for used in devices if used.type != device.type]
+    # A single process may distribute the parameters over several GPUs.
+    if len(devices) == 1 and None not in (devices[0].index, device.index) and devices[0] != device:
+        elsewhere = devices
     if elsewhere:
         raise ModelError(
             f"The model is on {elsewhere[0]} and this rank computes on {device}. Use model.to(backend.device) first."
@@ -312,7 +316,12 @@ def check_optimizer_of_model(optimizer: torch.optim.Optimizer, model: nn.Module)
     check_single_optimizer(optimizer)
     check_is_optimizer("distributed_optimizer(optimizer)", optimizer)
     validation.check_instance(
-        "distributed_optimizer(model)", model, nn.Module, "a torch.nn.Module", "Pass the model second"
+        "distributed_optimizer(model)",
+        model,
+        nn.Module,
+        "a torch.nn.Module",
+        "Pass the model second",
+        error=ModelError,
     )
     model_parameter_ids = {id(parameter) for parameter in model.parameters()}
     optimizer_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -423,7 +423,7 @@ def model_without_values_raises(backend: Backend) -> None:
 
 @contract
 def model_on_another_device_raises(backend: Backend) -> None:
-    """The check compares device types only, so the device need not exist on this machine."""
+    """The check only compares devices, so the device need not exist on this machine."""
     device = torch.device("cuda", 1) if backend.device.type == "cpu" else torch.device("cpu")
     model = build().to(backend.device)
     text = raises(ModelError, f"The model is on {backend.device}", lambda: check_trainable_model(model, "none", device))

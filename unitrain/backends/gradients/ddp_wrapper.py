@@ -184,8 +184,13 @@ class DistributedModel(ReducerDDP, WrappedModel):
 
         `hook(state, bucket)` starts to reduce `bucket.buffer()`, which contains gradients that are not divided by the
         number of ranks, and returns a future with the reduced buffer. The optimizer treats the gradients as the mean
-        over ranks. Raises ModelError if there is a hook already, or if gradients are compressed.
+        over ranks. Raises ModelError if there is a hook already, if gradients are compressed, or if the backend has
+        been shut down.
         """
+        if self._has_left_group:
+            raise ModelError(
+                "register_comm_hook was called after the backend was shut down. Call it before the first backward pass."
+            )
         if self.has_comm_hook():
             raise ModelError(
                 "The gradients of this model already have a communication hook. Leave compression out of "

@@ -121,13 +121,7 @@ class ReducerGroup(dist.ProcessGroup):
         if self.defers_allreduces:
             self._deferred_works.append(_DeferredWork(tensors, opts))
             return self._deferred_works[-1]
-        try:
-            work = self._group.allreduce(tensors, opts)
-        except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
-            self._monitor.raise_cause_of(error)
-            raise
-        self.add_work(work)
-        return work
+        return self._start_allreduce(tensors, opts)
 
     @torch.compiler.disable
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -160,8 +154,7 @@ class ReducerGroup(dist.ProcessGroup):
         deadline = self._monitor.set_deadline(_is_never_done, self._phase)
         try:
             for late in self._deferred_works:
-                late.work = self._group.allreduce(late.tensors, late.opts)
-                self.add_work(late.work)
+                late.work = self._start_allreduce(late.tensors, late.opts)
             if not self.waits_on_stream:
                 for work in self._works:
                     self._monitor.wait_for_ranks(work)
@@ -170,6 +163,17 @@ class ReducerGroup(dist.ProcessGroup):
         finally:
             self._deferred_works.clear()
             self._end_deadline(deadline)
+
+    def _start_allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        """Start the allreduce of a bucket. If it cannot start because of another rank's ModelError, re-raise that
+        error."""
+        try:
+            work = self._group.allreduce(tensors, opts)
+        except RuntimeError as error:  # Horovod rejects operations after another rank has terminated
+            self._monitor.raise_cause_of(error)
+            raise
+        self.add_work(work)
+        return work
 
     def _mark_reduced(self) -> None:
         self.on_reduced()
