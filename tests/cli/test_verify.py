@@ -651,6 +651,10 @@ def test_the_digest_of_samples_does_not_depend_on_batches_or_order() -> None:
     assert digest_samples(changed, 24) != complete
     swapped = digest_samples([inputs, targets.flip(0)], 24)
     assert swapped != digest_samples([inputs, targets], 24), "the pairing of inputs and targets matters"
+    # Empty containers have no content, for any number of samples.
+    for empty in ({}, [], (), {"a": {}}, {"a": [], "b": ()}):
+        in_parts = digest_samples([inputs[:7], empty], 7) + digest_samples([inputs[7:], empty], 17)
+        assert in_parts == digest_samples([inputs, empty], 24) == digest_samples([inputs], 24)
     # A batch without recognizable samples is digested as one value.
     graph = [inputs, torch.tensor([[0, 1], [1, 2]])]
     assert digest_samples(graph, 3) == digest_samples(graph, 3) != digest_samples([inputs, inputs], 3)

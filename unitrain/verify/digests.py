@@ -54,7 +54,8 @@ def _split_rows(part: Any, count: int) -> list[bytes] | None:
     inner = [_split_rows(item, count) for item in part]
     row_counts = [rows for rows in inner if rows is not None]
     if len(row_counts) == len(inner):
-        return [b"|".join(rows) for rows in zip(*row_counts, strict=True)]
+        # An empty container has no rows.
+        return [b"|".join(rows) for rows in zip(*filter(None, row_counts), strict=True)]
     return [_serialize(item) for item in part] if len(part) == count else None
 
 
