@@ -302,6 +302,12 @@ def test_invalid_folders_and_outputs_are_refused(trained: Path, tmp_path: Path) 
     assert "Cannot write" in error_output(trained, "--output", tmp_path / "nowhere" / "page.html")
 
 
+def test_a_chart_without_points_can_be_drawn() -> None:
+    from unitrain.report.charts import Line, LineChart, to_svg
+
+    assert to_svg(LineChart("loss", [Line("run", [])], "epoch")).startswith("<svg")
+
+
 def test_a_missing_matplotlib_is_reported_with_the_fix(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith(("matplotlib", "unitrain.report"))]:
         monkeypatch.delitem(sys.modules, name)

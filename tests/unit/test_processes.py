@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+
+from unitrain.bootstrap import signal_forwarding
 
 PROGRAM = """
 import signal, sys, time
@@ -40,3 +45,28 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_ranks_below_a_process_of_another_user_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = f"RANK_OF_{os.getpid()}"
+    program = f"{variable}=0 sleep 60 & echo $!; wait"
+    with subprocess.Popen(["sh", "-c", program], stdout=subprocess.PIPE, text=True) as wrapper:
+        assert wrapper.stdout is not None
+        rank = int(wrapper.stdout.readline())
+        try:
+            deadline = time.monotonic() + 30
+            while f"{variable}=0".encode() not in Path(f"/proc/{rank}/environ").read_bytes():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            read_bytes = Path.read_bytes
+
+            def read_own(path: Path) -> bytes:
+                if path == Path(f"/proc/{wrapper.pid}/environ"):
+                    raise PermissionError(13, "Permission denied", str(path))
+                return read_bytes(path)
+
+            monkeypatch.setattr(Path, "read_bytes", read_own)
+            found = signal_forwarding._find_descendants_with_variable(os.getpid(), f"{variable}=".encode())
+            assert list(found) == [rank]
+        finally:
+            os.kill(rank, signal.SIGKILL)

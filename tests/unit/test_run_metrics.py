@@ -293,6 +293,16 @@ def test_clients_cannot_use_up_the_connections_of_rank_0(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_endpoint_starts_without_a_dns_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a DNS server, a request can take seconds."""
+    lookups: list[str] = []
+    monkeypatch.setattr(socket, "getfqdn", lookups.append)
+    server = metrics_server.MetricsServer("127.0.0.1", 0, lambda environ, start_response: [])
+    server.server_close()
+    assert lookups == []
+    assert (server.server_name, server.server_port) == server.server_address
+
+
 def test_address_of_another_host_is_reported_with_a_fix() -> None:
     with pytest.raises(ConfigError, match=r'Use an address of the host of rank 0: .*metrics_address="127.0.0.1"'):
         MetricsEndpoint("192.0.2.1", free_port(), keep_trying=False)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
+from unitrain.bootstrap.environment import RankInfo
+from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.monitoring.failure_store import FailureStore
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder, GradientPhase
+from unitrain.monitoring.monitor import FailureMonitor
 from unitrain.monitoring.stalled_ranks import StalledRanks
 
 
@@ -81,3 +86,22 @@ def test_records_of_a_rank_that_has_continued_are_withdrawn() -> None:
     job.wait_in(0, BACKWARD)
     assert job.poll(20) is None
     assert json.loads(job.store.get("stalled/1")) == []
+
+
+def test_the_main_thread_waits_after_a_computation_only_if_it_waited_before() -> None:
+    rendezvous = Rendezvous(RankInfo("env", 0, 1, 0), HashStore(), "127.0.0.1", timedelta(seconds=9))
+    monitor = FailureMonitor(rendezvous, polls=False)
+    with monitor.computing():
+        pass
+    assert not monitor._recorder.is_main_thread_waiting
+    with monitor.waiting():
+        with monitor.computing():
+            assert not monitor._recorder.is_main_thread_waiting
+        assert monitor._recorder.is_main_thread_waiting
+
+
+def test_a_request_for_statuses_after_the_end_of_the_store_returns_none() -> None:
+    served = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    store = FailureStore(TCPStore("127.0.0.1", served.port, 2, is_master=False, wait_for_workers=False), 1, 5.0)
+    del served
+    assert store.request_statuses([0]) == {}

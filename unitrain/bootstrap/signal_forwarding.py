@@ -69,12 +69,16 @@ def _find_descendants_with_variable(process: int, prefix: bytes) -> Iterator[int
     to_visit = [process]
     while to_visit:
         for child in children.get(to_visit.pop(), []):
-            with contextlib.suppress(OSError):  # the process has just exited
+            try:
                 variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                if any(variable.startswith(prefix) for variable in variables):
-                    yield child
-                else:
-                    to_visit.append(child)
+            except PermissionError:  # a process of another user, such as a setuid program, whose child may be a rank
+                variables = []
+            except OSError:  # the process has just exited
+                continue
+            if any(variable.startswith(prefix) for variable in variables):
+                yield child
+            else:
+                to_visit.append(child)
 
 
 def _children() -> dict[int, list[int]]:

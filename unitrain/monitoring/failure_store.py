@@ -114,7 +114,11 @@ class FailureStore:
         self, ranks: Sequence[int], while_waiting: Callable[[], object] | None = None
     ) -> dict[int, RankStatus]:
         """Request the current status of `ranks`, and return the statuses of the ranks that respond."""
-        return self._collect(f"{_REQUESTED_STATUS}/{self.messages.add(_REQUESTS, 1)}", ranks, while_waiting)
+        try:
+            request = self.messages.add(_REQUESTS, 1)
+        except dist.DistError:  # as in `_collect`
+            return {}
+        return self._collect(f"{_REQUESTED_STATUS}/{request}", ranks, while_waiting)
 
     def answer_requests(self, status: Callable[[], RankStatus]) -> None:
         """Publish this rank's status for each request since the last call, but for at most the latest 100."""

@@ -109,9 +109,10 @@ class FailureMonitor:
         """Context manager inside `waiting` in which the main thread computes instead of waiting. An exception ends the
         wait.
         """
+        was_waiting = self._recorder.is_main_thread_waiting
         self._recorder.is_main_thread_waiting = False
         yield
-        self._recorder.is_main_thread_waiting = True
+        self._recorder.is_main_thread_waiting = was_waiting
 
     def set_deadline(self, is_done: Callable[[], bool], phase: GradientPhase) -> Deadline | None:
         """Terminate the process, and report the missing ranks, unless `is_done` returns true within a few seconds more

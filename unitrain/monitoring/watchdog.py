@@ -117,9 +117,7 @@ class Watchdog:
 
     def request_statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
         """Return the current status of each of `ranks`."""
-        statuses: dict[int, RankStatus] = {}
-        with contextlib.suppress(dist.DistError):
-            statuses = self._store.request_statuses(ranks, self._status_responder())
+        statuses = self._store.request_statuses(ranks, self._status_responder())
         self._collected_statuses = self._complete_statuses(statuses, ranks)
         return self._collected_statuses
 

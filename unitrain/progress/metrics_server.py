@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -38,6 +38,12 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self._free_connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         super().__init__((str(target[0]), port), _Handler)
         self.set_app(application)
+
+    def server_bind(self) -> None:
+        """Bind the socket. Unlike in HTTPServer, the server name is not looked up in DNS, which can take seconds."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
 
     def start(self) -> None:
         """Handle requests in a background thread."""

@@ -213,7 +213,8 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
         axes.set_xticks(*zip(*chart.ticks, strict=True), minor=False)
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=not 0 < max(positions) - min(positions) < 1, min_n_ticks=1))
+        extent = max(positions, default=0.0) - min(positions, default=0.0)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=not 0 < extent < 1, min_n_ticks=1))
     axes.margins(x=0.03, y=0.1)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
