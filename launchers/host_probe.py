@@ -1,6 +1,6 @@
-"""Probe of one host before a launch. Its source code is sent to the host, which needs only Python, and prints JSON.
+"""Probe of one host before a launch. The source code of this module is sent to the host, which needs only Python.
 
-The sender appends a call of `probe_host` to the source code (see `preflight.py`).
+The sender appends a call of `probe_host` (see `preflight.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 
 
 def probe_host(script: str, folder: str, packages: list[str], port: int) -> None:
-    """Print JSON: whether `folder` and the file `script` in it exist, versions, interfaces, and the port.
+    """Print a line with a prefix and a JSON object: whether `folder` and the file `script` in it exist, the versions of
+    Python and `packages`, the network interfaces, and a port.
 
-    The port is `port`, or null if it is not free. If `port` is 0, it is a free port.
+    The printed port is `port`, or null if `port` is not free. If `port` is 0, a free port is chosen.
     """
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for package in packages:

@@ -100,8 +100,8 @@ def c10d_rendezvous_options(
         settings: Values of --rdzv-conf that the user has set; is_host is ignored.
     """
     conf = {
-        # The option is explicit, because torchrun compares the endpoint with the host's own name, which may resolve to
-        # 127.0.1.1.
+        # `is_host` is set explicitly, because torchrun otherwise compares the endpoint with the host's own name, which
+        # may resolve to 127.0.1.1.
         "is_host": "true" if is_first else "false",
         # Wait 10 s for further hosts once there are enough. A host counts as lost after 3 missed keep-alives, 2 s
         # apart.

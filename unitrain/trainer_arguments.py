@@ -1,5 +1,6 @@
-"""Validation of the Trainer's arguments (those of the constructor before any communication), and overrides with which
-tools change the arguments without editing the user's script (see `unitrain.bootstrap.overrides`)."""
+"""Validation of the Trainer's arguments, and overrides, with which tools change these arguments without editing the
+user's script (see `unitrain.bootstrap.overrides`). The constructor's arguments are validated before any communication.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _METRICS_FIX = 'Use metrics={"accuracy": lambda output, target: (output.argmax(1
 
 
 def dry_run_config(config: TrainConfig) -> TrainConfig:
-    """Return `config` limited to one validation batch, without output files and metrics endpoint."""
+    """Return `config` limited to one validation batch, without output files or a metrics endpoint."""
     return replace(
         config,
         limit_val_batches=1,
@@ -169,11 +170,11 @@ def check_writer(backend: Backend, writer: Any) -> None:
     check_same_settings(backend, "Trainer.predict", writer=None if writer is None else str(writer))
 
 
-def validation_data_by_prefix(data: Data | Mapping[str, Data] | None, results: Sequence[str]) -> dict[str, Data]:
+def validation_data_by_prefix(data: Data | Mapping[str, Data] | None, result_names: Sequence[str]) -> dict[str, Data]:
     """Return the validation datasets by result prefix: "val_", or "val_NAME_" for a mapping.
 
-    `results` are the names of the results of an evaluation. Raises ConfigError for an empty mapping, for names that are
-    not strings, and for two results that would have the same name with their prefixes.
+    `result_names` are the names of the results of an evaluation. Raises ConfigError for an empty mapping, for names
+    that are not strings, and for two results that would have the same name with their prefixes.
     """
     if data is None:
         return {}
@@ -186,7 +187,7 @@ def validation_data_by_prefix(data: Data | Mapping[str, Data] | None, results: S
         )
     source_by_key: dict[str, tuple[str, str]] = {}
     for name in data:
-        for result in results:
+        for result in result_names:
             key = f"val_{name}_{result}"
             if key in source_by_key:
                 other_name, other_result = source_by_key[key]

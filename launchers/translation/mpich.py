@@ -76,9 +76,8 @@ def build(job: Job) -> Translation:
             options += ["-genv", name, value]
     if job.directory is not None:
         options += ["-wdir", job.directory]
-    line = CommandLine(
-        [LAUNCHER, *options, *extra_options, *job.program], secrets
-    )  # ranks inherit the complete environment
+    # Ranks inherit mpiexec's environment. Secrets are set there, because other users can read the command line.
+    line = CommandLine([LAUNCHER, *options, *extra_options, *job.program], secrets)
     return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
 
 

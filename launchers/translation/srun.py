@@ -80,10 +80,10 @@ def parse(words: Sequence[str]) -> Job:
     names = expand_nodelist(text) if text is not None else ()
     tasks, per_node = options.take_number("--ntasks"), options.take_number("--ntasks-per-node")
     min_nodes, dash, max_nodes = (options.take_last("--nodes") or "").partition("-")
-    notes: list[str] = []
+    remarks: list[str] = []
     per_gpu = options.take_number("--ntasks-per-gpu")
     if dash and min_nodes != max_nodes:
-        notes.append(
+        remarks.append(
             f"--nodes {min_nodes}-{max_nodes} lets Slurm choose the number of hosts. The translated command uses "
             f"{max_nodes}."
         )
@@ -91,7 +91,7 @@ def parse(words: Sequence[str]) -> Job:
     if per_gpu is not None and tasks is None:
         tasks = per_gpu * _parse_gpus(options, nodes, per_gpu)
     if per_gpu is not None:
-        notes.append(
+        remarks.append(
             f"--ntasks-per-gpu {per_gpu} of srun is left out. Under srun, it also restricts each task to one GPU. "
             "Under other launchers, each rank uses the GPU of its local rank."
         )
@@ -99,16 +99,16 @@ def parse(words: Sequence[str]) -> Job:
         if nodes is None:
             raise LaunchError(
                 "The srun command does not specify the number of tasks. In a batch script, the #SBATCH lines specify "
-                "it. Add it to the command, as in: srun --ntasks 8"
+                "it. Add --ntasks to the command, as in: srun --ntasks 8"
             )
-        notes.append(
+        remarks.append(
             "The srun command does not specify the number of tasks. In a batch script, the #SBATCH lines specify it. "
             "The translated command starts one task per host. Add --ntasks N for another number."
         )
     if nodes is None:
         nodes = -(-tasks // per_node) if tasks and per_node else 1
         if tasks and tasks > 1 and not per_node:
-            notes.append(
+            remarks.append(
                 f"Slurm chooses the number of hosts for {tasks} tasks. The translated command uses one host. "
                 "Add --nodes N for another number."
             )
@@ -117,7 +117,7 @@ def parse(words: Sequence[str]) -> Job:
         raise LaunchError(
             f"--nodelist {text} names {len(names)} hosts, but the job has {len(counts)}. Name all hosts, or none"
         )
-    variables, forwarded = _parse_export(options, notes)
+    variables, forwarded = _parse_export(options, remarks)
     return Job(
         program=options.program,
         counts=counts,
@@ -126,38 +126,38 @@ def parse(words: Sequence[str]) -> Job:
         forwarded=forwarded,
         directory=options.take_last("--chdir"),
         launcher_options=(*_sbatch_options(options), *options.remaining(_TOPICS)),
-        remarks=tuple(notes),
+        remarks=tuple(remarks),
     )
 
 
 def build(job: Job) -> Translation:
     """Return the srun command, which runs in an allocation."""
-    extra_options, notes = options_for(job, LAUNCHER)
+    extra_options, remarks = options_for(job, LAUNCHER)
     placement = [*task_options(job.counts)]
     if job.hosts:
         placement = ["--nodelist", ",".join(name.strip("[]") for name in job.hosts), *placement]
-    variables = variables_for(job, LAUNCHER) | rendezvous(job, notes)
+    variables = variables_for(job, LAUNCHER) | rendezvous(job, remarks)
     if job.directory is not None:
         placement += ["--chdir", job.directory]
     srun_options = merge_options(DEFAULT_OPTIONS, extra_options)
     if len(job.counts) > 1:
-        notes.append(
+        remarks.append(
             "Run the command in an allocation, such as the shell that this command starts: "
             f"salloc --nodes {len(job.counts)} --ntasks-per-node {max(job.counts)}"
         )
     line = CommandLine([LAUNCHER, *placement, *srun_options, *job.program], variables)
-    return Translation([line], [*job.remarks, *notes, *_uneven_placement_remark(job), *restart_notes(job)])
+    return Translation([line], [*job.remarks, *remarks, *_uneven_placement_remark(job), *restart_notes(job)])
 
 
-def rendezvous(job: Job, notes: list[str]) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT, which srun does not set. Add a remark to `notes` if an address is left out.
+def rendezvous(job: Job, remarks: list[str]) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT, which srun does not set. Add a remark to `remarks` if an address is left out.
 
     Without named hosts, the rendezvous is on the first host that Slurm selects.
     """
     if job.hosts or len(job.counts) == 1:
         return job.rendezvous
     if job.address is not None:
-        notes.append(
+        remarks.append(
             f"The address {job.address} is left out, because the rendezvous is on the first host that Slurm chooses."
         )
     return {"MASTER_ADDR": FIRST_HOST, "MASTER_PORT": str(job.port or DEFAULT_PORT)}
@@ -188,7 +188,7 @@ def _parse_gpus(options: Options, nodes: int | None, tasks_per_gpu: int) -> int:
     if not count:
         raise LaunchError(
             "The srun command has --ntasks-per-gpu but does not request GPUs, so the number of tasks depends on the "
-            "allocation. Add it, as in: srun --ntasks 8"
+            "allocation. Add --ntasks, as in: srun --ntasks 8"
         )
     return count
 
@@ -209,7 +209,7 @@ def _uneven_placement_remark(job: Job) -> list[str]:
     ]
 
 
-def _parse_export(options: Options, notes: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _parse_export(options: Options, remarks: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the variables that --export sets, and the names of the variables that it forwards."""
     variables: dict[str, str] = {}
     names: list[str] = []
@@ -219,7 +219,7 @@ def _parse_export(options: Options, notes: list[str]) -> tuple[dict[str, str], t
             if equals:
                 variables[name] = value
             elif name == "NONE":
-                notes.append(
+                remarks.append(
                     "--export=NONE is left out: under other launchers ranks inherit the variables of the shell."
                 )
             elif name != "ALL":

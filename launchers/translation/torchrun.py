@@ -39,8 +39,8 @@ _TOPICS = topic_by_option(
 def parse(words: Sequence[str], python: str = "python") -> Job:
     """Parse the words after `torchrun` into a job. `python` is the interpreter of the ranks."""
     options = Options(SYNTAX, words)
-    notes: list[str] = []
-    nodes = _parse_nodes(options.take_last("--nnodes") or "1", notes)
+    remarks: list[str] = []
+    nodes = _parse_nodes(options.take_last("--nnodes") or "1", remarks)
     processes = options.take_last("--nproc-per-node") or "1"
     if processes in ("gpu", "cpu", "xpu", "auto"):
         raise LaunchError(
@@ -53,7 +53,7 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
     server = backend is not None and backend.startswith("etcd")  # the endpoint is then the etcd server, not a host
     endpoint = None if server else options.take_last("--rdzv-endpoint")
     if server:
-        notes.append(f"--rdzv-backend {backend} is left out: the translated job does not use an etcd server.")
+        remarks.append(f"--rdzv-backend {backend} is left out: the translated job does not use an etcd server.")
     is_standalone = options.take_flag("--standalone")
     if endpoint and not is_standalone:
         has_port = ":" in endpoint and not endpoint.endswith("]")  # [::1] is an IPv6 address
@@ -78,7 +78,7 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
         port=port if port not in (0, DEFAULT_PORT) else None,
         max_restarts=max_restarts,
         launcher_options=options.remaining(_TOPICS),
-        remarks=tuple(notes),
+        remarks=tuple(remarks),
     )
 
 
@@ -103,9 +103,9 @@ def build(job: Job) -> Translation:
             if (parsed := _parse_own_option(option)) is None or parsed.name not in omitted
         ]
         job = replace(job, launcher_options=tuple(kept_options))
-    extra_options, notes = options_for(job, LAUNCHER)
+    extra_options, remarks = options_for(job, LAUNCHER)
     if "--local-addr" in rendezvous and not job.max_restarts:
-        notes.append(f"--local-addr {rendezvous['--local-addr']} is left out: each host needs its own address.")
+        remarks.append(f"--local-addr {rendezvous['--local-addr']} is left out: each host needs its own address.")
     if len(job.counts) > 1 and job.max_restarts:
         # The static rendezvous of --master-addr does not support restarts.
         nodes = [
@@ -123,7 +123,7 @@ def build(job: Job) -> Translation:
             )
             for node_rank, count in enumerate(job.counts)
         ]
-        notes.append("The rendezvous assigns the node ranks; their order may change after a failure.")
+        remarks.append("The rendezvous assigns the node ranks; their order may change after a failure.")
     elif len(job.counts) > 1:
         nodes = static_rendezvous_options(job.counts, job.address or job.hosts[0], job.port or DEFAULT_PORT)
     elif job.port is not None or job.address is not None:
@@ -138,13 +138,15 @@ def build(job: Job) -> Translation:
         for name, options in zip(names, nodes, strict=True)
     ]
     if len(lines) > 1 and job.forwarded:
-        notes.append(f"torchrun forwards the variables of its own shell: set {', '.join(job.forwarded)} on each host.")
+        remarks.append(
+            f"torchrun forwards the variables of its own shell: set {', '.join(job.forwarded)} on each host."
+        )
     if "OMP_NUM_THREADS" not in job.environment and max(job.counts) > 1:
-        notes.append(
+        remarks.append(
             "torchrun sets one thread per rank. For more threads, set OMP_NUM_THREADS to the cores of a host divided "
             "by its ranks."
         )
-    return Translation(lines, [*job.remarks, *notes])
+    return Translation(lines, [*job.remarks, *remarks])
 
 
 def _parse_own_option(option: LauncherOption) -> ParsedOption | None:
@@ -152,17 +154,18 @@ def _parse_own_option(option: LauncherOption) -> ParsedOption | None:
     return SYNTAX.parse([*option.words, "program"])[0][0] if option.launcher == LAUNCHER else None
 
 
-def _parse_nodes(text: str, notes: list[str]) -> int:
+def _parse_nodes(text: str, remarks: list[str]) -> int:
     min_nodes, colon, max_nodes = text.partition(":")
     if colon and min_nodes != max_nodes:
-        notes.append(
+        remarks.append(
             f"--nnodes {text} may run on fewer hosts than {max_nodes}. The translated command uses all {max_nodes}."
         )
     return number("--nnodes", max_nodes or min_nodes)
 
 
 def torchrun_and_program(job: Job) -> tuple[list[str], tuple[str, ...]]:
-    """Return the words that start torchrun, and the program in torchrun's notation."""
+    """Return the command that starts torchrun, and the arguments after its options: the program, preceded by --module
+    or --no-python if needed."""
     python = job.python
     if python is None:
         return ["torchrun"], ("--no-python", *job.program)

@@ -40,7 +40,7 @@ _DEFAULT_LAUNCHERS = {"ddp": "torchrun", "horovod": "horovodrun"}
 
 
 def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
-    """Parse the words after `unitrain launch` into a job. `default_backend` is the variable UNITRAIN_BACKEND."""
+    """Parse the words after `unitrain launch` into a job. `default_backend` is the value of UNITRAIN_BACKEND."""
     options = Options(SYNTAX, words)
     hostfile = options.take_last("--hostfile")
     hosts = parse_host_options(
@@ -178,7 +178,7 @@ def _is_python_program(job: Job) -> bool:
 def _split_options(options: Sequence[LauncherOption]) -> tuple[list[str], tuple[LauncherOption, ...]]:
     """Return the words of the options that unitrain launch itself has, and the other options.
 
-    An option of unitrain launch was typed for it, or is equivalent to another launcher's option.
+    The words are the options that were given to unitrain launch, and its equivalents of other launchers' options.
     """
     words: list[str] = []
     other_options: list[LauncherOption] = []

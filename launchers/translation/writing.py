@@ -69,8 +69,11 @@ _ADVICE: dict[str, tuple[dict[str, str], str]] = {
     "binding": (_BINDING, "let the script bind its process to cores."),
     "grace": (_GRACE, "let the script save within the time that the launcher allows."),
     "resources": (_RESOURCES, "the launcher does not request resources. Start it on hosts that have them."),
-    "elastic": (_ELASTIC, "the number of ranks is fixed. Start again from a checkpoint with another: resume='auto'."),
-    "rendezvous": ({}, "the launcher, or MASTER_ADDR and MASTER_PORT, determine the rendezvous there."),
+    "elastic": (
+        _ELASTIC,
+        "the number of ranks is fixed. To use a different number, start again from a checkpoint: resume='auto'.",
+    ),
+    "rendezvous": ({}, "the rendezvous is determined by the target launcher, or by MASTER_ADDR and MASTER_PORT."),
     "mapping": ({}, "ranks are numbered host by host, in the order of the hosts. Order the hosts as needed."),
     "network": (
         {
@@ -152,7 +155,7 @@ def options_for(job: Job, launcher: str, *, advice_target: str | None = None) ->
     notes: list[str] = []
     if launcher not in _OPEN_MPI_LAUNCHERS:
         assignments = [f"{name}={value}" for name, value in job.environment.items() if is_open_mpi_variable(name)]
-        notes += [f"{join([assignment])} is left out: {advice('own', advice_target)}" for assignment in assignments]
+        notes += [f"{join([assignment])} is left out: only Open MPI reads this variable." for assignment in assignments]
     for option in job.launcher_options:
         if option.launcher == launcher:
             words += option.words
@@ -169,8 +172,8 @@ def restart_notes(job: Job) -> list[str]:
     if not job.max_restarts:
         return []
     return [
-        f"--max-restarts {job.max_restarts} is left out: let unitrain restart the job: "
-        f"unitrain launch --max-restarts {job.max_restarts} ..."
+        f"--max-restarts {job.max_restarts} is left out: the launcher does not restart the job. To let unitrain "
+        f"restart it, use: unitrain launch --max-restarts {job.max_restarts} ..."
     ]
 
 

@@ -190,7 +190,7 @@ def test_incomplete_last_line_is_printed_once(cluster: Path, monkeypatch: pytest
 def test_follow_of_a_completed_job_exits_with_0(kind: str, resource: str, succeeded: str, cluster: Path) -> None:
     answers(cluster, (conditions(Created="JobCreated", **{succeeded: "Done"}), []))
     result = run("follow", "--to", "kubernetes", "--kind", kind, "train")
-    assert (result.exit_code, states(result)) == (0, [f"{kind} train is completed"])
+    assert (result.exit_code, states(result)) == (0, [f"{kind} train has completed"])
     assert f"get {resource} train --output json" in (cluster / "calls").read_text()
 
 
@@ -245,9 +245,9 @@ def test_log_file_may_appear_late_be_truncated_and_be_replaced(
 @pytest.mark.parametrize(
     ("state", "code", "expected", "text"),
     [
-        ("COMPLETED", "0:0", 0, "is completed"),
+        ("COMPLETED", "0:0", 0, "has completed"),
         ("FAILED", "75:0", 75, "has failed, with exit code 75"),
-        ("CANCELLED", "0:15", 143, "is cancelled, with exit code 143"),
+        ("CANCELLED", "0:15", 143, "was cancelled, with exit code 143"),
         ("TIMEOUT", "0:0", 1, "has reached its time limit, with exit code 1"),
         ("OUT_OF_MEMORY", "0:125", 253, "has ended as OUT_OF_MEMORY, with exit code 253"),
     ],
@@ -267,7 +267,7 @@ def test_exit_code_of_a_slurm_job(
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        ("sacct: error: Problem talking to the database: Connection refused", "is completed"),
+        ("sacct: error: Problem talking to the database: Connection refused", "has completed"),
         ("Slurm accounting storage is disabled", "exit code is unknown"),
     ],
 )
@@ -294,7 +294,7 @@ def test_log_that_is_not_a_regular_file_is_reported(kind: str, cluster: Path) ->
     write_program(cluster, "scontrol", f"echo 'JobId=7 JobState=COMPLETED ExitCode=0:0'; echo '   StdOut={log}'")
     result = run("follow", "--to", "slurm", "7")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert states(result) == [f"{log} is not a regular file, so its content is not shown", "job 7 is completed"]
+    assert states(result) == [f"{log} is not a regular file, so its content is not shown", "job 7 has completed"]
 
 
 def test_name_of_a_job_does_not_change_its_state(cluster: Path) -> None:
@@ -310,7 +310,7 @@ def test_follow_ends_although_the_log_of_an_ended_job_grows(cluster: Path, monke
 
     class Growing(SlurmJob):
         def read_status(self) -> following.JobStatus:
-            return following.JobStatus("is completed", 0)
+            return following.JobStatus("has completed", 0)
 
         def copy_log(self) -> bool:
             assert time.monotonic() < deadline
@@ -327,7 +327,7 @@ def test_invalid_answers_of_clients_are_repeated(cluster: Path) -> None:
     )
     (cluster / "2.pods.json").write_text(json.dumps({"items": []}))
     result = run("follow", "--to", "kubernetes", "train")
-    assert (result.exit_code, states(result)[-1]) == (0, "TrainJob train is completed")
+    assert (result.exit_code, states(result)[-1]) == (0, "TrainJob train has completed")
     assert "kubectl printed no JSON object: '<html>proxy" in result.stderr
 
 
@@ -394,7 +394,7 @@ def test_follow_polls_slurm_rarely(cluster: Path, monkeypatch: pytest.MonkeyPatc
     class Pending(SlurmJob):
         def read_status(self) -> following.JobStatus:
             times.append(clock[0])
-            return following.JobStatus("is completed", 0) if clock[0] > 3600 else following.JobStatus("is pending")
+            return following.JobStatus("has completed", 0) if clock[0] > 3600 else following.JobStatus("is pending")
 
     assert following.follow(Pending("7")) == 0
     assert 300 <= len(times) <= 370

@@ -105,7 +105,7 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         assert re.search(rf"^unitrain: job {cancelled.job()} is running on h[12]$", cancelled.output(), re.M)
         control("scancel", cancelled.job())
         assert cancelled.process.wait(SECONDS) not in (0, 130), cancelled.output()
-        assert f"job {cancelled.job()} is cancelled, with exit code" in cancelled.states()[-1]
+        assert f"job {cancelled.job()} was cancelled, with exit code" in cancelled.states()[-1]
 
         # Ctrl-C ends the command and not the job.
         wait_for("the log of a running job", lambda: "waits attempt 0 rank 0" in waits.output())
@@ -131,7 +131,7 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         (tmp_path / "go").touch()
         assert again.process.wait(SECONDS) == 0, again.output()
         assert again.output().count("waits no longer") == 1
-        assert again.states()[-1] == f"job {job} is completed"
+        assert again.states()[-1] == f"job {job} has completed"
 
         # Slurm starts a requeued job after two minutes; its log is truncated.
         job = requeued.job()
@@ -142,7 +142,7 @@ def test_follow_shows_state_and_log_and_returns_the_exit_code(tmp_path: Path, mo
         assert requeued.process.wait(SECONDS) == 0, requeued.output()
         attempts = [f"requeued attempt {attempt} rank 0" for attempt in (0, 1)]
         assert [requeued.output().count(attempt) for attempt in attempts] == [1, 1], requeued.output()
-        assert requeued.states()[-1] == f"job {job} is completed"
+        assert requeued.states()[-1] == f"job {job} has completed"
 
         done = first.run([*UNITRAIN, "follow", "--to", "slurm", "999999"], variables)
         assert done.returncode == 1

@@ -629,7 +629,8 @@ def test_remarks_name_an_alternative() -> None:
         "--output-filename logs of horovodrun is left out: use kubectl logs."
     )
     assert remarks("torchrun --max-restarts 3 t.py", "srun") == (
-        "--max-restarts 3 is left out: let unitrain restart the job: unitrain launch --max-restarts 3 ..."
+        "--max-restarts 3 is left out: the launcher does not restart the job. To let unitrain restart it, use: "
+        "unitrain launch --max-restarts 3 ..."
     )
     assert remarks("torchrun --nnodes 1:2 --nproc-per-node 2 --master-addr a t.py", "srun").startswith(
         "--nnodes 1:2 may run on fewer hosts than 2. The translated command uses all 2."
@@ -642,7 +643,7 @@ def test_remarks_name_an_alternative() -> None:
     )
     for target, notes in (
         ("mpirun", ""),
-        ("torchrun", "OMPI_MCA_btl=tcp,self is left out: the option concerns that launcher"),
+        ("torchrun", "OMPI_MCA_btl=tcp,self is left out: only Open MPI reads this variable."),
     ):
         line = "OMPI_MCA_btl=tcp,self mpirun -np 2 python t.py"
         assert remarks(line, target).startswith(notes)
@@ -797,7 +798,7 @@ def test_split_inverts_join(words: list[str]) -> None:
                 f"srun {options}python t.py",
                 (
                     "The srun command does not specify the number of tasks. In a batch script, the #SBATCH lines "
-                    "specify it. Add it to the command, as in: srun --ntasks 8"
+                    "specify it. Add --ntasks to the command, as in: srun --ntasks 8"
                 ),
             )
             for options in ("", "--cpus-per-task 4 --gpus 8 ")
@@ -806,7 +807,7 @@ def test_split_inverts_join(words: list[str]) -> None:
             "srun --ntasks-per-gpu 1 python t.py",
             (
                 "The srun command has --ntasks-per-gpu but does not request GPUs, so the number of tasks "
-                "depends on the allocation. Add it, as in: srun --ntasks 8"
+                "depends on the allocation. Add --ntasks, as in: srun --ntasks 8"
             ),
         ),
         (

@@ -34,7 +34,7 @@ DTYPES = (
 
 _WORDS_PER_ROW = 256
 _ROWS_PER_CHUNK = 2**12
-_ODD_NUMBER = 0x1E3779B97F4A7C15  # a multiplication by an odd number modulo 2**64 is reversible
+_HASH_MULTIPLIER = 0x1E3779B97F4A7C15  # odd, so that the multiplication modulo 2**64 is reversible
 # Largest difference of a weight between ranks that is attributed to rounding, relative to the largest weight of the
 # parameter. For half precision, the limit is 4 epsilon. All ranks apply the same gradients, so rounding errors
 # accumulate slowly.
@@ -54,8 +54,8 @@ def check_no_default_group() -> None:
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raise TensorError unless `tensor` is a dense tensor with values and a supported dtype that does not require grad.
-    Under torch.no_grad(), it may require grad."""
+    """Raise TensorError unless `tensor` is a dense tensor that has values and a supported dtype, and does not require
+    grad. Under torch.no_grad(), it may require grad."""
     if not isinstance(tensor, Tensor):
         raise TensorError(
             f"A collective takes a tensor, got {type(tensor).__name__}. "
@@ -103,7 +103,7 @@ def check_reduction(tensor: Tensor, op: str) -> None:
     if op == "mean" and not tensor.dtype.is_floating_point:
         # Horovod rounds down and Gloo raises an error. Raising an error here makes all backends consistent.
         raise TensorError(
-            f"The mean of {dtype_name(tensor.dtype)} values may not be an integer. "
+            f"The mean of {dtype_name(tensor.dtype)} values is not always an integer. "
             'Convert the tensor first, tensor.double(), or use op="sum" and divide.'
         )
     if op == "sum" and tensor.dtype == torch.bool:
@@ -289,7 +289,7 @@ def check_no_meta_tensors(model: nn.Module) -> None:
     if meta := [name for name, tensor in _named_tensors(model) if tensor.is_meta]:
         raise ModelError(
             f"{type(model).__name__} has tensors on device meta, which have no values: {', '.join(meta[:4])}. Use "
-            "model.to_empty(device=backend.device), initialize or load the weights, then call distributed_model."
+            "model.to_empty(device=backend.device), then initialize or load the weights."
         )
 
 
@@ -438,9 +438,8 @@ def digest_bits(tensor: Tensor) -> Tensor:
         content = content.clone()
     words = content.view(torch.int64)  # added without a conversion, which would take several times as long
     num_whole_words = len(words) // _WORDS_PER_ROW * _WORDS_PER_ROW
-    chunks = (
-        words[:num_whole_words].view(-1, _WORDS_PER_ROW).split(_ROWS_PER_CHUNK)
-    )  # limits the memory for the shifted words
+    # Chunks limit the memory for the shifted words.
+    chunks = words[:num_whole_words].view(-1, _WORDS_PER_ROW).split(_ROWS_PER_CHUNK)
     summands = torch.cat([*map(_sum_words, chunks), _sum_words(words[num_whole_words:].unsqueeze(1))])
     return (summands * (2 * torch.arange(len(summands), device=tensor.device) + 1)).sum()
 
@@ -448,7 +447,7 @@ def digest_bits(tensor: Tensor) -> Tensor:
 def _sum_words(words: Tensor) -> Tensor:
     """Return the sum of each row of int64 words, modulo 2**64. A sum loses changes of the upper bits that cancel modulo
     2**64, such as the signs of two numbers, so the upper halves are also added separately."""
-    return words.sum(1) + _ODD_NUMBER * (words >> 32).sum(1)
+    return words.sum(1) + _HASH_MULTIPLIER * (words >> 32).sum(1)
 
 
 def check_same_order(communicator: Communicator, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -40,8 +40,8 @@ class PowerSGD:
     a new random Q instead of the previous one. Without `error_feedback`, e is 0. A column of Q that is only rounding
     noise, for example because M has a lower rank, is replaced by a random column. All random numbers depend on `seed`,
     the index of the parameter in the model and, without `warm_start`, the number of the reduction. The computation uses
-    the gradient's dtype, or float32 for half precision, and needs twice the memory of the gradients that are
-    compressed.
+    the gradient's dtype, or float32 for half precision, and keeps up to two values of that dtype per element of a
+    compressed gradient, in addition to the gradients.
 
     If any gradient of a backward pass contains inf or nan, this gradient becomes nan if it is compressed, and all e and
     Q remain unchanged. Loss scaling skips such a step. A gradient that is zero on all ranks, for example because the

@@ -1,11 +1,11 @@
 """Consistency check before every collective: the ranks exchange a fingerprint of its arguments, O(1) bytes per rank.
 
-Up to `MAX_GATHERING_RANKS`, the exchange is an allgather of one short row per rank. Up to `row_exchange.MAX_RANKS`
-ranks that compute on CPUs exchange the rows over direct connections; other groups use the transport's allgather. The
-rows also contain small CPU tensors, which are reduced in rank order, so the results are bit-identical on every
-transport. With more ranks, the exchange is a sum of a short vector: the fingerprints of all ranks are equal if and only
-if their variance is zero. The same sum also adds small floating-point tensors. The ranks exchange all arguments only if
-the fingerprints differ or arguments are invalid.
+With at most `MAX_GATHERING_RANKS` ranks, the exchange is an allgather of one short row per rank. Groups of at most
+`row_exchange.MAX_RANKS` ranks on CPUs send the rows over direct connections; other groups use the transport's
+allgather. The rows also contain small CPU tensors, which are reduced in rank order, so the results are bit-identical on
+every transport. With more ranks, the exchange is a sum of a short vector: the fingerprints of all ranks are equal if
+and only if their variance is zero. The same sum also adds small floating-point tensors. The ranks exchange all
+arguments only if the fingerprints differ or arguments are invalid.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _SUM_HEADER = 4 * _PARTS + 1
 _TAG = 0x756E69  # tag of point-to-point messages, unlikely to be used by user code
 
 
-class CheckedArguments(NamedTuple):
+class ExchangeResult(NamedTuple):
     """Result of the exchange.
 
     `counts` contains every rank's `CollectiveCall.count`. With more than MAX_GATHERING_RANKS ranks, it is empty except
-    for gathering operations. `root_count` is the count of the root of a broadcast_object, and undefined for other
-    operations. If all ranks passed a small CPU tensor and a `dtype`, `contents` contains the bytes of the tensors,
-    uint8 [ranks, bytes], padded with zeros. With more than MAX_GATHERING_RANKS ranks, `total` instead contains the sum
-    of the tensors, float64 [elements], but only for a sum or mean of floating-point tensors.
+    for allgather and allgather_object. `root_count` is the count of the root of a broadcast_object, and undefined for
+    other operations. If all ranks passed a small CPU tensor and a `dtype`, `contents` contains the bytes of the
+    tensors, uint8 [ranks, bytes], padded with zeros. With more than MAX_GATHERING_RANKS ranks, `total` instead contains
+    the sum of the tensors, float64 [elements], but only for a sum or mean of floating-point tensors.
     """
 
     counts: list[int]
@@ -67,10 +67,10 @@ class ConsistencyCheck:
         row_exchange: RowExchange | None = None,
     ) -> None:
         self._backend, self._monitor, self._group, self.row_exchange = backend, monitor, group, row_exchange
-        self._calls = 0
+        self._num_calls = 0
         self._is_point_to_point = _supports_point_to_point(group)
         self.max_content_bytes = content_bytes_per_rank(backend.size)
-        # Called on every rank before the error of a mismatch is raised.
+        # Called on every rank before an error for invalid or different arguments is raised.
         self.on_mismatch: Callable[[], None] = lambda: None
 
     def leave_group(self) -> None:
@@ -88,7 +88,7 @@ class ConsistencyCheck:
         root: int = -1,
         check: Callable[[], None] | None = None,
         dtype: torch.dtype | None = None,
-    ) -> CheckedArguments:
+    ) -> ExchangeResult:
         """Block until every rank has called this with consistent arguments. All ranks call it.
 
         `check` raises an error for arguments that are invalid on this rank. With `dtype`, the exchange also transfers a
@@ -101,11 +101,12 @@ class ConsistencyCheck:
             if check is not None:
                 check()
             shape = tuple(tensor.shape) if tensor is not None else ()
-            call = CollectiveCall(self._calls, operation, op, root, tensor.dtype if tensor is not None else None, shape)
+            dtype_of_call = tensor.dtype if tensor is not None else None
+            call = CollectiveCall(self._num_calls, operation, op, root, dtype_of_call, shape)
         except (TensorError, ConfigError) as error:
             problem = error
-            call = CollectiveCall(self._calls, operation, is_rejected=True)
-        self._calls += 1
+            call = CollectiveCall(self._num_calls, operation, is_rejected=True)
+        self._num_calls += 1
         self._monitor.record(call)
         tensor = None if problem is not None or dtype is None else tensor
         exchange = self._exchange_rows if self._backend.size <= MAX_GATHERING_RANKS else self._exchange_sums
@@ -128,7 +129,7 @@ class ConsistencyCheck:
 
     def _exchange_rows(
         self, call: CollectiveCall, tensor: Tensor | None, dtype: torch.dtype | None
-    ) -> CheckedArguments | None:
+    ) -> ExchangeResult | None:
         """Gather a row from every rank. Return None if the fingerprints differ."""
         row = bytearray(_ROW_HEADER.size + self.max_content_bytes)
         length = -1 if tensor is None or dtype is None else _write_content(row, tensor, dtype, self.max_content_bytes)
@@ -143,7 +144,7 @@ class ConsistencyCheck:
         if min(lengths) >= 0:
             by_rank = torch.frombuffer(rows, dtype=torch.uint8).view(len(headers), len(row))
             contents = by_rank[:, _ROW_HEADER.size : _ROW_HEADER.size + max(lengths)]
-        return CheckedArguments(counts, counts[max(call.root, 0)], contents)
+        return ExchangeResult(counts, counts[max(call.root, 0)], contents)
 
     def _gather_rows(self, row: bytearray) -> bytearray:
         """Return the rows of all ranks, in rank order. All ranks call it with rows of the same length."""
@@ -157,7 +158,7 @@ class ConsistencyCheck:
 
     def _exchange_sums(
         self, call: CollectiveCall, tensor: Tensor | None, dtype: torch.dtype | None
-    ) -> CheckedArguments | None:
+    ) -> ExchangeResult | None:
         """Sum a vector over ranks. Return None if the fingerprints differ."""
         size, rank = self._backend.size, self._backend.rank
         # Other ranks pass 0 for the number of bytes of the root's object, so the sum over ranks is that number.
@@ -186,7 +187,7 @@ class ConsistencyCheck:
                 counts = self._allgather(torch.tensor([call.count])).view(-1).tolist()
         is_complete = values is not None and ranks_with_values == size
         total = vector[_SUM_HEADER : _SUM_HEADER + values.numel()] if values is not None and is_complete else None
-        return CheckedArguments(counts, count_sum, total=total)
+        return ExchangeResult(counts, count_sum, total=total)
 
     def _sum_over_ranks(self, vector: Tensor) -> None:
         """Replace `vector` with its sum over ranks, which is bit-identical on all ranks. All ranks call it.

@@ -120,13 +120,13 @@ class FailureStore:
             return {}
         return self._collect(f"{_REQUESTED_STATUS}/{request}", ranks, while_waiting)
 
-    def answer_requests(self, status: Callable[[], RankStatus]) -> None:
+    def answer_requests(self, get_status: Callable[[], RankStatus]) -> None:
         """Publish this rank's status for each request since the last call, but for at most the latest 100."""
         num_requests = self.messages.add(_REQUESTS, 0) if self.messages.check([_REQUESTS]) else 0
         self._num_answered = max(self._num_answered, num_requests - _MAX_ANSWERED_REQUESTS)
         while self._num_answered < num_requests:
             self._num_answered += 1
-            self.messages.set(f"{_REQUESTED_STATUS}/{self._num_answered}/{self._rank}", status().to_json())
+            self.messages.set(f"{_REQUESTED_STATUS}/{self._num_answered}/{self._rank}", get_status().to_json())
 
     def _collect(
         self, key: str, ranks: Sequence[int], while_waiting: Callable[[], object] | None

@@ -96,7 +96,7 @@ class FailureMonitor:
         try:
             yield
         except RuntimeError as error:
-            # Otherwise the error comes from `computing`.
+            # An error inside `computing` is not an error of the wait, so it is re-raised unchanged.
             if self._recorder.is_main_thread_waiting or not is_main_thread:
                 self._raise_cause_of_failed_wait(error, None)
             raise
@@ -106,8 +106,8 @@ class FailureMonitor:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Context manager inside `waiting` in which the main thread computes instead of waiting. An exception ends the
-        wait.
+        """Context manager inside `waiting` in which the main thread computes instead of waiting. If the computation
+        raises an exception, `waiting` re-raises it unchanged.
         """
         was_waiting = self._recorder.is_main_thread_waiting
         self._recorder.is_main_thread_waiting = False
@@ -144,7 +144,7 @@ class FailureMonitor:
         """Report `error` like `report_failure`, unless all of `ranks` call this with the same `key` within two seconds.
 
         Use it for an error after which the other ranks wait forever, unless they raise the error too. `key` must be
-        unique.
+        different for each error, and the same on all of `ranks`.
         """
         if self._watchdog is None:
             return

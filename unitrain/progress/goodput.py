@@ -1,4 +1,4 @@
-"""Goodput: the fraction of a run's wall-clock time in which it trained steps that it kept, over all of its attempts.
+"""Goodput: the fraction of a run's wall-clock time, over all attempts, spent on training steps that were not lost.
 
 Rank 0 divides the time of an attempt into CATEGORIES, and writes the sums to `goodput.json` in the output folder at
 sync points (see `stopping.SyncPoint`), at most once per second. If the attempt is killed, the time after its last
@@ -72,14 +72,14 @@ class GoodputSummary:
 
     @classmethod
     def of(cls, attempts: Sequence[AttemptRecord]) -> GoodputSummary:
-        """Add up the attempts of a run."""
+        """Return the sums over all `attempts` of a run."""
         summary = cls(dict.fromkeys(CATEGORIES, 0.0), 0, 0, 0)
         for attempt in attempts:
             summary = summary.with_attempt(attempt)
         return summary
 
     def with_attempt(self, attempt: AttemptRecord) -> GoodputSummary:
-        """Add another attempt."""
+        """Return a summary that also includes `attempt`."""
         seconds = {name: value + attempt.seconds.get(name, 0.0) for name, value in self.seconds.items()}
         replayed_steps = self.replayed_steps + attempt.replayed_steps
         return GoodputSummary(seconds, self.attempts + 1, max(self.steps, attempt.last_step), replayed_steps)
@@ -115,7 +115,7 @@ class GoodputMeter:
     """Divides the time of one attempt of a run into CATEGORIES. Used on rank 0; other ranks need not create it.
 
     `begin` and `measure` switch the category. In the category "training", `count_steps` divides the time since its last
-    call into steps, replayed steps and waiting for data, so nothing is measured in a step.
+    call into steps, replayed steps and waiting for data, so no timer runs in individual steps.
     """
 
     def __init__(self, start: AttemptStart) -> None:

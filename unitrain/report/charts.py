@@ -100,7 +100,7 @@ class LineChart:
 class TimeChart:
     """Stacked bars of times by phase, one bar per label. Bars are horizontal, or `vertical` for numeric labels.
 
-    The unit of `seconds` is that of `x_label`, or seconds for vertical bars.
+    `x_label` names the unit of the durations in `seconds`. The durations of vertical bars are in seconds.
     """
 
     title: str
@@ -140,8 +140,8 @@ def to_png(charts: Sequence[Chart], names: Sequence[str], path: Path) -> None:
     """
     if not charts:
         raise ReportError(
-            f"{', '.join(names)}: nothing has been recorded yet, so there is nothing to draw. Wait for the first "
-            "loss, which is recorded every two seconds, or every TrainConfig.log_every_n_steps steps."
+            f"{', '.join(names)}: nothing has been recorded yet, so there is nothing to draw. Wait until the first "
+            "loss is recorded: after about two seconds, or after TrainConfig.log_every_n_steps steps."
         )
     with mpl.rc_context(_STYLE):
         rows = -(-len(charts) // 2)
@@ -198,7 +198,9 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             # Markers make isolated points between gaps visible.
             options |= {"marker": "o", "markersize": 3.2 if len(values) <= 40 else 0.8}
             options["linestyle"] = (0, (4, 2)) if line.style == "dashed" else "-"
-            if not chart.legend:  # in a comparison, wider lines remain visible below lines with equal values
+            if not chart.legend:
+                # Without a legend of its own, the chart compares runs. The lines of earlier runs are wider, so that
+                # they remain visible below later lines with equal values.
                 options["linewidth"] = 1.3 + 1.1 * (last_run - line.run_index)
         axes.plot(x, values, **options)
     if chart.logarithmic:
@@ -241,22 +243,22 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
         _add_legend(axes, len(chart.lines))
 
 
-def _draw_bars(axes: Axes, chart: TimeChart, draw: Callable[..., Any], offset: str) -> None:
+def _draw_bars(axes: Axes, chart: TimeChart, draw: Callable[..., Any], offset_keyword: str) -> None:
     offsets = [0.0] * len(chart.labels)
     positions = [float(label) for label in chart.labels] if chart.vertical else range(len(chart.labels))
     options = {"linewidth": 0.6, "edgecolor": COLORS["paper"]}
     for phase, values in chart.seconds.items():
         if any(values):
-            draw(positions, values, 0.72, **{offset: offsets}, color=COLORS[phase], label=phase, **options)
+            draw(positions, values, 0.72, **{offset_keyword: offsets}, color=COLORS[phase], label=phase, **options)
         offsets = [base + value for base, value in zip(offsets, values, strict=True)]
     if not chart.vertical:
         axes.set_yticks(positions, chart.labels)
     _add_legend(axes, sum(any(values) for values in chart.seconds.values()))
 
 
-def _add_legend(axes: Axes, entries: int) -> None:
-    options: dict[str, Any] = {"columnspacing": 1.1, "handlelength": 1.1, "handletextpad": 0.5, "ncols": entries}
-    if entries > 3:  # the legend is too wide for the title line, so it is placed between the title and the axes
+def _add_legend(axes: Axes, num_entries: int) -> None:
+    options: dict[str, Any] = {"columnspacing": 1.1, "handlelength": 1.1, "handletextpad": 0.5, "ncols": num_entries}
+    if num_entries > 3:  # the legend is too wide for the title line, so it is placed between the title and the axes
         axes.set_title(axes.get_title(loc="left"), pad=24)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, borderaxespad=0.7, **options)
     else:

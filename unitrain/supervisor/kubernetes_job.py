@@ -1,4 +1,4 @@
-"""State and log of a Kubernetes job of Kubeflow, for `following`."""
+"""A Kubernetes job of Kubeflow that `following.follow` can follow: its state and log."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class KubernetesJob(FollowedJob):
             if condition["status"] == "True"
         }
         if any(name in conditions for name in _SUCCEEDED):
-            return JobStatus("is completed", 0)
+            return JobStatus("has completed", 0)
         failed = next((conditions[name] for name in _FAILED if name in conditions), None)
         if failed is not None:
             code = next((code for code in map(_exit_code, [*reversed(first), *pods_by_age]) if code), 1)

@@ -1,4 +1,4 @@
-"""State and log of a Slurm job, for `following`."""
+"""A Slurm job that `following.follow` can follow: its state and log."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FINAL_STATES = {
     "TIMEOUT",
 }  # fmt: skip
 # Values end at a space, except those that extend to the end of the line, such as paths.
-_WORD = r"(?:^|\s){}=(\S*)"
-_LINE = r"^\s*{}=(.*)$"
+_WORD_PATTERN = r"(?:^|\s){}=(\S*)"
+_LINE_PATTERN = r"^\s*{}=(.*)$"
 # scontrol prints the name of the job, which may contain any characters, first.
 _NAME = re.compile(r" JobName=.*$", re.MULTILINE)
 _CLUSTER = re.compile(r"\w[\w.-]*", re.ASCII)
@@ -64,19 +64,19 @@ class SlurmJob(FollowedJob):
                 return self._read_accounting()
             raise UnreachableError(process.stderr.strip() or f"scontrol exited with {process.returncode}")
         text = _NAME.sub("", process.stdout, count=1)
-        state = _find(_WORD, "JobState", text)
-        path = _find(_LINE, "StdOut", text)
+        state = _find(_WORD_PATTERN, "JobState", text)
+        path = _find(_LINE_PATTERN, "StdOut", text)
         if path and (self._log is None or self._log.path != Path(path)):
             self._log = _GrowingFile(Path(path))
         if not state:
             raise UnreachableError(f"scontrol printed no state of {self.name}")
         if state in _FINAL_STATES:
-            return _final_status(state, _find(_WORD, "ExitCode", text))
-        restarts = int(_find(_WORD, "Restarts", text) or 0)
+            return _final_status(state, _find(_WORD_PATTERN, "ExitCode", text))
+        restarts = int(_find(_WORD_PATTERN, "Restarts", text) or 0)
         attempt = f", requeued {restarts} times" if restarts > 1 else ", requeued once" if restarts else ""
-        hosts = _find(_WORD, "NodeList", text)
+        hosts = _find(_WORD_PATTERN, "NodeList", text)
         if state == "PENDING":
-            reason = _find(_WORD, "Reason", text)
+            reason = _find(_WORD_PATTERN, "Reason", text)
             return JobStatus(f"is pending{f' ({reason})' if reason not in ('', 'None') else ''}{attempt}")
         if hosts in ("", "(null)"):
             return JobStatus(f"is {state.lower()}{attempt}")
@@ -111,7 +111,7 @@ class _GrowingFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
-        self._is_reported = False
+        self._has_warned = False
 
     def copy(self) -> bool:
         """Write new content to standard output, and return whether there was any."""
@@ -121,9 +121,9 @@ class _GrowingFile:
         except OSError:  # it does not exist yet, or is being replaced
             return is_new
         if not stat.S_ISREG(status.st_mode):
-            if not self._is_reported:
+            if not self._has_warned:
                 click.echo(f"unitrain: {self.path} is not a regular file, so its content is not shown", err=True)
-            self._is_reported = True
+            self._has_warned = True
             return is_new
         if self._descriptor is not None:
             try:
@@ -176,7 +176,7 @@ def _final_status(state: str, code_and_signal: str) -> JobStatus:
     code, _, signal_number = code_and_signal.partition(":")
     exit_code = int(code or 0) or (128 + int(signal_number) if int(signal_number or 0) else 0)
     if state == "COMPLETED":
-        return JobStatus("is completed", 0)
+        return JobStatus("has completed", 0)
     exit_code = exit_code or 1
-    names = {"FAILED": "has failed", "TIMEOUT": "has reached its time limit", "CANCELLED": "is cancelled"}
+    names = {"FAILED": "has failed", "TIMEOUT": "has reached its time limit", "CANCELLED": "was cancelled"}
     return JobStatus(f"{names.get(state, f'has ended as {state}')}, with exit code {exit_code}", exit_code)

@@ -24,7 +24,7 @@ from unitrain.verify.commands import last_lines, run_command
 
 _WARMUP_STEPS = 10
 _DILOCO = {"steps": 25, "outer_lr": 0.7, "outer_momentum": 0.9}
-# Changes of TrainConfig that change the results of training.
+# Values of TrainConfig fields that affect the results of training.
 COMPRESSIONS: Sequence[Mapping[str, Any]] = ({"compression": "fp16"}, {"compression": "bf16"})
 LOCAL_STEPS: Sequence[Mapping[str, Any]] = (
     {"local_sgd": _DILOCO},
@@ -60,10 +60,11 @@ class Tuner:
     ) -> None:
         """Search for about `search_seconds`, save a significant gain, and report the result.
 
-        With `with_compression`, then time gradient compression, and with `with_local_steps` low-communication training,
-        which takes additional time. `report` receives results, and `report_run` receives a line per run of the search.
-        Raises ConfigError if a run fails, or if the file of tuned settings cannot be read or written. If a run with
-        local steps fails, for example because the script uses sharding, the failure is reported.
+        Afterwards, also time gradient compression if `with_compression` is True, and low-communication training if
+        `with_local_steps` is True. Both take additional time. `report` receives results, and `report_run` receives a
+        line per run of the search. Raises ConfigError if a run fails, or if the file of tuned settings cannot be read
+        or written. If a run with low-communication training fails, for example because the script uses sharding, the
+        failure is reported.
         """
         check_file()  # before the runs, whose results would be lost
         start_time = time.monotonic()
@@ -94,7 +95,7 @@ class Tuner:
             for changes in COMPRESSIONS:
                 report(describe_changes(changes, self._compare(changes)))
         if with_local_steps and first.size == 1:
-            report("Local steps were not timed, because a single rank does not communicate.")
+            report("Low-communication training was not timed, because a single rank does not communicate.")
         elif with_local_steps:
             for changes in LOCAL_STEPS:
                 try:
@@ -103,7 +104,7 @@ class Tuner:
                     report(f"{_format_changes(changes)}: not timed. {error}")
 
     def run(self, variables: Mapping[str, str], changes: Mapping[str, Any] | None = None) -> TrialResult:
-        """Run the script with `variables`, and with `changes` of its TrainConfig, and return the timing.
+        """Run the script with `variables`, and with `changes` to its TrainConfig, and return the timing.
 
         Raises ConfigError with the last lines of the output if the run ends without a timing.
         """
@@ -146,7 +147,7 @@ class Tuner:
 
 
 def describe_changes(changes: Mapping[str, Any], gain: Gain) -> str:
-    """Return a summary of the gain with `changes` of TrainConfig, which change the numerical results."""
+    """Return a summary of the gain with `changes` to TrainConfig, which affect the numerical results."""
     if gain.is_significant:
         verdict = "Use it if the numbers may change"
     elif Gain([1 / ratio for ratio in gain.ratios]).is_significant:

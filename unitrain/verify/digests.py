@@ -16,7 +16,7 @@ from unitrain.backends.tensors import as_bytes
 
 
 def digest_samples(batch: Any, count: int) -> int:
-    """Return the sum of the 64-bit digests of the `count` samples in `batch`, which must be on the CPU.
+    """Return the sum of the 64-bit digests of the `count` samples in `batch`, which should be on the CPU, for speed.
 
     The sum does not depend on the division of samples into batches. If the samples cannot be separated, the batch is
     digested as one value.

@@ -2,9 +2,10 @@
 
 With DDP, a comm hook compresses the buckets of DDP's reducer. A bucket takes up to two collectives. The autograd thread
 starts the first collectives in DDP's bucket order, which is the same on all ranks, and the second ones at the end of
-the backward pass. If it waited for a first collective earlier, other ranks might meanwhile wait for collectives that it
-starts later. If the reducer group defers its allreduces, the first collectives also start at the end. With the local
-backend, the same arithmetic runs at the end of each backward pass outside `no_sync`.
+the backward pass. Waiting for a first collective during the backward pass could deadlock, because other ranks may wait
+for collectives that this thread has not started yet. If the reducer group defers its allreduces, the first collectives
+also start at the end. With the local backend, the same arithmetic runs at the end of each backward pass outside
+`no_sync`.
 """
 
 from __future__ import annotations

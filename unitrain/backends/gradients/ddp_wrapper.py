@@ -2,8 +2,8 @@
 
 DDP assigns gradients to buckets and reduces them during the backward pass, on any process group. This module adds:
 
-- an error that names the parameters if models differ or parameters are unused. Every rank raises it, except that after
-  the first backward pass only the affected ranks raise an error for unused parameters, without their names;
+- an error on every rank that names the parameters, if models differ or parameters are unused. From the second backward
+  pass on, unused parameters raise an error on the affected ranks only, and this error does not name the parameters;
 - gradient reduction in a second backward pass through a retained graph, without which replicas would diverge;
 - an error for an optimizer step on unreduced gradients;
 - support for freezing and unfreezing parameters during training.
@@ -162,7 +162,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         self._pending = _PendingForwards()
         self._has_left_group = False
         self._local_gradients = LocalGradients(unwrap_compiled(model))
-        self._local_gradients.set_reduced_parameters(self._trained_parameters())
+        self._local_gradients.set_reduced_parameters(self._trainable_parameters())
         reducer_group.on_reduced = self._local_gradients.mark_reduced
         global _num_models_wrapped
         _num_models_wrapped += 1
@@ -215,7 +215,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         if is_grad_enabled and reduces:
             requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
             if requires_grad != self._requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
-                self._update_trained_parameters(requires_grad)
+                self._update_trainable_parameters(requires_grad)
         if is_grad_enabled and self._forward_buffers is not None:
             if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
                 self._forward_buffers.broadcast()
@@ -290,8 +290,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
                 )
 
     @disable_compile
-    def _update_trained_parameters(self, requires_grad: list[bool]) -> None:
-        """Update the set of trained parameters, so that exactly the gradients of parameters that require grad are
+    def _update_trainable_parameters(self, requires_grad: list[bool]) -> None:
+        """Update the set of trainable parameters, so that exactly the gradients of parameters that require grad are
         reduced.
 
         DDP reduces the parameters that required grad when it was constructed. It would not reduce the gradients of
@@ -308,7 +308,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         names = [name for name, _ in self.module.named_parameters()]
         compare_trained_parameters(self._rendezvous, key, names, self._requires_grad, requires_grad)
         self._requires_grad = requires_grad
-        self._local_gradients.set_reduced_parameters(self._trained_parameters())
+        self._local_gradients.set_reduced_parameters(self._trainable_parameters())
         self.rebuild_reducer()
         if self.find_unused_parameters:
             self._mark_used()
@@ -354,7 +354,7 @@ class DistributedModel(ReducerDDP, WrappedModel):
         elif prepared == 0:
             self.prepare_reducer([])
 
-    def _trained_parameters(self) -> list[Tensor]:
+    def _trainable_parameters(self) -> list[Tensor]:
         return [parameter for parameter in self._all_parameters if parameter.requires_grad]
 
     def _reached_parameters(self) -> list[Tensor]:

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 4096  # elements with the same quantum
+BLOCK_ELEMENTS = 4096  # elements of a block, which share a quantum
 
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """Number formats of a reduction, and the layout of its floating-point values. Sums are at most 2^sum_bits."""
+    """The floating-point and integer dtypes of a reduction, and the IEEE 754 parameters of the floating-point dtype.
+
+    The absolute values of integer sums are at most 2^sum_bits.
+    """
 
     value_dtype: torch.dtype
     integer_dtype: torch.dtype

@@ -60,7 +60,7 @@ class _Sum:
 
 class _ParameterFlags(NamedTuple):
     """Whether a parameter has a gradient on any logical rank, whether it lacks one on any logical rank, whether it is
-    trained in any process, and whether it is frozen in any process."""
+    trainable in any process, and whether it is frozen in any process."""
 
     is_present: bool
     is_missing: bool

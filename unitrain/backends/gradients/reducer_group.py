@@ -113,7 +113,7 @@ class ReducerGroup(dist.ProcessGroup):
         finally:
             self._end_deadline(deadline)
 
-    # --- called by the reducer in C++, including between compiled regions ---
+    # --- called by the C++ reducer, outside compiled code ---
 
     @torch.compiler.disable
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:

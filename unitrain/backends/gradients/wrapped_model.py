@@ -17,7 +17,8 @@ from unitrain.torch_compat import unwrap_compiled
 
 
 class WrappedModel:
-    """A module that calls the user's model, `module`, and reduces its gradients. It cannot be copied or pickled.
+    """Mix-in for modules that call the user's model, `module`, and reduce its gradients. Such a module cannot be copied
+    or pickled.
 
     `shard` is the argument of `distributed_model`.
     """

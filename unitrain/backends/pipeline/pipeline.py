@@ -179,7 +179,7 @@ class Pipeline:
 
         With several stages, the first micro-batch of each shape takes an additional forward pass, in which the stages
         exchange the shapes of their outputs. Raises TensorError and ConfigError for invalid arguments, and ModelError
-        if a trained parameter of this stage has received no gradient and there are several replicas. With several
+        if a trainable parameter of this stage has received no gradient and there are several replicas. With several
         stages, raises DataError if the ranks of a replica have micro-batches of different shapes, or for the first
         micro-batch of each shape, different values. An error that does not occur on all ranks then terminates the other
         ranks within seconds, even if the caller handles it, because their stages cannot continue.

@@ -168,6 +168,6 @@ def _check_dtypes(name: str, module: nn.Module) -> None:
             f"{parameter} has {str(dtype).removeprefix('torch.')}" for dtype, parameter in dtypes.items()
         )
         raise ModelError(
-            f"The trained parameters of block {name!r} have different dtypes: {description}. Their gradients are "
+            f"The trainable parameters of block {name!r} have different dtypes: {description}. Their gradients are "
             f"reduced in one tensor, which has one dtype. Convert the parameters to one dtype, {_ALTERNATIVE}."
         )

@@ -85,7 +85,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
             on_local=self._local.mark_local,
             on_reduced=self._local.mark_reduced,
         )
-        self._local.set_reduced_parameters(self._trained_parameters())
+        self._local.set_reduced_parameters(self._trainable_parameters())
         ShardedGradientModel._instances.add(self)
         if not find_unused_parameters:
             register_first_backward_check(
@@ -158,7 +158,7 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         if reduces or self._reduces_always:
             requires_grad = [parameter.requires_grad for parameter in self._all_parameters]
             if requires_grad != self._requires_grad and any(requires_grad):  # a frozen model has nothing to reduce
-                self._update_trained_parameters(requires_grad)
+                self._update_trainable_parameters(requires_grad)
         if self._forward_buffers is not None:
             if pending.broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
                 self._forward_buffers.broadcast()
@@ -189,8 +189,8 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         if completes or self._reduces_always:
             self.reducer.begin(accumulates=not completes)
 
-    def _update_trained_parameters(self, requires_grad: list[bool]) -> None:
-        """Update the set of trained parameters, so that exactly the gradients of parameters that require grad are
+    def _update_trainable_parameters(self, requires_grad: list[bool]) -> None:
+        """Update the set of trainable parameters, so that exactly the gradients of parameters that require grad are
         reduced.
 
         All ranks must call it. Raises ModelError on all ranks if their frozen parameters differ. If some ranks do not
@@ -202,10 +202,10 @@ class ShardedGradientModel(nn.Module, WrappedModel):
         names = [name for name, _ in self.module.named_parameters()]
         compare_trained_parameters(self._rendezvous, key, names, self._requires_grad, requires_grad)
         self._requires_grad = requires_grad
-        self._local.set_reduced_parameters(self._trained_parameters())
+        self._local.set_reduced_parameters(self._trainable_parameters())
         self.reducer.select_trained_parameters()
 
-    def _trained_parameters(self) -> list[Tensor]:
+    def _trainable_parameters(self) -> list[Tensor]:
         return [parameter for parameter in self._all_parameters if parameter.requires_grad]
 
 

@@ -52,7 +52,7 @@ class Transfer:
 
 @dataclass
 class _Bucket:
-    """Gradients of the same dtype that are reduced together. `parameters` are indices of trained parameters.
+    """Gradients of the same dtype that are reduced together. `parameters` are indices of trainable parameters.
 
     `shards` are ordered by owner, and their `index` is the index of the parameter. Rank r owns `splits[r]` elements.
     `total` contains the mean of this rank's elements. `num_missing` is the number of gradients that the current
@@ -87,8 +87,8 @@ class GradientReducer:
         on_local: called with each parameter whose gradient a backward pass has changed without completing it.
         on_reduced: called at the end of each backward pass that completes the gradients.
 
-    After a backward pass for which `begin` was called, the `.grad` of every trained parameter is a ShardedGradient: the
-    mean over ranks, plus the earlier `.grad`. With `find_unused_parameters`, parameters that no rank has used keep
+    After a backward pass for which `begin` was called, the `.grad` of every trainable parameter is a ShardedGradient:
+    the mean over ranks, plus the earlier `.grad`. With `find_unused_parameters`, parameters that no rank has used keep
     their `.grad`. A sharded optimizer calls `assign` before the first backward pass. Each parameter without an
     optimizer is assigned to a single rank.
     """
@@ -113,7 +113,7 @@ class GradientReducer:
         self._gradient_group = GradientGroup(communicator)
         self._gradients: dict[int, ShardedGradient] = {}
         self._shards: dict[int, list[ParameterShard]] = {}
-        self._trained_indices: list[int] = []
+        self._trainable_indices: list[int] = []
         self._gradient_order: list[int] | None = None  # of the gradients in a backward pass of rank 0
         self._has_buckets = False
         self._buckets: list[_Bucket] = []
@@ -137,7 +137,7 @@ class GradientReducer:
 
     def select_trained_parameters(self) -> None:
         """Select the parameters that currently require grad for reduction. All ranks call it."""
-        self._trained_indices = [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
+        self._trainable_indices = [index for index, parameter in enumerate(self._parameters) if parameter.requires_grad]
         self._gradient_order, self._has_buckets = None, False
 
     def shards_of(self, parameter: nn.Parameter) -> list[ParameterShard] | None:
@@ -177,15 +177,15 @@ class GradientReducer:
         gradient.start, gradient.stop = (own_shard.start, own_shard.stop) if own_shard is not None else (0, 0)
 
     def _create_buckets(self) -> None:
-        """Assign the trained parameters to buckets in the order in which their gradients are computed."""
-        unassigned = [index for index in self._trained_indices if index not in self._shards]
+        """Assign the trainable parameters to buckets in the order in which their gradients are computed."""
+        unassigned = [index for index in self._trainable_indices if index not in self._shards]
         sizes = [self._parameters[index].numel() for index in unassigned]
         for shard in divide_tensors(sizes, self._communicator.size):
             self.assign(self._parameters[unassigned[shard.index]], [shard])
-        trained = set(self._trained_indices)
-        order = [index for index in self._gradient_order or () if index in trained]
+        trainable = set(self._trainable_indices)
+        order = [index for index in self._gradient_order or () if index in trainable]
         ordered = set(order)
-        order += [index for index in reversed(self._trained_indices) if index not in ordered]
+        order += [index for index in reversed(self._trainable_indices) if index not in ordered]
         self._buckets = []
         open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
 
@@ -257,7 +257,7 @@ class GradientReducer:
             try:
                 with torch.enable_grad():
                     reached = {
-                        index for index in self._trained_indices if is_reached_by_backward(self._parameters[index])
+                        index for index in self._trainable_indices if is_reached_by_backward(self._parameters[index])
                     }  # fmt: skip
             except RuntimeError:  # torch.autograd.grad with respect to parameters
                 reached = set()
@@ -288,7 +288,7 @@ class GradientReducer:
                 self._on_local(self._parameters[index])
                 return
         bucket = self._bucket_by_index.get(index)
-        if bucket is None:  # the parameter was frozen when the trained parameters were selected
+        if bucket is None:  # the parameter was frozen when the trainable parameters were selected
             self._on_local(self._parameters[index])
             return
         if index in self._computed_indices:
@@ -425,7 +425,7 @@ class GradientReducer:
             return  # torch.autograd.grad
         if not (self._finds_unused or self._accumulates):
             self.missing = [
-                self._names[index] for index in self._trained_indices if index not in self._computed_indices
+                self._names[index] for index in self._trainable_indices if index not in self._computed_indices
             ]
         with self._reducer_group.monitored_wait():
             while self._next_bucket < len(self._buckets):
@@ -433,7 +433,7 @@ class GradientReducer:
             while self._in_flight:
                 self._finish(self._in_flight.popleft())
             used = self._used_on_any_rank()
-        for index in self._trained_indices:
+        for index in self._trainable_indices:
             if index in used:
                 gradient = self._gradients[index]
                 gradient.is_zero = False
@@ -450,17 +450,17 @@ class GradientReducer:
 
     def _used_on_any_rank(self) -> set[int]:
         """Return the indices of the parameters that received a gradient on any rank, which the ranks exchange only with
-        `find_unused_parameters`. Otherwise, return the indices of all trained parameters."""
+        `find_unused_parameters`. Otherwise, return the indices of all trainable parameters."""
         if not self._finds_unused:
-            return set(self._trained_indices)
+            return set(self._trainable_indices)
         flags = torch.tensor(
-            [index in self._used_indices for index in self._trained_indices],
+            [index in self._used_indices for index in self._trainable_indices],
             dtype=torch.int32,
             device=self._communicator.device,
         )
         work = dist.all_reduce(flags, group=self._group, async_op=True)
         self._reducer_group.wait_for_ranks(work)
-        return {index for index, count in zip(self._trained_indices, flags.tolist(), strict=True) if count}
+        return {index for index, count in zip(self._trainable_indices, flags.tolist(), strict=True) if count}
 
     def stop(self) -> None:
         """Remove the hooks from the parameters, and release the process group."""

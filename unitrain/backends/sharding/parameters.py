@@ -202,7 +202,7 @@ class ShardedModel(nn.Module, WrappedModel):
         has_gradients = torch.is_grad_enabled()
         self.sharded.reset_after_exception()
         if has_gradients:
-            self._check_trained_parameters()
+            self._check_trainable_parameters()
             if self._forward_buffers is not None:
                 if self._broadcasts_buffers:  # otherwise an earlier forward pass of this step broadcast them
                     self._forward_buffers.broadcast()
@@ -262,7 +262,7 @@ class ShardedModel(nn.Module, WrappedModel):
             "across the ranks. Save its state: torch.save(backend.unwrap(model).state_dict(), path)."
         )
 
-    def _check_trained_parameters(self) -> None:
+    def _check_trainable_parameters(self) -> None:
         """Raise ModelError if parameters were frozen or unfrozen differently across ranks.
 
         Only ranks on which parameters were frozen or unfrozen since the last call communicate. If these are not all
