@@ -246,7 +246,7 @@ def _check_not_selected_by_slurm(devices: Devices, launcher: str, hosts: tuple[H
 
 
 def _check_gpus_exist(devices: Devices, num_gpus: int) -> None:
-    """Raise LaunchError if the `num_gpus` of visible GPUs of this host is too small for `devices`."""
+    """Raise LaunchError if `num_gpus`, the number of visible GPUs of this host, is too small for `devices`."""
     largest = max(devices.indices) if devices.indices is not None else devices.count - 1
     if num_gpus and largest < num_gpus:
         return

@@ -1,4 +1,5 @@
-"""Agent that runs the program of one host in a launch. Its source code is sent to the host, which needs only Python.
+"""Agent that runs the program of one host in a launch. The source code of this module is sent to the host, which needs
+only Python.
 
 The agent reads its job from standard input as one line of JSON, so that variable values do not appear in a command
 line. Each further line is a heartbeat (empty) or the number of a signal to forward. The agent terminates the job and

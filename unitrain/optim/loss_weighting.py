@@ -28,7 +28,7 @@ _RETURN = "Let loss_fn return the mean over the batch, loss.mean(), or a pair (l
 
 
 class LossKind(Enum):
-    """What a loss function returns: a mean over samples, or a sum with its number of tokens."""
+    """The kind of a loss function's result: a mean over samples, or a sum with its number of tokens."""
 
     MEAN = "the mean over the batch"
     SUM = "a pair (sum, number of tokens)"

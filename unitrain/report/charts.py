@@ -199,8 +199,8 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             options |= {"marker": "o", "markersize": 3.2 if len(values) <= 40 else 0.8}
             options["linestyle"] = (0, (4, 2)) if line.style == "dashed" else "-"
             if not chart.legend:
-                # Without a legend of its own, the chart compares runs. The lines of earlier runs are wider, so that
-                # they remain visible below later lines with equal values.
+                # A chart of several runs has no legend. The lines of earlier runs are wider, so that they remain
+                # visible below the lines of later runs with equal values.
                 options["linewidth"] = 1.3 + 1.1 * (last_run - line.run_index)
         axes.plot(x, values, **options)
     if chart.logarithmic:

@@ -143,7 +143,7 @@ class _GrowingFile:
         return self._copy_open_file() or is_new
 
     def _copy_open_file(self) -> bool:
-        """Write the content that the file has now, so that a fast writer does not keep the caller here."""
+        """Write the content that the file has now. Later content is left for the next call, so that the call ends."""
         is_new = False
         if self._descriptor is None:
             return is_new

@@ -52,7 +52,7 @@ def main(program: list[str]) -> None:
 
 
 def _import_modules() -> None:
-    """Import what a training script will probably import. If an import fails, the script reports the error."""
+    """Import the modules that a training script probably imports. If an import fails, the script reports the error."""
     for name in _MODULES:
         with suppress(ImportError):
             importlib.import_module(name)

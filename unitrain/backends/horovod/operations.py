@@ -154,7 +154,7 @@ class OperationStarter(dist.ProcessGroup):
                 return self._reduce("allreduce", parts, complete, op, result, take_local_part)
             assert reduction_plan.combine is not None
             return self._reduce_gathered(source, complete, reduction_plan.combine, result, take_local_part)
-        scatters = reduction_plan.op in (hvd.Sum, hvd.Average)  # all that Horovod's reducescatter supports
+        scatters = reduction_plan.op in (hvd.Sum, hvd.Average)  # the operations that Horovod's reducescatter supports
         works = []
         for piece_range in piece_slices(parts.shape[1], _encoded_bytes(source.dtype) * size):
             converted = reduction_plan.to_horovod(parts[:, piece_range].contiguous().view(-1))
