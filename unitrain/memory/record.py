@@ -57,6 +57,7 @@ class RankMemory:
     the memory of gradients at that time. `activations_at_peak` and `gradients_at_peak` are their sizes at the time of
     their largest sum. `other` is the memory in use before the measured steps, excluding the tensors above: on CPUs,
     Python, libraries and data.
+
     `forward_backward_peak` and `step_peak` are the peaks between optimizer steps and during an optimizer step, and
     `startup_peak` is the peak before the measured steps.
     """

@@ -121,8 +121,8 @@ class DistributedModel(ReducerDDP, WrappedModel):
     """The module that `distributed_model` returns, a subclass of DDP. `module` is the user's model.
 
     The reducer uses `reducer_group`, which communicates through `group`, or the default group if that is None.
-    `buffers` broadcasts buffers before the first training forward pass of each accumulation cycle. Unlike
-    DDP, it does not broadcast them before a forward pass under torch.no_grad().
+    `buffers` broadcasts buffers before the first training forward pass of each accumulation cycle. Unlike DDP, it does
+    not broadcast them before a forward pass under torch.no_grad().
     """
 
     shard: ShardingMode = "none"  # or "state", which does not change the model; "gradients" only on a single rank
