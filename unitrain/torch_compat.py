@@ -75,7 +75,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Hooks(UserDict[int, Callable[..., Any]]):
-    """The registered hooks of an optimizer, preceded by the hooks `first` and followed by the hooks `last`."""
+    """The registered hooks of an optimizer, preceded by `leading_hooks` and followed by `trailing_hooks`."""
 
     def __init__(
         self, registered: Any, leading_hooks: list[Callable[..., Any]], trailing_hooks: list[Callable[..., Any]]

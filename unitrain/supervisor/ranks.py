@@ -46,7 +46,7 @@ _EXIT_DETECTION_SECONDS = 1.0
 class RankConnections:
     """Server for the connections of all ranks in one attempt of `job`. The ranks connect to `address`.
 
-    `crashed_ranks` lists the killed or crashed ranks in chronological order, and `unreachable` the ranks on
+    `crashed_ranks` lists the killed or crashed ranks in chronological order, and `unreachable_ranks` the ranks on
     unresponsive hosts. `is_preempted` is true if ranks exited after a requested checkpoint. Ranks authenticate with
     `key`. With `standby`, the ranks wait until `start` is called. As a context manager, it closes the connections on
     exit without waiting for ranks.

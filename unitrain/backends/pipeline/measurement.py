@@ -172,8 +172,8 @@ def _unchanged(block: nn.Module) -> Iterator[None]:
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the tensors that are created inside the context and still exist. `known` tensors are not
-    counted."""
+    """Counts the bytes of the tensors that are created inside the context and still exist. Tensors that share memory
+    with a tensor in `known_storages` are not counted."""
 
     def __init__(self, known_storages: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
