@@ -119,7 +119,7 @@ def wait_for_earlier_writer(folder: Path, communicator: Communicator) -> None:
 
 @dataclass
 class _PendingWrite:
-    """A checkpoint that this process is writing, or the error of writing it. If `abandoned` is set, rank 0 stops
+    """A checkpoint that this process is writing, or the error of writing it. If `abandoned_event` is set, rank 0 stops
     waiting for the files of other ranks."""
 
     thread: threading.Thread | None = None
