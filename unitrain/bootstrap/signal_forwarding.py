@@ -63,10 +63,10 @@ def ignore_warning_signals() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _find_descendants_with_variable(process: int, prefix: bytes) -> Iterator[int]:
-    """Yield the nearest descendants of `process` that have an environment variable with `prefix`."""
+def _find_descendants_with_variable(pid: int, prefix: bytes) -> Iterator[int]:
+    """Yield the nearest descendants of process `pid` that have an environment variable with `prefix`."""
     children = _children()
-    to_visit = [process]
+    to_visit = [pid]
     while to_visit:
         for child in children.get(to_visit.pop(), []):
             try:

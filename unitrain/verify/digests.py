@@ -52,10 +52,10 @@ def _split_rows(part: Any, count: int) -> list[bytes] | None:
     if not isinstance(part, list | tuple):
         return None
     inner = [_split_rows(item, count) for item in part]
-    row_counts = [rows for rows in inner if rows is not None]
-    if len(row_counts) == len(inner):
+    rows_by_item = [rows for rows in inner if rows is not None]
+    if len(rows_by_item) == len(inner):
         # An empty container has no rows.
-        return [b"|".join(rows) for rows in zip(*filter(None, row_counts), strict=True)]
+        return [b"|".join(rows) for rows in zip(*filter(None, rows_by_item), strict=True)]
     return [_serialize(item) for item in part] if len(part) == count else None
 
 
