@@ -134,7 +134,9 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
     )
     secrets = ", ".join(_secret_names(spec))
     prerequisite = f", with {secrets} set in its environment," if secrets else ""
-    lines += "\n  on a host that is added later: the last of these commands, with --local-addr set to the name of the new host"
+    lines += (
+        "\n  on a host that is added later: the last of these commands, with the name of the new host in --local-addr"
+    )
     if len(commands) == 1:  # the command of the first host, which serves the rendezvous
         lines += ", and is_host=false instead of is_host=true"
     return (

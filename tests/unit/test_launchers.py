@@ -376,7 +376,7 @@ def test_a_host_that_is_added_to_an_elastic_job_does_not_serve_the_rendezvous() 
             build("torchrun", launch_spec)
         *_, last, added = str(caught.value).splitlines()
         assert added == (
-            "  on a host that is added later: the last of these commands, with --local-addr set to the name of the new host"
+            "  on a host that is added later: the last of these commands, with the name of the new host in --local-addr"
             + ", and is_host=false instead of is_host=true" * is_single
         )
         assert ("is_host=true" in last) == is_single

@@ -262,5 +262,5 @@ def test_torchrun_on_several_hosts_uses_its_own_elasticity(tmp_path: Path) -> No
         assert "UNITRAIN_SUPERVISOR" not in line
     assert first.split("UNITRAIN_JOB=")[1].split()[0] == second.split("UNITRAIN_JOB=")[1].split()[0]
     assert added == (
-        "  on a host that is added later: the last of these commands, with --local-addr set to the name of the new host"
+        "  on a host that is added later: the last of these commands, with the name of the new host in --local-addr"
     )
