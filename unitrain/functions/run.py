@@ -115,7 +115,7 @@ def _select_devices(
         return np, {}
     try:
         parsed = launchers.parse_devices(devices, from_python=True)
-        this_host = (launchers.Host("localhost", np or 1),)
+        this_host = (launchers.Host("localhost", sys.maxsize),)  # the user does not limit the ranks per host
         selected = launchers.select_devices(parsed, launcher or "", np, this_host)
     except launchers.LaunchError as error:
         raise ConfigError(str(error)) from error
