@@ -69,7 +69,11 @@ class Rendezvous:
         the missing ranks. `cause` describes the likely cause of such a timeout, in complete sentences.
         """
         self.post(key, value)
-        if missing_ranks := self.missing_ranks(key):
+        posted = self._wait_until_complete(key, self.timeout)
+        if posted is None:
+            values: list[Any] = json.loads(self.messages.get(_complete_key(key)))
+            return values
+        if missing_ranks := self._missing_in(posted):
             names = f"{'rank' if len(missing_ranks) == 1 else 'ranks'} {', '.join(map(str, missing_ranks))}"
             signature, cause = "", f"{cause} " if cause else ""
             if self.messages.has_rejected_lines(_posted_key(key)):
@@ -82,11 +86,8 @@ class Rendezvous:
                 f"{key!r}. Missing: {names}. {cause}{signature}"
                 "Check the first error that they logged, or raise the limit with unitrain.init(timeout_seconds=...)."
             )
-        if not self.messages.check([_complete_key(key)]):  # the last rank has failed before it published the list
-            posted = self._posted_values(key)
-            return [posted[rank] for rank in range(self.rank_info.size)]
-        values: list[Any] = json.loads(self.messages.get(_complete_key(key)))
-        return values
+        # The last rank has failed before it published the list.
+        return [posted[rank] for rank in range(self.rank_info.size)]
 
     @cached_property
     def messages(self) -> MessageStore:
@@ -111,14 +112,21 @@ class Rendezvous:
 
     def missing_ranks(self, key: str, timeout: timedelta | None = None) -> list[int]:
         """Wait until every rank has posted under `key`; return the ranks that have not done so within the timeout."""
-        deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
+        posted = self._wait_until_complete(key, timeout or self.timeout)
+        return [] if posted is None else self._missing_in(posted)
+
+    def _wait_until_complete(self, key: str, timeout: timedelta) -> dict[int, Any] | None:
+        """Wait until the complete list is published, and return None; after `timeout`, return the values by rank."""
+        deadline = time.monotonic() + timeout.total_seconds()
         poll_seconds = max(_POLL_SECONDS, self.rank_info.size * _POLL_SECONDS_PER_RANK)
         while not self.messages.check([_complete_key(key)]):
             if time.monotonic() > deadline:
-                posted = self._posted_values(key)
-                return [rank for rank in range(self.rank_info.size) if rank not in posted]
+                return self._posted_values(key)
             time.sleep(poll_seconds)
-        return []
+        return None
+
+    def _missing_in(self, posted: dict[int, Any]) -> list[int]:
+        return [rank for rank in range(self.rank_info.size) if rank not in posted]
 
     def _posted_values(self, key: str) -> dict[int, Any]:
         return dict(json.loads(line) for line in self.messages.lines(_posted_key(key)))
