@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -49,7 +50,9 @@ class Recorder(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         self.steps.append(trainer.progress.step)
-        found = sorted(Path(self.folder).glob("*/step-*"))
+        found: list[Path] = []
+        with contextlib.suppress(FileNotFoundError):  # rank 0 may have renamed the folder below
+            found = sorted(Path(self.folder).glob("*/step-*"))
         self.newest_in_memory.append(int(found[-1].name.removeprefix("step-")) if found else 0)
         if trainer.progress.step == self.remove_after and trainer.backend.rank == 0:
             Path(self.folder).rename(f"{self.folder}-removed")
