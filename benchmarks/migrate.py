@@ -23,8 +23,8 @@ from unitrain.migrate import Migration, changed_lines, migrate
 RESULTS = Path(__file__).parent / "results" / "migrate.md"
 
 
-def describe(script: PublicScript, source: str, result: Migration) -> tuple[str, int | None]:
-    """Return the row of the table, and the number of changed lines if the script was converted."""
+def describe(script: PublicScript, source: str, result: Migration) -> tuple[str, str, int | None]:
+    """Return the row of the table, its result, and the number of changed lines if the script was converted."""
     lines = None
     if result.source is not None:
         compile(result.source, script.path, "exec")
@@ -43,7 +43,7 @@ def describe(script: PublicScript, source: str, result: Migration) -> tuple[str,
         "" if lines is None else str(lines),
         ", ".join(f"`{name}`" for name in names),
     ]
-    return f"| {' | '.join(cells)} |", lines
+    return f"| {' | '.join(cells)} |", outcome, lines
 
 
 @click.command()
@@ -59,9 +59,9 @@ def main(folder: Path | None, runs: bool, write: bool) -> None:
     rows, outcomes, counts = list[str](), list[str](), list[int]()
     for script in SCRIPTS:
         source = script.read(folder)
-        row, lines = describe(script, source, migrate(source))
+        row, outcome, lines = describe(script, source, migrate(source))
         rows.append(row)
-        outcomes.append(row.split(" | ")[3])
+        outcomes.append(outcome)
         counts += [] if lines is None else [lines]
     numbers = ", ".join(f"{name}: {outcomes.count(name)}" for name in ("converted", "needs edits", "refused"))
     summary = f"{numbers}. Median of changed lines of the converted scripts: {median(counts) if counts else 'none'}."
@@ -79,17 +79,17 @@ def main(folder: Path | None, runs: bool, write: bool) -> None:
 
 def describe_runs(folder: Path | None) -> list[str]:
     """Run each script, and return the table and its explanation."""
-    found = list[migrated_runs.Result]()
+    results = list[migrated_runs.Result]()
     for script in SCRIPTS:
         with tempfile.TemporaryDirectory(prefix="unitrain-migrate-") as work:
-            found.append(migrated_runs.run_script(script, folder, Path(work)))
-    immediately = sum(one.is_correct and not one.needs_edits for one in found)
-    correct = sum(one.is_correct for one in found)
-    summary = f"{correct} of {len(found)} scripts train correctly, {immediately} of them immediately, without edits."
+            results.append(migrated_runs.run_script(script, folder, Path(work)))
+    immediately = sum(result.is_correct and not result.needs_edits for result in results)
+    correct = sum(result.is_correct for result in results)
+    summary = f"{correct} of {len(results)} scripts train correctly, {immediately} of them immediately, without edits."
     return [
         f"| {' | '.join(migrated_runs.HEADER)} |",
         "|---" * len(migrated_runs.HEADER) + "|",
-        *(one.row for one in found),
+        *(result.row for result in results),
         "",
         *EXPLANATION_OF_RUNS,
         "",

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -365,7 +366,7 @@ def test_a_script_is_tuned(tmp_path: Path) -> None:
 
 
 def test_local_steps_are_timed_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole periods of 25 steps are timed, and settings that a script cannot use do not end the command."""
+    """Whole periods of 25 steps are timed. A run with settings that contradict the script's settings fails."""
     script = tmp_path / "digits.py"
     shutil.copy(Path(__file__).parents[2] / "examples" / "digits.py", script)
     options, reported = ("-np", "2", "--backend", "ddp"), []
@@ -386,11 +387,43 @@ def test_local_steps_are_timed_on_two_ranks(tmp_path: Path, monkeypatch: pytest.
         tuner.run({}, {**LOCAL_STEPS[0], "sync_batch_norm": True})
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_low_communication_training_is_compared_and_a_failed_run_is_reported(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs are simulated: each takes half of the time with local steps, and fails with fragments."""
+    monkeypatch.chdir(tmp_path)
+
+    class SimulatedTuner(Tuner):
+        def run(self, variables: Mapping[str, str], changes: Mapping[str, Any] | None = None) -> TrialResult:
+            local_sgd = (changes or {}).get("local_sgd", {})
+            if "fragments" in local_sgd:
+                raise ConfigError("no fragments")
+            return TrialResult(
+                seconds_per_step=0.5 if local_sgd else 1.0, steps=25, backend="ddp", transport="gloo", size=size,
+                num_nodes=1, threads=None, cores_per_rank=1,
+            )  # fmt: skip
+
+    lines: list[str] = []
+    tuner = SimulatedTuner((), "train.py", (), step_seconds=1, timeout_seconds=60, folder=tmp_path)
+    tuner.tune(1e-9, with_local_steps=True, report=lines.append, report_run=print)
+    if size == 1:
+        assert lines[2:] == ["Low-communication training was not timed, because a single rank does not communicate."]
+        return
+    diloco = "steps=25, outer_lr=0.7, outer_momentum=0.9"
+    gain = f"a factor of 2.000 (between 2.000 and 2.000 in {PAIRS} pairs). Use it if the numbers may change."
+    assert lines[2:] == [
+        f"TrainConfig(local_sgd=LocalSGDConfig({diloco})): {gain}",
+        f'TrainConfig(local_sgd=LocalSGDConfig({diloco}, compression="int8")): {gain}',
+        f"TrainConfig(local_sgd=LocalSGDConfig({diloco}, fragments=5, overlap_steps=5)): not timed. no fragments",
+    ]
+
+
 @pytest.mark.parametrize(("steps", "timed"), [(1, 5), (3, 6), (6, 6), (8, None)])
 def test_the_timed_steps_contain_whole_periods_of_local_steps(
     steps: int, timed: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The script's own setting has the same effect. 7 of the 16 steps remain after the warm-up."""
+    """7 of the 16 steps remain after the warm-up."""
     expected = SystemExit if timed is not None else ConfigError
     with pytest.raises(expected) as raised:
         train_16_steps(monkeypatch, 9, {"local_sgd": {"steps": steps}})

@@ -92,8 +92,8 @@ class RowExchange:
         """Send the bytes `send_buffers[r]` to each other rank r, and write the bytes from rank r to
         `receive_buffers[r]`. All ranks call it.
 
-        `received[r]` must have the length of rank r's `send_buffers` entry for this rank; lengths may be 0. The entries
-        of this rank are not used. Raises the same errors as `allgather`.
+        `receive_buffers[r]` must have the length of rank r's send buffer for this rank; lengths may be 0. The buffers
+        for this rank itself are not used. Raises the same errors as `allgather`.
         """
         if not self._is_usable:
             raise RuntimeError("The ranks cannot exchange rows, because an earlier collective failed on this rank.")

@@ -175,7 +175,7 @@ def predict_methods(
     rows = []
     for (network_name, _), (network, _) in networks.items():
         for size in ranks:
-            found = {
+            prediction_by_method = {
                 name: predict_method(name, model, size, network, local_steps=local_steps, hosts=hosts, bucket=bucket)
                 for name in dict.fromkeys([SYNCHRONOUS, *names])
             }
@@ -184,10 +184,10 @@ def predict_methods(
                     "name": network_name,
                     "method": name,
                     "ranks": size,
-                    "step_seconds": found[name].seconds,
-                    "exposed_seconds": found[name].exposed,
-                    "sent_bytes": found[name].sent_bytes,
-                    "speedup": found[SYNCHRONOUS].seconds / found[name].seconds,
+                    "step_seconds": prediction_by_method[name].seconds,
+                    "exposed_seconds": prediction_by_method[name].exposed,
+                    "sent_bytes": prediction_by_method[name].sent_bytes,
+                    "speedup": prediction_by_method[SYNCHRONOUS].seconds / prediction_by_method[name].seconds,
                 }
                 for name in names
             ]

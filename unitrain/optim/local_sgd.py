@@ -406,12 +406,12 @@ class LocalSGD:
         }
 
     def _check_shapes(self, shapes_by_kind: Mapping[str, Mapping[str, list[int]]]) -> None:
-        expected = {name: vector_shape(parameter) for name, parameter in self._parameters.items()}
+        vector_shapes = {name: vector_shape(parameter) for name, parameter in self._parameters.items()}
+        weight_shapes = {
+            name: list(weight.shape) for name, weight in zip(self._weight_names(), self._weights(), strict=True)
+        }
         for kind, shapes in shapes_by_kind.items():
-            expected_shapes = dict(
-                zip(self._weight_names(), (list(weight.shape) for weight in self._weights()), strict=True)
-            )
-            expected_shapes = expected_shapes if kind == "weights" else expected
+            expected_shapes = weight_shapes if kind == "weights" else vector_shapes
             is_complete = kind in ("anchors", "weights")  # other state exists after the first use only
             different = (
                 shapes.keys() ^ expected_shapes.keys()

@@ -180,10 +180,10 @@ def _find_slow_links(figures: Sequence[RankFigures], earlier: Sequence[RankFigur
     if len(figures) < 2:
         return []
     step = max(rank.work + rank.wait for rank in figures)
-    known_earlier = [rank for rank in earlier if rank is not None]
+    known_earlier = [earlier_figures for earlier_figures in earlier if earlier_figures is not None]
     reduction = min(rank.wait for rank in figures)
     has_earlier = len(known_earlier) == len(figures)
-    excess = reduction - (min(rank.wait for rank in known_earlier) if has_earlier else 0.0)
+    excess = reduction - (min(earlier_figures.wait for earlier_figures in known_earlier) if has_earlier else 0.0)
     if excess <= _MIN_EXCESS * step:
         return []
     others = _medians_of_others([rank.network for rank in figures])

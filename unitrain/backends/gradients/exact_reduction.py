@@ -64,7 +64,7 @@ class _ParameterFlags(NamedTuple):
 
     is_present: bool
     is_missing: bool
-    is_trained: bool
+    is_trainable: bool
     is_frozen: bool
 
 
@@ -252,7 +252,7 @@ class ExactReduction:
                 "ShardedLoader with the same logical_ranks, and use backend.no_sync(model) unless loader.ends_step."
             )
         for name, flags in zip(self._names, step.parameter_flags, strict=True):
-            if flags.is_trained and flags.is_frozen:
+            if flags.is_trainable and flags.is_frozen:
                 raise ModelError(
                     f"Parameter {name!r} is trained by some processes and frozen by others. Freeze and unfreeze the "
                     "same parameters in every process: parameter.requires_grad_(...)."
@@ -292,8 +292,8 @@ class ExactReduction:
     def _parameter_flags(self, step: _Step, parameter_index: int) -> _ParameterFlags:
         """Return the flags of a parameter in this process. A frozen parameter is not missing."""
         is_present = [gradient is not None for gradient in step.gradients(parameter_index)]
-        is_trained = self._parameters[parameter_index].requires_grad
-        return _ParameterFlags(any(is_present), is_trained and not all(is_present), is_trained, not is_trained)
+        is_trainable = self._parameters[parameter_index].requires_grad
+        return _ParameterFlags(any(is_present), is_trainable and not all(is_present), is_trainable, not is_trainable)
 
     def _start_sum(self, step: _Step, index: int) -> None:
         """Wait for the maxima of a bucket, add up the gradients of this process, and start to reduce the sums."""
