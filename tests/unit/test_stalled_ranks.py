@@ -7,10 +7,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore, Work
 
 from unitrain.bootstrap.environment import RankInfo
 from unitrain.bootstrap.rendezvous import Rendezvous
+from unitrain.errors import CollectiveTimeoutError
 from unitrain.monitoring.failure_store import FailureStore
 from unitrain.monitoring.flight_recorder import CollectiveCall, FlightRecorder, GradientPhase
 from unitrain.monitoring.monitor import FailureMonitor
@@ -88,9 +89,37 @@ def test_records_of_a_rank_that_has_continued_are_withdrawn() -> None:
     assert json.loads(job.store.get("stalled/1")) == []
 
 
-def test_the_main_thread_waits_after_a_computation_only_if_it_waited_before() -> None:
-    rendezvous = Rendezvous(RankInfo("env", 0, 1, 0), HashStore(), "127.0.0.1", timedelta(seconds=9))
-    monitor = FailureMonitor(rendezvous, polls=False)
+class DoneWork(Work):
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        return True
+
+
+class FailedWork(Work):
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        raise RuntimeError("Timed out waiting 9000ms for send operation to complete")
+
+
+@pytest.fixture
+def monitor() -> FailureMonitor:
+    rank_info = RankInfo("env", 0, 1, 0)
+    return FailureMonitor(Rendezvous(rank_info, HashStore(), "127.0.0.1", timedelta(seconds=9)), polls=False)
+
+
+def test_a_timeout_after_a_completed_wait_names_the_missing_ranks(monitor: FailureMonitor) -> None:
+    monitor.record(BACKWARD)
+
+    def wait_twice() -> None:
+        with monitor.waiting():
+            monitor.wait_for_ranks(DoneWork())
+            assert monitor._recorder.is_main_thread_waiting
+            FailedWork().wait()
+
+    with pytest.raises(CollectiveTimeoutError, match="backward #7 timed out after 9 s on rank 0"):
+        wait_twice()
+    assert not monitor._recorder.is_main_thread_waiting
+
+
+def test_the_main_thread_waits_after_a_computation_only_if_it_waited_before(monitor: FailureMonitor) -> None:
     with monitor.computing():
         pass
     assert not monitor._recorder.is_main_thread_waiting

@@ -69,7 +69,7 @@ class FailureMonitor:
         """
         if work is None:
             return
-        is_main_thread = threading.get_ident() == self._main_thread
+        is_main_thread, was_waiting = self._is_main_thread(), self._recorder.is_main_thread_waiting
         if is_main_thread:
             self._recorder.is_main_thread_waiting = True
         try:
@@ -81,16 +81,16 @@ class FailureMonitor:
             raise
         finally:
             if is_main_thread:
-                self._recorder.is_main_thread_waiting = False
+                self._recorder.is_main_thread_waiting = was_waiting
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Context manager in which this thread waits for other ranks in the latest recorded operation, except inside
         `computing`.
 
-        Raises the same errors as `wait_for_ranks`. Use it for waits without a `Work`.
+        Raises the same errors as `wait_for_ranks`. Use it for waits without a `Work`, or for a sequence of waits.
         """
-        is_main_thread = threading.get_ident() == self._main_thread
+        is_main_thread, was_waiting = self._is_main_thread(), self._recorder.is_main_thread_waiting
         if is_main_thread:
             self._recorder.is_main_thread_waiting = True
         try:
@@ -102,7 +102,7 @@ class FailureMonitor:
             raise
         finally:
             if is_main_thread:
-                self._recorder.is_main_thread_waiting = False
+                self._recorder.is_main_thread_waiting = was_waiting
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -157,6 +157,9 @@ class FailureMonitor:
             return
         if not set(ranks).isdisjoint(missing_ranks):
             self._watchdog.report_failure(error)
+
+    def _is_main_thread(self) -> bool:
+        return threading.get_ident() == self._main_thread
 
     def _raise_cause_of_failed_wait(self, error: BaseException, phase: GradientPhase | None) -> None:
         text = str(error).lower()
