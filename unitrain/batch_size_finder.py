@@ -184,7 +184,9 @@ class _Search:
             ranks_text = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
             self.reason = f"{batch_size} samples exceed the memory of {ranks_text}"
         elif is_above_limit and limit is not None:
-            self.reason = f"{batch_size} samples need {highest / 2**20:.0f} MiB, above the limit of {limit / 2**20:.0f}"
+            self.reason = (
+                f"{batch_size} samples need {highest / 2**20:.0f} MiB, above the limit of {limit / 2**20:.0f} MiB"
+            )
         return fits
 
     def create_optimizer_state(self, batch_size: int) -> None:
@@ -244,9 +246,9 @@ class _Search:
         the Trainer; a DataLoader is replaced by one with this batch size and without a sampler."""
         trainer, data = self._trainer, self._data
         config = trainer.config
-        given: Any = data
+        resized_data: Any = data
         if isinstance(data, DataLoader):
-            given = DataLoader(data.dataset, batch_size, collate_fn=data.collate_fn)
+            resized_data = DataLoader(data.dataset, batch_size, collate_fn=data.collate_fn)
         trainer.config = replace(
             config,
             batch_size=None if isinstance(data, DataLoader) else batch_size,
@@ -254,7 +256,7 @@ class _Search:
             gradient_accumulation_steps=None,
         )
         try:
-            yield given, trainer
+            yield resized_data, trainer
         finally:
             trainer.config = config
 

@@ -67,17 +67,17 @@ class Evaluation:
         """
         device = self._communicator.device
         losses = create_means(("loss",), device, exact=self._exact)
-        own_samples = current_part = 0
+        local_samples = current_part = 0
         loss_kinds: set[LossKind] = set()
 
         def evaluate_shard() -> None:
-            nonlocal own_samples, current_part
+            nonlocal local_samples, current_part
             self._metrics.reset()
             for batch, (samples, position) in self._batches(shard, shard):
                 if (part := bisect(shard.part_starts, position)) != current_part:
                     self._metrics.begin_part()
                     current_part = part
-                own_samples += samples
+                local_samples += samples
                 with self._precision.autocast():
                     output, target = self._forward(self._model, batch)
                     loss = read_loss(self._loss_fn(output, target))
@@ -96,7 +96,7 @@ class Evaluation:
             check_one_loss_kind({kind for kind, is_used in zip(LossKind, on_any_rank.tolist(), strict=True) if is_used})
         results = losses.reduce(self._communicator)
         if math.isnan(results["loss"]):  # on every rank
-            samples = self._communicator.allreduce(torch.tensor([own_samples]), "sum")
+            samples = self._communicator.allreduce(torch.tensor([local_samples]), "sum")
             if not samples:
                 raise DataError(
                     "The data for evaluation contains no samples, so its means are undefined. Pass data with at least "

@@ -1,6 +1,4 @@
-"""Calls of training functions that a command line names. A training function returns the arguments of `Trainer` and
-`fit`.
-"""
+"""Import and call a training function that a command line names. It returns the arguments of `Trainer` and `fit`."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ from typing import Any
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers.spec import CONFIG_SUFFIXES
 
-FIT = ("train_data", "val_data")
+FIT_ARGUMENTS = ("train_data", "val_data")
 _REQUIRED = ("model", "optimizer", "config", "train_data")
 
 
 def call_training_function(target: str) -> Mapping[str, Any]:
     """Call the function `target`, package.module:function or file.py:function, and return its result.
 
-    `target` may also be a configuration file of `unitrain train`, such as config.yaml; then return the arguments that
-    it specifies. The function takes no arguments. It returns a dictionary with "model", "optimizer", "config",
+    `target` may also be a configuration file of `unitrain train`, such as config.yaml. The result then contains the
+    arguments in the file. A function takes no arguments. It returns a dictionary with "model", "optimizer", "config",
     "train_data" and optionally other arguments of `Trainer` and `Trainer.fit`, except "backend". Raises ConfigError if
     the function does not exist or does not return such a dictionary.
     """
@@ -32,19 +30,19 @@ def call_training_function(target: str) -> Mapping[str, Any]:
         from unitrain.config_files.instantiation import load_arguments
 
         return load_arguments([target])
-    arguments = _function(target)()
+    arguments = _import_function(target)()
     if not isinstance(arguments, Mapping):
         raise ConfigError(
             f"{target} returned a {type(arguments).__name__}. Return a dictionary with the arguments of Trainer "
             "and fit: model, optimizer, config, train_data and others."
         )
-    known_names = [*inspect.signature(unitrain.Trainer).parameters, *FIT]
+    known_names = [*inspect.signature(unitrain.Trainer).parameters, *FIT_ARGUMENTS]
     known_names.remove("backend")
     for name in arguments:
         if name not in known_names:
             raise ConfigError(
                 f"{target} returned {name!r}, which is not an argument of Trainer or fit. "
-                f"{did_you_mean(str(name), known_names)}Known: {', '.join(known_names)}."
+                f"{did_you_mean(str(name), known_names)}Available: {', '.join(known_names)}."
             )
     missing_names = [name for name in _REQUIRED if name not in arguments]
     if missing_names:
@@ -55,7 +53,7 @@ def call_training_function(target: str) -> Mapping[str, Any]:
     return arguments
 
 
-def _function(target: str) -> Any:
+def _import_function(target: str) -> Any:
     module, _, name = target.rpartition(":")
     if not module or not name:
         raise ConfigError(

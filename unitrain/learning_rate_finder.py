@@ -146,11 +146,11 @@ def find_learning_rate(
         trial.run(steps, set_learning_rate, record)
     _check_enough_points(losses, rates, stop_reason)
     return LearningRateCurve(
-        tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), suggest(rates, smoothed), stop_reason
+        tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), suggest_learning_rate(rates, smoothed), stop_reason
     )
 
 
-def suggest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
+def suggest_learning_rate(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
     """Return the learning rate at which the `smoothed` loss decreases fastest per step; None if it never decreases."""
     slopes = np.gradient(np.asarray(smoothed[_SKIPPED_AT_START : len(smoothed) - _SKIPPED_AT_END]))
     steepest = float(slopes.min())
@@ -161,8 +161,8 @@ def suggest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
 
 
 def _set_learning_rates(optimizer: torch.optim.Optimizer, initial: Sequence[float], rate: float) -> None:
-    for group, own in zip(optimizer.param_groups, initial, strict=True):
-        value = rate * (own / initial[0] if initial[0] else 1.0)
+    for group, initial_rate in zip(optimizer.param_groups, initial, strict=True):
+        value = rate * (initial_rate / initial[0] if initial[0] else 1.0)
         current: Any = group["lr"]
         group["lr"] = torch.full_like(current, value) if isinstance(current, torch.Tensor) else value
 

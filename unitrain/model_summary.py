@@ -96,7 +96,7 @@ class ModelSummary:
 
 
 def summarize(model: nn.Module, inputs: Any, *, max_depth: int | None = None) -> ModelSummary:
-    """Run one forward pass of `model`, and return its modules with their parameters, FLOPs, activations and outputs.
+    """Run one forward pass of `model`, and return the parameters, FLOPs, activations and output shapes of its modules.
 
     `inputs` is the argument of the model, a tuple of arguments, or a mapping of keyword arguments. If the model is on
     the meta device, its inputs are moved there, and nothing is computed. `max_depth` limits the nesting of the modules:
@@ -119,21 +119,22 @@ def summarize(model: nn.Module, inputs: Any, *, max_depth: int | None = None) ->
     with _preserved_buffers(model), preserve_generators(device), recorder.recording(), torch.enable_grad():
         _call(model, inputs)
     modules = []
-    for name, module in recorder.records.items():
+    for name, record in recorder.records.items():
         depth = name.count(".") + 1 if name else 0
         if max_depth is not None and depth > max_depth:
             continue
-        parameters = list(recorder.modules[name].parameters())
+        module = recorder.modules[name]
+        parameters = list(module.parameters())
         modules.append(
             ModuleSummary(
                 name=name,
-                kind=type(recorder.modules[name]).__name__,
+                kind=type(module).__name__,
                 depth=depth,
-                output_shapes=module.output_shapes,
+                output_shapes=record.output_shapes,
                 parameters=sum(parameter.numel() for parameter in parameters),
                 trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-                flops=module.flops,
-                activation_bytes=module.activation_bytes,
+                flops=record.flops,
+                activation_bytes=record.activation_bytes,
             )
         )
     return ModelSummary(
@@ -144,7 +145,7 @@ def summarize(model: nn.Module, inputs: Any, *, max_depth: int | None = None) ->
 
 
 @dataclass
-class _RecordedCall:
+class _ModuleRecord:
     output_shapes: tuple[tuple[int, ...], ...] = ()
     flops: int = 0
     activation_bytes: int = 0
@@ -156,23 +157,23 @@ class _Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
-        self.records = {name: _RecordedCall() for name in self.modules}
-        self._stack: list[_RecordedCall] = []
+        self.records = {name: _ModuleRecord() for name in self.modules}
+        self._stack: list[_ModuleRecord] = []
         self._flops = FlopCounterMode(display=False)
         self._flops_at_start: list[int] = []
         # Keep the storages, so that no address is used twice.
         self._storages: dict[int, torch.UntypedStorage] = {}
         for tensor in (*model.parameters(), *model.buffers()):
-            self._keep(tensor)
+            self._add_storage(tensor)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record in this context manager."""
         handles = []
         for name, module in self.modules.items():
-            recorded = self.records[name]
-            handles.append(module.register_forward_pre_hook(self._enter(recorded), prepend=True))
-            handles.append(module.register_forward_hook(self._exit(recorded)))
+            record = self.records[name]
+            handles.append(module.register_forward_pre_hook(self._enter(record), prepend=True))
+            handles.append(module.register_forward_hook(self._exit(record)))
         try:
             with self._flops, torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
                 yield
@@ -180,32 +181,32 @@ class _Recorder:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, recorded: _RecordedCall) -> Any:
+    def _enter(self, record: _ModuleRecord) -> Any:
         def hook(module: nn.Module, arguments: Any) -> None:
-            self._stack.append(recorded)
+            self._stack.append(record)
             self._flops_at_start.append(self._flops.get_total_flops())
 
         return hook
 
-    def _exit(self, recorded: _RecordedCall) -> Any:
+    def _exit(self, record: _ModuleRecord) -> Any:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             self._stack.pop()
-            recorded.flops += self._flops.get_total_flops() - self._flops_at_start.pop()
-            if not recorded.calls:
-                recorded.output_shapes = _shapes_of(output)
-            recorded.calls += 1
+            record.flops += self._flops.get_total_flops() - self._flops_at_start.pop()
+            if not record.calls:
+                record.output_shapes = _shapes_of(output)
+            record.calls += 1
 
         return hook
 
     def _save(self, tensor: Tensor) -> Tensor:
-        size_bytes = self._keep(tensor)
-        for recorded in {id(recorded): recorded for recorded in self._stack}.values():
-            recorded.activation_bytes += size_bytes
+        size_bytes = self._add_storage(tensor)
+        for record in {id(record): record for record in self._stack}.values():
+            record.activation_bytes += size_bytes
         return tensor
 
-    def _keep(self, tensor: Tensor) -> int:
-        """Return the bytes of the storage of `tensor` if the storage was not seen before, otherwise 0. For a tensor
-        with another layout than strided, return its number of elements times their size."""
+    def _add_storage(self, tensor: Tensor) -> int:
+        """Add the storage of `tensor`, and return its number of bytes, or 0 if it was already added. For a tensor whose
+        layout is not strided, return the number of elements times their size."""
         if tensor.layout != torch.strided:
             return tensor.numel() * tensor.element_size()
         storage = tensor.untyped_storage()

@@ -21,7 +21,8 @@ def remaining_steps(config: TrainConfig, progress: TrainingProgress, data: Train
             steps = _steps_in_epochs(config, progress, data, epochs)
             if steps is None:
                 return None
-            total += steps[0] + (len(epochs) - 1) * steps[1]
+            in_first, in_each = steps
+            total += in_first + (len(epochs) - 1) * in_each
     finally:
         data.begin_epoch(start_epoch)
     return total
@@ -54,7 +55,8 @@ def _total_epochs(config: TrainConfig, progress: TrainingProgress, data: Trainin
             steps = _steps_in_epochs(config, progress, data, epochs)
             if steps is None:
                 return None
-            in_first, in_each = steps[0], max(1, steps[1])
+            in_first, in_each = steps
+            in_each = max(1, in_each)
             num_needed = 1 + math.ceil(max(0, remaining - in_first) / in_each)
             if num_needed <= len(epochs):
                 return num_epochs + num_needed

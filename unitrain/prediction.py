@@ -84,8 +84,8 @@ class Outputs:
         counts = [sum(lengths_of_rank) for lengths_of_rank in lengths]
         outputs = [self._gather_output(index, spec, counts, communicator) for index, spec in enumerate(specs)]
         if stride_unit is not None:
-            turns = lengths if stride_unit == "batches" else [[1] * count for count in counts]
-            order = strided_order([torch.tensor(own, dtype=torch.int64) for own in turns])
+            rounds = lengths if stride_unit == "batches" else [[1] * count for count in counts]
+            order = strided_order([torch.tensor(own, dtype=torch.int64) for own in rounds])
             outputs = [output[order] for output in outputs]
         self._batches.clear()
         self._samples.clear()

@@ -29,8 +29,7 @@ from torch import Tensor
 from unitrain import validation
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
-from unitrain.checkpoint.folder_lock import FILE as LOCK_FILE
-from unitrain.checkpoint.folder_lock import FolderLock
+from unitrain.checkpoint.folder_lock import LOCK_FILE, FolderLock
 from unitrain.data.order import StrideUnit
 from unitrain.errors import CheckpointError, ConfigError, DataError
 from unitrain.prediction import OutputSpec, check_same_specs, split_output
@@ -38,7 +37,7 @@ from unitrain.prediction import OutputSpec, check_same_specs, split_output
 MANIFEST = "predictions.json"
 _UNFINISHED = ".unfinished"
 _FORMAT = 1
-_LOCK_SECONDS = 1.0
+_LOCK_TIMEOUT_SECONDS = 1.0
 _TOKEN_SUFFIX = ".token"
 _FLAGS = os.O_RDWR | os.O_CREAT
 # Rows of other files are copied in chunks of about this size.
@@ -108,12 +107,14 @@ class PredictionWriter:
             if unfinished.is_symlink():
                 raise FileExistsError(errno.EEXIST, "It is a symbolic link", str(unfinished))
             unfinished.mkdir(parents=True, exist_ok=True)
-            while not lock.acquire(_LOCK_SECONDS):
+            while not lock.acquire(_LOCK_TIMEOUT_SECONDS):
                 pass  # `acquire` raises CheckpointError when its time limit is reached
             check_folder()  # another job may have completed it
-            leftover_files = [path for path in unfinished.iterdir() if path.name != LOCK_FILE]  # by a killed job
-            own = [path for path in leftover_files if path.suffix in (".npy", _TOKEN_SUFFIX) or path.name == MANIFEST]
-            foreign = next((path for path in leftover_files if path not in own), None)
+            leftover_files = [path for path in unfinished.iterdir() if path.name != LOCK_FILE]  # of a killed job
+            known_files = [
+                path for path in leftover_files if path.suffix in (".npy", _TOKEN_SUFFIX) or path.name == MANIFEST
+            ]
+            foreign = next((path for path in leftover_files if path not in known_files), None)
             if foreign is not None:
                 raise ConfigError(
                     f"PredictionWriter('{folder}') first writes to '{unfinished}', which contains another file, "
@@ -201,17 +202,17 @@ class PredictionFiles:
         files cannot be written.
         """
         communicator, folder = self._communicator, self._folder
-        turns = self._batch_rows if self._stride_unit == "batches" else [self._rows]
-        summaries = communicator.allgather_object((self._specs, bool(self._rows), turns))
+        row_counts = self._batch_rows if self._stride_unit == "batches" else [self._rows]
+        summaries = communicator.allgather_object((self._specs, bool(self._rows), row_counts))
         specs_by_rank = [specs for specs, has_rows, _ in summaries if has_rows]
         if not specs_by_rank:
             raise DataError("predict got data without samples. Pass data with at least one sample.")
         for specs in specs_by_rank:
             check_same_specs("ranks", specs_by_rank[0], specs)
         self._specs = specs_by_rank[0]
-        total = sum(sum(turns_of_rank) for _, _, turns_of_rank in summaries)
+        total = sum(sum(row_counts_of_rank) for _, _, row_counts_of_rank in summaries)
         if self._first_row is None:
-            rows = _target_rows([turns for _, _, turns in summaries], self._stride_unit, communicator.rank)
+            rows = _target_rows([row_counts for _, _, row_counts in summaries], self._stride_unit, communicator.rank)
             _on_each_rank(communicator, folder, lambda: self._copy_rows(rows))
         _on_each_rank(communicator, folder, self._sync)
         _on_rank_zero(communicator, folder, lambda: self._complete(total))
@@ -243,13 +244,13 @@ class PredictionFiles:
             step = max(1, _COPIED_BYTES // max(1, row_bytes))
             with _open_file(self._path(index, is_final=True)) as target:
                 for first in range(0, len(rows) if row_bytes else 0, step):
-                    own = rows[first : first + step]
-                    content = memoryview(os.pread(descriptor, len(own) * row_bytes, first * row_bytes))
+                    positions = rows[first : first + step]
+                    content = memoryview(os.pread(descriptor, len(positions) * row_bytes, first * row_bytes))
                     # Write runs of consecutive rows.
-                    bounds = [0, *(np.flatnonzero(np.diff(own) != 1) + 1).tolist(), len(own)]
+                    bounds = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
                     for start, stop in pairwise(bounds):
                         part = content[start * row_bytes : stop * row_bytes]
-                        _write_at(target, part, header + int(own[start]) * row_bytes)
+                        _write_at(target, part, header + int(positions[start]) * row_bytes)
                 os.fsync(target)
             self._path(index, is_final=False).unlink()
 
@@ -295,25 +296,25 @@ def _is_replaceable(folder: Path) -> bool:
     return folder.is_dir() and ((folder / MANIFEST).is_file() or not any(folder.iterdir()))
 
 
-def _target_rows(turns: Sequence[Sequence[int]], unit: StrideUnit | None, rank: int) -> NDArray[np.int64]:
+def _target_rows(row_counts: Sequence[Sequence[int]], unit: StrideUnit | None, rank: int) -> NDArray[np.int64]:
     """Return the positions of the rows of `rank` in the complete file, int64 [rows].
 
-    With `unit` "samples", samples were assigned to ranks round-robin, and turns[rank] contains the number of rows. With
-    "batches", batches were assigned round-robin, and turns[rank][i] is the number of rows of the rank's batch i. With
-    None, the rows of rank r follow the rows of ranks 0 to r - 1.
+    With `unit` "samples", samples were assigned to ranks round-robin, and row_counts[rank] contains the number of rows.
+    With "batches", batches were assigned round-robin, and row_counts[rank][i] is the number of rows of the rank's batch
+    i. With None, the rows of rank r follow the rows of ranks 0 to r - 1.
     """
-    count = sum(turns[rank])
+    num_rows = sum(row_counts[rank])
     if unit == "samples":
-        return np.arange(count, dtype=np.int64) * len(turns) + rank
+        return np.arange(num_rows, dtype=np.int64) * len(row_counts) + rank
     if unit is None:
-        return np.arange(count, dtype=np.int64) + sum(sum(own) for own in turns[:rank])
-    lengths = np.zeros((max(map(len, turns)), len(turns)), dtype=np.int64)
-    for column, own in enumerate(turns):
-        lengths[: len(own), column] = own
+        return np.arange(num_rows, dtype=np.int64) + sum(sum(counts) for counts in row_counts[:rank])
+    lengths = np.zeros((max(map(len, row_counts)), len(row_counts)), dtype=np.int64)
+    for column, counts in enumerate(row_counts):
+        lengths[: len(counts), column] = counts
     ends = lengths.reshape(-1).cumsum().reshape(lengths.shape)
-    starts = (ends - lengths)[: len(turns[rank]), rank]
+    starts = (ends - lengths)[: len(row_counts[rank]), rank]
     return np.concatenate(
-        [np.arange(start, start + length) for start, length in zip(starts.tolist(), turns[rank], strict=True)]
+        [np.arange(start, start + length) for start, length in zip(starts.tolist(), row_counts[rank], strict=True)]
         or [np.empty(0, dtype=np.int64)]
     )
 

@@ -1,5 +1,5 @@
-"""Information about this host's CPU, and termination of a command's processes and of workers whose parent has
-terminated.
+"""Information about this host's CPU, termination of the processes of a command, and termination of workers whose rank
+has terminated.
 
 Launchers start ranks in other process groups, so the processes of a command are found by an environment variable. A
 DataLoader worker detects the termination of its rank only between two batches, so a hung worker would outlive a killed
@@ -66,7 +66,7 @@ def process_age_seconds() -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
 
 
-def find_processes(tag: bytes) -> Iterator[int]:
+def find_process_ids(tag: bytes) -> Iterator[int]:
     """Yield the IDs of processes with `tag` (NAME=value) in their environment; none if the system has no /proc."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -91,15 +91,15 @@ def kill_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_SECONDS
     # Repeat, because the processes may have started further processes.
-    while (process_ids := list(find_processes(tag))) and time.monotonic() < deadline:
+    while (process_ids := list(find_process_ids(tag))) and time.monotonic() < deadline:
         for pid in process_ids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
-def end_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
-    """Terminate `process`, a launcher and session leader, and after 5 s call `kill_processes`.
+def terminate_processes(process: subprocess.Popen[bytes], tag: bytes) -> None:
+    """Terminate `process`, a launcher and session leader, wait for it at most 5 s, and call `kill_processes`.
 
     A launcher that receives SIGTERM also terminates its ranks on other hosts. A killed srun does not.
     """

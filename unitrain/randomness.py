@@ -101,14 +101,14 @@ class GeneratorStates(NamedTuple):
     python: Any
 
 
-def generator_states(device: torch.device) -> GeneratorStates:
+def get_generator_states(device: torch.device) -> GeneratorStates:
     """Return the RNG state of this process. Unlike `capture_generators`, it does not convert the states."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return GeneratorStates(torch.get_rng_state(), cuda, np.random.get_state(legacy=False), random.getstate())
 
 
 def set_generator_states(states: GeneratorStates, device: torch.device) -> None:
-    """Restore the RNG state that `generator_states` returned."""
+    """Restore the RNG state that `get_generator_states` returned."""
     torch.set_rng_state(states.torch)
     if states.cuda is not None:
         torch.cuda.set_rng_state(states.cuda, device)
@@ -126,19 +126,19 @@ class IsolatedGenerators:
     """
 
     def __init__(self, seed: int) -> None:
-        outer_states = generator_states(_CPU)
+        outer_states = get_generator_states(_CPU)
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        self._states = generator_states(_CPU)
+        self._states = get_generator_states(_CPU)
         set_generator_states(outer_states, _CPU)
 
     def __enter__(self) -> None:
-        self._outer_states = generator_states(_CPU)
+        self._outer_states = get_generator_states(_CPU)
         set_generator_states(self._states, _CPU)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._states = generator_states(_CPU)
+        self._states = get_generator_states(_CPU)
         set_generator_states(self._outer_states, _CPU)

@@ -359,8 +359,8 @@ def call_before_embedding_renorm(check: Callable[[Tensor, float, float], object]
 
 
 def shares_memory(tensor: Tensor, parameter: Tensor) -> bool:
-    """Return whether `tensor` uses the memory of `parameter`. While torch.compile or torch.func traces a function,
-    `tensor` may represent a tensor with memory. Checked with torch 2.14."""
+    """Return whether `tensor` uses the memory of `parameter`. `tensor` may also be the representation of a tensor in a
+    function that torch.compile or torch.func traces. Checked with torch 2.14."""
     actual, expected = _unwrap_traced(tensor), _unwrap_traced(parameter)
     fake_mode = getattr(actual, "fake_mode", None)
     if fake_mode is not None and not hasattr(expected, "fake_mode"):

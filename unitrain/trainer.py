@@ -104,11 +104,11 @@ class Trainer(LoggingMethods):
         if config.dry_run:
             config, loggers = dry_run_config(config), ()
         loss_fn = ModelLoss() if loss_fn is None else loss_fn
-        used = TrainerArguments(model=model, loss_fn=loss_fn, config=config, callbacks=callbacks, forward=forward)
+        arguments = TrainerArguments(model=model, loss_fn=loss_fn, config=config, callbacks=callbacks, forward=forward)
         if (overrides := load_overrides()) is not None:  # started by `unitrain verify` or another tool
-            used, loggers = overrides.override(used, backend), ()
-        config, callbacks, forward = used.config, used.callbacks, used.forward
-        self.backend, self.config, self.loss_fn = backend, config, used.loss_fn
+            arguments, loggers = overrides.override(arguments, backend), ()
+        config, callbacks, forward = arguments.config, arguments.callbacks, arguments.forward
+        self.backend, self.config, self.loss_fn = backend, config, arguments.loss_fn
         self._scheduler = planned_scheduler(scheduler, optimizer)
         self._epoch_scheduler = call_on_all_ranks(backend, lambda: EpochScheduler(self._scheduler, config))
         self._precision = call_on_all_ranks(backend, lambda: Precision(config.precision, backend.device))
@@ -125,19 +125,19 @@ class Trainer(LoggingMethods):
         self.result_names: tuple[str, ...] = ()
         self.last_loss: Tensor
         has_logical_ranks = config.logical_ranks is not None
-        self._loss = RunningLoss(backend, exact=has_logical_ranks)
+        self._running_loss = RunningLoss(backend, exact=has_logical_ranks)
         self._loss_weighting = LossWeighting(backend, config.logical_ranks)
 
         self._weight_average = trainer_model.prepare_model(model, optimizer, config, backend)
         self.averaged_model = None if self._weight_average is None else self._weight_average.model
-        evaluated = model if self.averaged_model is None else self.averaged_model
+        evaluated_model = model if self.averaged_model is None else self.averaged_model
         self._evaluation = call_on_all_ranks(backend, lambda: Evaluation(
-            evaluated, self._forward, self.loss_fn, metrics or {}, self._precision, self._prefetch, backend,
+            evaluated_model, self._forward, self.loss_fn, metrics or {}, self._precision, self._prefetch, backend,
             exact=has_logical_ranks,
         ))  # fmt: skip
 
         parts: dict[str, Stateful] = {
-            "precision": self._precision, "callbacks": self._callbacks, "loss": self._loss,
+            "precision": self._precision, "callbacks": self._callbacks, "loss": self._running_loss,
             "weighting": self._loss_weighting,
         }  # fmt: skip
         call_on_all_ranks(backend, lambda: trainer_arguments.check_metric_names(self._evaluation.names[1:]))
@@ -154,25 +154,25 @@ class Trainer(LoggingMethods):
         self._sync_point = SyncPoint(backend, self._stopping, self._timer, self._reporter)
         self._run.restore(backend.unwrap(model), optimizer, self._scheduler)
         self.model, self.optimizer = model, optimizer
-        self._local: LocalSGD | None = None
+        self._local_sgd: LocalSGD | None = None
         if config.local_sgd is None:
             self.model = trainer_model.distribute_model(model, config, backend)
         else:
-            self._local = LocalSGD(
+            self._local_sgd = LocalSGD(
                 model, optimizer, backend, config.local_sgd, broadcast_buffers=config.broadcast_buffers
             )
-            self._run.track_local_sgd(self._local)
+            self._run.track_local_sgd(self._local_sgd)
         if self._weight_average is not None:
             trainer_model.start_average(self._weight_average, self.model, config, backend)
         self._run.track_compression_state(
             self.model, lambda: self._precision.loss_scale(self._loss_weighting.loss_scale())
         )
-        if self._local is None:
+        if self._local_sgd is None:
             self.optimizer = backend.distributed_optimizer(optimizer, self.model, shard=config.shard)
             self._run.restore_optimizer_state(self.optimizer)
         self._update = ParameterUpdate(
             self.optimizer, model, self._precision, max_grad_norm=config.max_grad_norm,
-            average=self._weight_average if self._local is None else None,
+            average=self._weight_average if self._local_sgd is None else None,
             scheduler=self._scheduler if config.scheduler_interval == "step" else None,
         )  # fmt: skip
 
@@ -209,32 +209,32 @@ class Trainer(LoggingMethods):
                 "Trainer.fit was called by a callback or metric during fit of the same Trainer. Call "
                 "trainer.evaluate in the callback, or call fit again after fit has returned."
             )
-        trainer_arguments.check_data(
-            self.backend, "fit", train_data=train_data, **trainer_arguments.validation_data_by_argument(val_data)
-        )
+        val_data_by_argument = trainer_arguments.validation_data_by_argument(val_data)
+        trainer_arguments.check_data(self.backend, "Trainer.fit", train_data=train_data, **val_data_by_argument)
         settings = ShardSettings.from_config(
             config, elastic=self._run.is_elastic, elastic_batch_size=self._run.stored_batch_size,
             interleaves_logical_ranks=isinstance(self.model, InterleavedRanksModel),
         )  # fmt: skip
         shard = open_training_data(train_data, self.backend, settings)
         self._train_batch_size = shard.batch_size
-        named = call_on_all_ranks(
+        data_by_prefix = call_on_all_ranks(
             self.backend, lambda: trainer_arguments.validation_data_by_prefix(val_data, self._evaluation.names)
         )
-        check_same_settings(self.backend, "Trainer.fit", val_data=list(named))
-        self.result_names = ("train_loss", *(prefix + name for prefix in named for name in self._evaluation.names))
+        check_same_settings(self.backend, "Trainer.fit", val_data=list(data_by_prefix))
+        names = self._evaluation.names
+        self.result_names = ("train_loss", *(prefix + name for prefix in data_by_prefix for name in names))
         self._epoch_scheduler.check(self.result_names)
         if config.keep_best is not None:
             check_result_name("TrainConfig.keep_best", config.keep_best, self.result_names)
         self._begin_epoch(shard)
         limit = config.limit_val_batches
-        validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in named.items()}
+        validation = {prefix: self._evaluation_shard(data, limit) for prefix, data in data_by_prefix.items()}
         if isinstance(self._scheduler, PlannedScheduler):
             self._scheduler.plan(total_scheduler_steps(self.config, self.progress, shard), self.backend)
         self._run.start(shard)
         self._discard_partial_step()
-        if self._local is not None:
-            self._loss_weighting.is_local = not self._local.is_warming_up
+        if self._local_sgd is not None:
+            self._loss_weighting.is_local = not self._local_sgd.is_warming_up
         self.model.train()
         results: dict[str, float] | None = None
         run, stopping = self._run, self._stopping
@@ -256,15 +256,15 @@ class Trainer(LoggingMethods):
                 self._synchronize()
                 while not self.is_finished:
                     results = self._train_epoch(shard, validation)
-                if self._local is not None and not stopping.preempted:
-                    self._local.synchronize()
+                if self._local_sgd is not None and not stopping.is_preempted:
+                    self._local_sgd.synchronize()
                 with self._run_metrics.measure("checkpoint"):
                     self.checkpointer.wait()
             finally:
                 set_current_logical_rank(None)
                 self._callbacks.call("on_fit_end", self)
             self.backend.barrier()  # so that no rank returns if a hook has failed on another rank
-            if stopping.preempted:
+            if stopping.is_preempted:
                 raise Preempted(stopping.reason)
         return self._validate(validation) if results is None else results
 
@@ -275,7 +275,7 @@ class Trainer(LoggingMethods):
         Every rank evaluates its shard with the buffers of rank 0, and returns the same results. Raises DataError on
         every rank for data without samples.
         """
-        trainer_arguments.check_data(self.backend, "evaluate", data=data)
+        trainer_arguments.check_data(self.backend, "Trainer.evaluate", data=data)
         with self._averaged_weights():
             return self._evaluation.evaluate(self._evaluation_shard(data))
 
@@ -291,7 +291,7 @@ class Trainer(LoggingMethods):
 
         With `writer`, each rank writes its outputs to files as it computes them, and `predict` returns the folder.
         """
-        trainer_arguments.check_data(self.backend, "predict", data=data)
+        trainer_arguments.check_data(self.backend, "Trainer.predict", data=data)
         trainer_arguments.check_writer(self.backend, writer)
         with self._averaged_weights():
             return self._evaluation.predict(self._evaluation_shard(data), writer)
@@ -309,8 +309,8 @@ class Trainer(LoggingMethods):
         trainer_arguments.check_checkpoint(self.backend, checkpoint)
         path = self.checkpointer.find_best() if checkpoint == "best" else Path(checkpoint)
         load_weights(path, self.backend.unwrap(self.model), self.averaged_model, self.backend)
-        if self._local is not None:
-            self._local.restart()
+        if self._local_sgd is not None:
+            self._local_sgd.restart()
 
     def stop(self, reason: str) -> None:
         """Request that `fit` stop, and display `reason`. Any rank may call it at any time.
@@ -340,8 +340,8 @@ class Trainer(LoggingMethods):
             run_micro_batch(batch, micro_batch)
             if not micro_batch.ends_step:
                 continue
-            if self._local is not None:
-                self._local.reduce_gradients()  # over the ranks that train synchronously
+            if self._local_sgd is not None:
+                self._local_sgd.reduce_gradients()  # over the ranks that train synchronously
             # Divide the gradients by the number of tokens, if tokens are counted.
             self._loss_weighting.finish_step(self.optimizer, micro_batch)
             self._callbacks.call("on_before_optimizer_step", self)
@@ -350,9 +350,9 @@ class Trainer(LoggingMethods):
                     self.checkpointer.wait_for_memory()
             # Unscale, clip, step the optimizer, update the average, step the scheduler.
             self._update(progress.step, self._learning_rate_factor)
-            if self._local is not None:
-                self._end_local_step(self._local)
-            self._loss.finish_step()  # counted after the update, so that an interrupted step is repeated
+            if self._local_sgd is not None:
+                self._end_local_step(self._local_sgd)
+            self._running_loss.finish_step()  # counted after the update, so that an interrupted step is repeated
             self._timer.end_step(micro_batch.step_samples)
             progress.advance(micro_batch.step_samples, micro_batch.step_end)
             self._run.data_state = micro_batch.data_state
@@ -376,15 +376,16 @@ class Trainer(LoggingMethods):
         samples = progress.sample - first_sample
         # A converted checkpoint does not contain loss sums, so a run resumed from it at the end of an epoch has no
         # train_loss.
-        losses = {"train_loss": self._loss.epoch_mean(epoch, progress.step)} if self._loss.steps else {}
+        running_loss = self._running_loss
+        losses = {"train_loss": running_loss.epoch_mean(epoch, progress.step)} if running_loss.steps else {}
         seconds = self._timer.stop()
         self._run_metrics.begin("other")
         if self._run.end_epoch_if_complete(shard):
-            self._loss.start_epoch()
+            running_loss.start_epoch()
         speed = {"learning_rate": self._learning_rate(), "seconds": seconds, "samples_per_second": samples / seconds}
 
         # Little time remains after a preemption signal, so do not validate within an epoch.
-        skip_validation = self._stopping.preempted and progress.sample > 0
+        skip_validation = self._stopping.is_preempted and progress.sample > 0
         results = {**losses, **({} if skip_validation else self._validate_in_fit(validation))}
         if progress.sample == 0:
             self._epoch_scheduler.step(results)
@@ -429,7 +430,7 @@ class Trainer(LoggingMethods):
         begin_micro_batch(self.config.seed, self.progress.epoch, micro_batch, self.config.logical_ranks)
         with (
             exclude_from_statistics(self.model) if is_excluded else nullcontext(),
-            nullcontext() if ends_step or self._local is not None else self.backend.no_sync(self.model),
+            nullcontext() if ends_step or self._local_sgd is not None else self.backend.no_sync(self.model),
         ):
             with self._precision.autocast():
                 loss = read_training_loss(self.loss_fn(*self._forward(self.model, batch)))
@@ -444,7 +445,7 @@ class Trainer(LoggingMethods):
         if ends_step and self.config.logical_ranks is not None:
             seed_after_step(self.config.seed, self.progress.step + 1)
         self.last_loss = loss.value
-        self._loss.add(loss.value, micro_batch.samples, loss.tokens)
+        self._running_loss.add(loss.value, micro_batch.samples, loss.tokens)
         self._callbacks.call("on_micro_batch_end", self, batch, micro_batch, loss)
         return loss
 
@@ -458,7 +459,7 @@ class Trainer(LoggingMethods):
 
     def _averaged_weights(self) -> AbstractContextManager[None]:
         """With local steps, return the context manager in which the model has the mean of the weights over ranks."""
-        return nullcontext() if self._local is None else self._local.averaged_weights()
+        return nullcontext() if self._local_sgd is None else self._local_sgd.averaged_weights()
 
     def _validate(self, validation: Mapping[str, EvaluationShard]) -> dict[str, float]:
         if not validation:
@@ -496,9 +497,9 @@ class Trainer(LoggingMethods):
     def _report_loss(self, epoch: int) -> None:
         """Synchronize the ranks (a sync point), and show, log and record the mean loss since the last sync point."""
         step = self.progress.step
-        sums = self._synchronize(self._loss.local_sums())
-        values = {"loss": self._loss.mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
-        tokens = self._loss.count_at_sync if self._loss_weighting.counts_tokens else None
+        sums = self._synchronize(self._running_loss.local_sums())
+        values = {"loss": self._running_loss.mean_since_sync(sums, epoch, step), **self._update.gradient_norm()}
+        tokens = self._running_loss.count_at_sync if self._loss_weighting.counts_tokens else None
         values |= {"learning_rate": self._learning_rate()}
         values |= self._run_metrics.throughput(self._timer.samples_per_second(), tokens)
         self._reporter.report_sync_point(step, values)
@@ -518,7 +519,7 @@ class Trainer(LoggingMethods):
     def _discard_partial_step(self) -> None:
         """Discard the gradients of a step that an exception interrupted in an earlier `fit`. The step is repeated."""
         self.backend.unwrap(self.model).zero_grad(set_to_none=True)
-        self._loss.discard_step()
+        self._running_loss.discard_step()
         self._loss_weighting.discard_step()
         self._precision.discard_step()
 

@@ -149,13 +149,16 @@ def check_checkpoint(backend: Backend, checkpoint: Any) -> None:
         raise ConfigError(f"{name} differs between ranks: {checkpoints}. Use the same checkpoint on every rank.")
 
 
-def check_data(backend: Backend, method: str, **data: Any) -> None:
-    """Raise DataError on every rank if an argument of the Trainer's `method` is not a dataset."""
-    backend.check_running(f"Trainer.{method}")
+def check_data(backend: Backend, function_name: str, **data: Any) -> None:
+    """Raise DataError on every rank if an argument of a public function is not a dataset.
+
+    `function_name` is the name of the function for error messages, such as "Trainer.fit".
+    """
+    backend.check_running(function_name)
 
     def check() -> None:
         for name, value in data.items():
-            check_is_dataset(f"Trainer.{method}({name})", value)
+            check_is_dataset(f"{function_name}({name})", value)
 
     call_on_all_ranks(backend, check)
 

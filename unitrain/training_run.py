@@ -91,7 +91,7 @@ class TrainingRun:
         self._data_order: dict[str, Any] | None = None
         self._saved_data_state: dict[str, Any] | None = None
         self._restored_row: dict[str, Any] | None = None
-        self._is_row_from_own_folder = self._is_history_rewound = False
+        self._is_row_from_this_run = self._is_history_rewound = False
         self._is_seeded = self._has_rounding_differences = False
         self._data: TrainingData | None = None
         self._fit_count = 0
@@ -106,14 +106,14 @@ class TrainingRun:
         resume, parts = self._config.resume, (model, optimizer, scheduler)
         if self._config.logical_ranks is not None:
             report_different_processes(self._backend)
-        own_folder = self._checkpointer.prepare()
-        restored = own_folder is not None and self._restore(own_folder, *parts, required=False)
+        resume_path = self._checkpointer.prepare()
+        restored = resume_path is not None and self._restore(resume_path, *parts, required=False)
         if restored and self._restored_training is not None:
             self._id = self._restored_training.get(files.RUN_ID) or self._id
         if not restored and not isinstance(resume, bool):
             self._restore(Path(resume), *parts, required=True)
-        self.continues_in_folder = own_folder is not None
-        self._is_row_from_own_folder, self._is_history_rewound = restored, False
+        self.continues_in_folder = resume_path is not None
+        self._is_row_from_this_run, self._is_history_rewound = restored, False
         self.description = _describe_parts(model, optimizer, scheduler)
 
     def restore_optimizer_state(self, optimizer: Optimizer) -> None:
@@ -280,7 +280,7 @@ class TrainingRun:
         """Raise ModelError on every rank if the weights of `model`, the user's module, differ between ranks. All ranks
         call it. With local steps, nothing is compared, because the ranks train different weights.
 
-        The first difference by rounding errors logs a warning and ends the checks of this run.
+        If the weights differ by rounding errors only, this method logs a warning once, and later calls compare nothing.
         """
         if not self._config.check_weights or self._config.local_sgd is not None or self._has_rounding_differences:
             return
@@ -390,7 +390,7 @@ class TrainingRun:
 
     def _rewind(self, history: History) -> None:
         history.rewind(self.progress.step)
-        if self._is_row_from_own_folder and self._restored_row is not None:
+        if self._is_row_from_this_run and self._restored_row is not None:
             history.append(EPOCHS, self._restored_row)
 
     def _append(self, file_name: str, row: dict[str, Any]) -> None:

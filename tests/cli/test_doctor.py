@@ -23,7 +23,7 @@ from unitrain.doctor import examination
 from unitrain.doctor.facts import Facts, Gpu
 from unitrain.doctor.findings import RankReport, find_problems
 from unitrain.doctor.peers import PeerChecks
-from unitrain.processes import find_processes
+from unitrain.processes import find_process_ids
 
 GIB = 2**30
 HOROVOD = {"version": "0.28.1", "cpu_operations": ["gloo"], "gpu_operations": [], "problems": []}
@@ -295,7 +295,7 @@ def test_a_launch_that_hangs_is_terminated_with_its_ranks(tmp_path: Path, monkey
     with pytest.raises(examination.ExaminationError, match="The launch did not finish within 3 s"):
         examination.examine_launch(("-np", "2"), timeout_seconds=1)
     assert (tmp_path / "started").exists()
-    assert list(find_processes(f"UNITRAIN_TEST_LAUNCH={tmp_path.name}".encode())) == []
+    assert list(find_process_ids(f"UNITRAIN_TEST_LAUNCH={tmp_path.name}".encode())) == []
 
 
 @needs_hosts

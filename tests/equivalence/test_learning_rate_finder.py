@@ -21,7 +21,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
 from unitrain.errors import CallbackError, ConfigError, NonFiniteLossError
-from unitrain.learning_rate_finder import suggest
+from unitrain.learning_rate_finder import suggest_learning_rate
 from unitrain.testing import RankGroup
 
 LOCAL = LocalBackend(torch.device("cpu"))
@@ -193,7 +193,7 @@ def test_scaled_learning_rate_is_used_at_its_full_factor() -> None:
 
 
 def test_flat_loss_has_no_suggestion() -> None:
-    assert suggest([10.0**n for n in range(20)], [1.0] * 20) is None
+    assert suggest_learning_rate([10.0**n for n in range(20)], [1.0] * 20) is None
     curve = LearningRateCurve((0.1, 0.2), (1.0, 1.0), (1.0, 1.0), None)
     assert "No suggestion: the loss never decreased (tested 0.1 to 0.2)" in str(curve)
 

@@ -214,8 +214,8 @@ def test_lock_file_removed_by_another_host_is_created_again(
     original, removed = getattr(module, call), []
 
     def return_stale(descriptor: int, *arguments: int) -> Any:
-        if not removed and Path(f"/proc/self/fd/{descriptor}").readlink().name == folder_lock.FILE:
-            (tmp_path / folder_lock.FILE).unlink()
+        if not removed and Path(f"/proc/self/fd/{descriptor}").readlink().name == folder_lock.LOCK_FILE:
+            (tmp_path / folder_lock.LOCK_FILE).unlink()
             removed.append(descriptor)
         if removed == [descriptor]:
             removed.append(-1)
@@ -226,7 +226,7 @@ def test_lock_file_removed_by_another_host_is_created_again(
     lock = FolderLock(tmp_path)
     assert lock.acquire(0)
     assert removed
-    assert json.loads((tmp_path / folder_lock.FILE).read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / folder_lock.LOCK_FILE).read_text())["pid"] == os.getpid()
     lock.release()
     assert list(tmp_path.iterdir()) == []
 

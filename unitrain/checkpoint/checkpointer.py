@@ -104,9 +104,9 @@ class Checkpointer:
         if folder is None:
             return None
         wait_for_earlier_writer(folder, self._communicator)
-        from_own_folder = resume is True or (resume and files.real_path(Path(resume)) == files.real_path(folder))
+        selects_this_folder = resume is True or (resume and files.real_path(Path(resume)) == files.real_path(folder))
         continues, self.stored_batch_sizes = output_folder.prepare_folder(
-            folder, self._communicator, resume=bool(from_own_folder)
+            folder, self._communicator, resume=bool(selects_this_folder)
         )
         in_memory = None if self._memory is None else self._memory.find_newer(folder, continues=continues)
         return (in_memory or folder) if continues else None

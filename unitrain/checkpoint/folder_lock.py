@@ -27,7 +27,7 @@ from unitrain.checkpoint import files
 from unitrain.errors import CheckpointError
 from unitrain.regular_files import read_regular_file
 
-FILE = ".lock"
+LOCK_FILE = ".lock"
 _MAX_BYTES = 1 << 16
 # Timeouts for a lock that is held by another job (which may be about to finish), or by an earlier attempt of the same
 # job (whose host may be unreachable).
@@ -46,7 +46,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._path = files.real_path(folder) / FILE
+        self._path = files.real_path(folder) / LOCK_FILE
         self._hold_count = 0
         self._deadline: float | None = None
 

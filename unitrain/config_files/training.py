@@ -12,7 +12,7 @@ from unitrain.backends.base import Backend
 from unitrain.checkpoint import files, output_folder
 from unitrain.config_files.instantiation import build_arguments
 from unitrain.config_files.parser import PYTHON_PATH, ParsedConfig, parse, search_folders, versions
-from unitrain.factories import FIT
+from unitrain.factories import FIT_ARGUMENTS
 
 
 def read_command_line(argv: Sequence[str]) -> ParsedConfig:
@@ -38,7 +38,7 @@ def train(parsed: ParsedConfig) -> dict[str, float]:
                 click.echo(f"Repeating the run of '{parsed.files[-1].path}' in the new folder '{folder}'.")
             values.output_dir = folder
         arguments = build_arguments(parsed)
-        fit_arguments = [arguments.pop(name) for name in FIT]
+        fit_arguments = [arguments.pop(name) for name in FIT_ARGUMENTS]
         trainer = unitrain.Trainer(**arguments, backend=backend, config_text=_resolved_text(parsed))
         return trainer.fit(*fit_arguments)
 

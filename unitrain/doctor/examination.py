@@ -15,7 +15,7 @@ from typing import Any
 import unitrain
 from unitrain.bootstrap import environment
 from unitrain.errors import LauncherMismatchError, UnitrainError
-from unitrain.processes import end_processes
+from unitrain.processes import terminate_processes
 
 # Marks the report of rank 0 in the output of a launcher. The launcher may prefix each line.
 MARKER = "unitrain doctor report: "
@@ -101,7 +101,7 @@ def examine_launch(options: Sequence[str], timeout_seconds: float) -> dict[str, 
                 f"The launch did not finish within {launch_timeout_seconds:g} s. Allow more with --timeout-seconds."
             ) from expired
         finally:
-            end_processes(process, f"{_LAUNCH_ID_VARIABLE}={variables[_LAUNCH_ID_VARIABLE]}".encode())
+            terminate_processes(process, f"{_LAUNCH_ID_VARIABLE}={variables[_LAUNCH_ID_VARIABLE]}".encode())
         stdout.seek(0)
         stderr.seek(0)
         done = subprocess.CompletedProcess(command, exit_code, stdout.read(), stderr.read())

@@ -26,14 +26,15 @@ class StopCoordinator:
     """Stops a `fit` call at the same step on every rank: on request, at the time limit, or after a signal.
 
     Use it as a context manager; `is_active` is True inside it. `reason` states why the ranks stop, and is None while
-    they continue. `preempted` is True if they stop because of a signal. All ranks call every method except `request`.
+    they continue. `is_preempted` is True if they stop because of a signal. All ranks call every method except
+    `request`.
     """
 
     def __init__(self, communicator: Communicator, *, max_seconds: float | None, signals: Sequence[str]) -> None:
         self._communicator, self._max_seconds = communicator, max_seconds
         self._preemption = PreemptionHandler(signals)
         self.reason: str | None = None
-        self.preempted = self.is_active = False
+        self.is_preempted = self.is_active = False
         self._requested_reason: str | None = None
         self._start_time = 0.0
         self._interval_steps = self._next_exchange_step = 1
@@ -42,7 +43,7 @@ class StopCoordinator:
 
     def __enter__(self) -> Self:
         self.is_active = True
-        self.reason, self.preempted, self._requested_reason = None, False, None
+        self.reason, self.is_preempted, self._requested_reason = None, False, None
         self._start_time = time.perf_counter()
         self._preemption.__enter__()
         # Exchange after the first step, to measure its duration.
@@ -109,7 +110,7 @@ class StopCoordinator:
         if any(requested for requested, *_ in ranks):
             reasons = self._communicator.allgather_object((self._requested_reason, signalled is not None))
             self.reason = next(reason for reason, _ in reasons if reason is not None)
-            self.preempted = any(preempted for _, preempted in reasons)
+            self.is_preempted = any(preempted for _, preempted in reasons)
         return [numbers_of_rank for _, _, *numbers_of_rank in ranks]
 
 

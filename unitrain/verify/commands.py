@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unitrain.bootstrap.authentication import new_key
 from unitrain.bootstrap.environment import JOB_KEY_VARIABLE
-from unitrain.processes import end_processes, find_processes
+from unitrain.processes import find_process_ids, terminate_processes
 
 _STACK_SECONDS = 1.0
 _BETWEEN_RANKS_SECONDS = 0.05  # delay between ranks, to avoid interleaved stacks
@@ -74,7 +74,7 @@ def run_command(
             _print_stacks(tag, script)
             text = output.read_text(errors="replace")
         finally:
-            end_processes(process, tag)
+            terminate_processes(process, tag)
     text = output.read_text(errors="replace") if text is None else text
     return CommandResult(exit_code, time.monotonic() - start_time, text)
 
@@ -102,7 +102,7 @@ def last_lines(output: str, max_lines: int = 16) -> list[str]:
 
 def _print_stacks(tag: bytes, script: str) -> None:
     """Abort the ranks to print their stacks. The caller terminates all processes afterwards."""
-    for pid in find_processes(tag):
+    for pid in find_process_ids(tag):
         with contextlib.suppress(OSError):
             program, *arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             if (

@@ -20,8 +20,9 @@ def train(target: str) -> None:
     with unitrain.init() as backend:
         randomness.seed_generators(0)
         all_arguments = factories.call_training_function(target)
-        trainer_arguments = {name: value for name, value in all_arguments.items() if name not in factories.FIT}
-        fit_arguments = [all_arguments[name] for name in factories.FIT if name in all_arguments]
+        names = factories.FIT_ARGUMENTS
+        trainer_arguments = {name: value for name, value in all_arguments.items() if name not in names}
+        fit_arguments = [all_arguments[name] for name in names if name in all_arguments]
         unitrain.Trainer(**trainer_arguments, backend=backend).fit(*fit_arguments)
 
 

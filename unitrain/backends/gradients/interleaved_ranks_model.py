@@ -22,7 +22,7 @@ from unitrain.backends.logical_ranks import (
 from unitrain.backends.turns import Turns, layer_mismatch
 from unitrain.errors import ModelError
 from unitrain.monitoring.loop_counters import CountedForward
-from unitrain.randomness import GeneratorStates, generator_states, set_generator_states
+from unitrain.randomness import GeneratorStates, get_generator_states, set_generator_states
 from unitrain.torch_compat import buffers_by_name, current_backward, disable_compile
 
 ResultT = TypeVar("ResultT")
@@ -113,7 +113,7 @@ class InterleavedRanksModel(LogicalRanksModel):
             if self._active_rank is not None:
                 self._gradients[self._active_rank] = self._take_gradients()
                 self._inactive_buffers[self._active_rank] = self._current_buffers()
-                self._inactive_states[self._active_rank] = current_logical_rank(), generator_states(device)
+                self._inactive_states[self._active_rank] = current_logical_rank(), get_generator_states(device)
             for parameter, gradient in zip(self._all_parameters, self._gradients.pop(rank, []), strict=False):
                 parameter.grad = gradient
             self._install_buffers(rank)
