@@ -89,11 +89,11 @@ class MicroBatchRunner:
 
     def __call__(self, batch: Any, micro_batch: MicroBatch) -> None:
         if self._model is None:
-            self._flops.counted(self._forward_backward)(batch, micro_batch)
+            self._flops.with_counting(self._forward_backward)(batch, micro_batch)
         elif micro_batch.logical_rank != self._model.last_logical_rank:
             self._collected_functions.append(partial(self._forward_backward, batch, micro_batch, is_measured=False))
         else:
-            self._flops.counted(partial(self._run_in_turns, self._model))(batch, micro_batch)
+            self._flops.with_counting(partial(self._run_in_turns, self._model))(batch, micro_batch)
 
     def _run_in_turns(self, model: InterleavedRanksModel, batch: Any, micro_batch: MicroBatch) -> Loss:
         """Run the collected micro-batches and the micro-batch of the last logical rank, and return the loss of the last

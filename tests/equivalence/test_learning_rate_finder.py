@@ -20,7 +20,7 @@ from unitrain import Callback, LearningRateCurve, TrainConfig, Trainer, find_lea
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data.order import epoch_order
-from unitrain.errors import CallbackError, ConfigError, NonFiniteLossError
+from unitrain.errors import CallbackError, ConfigError, DataError, NonFiniteLossError
 from unitrain.learning_rate_finder import suggest_learning_rate
 from unitrain.testing import RankGroup
 
@@ -228,6 +228,11 @@ def test_invalid_arguments_and_early_divergence_are_rejected(given: dict[str, An
     with pytest.raises(ConfigError, match=message):
         find_learning_rate(trainer, data(), **given)
     assert_equal(state_of(trainer), before)
+
+
+def test_invalid_data_is_reported_with_the_name_of_the_function() -> None:
+    with pytest.raises(DataError, match=r"^find_learning_rate\(data\) must be a dataset or a DataLoader, got None"):
+        find_learning_rate(make(), None)  # type: ignore[arg-type]
 
 
 def test_non_finite_losses_are_reported() -> None:

@@ -125,7 +125,7 @@ def test_time_after_a_finished_run_is_not_part_of_it(clock: Clock) -> None:
 def test_file_returns_the_written_attempts(tmp_path: Path) -> None:
     file = GoodputFile(tmp_path)
     file.load()
-    assert file.earlier == []
+    assert file.earlier_attempts == []
     first, second = attempt(1.0, 2.5, 3), attempt(4.0, 5.0, 6, status="stopped", replayed_steps=2)
     file.write(first)
     assert not file.is_due
@@ -143,7 +143,7 @@ def test_corrupt_file_is_ignored_with_a_warning(text: str, tmp_path: Path, caplo
     (tmp_path / "goodput.json").write_text(text)
     file = GoodputFile(tmp_path)
     file.load()
-    assert file.earlier == []
+    assert file.earlier_attempts == []
     assert "is ignored" in caplog.text
 
 

@@ -31,7 +31,7 @@ from unitrain.data.order import MicroBatch
 from unitrain.errors import ConfigError
 from unitrain.optim.loss_weighting import Loss
 from unitrain.progress import metrics_server, prometheus
-from unitrain.progress.flops import FlopsMeasurement, peak_flops
+from unitrain.progress.flops import FlopsMeasurement, device_peak_flops, peak_flops
 from unitrain.progress.goodput import AttemptRecord, GoodputSummary
 from unitrain.progress.prometheus import MetricsEndpoint, RunValues, exported_names
 from unitrain.supervisor import launch_plan
@@ -57,9 +57,9 @@ def count(model: nn.Module, inputs: Tensor, tokens: Tensor | None = None) -> Flo
         return Loss(loss, tokens)
 
     samples = len(inputs)
-    measurement.counted(forward_backward)(inputs, MicroBatch(slice(0, samples), samples, samples, samples, True))
+    measurement.with_counting(forward_backward)(inputs, MicroBatch(slice(0, samples), samples, samples, samples, True))
     assert not measurement.is_due
-    assert measurement.counted(forward_backward) is forward_backward
+    assert measurement.with_counting(forward_backward) is forward_backward
     return measurement
 
 
@@ -103,6 +103,8 @@ def test_formula_that_fails_does_not_end_the_training(caplog: pytest.LogCaptureF
     [
         ("NVIDIA H100 80GB HBM3", True, False, 989.5e12),
         ("NVIDIA H100 PCIe", True, False, 756.5e12),
+        ("NVIDIA H200", True, False, 989.5e12),
+        ("NVIDIA H200 NVL", True, False, 835.5e12),
         ("NVIDIA A100-SXM4-80GB", False, True, 156e12),
         ("NVIDIA A100-SXM4-80GB", False, False, 19.5e12),
         ("NVIDIA A10G", True, False, 70e12),
@@ -114,6 +116,15 @@ def test_formula_that_fails_does_not_end_the_training(caplog: pytest.LogCaptureF
 )
 def test_peak_flops_of_known_gpus(name: str, half: bool, tf32: bool, expected: float | None) -> None:
     assert peak_flops(name, half=half, tf32=tf32) == expected
+
+
+@pytest.mark.parametrize(("tf32", "expected"), [(True, 156e12), (False, 19.5e12)])
+def test_peak_flops_follow_the_tf32_setting_of_the_run(
+    tf32: bool, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    config = TrainConfig(max_epochs=1, tf32=tf32)
+    assert device_peak_flops(torch.device("cuda"), nn.Linear(1, 1), config) == expected
 
 
 @pytest.fixture

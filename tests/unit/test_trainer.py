@@ -495,17 +495,17 @@ def test_a_bar_is_drawn_on_the_terminal_of_the_launch(monkeypatch: pytest.Monkey
     """Also where the rank's own standard error is a pipe, as under horovodrun."""
     reading, writing = pty.openpty()
     monkeypatch.setenv("UNITRAIN_TERMINAL", os.ttyname(writing))
-    with display.choose_progress("auto", 0) as shown:
+    with display.choose_display("auto", 0) as shown:
         assert isinstance(shown, display._Bar)
         shown.start(3, 1)
         shown._next_update_at = 0.0
         shown.count_step(1, 8)
     assert b"1/3" in os.read(reading, 10_000)
-    assert isinstance(display.choose_progress("lines", 0), display._Lines)
-    assert type(display.choose_progress("auto", 1)) is display.ProgressDisplay
+    assert isinstance(display.choose_display("lines", 0), display._Lines)
+    assert type(display.choose_display("auto", 1)) is display.ProgressDisplay
     monkeypatch.setenv("UNITRAIN_TERMINAL", "/dev/null")
-    assert isinstance(display.choose_progress("auto", 0), display._Lines)
+    assert isinstance(display.choose_display("auto", 0), display._Lines)
     monkeypatch.setenv("UNITRAIN_TERMINAL", "/dev/pts/absent")
-    assert isinstance(display.choose_progress("auto", 0), display._Lines)
+    assert isinstance(display.choose_display("auto", 0), display._Lines)
     os.close(reading)
     os.close(writing)

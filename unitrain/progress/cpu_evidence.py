@@ -19,7 +19,7 @@ from unitrain.processes import usable_cores
 _MAX_THREADS, _MAX_WORKERS, _MAX_PROCESSES = 64, 32, 4096
 # A thread delays the rank only if it uses at least this fraction of the CPU time of the rank's busiest thread.
 _MIN_BUSY_FRACTION = 0.25
-_MIN_NEIGHBOR_CPU = 0.05
+_MIN_NEIGHBOR_CPU_FRACTION = 0.05
 _MAX_NAMED_NEIGHBORS = 2
 _PROC = Path("/proc")
 
@@ -27,8 +27,8 @@ _PROC = Path("/proc")
 class CpuSeconds(NamedTuple):
     """Seconds between two readings. `run_queue` is the time for which the most delayed busy thread was runnable but not
     running, including time in which a CPU quota stopped it. `workers` is the same time for DataLoader workers.
-    `throttled` is the time in which a CPU quota stopped the process. `used` is the CPU time divided by the number of
-    cores.
+    `throttled` is the time in which a CPU quota stopped the process. `used` is the CPU time of the process divided by
+    the number of its cores.
     """
 
     run_queue: float = 0.0
@@ -165,12 +165,12 @@ class ProcessTimes:
     """
 
     time: float
-    seconds: dict[int, tuple[float, str]]
+    seconds_and_names: dict[int, tuple[float, str]]
 
     @classmethod
     def read(cls) -> ProcessTimes:
         """Read the times of at most 4,096 processes. This takes about 20 µs per process."""
-        cores, own, seconds_by_process = set(usable_cores()), os.getpid(), dict[int, tuple[float, str]]()
+        cores, own_pid, seconds_and_names = set(usable_cores()), os.getpid(), dict[int, tuple[float, str]]()
         ticks = os.sysconf("SC_CLK_TCK")
         try:
             processes = [name for name in os.listdir(_PROC) if name.isdigit()][:_MAX_PROCESSES]  # noqa: PTH208
@@ -180,24 +180,24 @@ class ProcessTimes:
             # The name in parentheses may contain spaces and parentheses.
             match = re.match(r"\d+ \((.*)\) (.*)", _read(f"/proc/{name}/stat"), re.DOTALL)
             fields = match[2].split() if match else []
-            if match and len(fields) > 36 and own not in (int(name), int(fields[1])) and int(fields[36]) in cores:
-                seconds_by_process[int(name)] = ((int(fields[11]) + int(fields[12])) / ticks, match[1])
-        return cls(time.perf_counter(), seconds_by_process)
+            if match and len(fields) > 36 and own_pid not in (int(name), int(fields[1])) and int(fields[36]) in cores:
+                seconds_and_names[int(name)] = ((int(fields[11]) + int(fields[12])) / ticks, match[1])
+        return cls(time.perf_counter(), seconds_and_names)
 
     def describe_since(self, before: ProcessTimes) -> str:
         """Return at most two processes that used the most CPU time since `before`, such as "python (process 17) used
         48% of a core". Processes that used less than 5 % of a core are omitted, so the text may be empty."""
         elapsed = max(self.time - before.time, 1e-9)
         used = {
-            pid: (seconds - before.seconds[pid][0]) / elapsed
-            for pid, (seconds, _) in self.seconds.items()
-            if pid in before.seconds
+            pid: (seconds - before.seconds_and_names[pid][0]) / elapsed
+            for pid, (seconds, _) in self.seconds_and_names.items()
+            if pid in before.seconds_and_names
         }
         busiest = sorted(used, key=lambda pid: -used[pid])[:_MAX_NAMED_NEIGHBORS]
         return ", ".join(
-            f"{self.seconds[pid][1]} (process {pid}) used {used[pid]:.0%} of a core"
+            f"{self.seconds_and_names[pid][1]} (process {pid}) used {used[pid]:.0%} of a core"
             for pid in busiest
-            if used[pid] >= _MIN_NEIGHBOR_CPU
+            if used[pid] >= _MIN_NEIGHBOR_CPU_FRACTION
         )
 
 

@@ -94,11 +94,11 @@ class _TimedDisplay(ProgressDisplay, ABC):
 
     def show_validation(self, epoch: int, results: dict[str, float]) -> None:
         numbers = (f"{name} {value:.4f}" for name, value in results.items())
-        self._print(self._name(epoch), f"step {self._count()}", *numbers)
+        self._print(self._epoch_text(epoch), f"step {self._steps_text()}", *numbers)
 
     def show_epoch(self, epoch: int, results: dict[str, float]) -> None:
         numbers = (f"{name} {value:.4f}" for name, value in results.items())
-        self._print(self._name(epoch), *numbers, self._speed(), self._slow_ranks)
+        self._print(self._epoch_text(epoch), *numbers, self._speed_text(), self._slow_ranks)
         self._next_update_at = time.perf_counter() + self.interval_seconds
 
     @abstractmethod
@@ -112,13 +112,13 @@ class _TimedDisplay(ProgressDisplay, ABC):
         # Names of results and reasons for a stop may contain brackets, which are not markup of rich.
         self._console.print(text, markup=False, emoji=False, highlight=False)
 
-    def _name(self, epoch: int) -> str:
+    def _epoch_text(self, epoch: int) -> str:
         return f"epoch {epoch}" if self._epochs is None else f"epoch {epoch}/{self._epochs}"
 
-    def _count(self) -> str:
+    def _steps_text(self) -> str:
         return f"{self._steps_done}" if self._steps is None else f"{self._steps_done}/{self._steps}"
 
-    def _speed(self) -> str:
+    def _speed_text(self) -> str:
         return f"{self._samples / (time.perf_counter() - self._start_time):,.0f} samples/s"
 
     def _loss_text(self) -> str:
@@ -132,10 +132,10 @@ class _Lines(_TimedDisplay):
             seconds = (time.perf_counter() - self._start_time) / self._steps_done * (self._steps - self._steps_done)
             remaining_text = f"{seconds:.0f} s left"
         self._print(
-            self._name(epoch),
-            f"step {self._count()}",
+            self._epoch_text(epoch),
+            f"step {self._steps_text()}",
             self._loss_text(),
-            self._speed(),
+            self._speed_text(),
             remaining_text,
             self._slow_ranks,
         )
@@ -144,9 +144,9 @@ class _Lines(_TimedDisplay):
 class _Bar(_TimedDisplay):
     interval_seconds = _BAR_INTERVAL_SECONDS
 
-    def __init__(self, console: Console, opened: TextIO | None = None) -> None:
+    def __init__(self, console: Console, owned_terminal: TextIO | None = None) -> None:
         super().__init__(console)
-        self._owned_terminal = opened
+        self._owned_terminal = owned_terminal
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),  # fills the remaining width
@@ -164,11 +164,11 @@ class _Bar(_TimedDisplay):
     def _show(self, epoch: int) -> None:
         self._bar.update(
             self._task,
-            description=self._name(epoch),
+            description=self._epoch_text(epoch),
             completed=self._steps_done,
-            count=self._count(),
+            count=self._steps_text(),
             loss=self._loss_text(),
-            speed=self._speed(),
+            speed=self._speed_text(),
             refresh=True,
         )
 
@@ -193,7 +193,7 @@ class _Bar(_TimedDisplay):
             self._owned_terminal.close()
 
 
-def choose_progress(style: ProgressStyle, rank: int) -> ProgressDisplay:
+def choose_display(style: ProgressStyle, rank: int) -> ProgressDisplay:
     """Return the display of a rank. "auto" is a bar on a terminal, otherwise lines. Only rank 0 shows anything."""
     if rank != 0 or style == "off":
         return ProgressDisplay()

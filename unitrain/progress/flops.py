@@ -28,6 +28,7 @@ _GPUS: tuple[tuple[str, float, float | None, float], ...] = (
     ("GB200", 2500e12, 1250e12, 80e12),
     ("B200", 2250e12, 1125e12, 75e12),
     # NVIDIA H200 and H100 Tensor Core GPU data sheets.
+    ("H200 NVL", 835.5e12, 417.5e12, 60e12),
     ("H200", 989.5e12, 494.5e12, 67e12),
     ("GH200", 989.5e12, 494.5e12, 67e12),
     ("H100 NVL", 835.5e12, 417.5e12, 60e12),
@@ -80,7 +81,8 @@ def device_peak_flops(device: torch.device, model: nn.Module, config: TrainConfi
         return config.peak_flops
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
     half = config.precision != "fp32" or dtype in _HALF
-    tf32 = torch.get_float32_matmul_precision() != "highest"
+    # The Trainer applies `config.tf32` later.
+    tf32 = torch.get_float32_matmul_precision() != "highest" if config.tf32 is None else config.tf32
     return peak_flops(torch.cuda.get_device_name(device), half=half, tf32=tf32)
 
 
@@ -109,8 +111,8 @@ class FlopsMeasurement:
         self.flops_per_token: float | None = None
         self._uncounted_operations: set[str] = set()
 
-    def counted(self, forward_backward: ForwardBackward) -> ForwardBackward:
-        """Return `forward_backward`, the training on a micro-batch, or a function that also counts its FLOPs."""
+    def with_counting(self, forward_backward: ForwardBackward) -> ForwardBackward:
+        """Return a function that calls `forward_backward` and, if `is_due`, counts the FLOPs of the call."""
         return partial(self._count, forward_backward) if self.is_due else forward_backward
 
     def _count(self, forward_backward: ForwardBackward, batch: Any, micro_batch: MicroBatch) -> Loss:

@@ -155,7 +155,7 @@ class GoodputMeter:
     def begin(self, category: Category) -> Category:
         """Start `category`, and return the preceding one."""
         with self._lock:
-            self._lap()
+            self._count_elapsed_time()
             previous, self._category = self._category, category
             return previous
 
@@ -172,22 +172,23 @@ class GoodputMeter:
         """Divide the training time since the last call, in which the run reached `step` and waited for data for
         `data_seconds`."""
         with self._lock:
-            self._lap()
+            self._count_elapsed_time()
             before, self._step = self._step, step
-            pending = self._seconds["training"] - self._counted_seconds
-            data_seconds = min(data_seconds, pending)
+            pending_seconds = self._seconds["training"] - self._counted_seconds
+            data_seconds = min(data_seconds, pending_seconds)
             replayed_steps = max(0, min(step, self._max_earlier_step) - before)
-            replayed = (pending - data_seconds) * replayed_steps / (step - before) if step > before else 0.0
+            trained_seconds = pending_seconds - data_seconds
+            replayed_seconds = trained_seconds * replayed_steps / (step - before) if step > before else 0.0
             self.replayed_steps += replayed_steps
             self._seconds["data"] += data_seconds
-            self._seconds["replayed"] += replayed
-            self._seconds["training"] -= data_seconds + replayed
+            self._seconds["replayed"] += replayed_seconds
+            self._seconds["training"] -= data_seconds + replayed_seconds
             self._counted_seconds = self._seconds["training"]
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by category until now. Any thread may call it."""
         with self._lock:
-            self._lap()
+            self._count_elapsed_time()
             return dict(self._seconds)
 
     def loop_seconds(self) -> float:
@@ -209,7 +210,7 @@ class GoodputMeter:
             seconds={name: round(value, 3) for name, value in seconds.items()},
         )
 
-    def _lap(self) -> None:
+    def _count_elapsed_time(self) -> None:
         now = time.perf_counter()
         self._seconds[self._category] += now - self._category_start_time
         self._category_start_time = now
@@ -223,14 +224,14 @@ class GoodputFile:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder, self._next_write_at, self._has_failed = folder, 0.0, False
-        self.earlier: list[AttemptRecord] = []
+        self.earlier_attempts: list[AttemptRecord] = []
 
     def load(self) -> None:
         """Read the earlier attempts of the run. A corrupt file is ignored with a warning."""
         if self._folder is None:
             return
         try:
-            self.earlier = read_attempts(self._folder)
+            self.earlier_attempts = read_attempts(self._folder)
         except (OSError, ValueError) as error:
             _log.warning("'%s' is ignored: %s", self._folder / GOODPUT_FILE, error)
 
@@ -240,7 +241,7 @@ class GoodputFile:
         if self._folder is None:
             return
         try:
-            text = json.dumps({"attempts": [asdict(record) for record in (*self.earlier, attempt)]})
+            text = json.dumps({"attempts": [asdict(record) for record in (*self.earlier_attempts, attempt)]})
             replace_file(self._folder / GOODPUT_FILE, text)
         except OSError as error:
             if not self._has_failed:

@@ -17,9 +17,9 @@ _MAX_CONNECTIONS = 32
 _MIN_SEARCH_INTERVAL_SECONDS, _MAX_SEARCH_INTERVAL_SECONDS = 1.0, 32.0
 _TCP_INFO_BYTES, _ADDRESS_BYTES = 192, 128
 # Offsets in `struct tcp_info`: smoothed round-trip time in microseconds, number of retransmissions, acknowledged bytes.
-# At _BUSY, there are three times in microseconds: the time with unacknowledged data, the part of this time that the
-# receive window of the peer limited, and the part that the send buffer limited.
-_RTT, _RETRANSMISSIONS, _ACKNOWLEDGED, _BUSY = 68, 100, 120, 168
+# At _BUSY_OFFSET, there are three times in microseconds: the time with unacknowledged data, the part of this time that
+# the receive window of the peer limited, and the part that the send buffer limited.
+_RTT_OFFSET, _RETRANSMISSIONS_OFFSET, _ACKNOWLEDGED_OFFSET, _BUSY_OFFSET = 68, 100, 120, 168
 
 
 class ConnectionCounters(NamedTuple):
@@ -107,20 +107,20 @@ def read_connection(descriptor: int, peer: str | None = None) -> ConnectionCount
         return None
     if peer is None and (peer := _find_remote_peer(descriptor)) is None:
         return None
-    (rtt,) = struct.unpack_from("=I", info, _RTT)
-    (retransmissions,) = struct.unpack_from("=I", info, _RETRANSMISSIONS)
-    (acknowledged,) = struct.unpack_from("=Q", info, _ACKNOWLEDGED)
-    busy, by_receiver, by_buffer = struct.unpack_from("=QQQ", info, _BUSY)
+    (rtt,) = struct.unpack_from("=I", info, _RTT_OFFSET)
+    (retransmissions,) = struct.unpack_from("=I", info, _RETRANSMISSIONS_OFFSET)
+    (acknowledged,) = struct.unpack_from("=Q", info, _ACKNOWLEDGED_OFFSET)
+    busy, by_receiver, by_buffer = struct.unpack_from("=QQQ", info, _BUSY_OFFSET)
     return ConnectionCounters(peer, (busy - by_receiver - by_buffer) / 1e6, acknowledged, retransmissions, rtt / 1e6)
 
 
 def _find_remote_peer(descriptor: int) -> str | None:
     """Return the address of the other host, or None if there is no peer, or it is on this host."""
-    peer, local = (_address(descriptor, function) for function in ("getpeername", "getsockname"))
+    peer, local = (_read_address(descriptor, function) for function in ("getpeername", "getsockname"))
     return None if peer is None or peer == local or ipaddress.ip_address(peer).is_loopback else peer
 
 
-def _address(descriptor: int, function: str) -> str | None:
+def _read_address(descriptor: int, function: str) -> str | None:
     """Return the IP address that libc's `getpeername` or `getsockname` returns, or None if there is none."""
     address, size = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint(_ADDRESS_BYTES)
     if getattr(_libc(), function)(descriptor, address, ctypes.byref(size)):

@@ -14,7 +14,7 @@ from typing import Self
 
 from unitrain.processes import preemption_signals
 
-_SAME_NOTICE_SECONDS = 3.0
+_DUPLICATE_SIGNAL_SECONDS = 3.0
 
 
 class PreemptionHandler:
@@ -35,18 +35,18 @@ class PreemptionHandler:
 
     def __enter__(self) -> Self:
         self.received = None
-        free = [signum for signum in self._signals if signal.getsignal(signum) == signal.SIG_DFL]
-        if not free or threading.current_thread() is not threading.main_thread():
+        default_signals = [signum for signum in self._signals if signal.getsignal(signum) == signal.SIG_DFL]
+        if not default_signals or threading.current_thread() is not threading.main_thread():
             return self
         _ignore_signals_in_forks()
         self._receiver, sender = socket.socketpair()
         sender.setblocking(False)
         self._sender = sender
-        self._wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        self._process = os.getpid()
-        self._thread = threading.Thread(target=self._watch, name="unitrain preemption", daemon=True)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._receive_signals, name="unitrain preemption", daemon=True)
         self._thread.start()
-        for signum in free:
+        for signum in default_signals:
             signal.signal(signum, _ignore_signal)
             self._handled_signals.add(signum)
         return self
@@ -59,8 +59,8 @@ class PreemptionHandler:
         for signum in self._handled_signals:
             signal.signal(signum, signal.SIG_DFL)
         self._handled_signals.clear()
-        signal.set_wakeup_fd(self._wakeup)
-        if os.getpid() != self._process:  # a forked process; the parent closes the connection
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        if os.getpid() != self._pid:  # a forked process; the parent closes the connection
             return
         # Shut the connection down instead of closing it: while a forked process, such as a DataLoader worker, holds a
         # copy of the socket, closing it would not stop the thread.
@@ -69,16 +69,16 @@ class PreemptionHandler:
         self._receiver.close()
         self._sender.close()
 
-    def _watch(self) -> None:
+    def _receive_signals(self) -> None:
         """Read the numbers of received signals until the connection is shut down."""
-        first = 0.0
+        first_time = 0.0
         while numbers := self._receiver.recv(16):
             for signum in numbers:
                 if signum not in self._handled_signals:
                     continue
                 if self.received is None:
-                    first, self.received = time.monotonic(), signal.Signals(signum).name
-                elif time.monotonic() - first > _SAME_NOTICE_SECONDS:
+                    first_time, self.received = time.monotonic(), signal.Signals(signum).name
+                elif time.monotonic() - first_time > _DUPLICATE_SIGNAL_SECONDS:
                     os._exit(128 + signum)
 
 

@@ -46,7 +46,7 @@ class RankEvidence:
         self._processes: ProcessTimes | None = None
         self._slowest_connection: ConnectionCounters | None = None
         self._figures = RankFigures()
-        self._phases, self._evidence = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
+        self._phase_seconds, self._evidence_seconds = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
         # Since the last reading.
         self._unexplained_seconds = self._copy_seconds = 0.0
         self._last_reading_time = -math.inf
@@ -67,17 +67,17 @@ class RankEvidence:
         """
         seconds, steps = self._timer.take_recent_seconds()
         recent = self._timer.recent
-        self._evidence["forward"] += recent.forward
-        self._evidence["copy"] += recent.copy
+        self._evidence_seconds["forward"] += recent.forward
+        self._evidence_seconds["copy"] += recent.copy
         self._unexplained_seconds += recent.unexplained
         self._copy_seconds += recent.copy
-        if self._is_reading_due(sum(self._phases) + sum(seconds)):
+        if self._is_reading_due(sum(self._phase_seconds) + sum(seconds)):
             cpu_seconds = self._read()
-            self._evidence["cpu_wait"] += max(0.0, cpu_seconds.run_queue - cpu_seconds.throttled)
-            self._evidence["worker_wait"] += max(0.0, cpu_seconds.workers - cpu_seconds.throttled)
-            self._evidence["throttled"] += cpu_seconds.throttled
-            self._evidence["cpu"] += cpu_seconds.used
-            self._evidence["network"] += (
+            self._evidence_seconds["cpu_wait"] += max(0.0, cpu_seconds.run_queue - cpu_seconds.throttled)
+            self._evidence_seconds["worker_wait"] += max(0.0, cpu_seconds.workers - cpu_seconds.throttled)
+            self._evidence_seconds["throttled"] += cpu_seconds.throttled
+            self._evidence_seconds["cpu"] += cpu_seconds.used
+            self._evidence_seconds["network"] += (
                 0.0 if self._slowest_connection is None else self._slowest_connection.network_limited_seconds
             )
             stalled = min(self._unexplained_seconds, cpu_seconds.throttled)
@@ -85,12 +85,12 @@ class RankEvidence:
             seconds[TRAINING.index("compute")] += stalled
             seconds[TRAINING.index("data")] += copied
             self._unexplained_seconds = self._copy_seconds = 0.0
-        self._phases = [earlier + recent_seconds for earlier, recent_seconds in zip(self._phases, seconds, strict=True)]
-        return seconds, steps, pack_evidence(self._evidence, self._earlier_figures.median())
+        self._phase_seconds = [earlier + added for earlier, added in zip(self._phase_seconds, seconds, strict=True)]
+        return seconds, steps, pack_evidence(self._evidence_seconds, self._earlier_figures.median())
 
     def discard(self) -> None:
         """Discard the evidence since the last observation."""
-        self._phases, self._evidence = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
+        self._phase_seconds, self._evidence_seconds = [0.0] * len(TRAINING), dict.fromkeys(EVIDENCE, 0.0)
 
     def end_observation(self, steps: int, *, is_any_suspected: bool, is_suspected: bool) -> None:
         """Keep the figures of an observation of `steps` steps for comparison with later ones.
@@ -98,7 +98,8 @@ class RankEvidence:
         `is_any_suspected` states whether any rank is suspected to be slow, and `is_suspected` whether this rank is
         suspected.
         """
-        self._figures = RankFigures(*(seconds / steps for seconds in (*self._phases, *self._evidence.values())))
+        seconds = (*self._phase_seconds, *self._evidence_seconds.values())
+        self._figures = RankFigures(*(value / steps for value in seconds))
         self._earlier_figures.add(self._figures, is_slow=is_any_suspected)
         self.discard()
         if not is_suspected:

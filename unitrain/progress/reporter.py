@@ -19,7 +19,7 @@ from unitrain.loggers import create_loggers
 from unitrain.loggers.background import BackgroundLogger
 from unitrain.loggers.images import check_image, check_table, to_histogram, to_pixels
 from unitrain.loggers.logger import RunInfo, Status
-from unitrain.progress.display import ProgressDisplay, choose_progress
+from unitrain.progress.display import ProgressDisplay, choose_display
 from unitrain.progress.training_progress import TrainingProgress
 
 
@@ -56,7 +56,7 @@ class RunReporter:
             self._start(step)
         status: Status = "failed"
         try:
-            with choose_progress(self._config.progress, self._communicator.rank) as progress:
+            with choose_display(self._config.progress, self._communicator.rank) as progress:
                 self._use_display(progress)
                 progress.start(remaining_steps, self._config.max_epochs)
                 yield
@@ -109,8 +109,8 @@ class RunReporter:
         the other methods for the user's values, before the first `fit` call."""
         self._check_fit_called("log")
         for name, value in values.items():
-            number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
-            if not number or name == "step":
+            is_number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+            if not is_number or name == "step":
                 raise ConfigError(
                     f"trainer.log takes numbers by name, got {name}={value!r}. "
                     'Use trainer.log(temperature=0.7); unitrain adds "step" itself.'

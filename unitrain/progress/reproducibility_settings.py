@@ -11,7 +11,7 @@ import torch
 from unitrain.backends.base import Communicator
 from unitrain.processes import cpu_model_name
 
-_LOGGER = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _FIXES = {
     "torch": "Install the same version",
     "threads": "Set OMP_NUM_THREADS, or call torch.set_num_threads",
@@ -46,7 +46,7 @@ def report_differences(saved: Mapping[str, Any], communicator: Communicator, sou
     if communicator.rank == 0:
         for name, value in reproducibility_settings(communicator.device).items():
             if name in saved and saved[name] != value:
-                _LOGGER.warning(
+                _log.warning(
                     "The run in '%s' was computed with %s=%s, but this process has %s=%s: its results may differ in "
                     "the last bits from those of an uninterrupted run. %s.",
                     source, name, saved[name], name, value, _FIXES.get(name, _FIX),
@@ -60,7 +60,7 @@ def report_different_processes(communicator: Communicator) -> None:
         for name, value in processes[0].items():
             values = [process[name] for process in processes]
             if any(process_value != value for process_value in values):
-                _LOGGER.warning(
+                _log.warning(
                     "With logical_ranks, results depend on the assignment of logical ranks to processes, because %s "
                     "differs between processes: %s. %s.",
                     name, values, _FIXES.get(name, _FIX),

@@ -76,18 +76,18 @@ class RunMetrics:
         info = supervisor_client.attempt_info() if self._is_rank_zero else None
         self._restart_reason = None if info is None else info.reason
         self._goodput = GoodputMeter(_attempt_start(info))
-        self._file, self._events = GoodputFile(folder), EventLog(folder)
+        self._goodput_file, self._events = GoodputFile(folder), EventLog(folder)
         self._peak_flops = device_peak_flops(backend.device, model, config) if self._is_rank_zero else None
         # torch.compile would compute a micro-batch without compilation while torch's counter is active.
         self.flops = FlopsMeasurement(is_enabled=self._peak_flops is not None and not config.compile)
-        self._values = RunValues()
-        self._values.gauges["ranks"] = backend.size
+        self._run_values = RunValues()
+        self._run_values.gauges["ranks"] = backend.size
         endpoint = call_on_all_ranks(backend, lambda: self._open_endpoint(config, info) if has_endpoint else None)
         if endpoint is not None:
-            endpoint.serve(self._values)
+            endpoint.serve(self._run_values)
         self._has_endpoint = endpoint is not None
         self._is_opened = False
-        self._earlier_attempts = GoodputSummary.of([])
+        self._earlier_summary = GoodputSummary.of([])
         self._first_step = 0
         self._memory_bytes = self._memory_measured_at = 0.0
         self._recorded_memory: Sequence[float] = ()
@@ -106,7 +106,7 @@ class RunMetrics:
             yield
             return
         self._start(description, is_new_run=is_new_run)
-        self._values.goodput = self._summary
+        self._run_values.goodput = self._summary
         status: Status = "failed"
         reason: str | None = None
         try:
@@ -141,7 +141,7 @@ class RunMetrics:
         It is measured at most once per second.
         """
         if (now := time.monotonic()) - self._memory_measured_at >= _MEMORY_INTERVAL_SECONDS:
-            self._memory_measured_at, self._memory_bytes = now, _memory_bytes(self._backend.device)
+            self._memory_measured_at, self._memory_bytes = now, _read_memory_bytes(self._backend.device)
         return self._memory_bytes
 
     def synchronize(self, sync_point: SyncPoint, memory_bytes: Sequence[float]) -> None:
@@ -150,14 +150,14 @@ class RunMetrics:
             return
         progress = self.progress
         self._goodput.count_steps(progress.step, sync_point.seconds[0][0])
-        self._values.memory = memory_bytes
-        self._values.gauges |= {"step": progress.step, "epoch": progress.epoch}
+        self._run_values.memory = memory_bytes
+        self._run_values.gauges |= {"step": progress.step, "epoch": progress.epoch}
         if self._has_endpoint:
-            self._values.add_phase_seconds(sync_point.seconds)
+            self._run_values.add_phase_seconds(sync_point.seconds)
         slow_ranks = sync_point.slow_ranks().get("slow", [])
         slow = frozenset(int(slow_rank["rank"]) for slow_rank in slow_ranks)
         if slow != self._slow_ranks:
-            self._slow_ranks = self._values.slow_ranks = slow
+            self._slow_ranks = self._run_values.slow_ranks = slow
             self._events.append("straggler", progress.step, ranks=slow_ranks)
         self._write_if_due()
 
@@ -178,8 +178,8 @@ class RunMetrics:
             flops = self.flops.flops_per_token
         if self._peak_flops is not None and flops is not None:
             values["mfu"] = flops * units_per_second / (self._peak_flops * self._backend.size)
-        if self._values.memory:
-            values["max_memory_bytes"] = max(self._values.memory)
+        if self._run_values.memory:
+            values["max_memory_bytes"] = max(self._run_values.memory)
         return {**values, "goodput": self._summary().goodput}
 
     def goodput_seconds(self) -> dict[str, float]:
@@ -192,8 +192,8 @@ class RunMetrics:
     def record_sync_point(self, values: Mapping[str, float]) -> dict[str, list[float]]:
         """Pass the `values` of a sync point to the endpoint. Return the memory of all ranks for the history if the
         memory of any rank has changed by more than 1 %, otherwise an empty dictionary."""
-        self._values.gauges |= values
-        memory, recorded = self._values.memory, self._recorded_memory
+        self._run_values.gauges |= values
+        memory, recorded = self._run_values.memory, self._recorded_memory
         if not memory or (len(memory) == len(recorded) and not any(map(_has_changed, recorded, memory))):
             return {}
         self._recorded_memory = memory
@@ -201,7 +201,7 @@ class RunMetrics:
 
     def record_validation(self, results: Mapping[str, float]) -> None:
         """Record the `results` of the validation that `measure` has measured."""
-        self._values.results |= results
+        self._run_values.results |= results
         if results and self._is_rank_zero:
             seconds = round(self._measured_seconds, 6)
             step, epochs = self.progress.step, self.progress.epoch
@@ -210,8 +210,8 @@ class RunMetrics:
     def record_checkpoint(self, step: int, path: Path, seconds: float) -> None:
         """Record that a checkpoint is written. The thread that writes it calls this."""
         if self._is_rank_zero:
-            count, total = self._values.checkpoint_seconds
-            self._values.checkpoint_seconds = count + 1, total + seconds
+            count, total = self._run_values.checkpoint_seconds
+            self._run_values.checkpoint_seconds = count + 1, total + seconds
             self._events.append("checkpoint", step, path=str(path), write_seconds=round(seconds, 6))
 
     def _start(self, description: Mapping[str, Any], *, is_new_run: bool) -> None:
@@ -222,17 +222,17 @@ class RunMetrics:
             return
         self._is_opened, self._first_step = True, self.progress.step
         if not is_new_run:
-            self._file.load()
+            self._goodput_file.load()
         self._events.open(is_new_run=is_new_run)
-        earlier = self._file.earlier
+        earlier = self._goodput_file.earlier_attempts
         self._goodput.continue_run(earlier, self._first_step)
         self._events.attempt = len(earlier) + 1
-        self._earlier_attempts = GoodputSummary.of(earlier)
+        self._earlier_summary = GoodputSummary.of(earlier)
         if earlier:
             previous, reason = earlier[-1], self._restart_reason
             if previous.status == "running":
-                killed = reason or "the attempt ended without a record of its end"
-                self._events.append("failure", previous.last_step, attempt=len(earlier), reason=killed)
+                failure_reason = reason or "the attempt ended without a record of its end"
+                self._events.append("failure", previous.last_step, attempt=len(earlier), reason=failure_reason)
             seconds = self._goodput.seconds()
             downtime_seconds = round(seconds["restart"] + seconds["hosts"], 3)
             self._events.append(
@@ -242,15 +242,15 @@ class RunMetrics:
                 self._events.append("resize", self._first_step, ranks=self._backend.size, previous_ranks=previous.ranks)
         else:
             self._events.append("start", self._first_step, **environment_values)
-        self._file.write(self._record("running"))
+        self._goodput_file.write(self._record("running"))
 
     def _finish(self, status: Status, reason: str | None) -> None:
         progress = self.progress
         self._goodput.count_steps(progress.step, 0.0)
         attempt = self._record(status)
-        self._file.write(attempt)
-        summary = self._earlier_attempts.with_attempt(attempt)
-        self._values.goodput = lambda: summary  # the time after `fit` does not count
+        self._goodput_file.write(attempt)
+        summary = self._earlier_summary.with_attempt(attempt)
+        self._run_values.goodput = lambda: summary  # the time after `fit` does not count
         if status == "failed":
             self._events.append("failure", progress.step, reason=reason)
         else:
@@ -261,14 +261,14 @@ class RunMetrics:
             self._reporter.show_message(str(summary))
 
     def _write_if_due(self) -> None:
-        if self._is_opened and self._file.is_due:
-            self._file.write(self._record("running"))
+        if self._is_opened and self._goodput_file.is_due:
+            self._goodput_file.write(self._record("running"))
 
     def _record(self, status: Status) -> AttemptRecord:
         return self._goodput.record(self._first_step, self._backend.size, status)
 
     def _summary(self) -> GoodputSummary:
-        return self._earlier_attempts.with_attempt(self._record("running"))
+        return self._earlier_summary.with_attempt(self._record("running"))
 
     def _open_endpoint(self, config: TrainConfig, info: supervisor_client.AttemptInfo | None) -> MetricsEndpoint | None:
         port, address = _endpoint_settings(config)
@@ -308,7 +308,7 @@ def _attempt_start(info: supervisor_client.AttemptInfo | None) -> AttemptStart:
     return AttemptStart(info.age_seconds, info.waiting_seconds)
 
 
-def _memory_bytes(device: torch.device) -> float:
+def _read_memory_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     try:

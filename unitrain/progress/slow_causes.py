@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # A cause must explain at least this fraction of the excess time.
-MIN_EXPLAINED = 0.5
+MIN_EXPLAINED_FRACTION = 0.5
 # A process that uses at least this fraction of its cores waits for its own threads rather than for other processes.
-_MIN_OWN_CPU = 0.8
+_MIN_OWN_CPU_FRACTION = 0.8
 
 
 class RankFigures(NamedTuple):
@@ -94,18 +94,18 @@ def find_cause(figures: RankFigures, reference: RankFigures, phase: str) -> str:
     """Return the cause, a key of CAUSES, for which `phase` takes longer than in `reference`, the figures of other ranks
     or of earlier steps.
     """
-    excess = MIN_EXPLAINED * (figures.work - reference.work)
+    min_explained = MIN_EXPLAINED_FRACTION * (figures.work - reference.work)
     throttled = figures.throttled - reference.throttled
     waiting = figures.cpu_wait - reference.cpu_wait
     if phase == "data":
         waiting = max(waiting, figures.worker_wait - reference.worker_wait)
-    if throttled + waiting >= excess:
+    if throttled + waiting >= min_explained:
         if throttled >= waiting:
             return "cpu_quota"
-        is_saturated = figures.cpu >= _MIN_OWN_CPU * (figures.work + figures.wait)
+        is_saturated = figures.cpu >= _MIN_OWN_CPU_FRACTION * (figures.work + figures.wait)
         return "own_threads" if is_saturated else "other_processes"
     if phase == "data":
-        return "copy" if figures.copy - reference.copy >= excess else "data_loading"
+        return "copy" if figures.copy - reference.copy >= min_explained else "data_loading"
     if phase == "update":
         return "update"
     is_forward = figures.forward - reference.forward >= figures.backward - reference.backward

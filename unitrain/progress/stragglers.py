@@ -192,7 +192,7 @@ def _find_slow_links(figures: Sequence[RankFigures], earlier: Sequence[RankFigur
         reference = (
             earlier_figures.network if has_earlier and earlier_figures is not None else _MIN_LINK_RATIO * others[rank]
         )
-        if rank_figures.network - reference >= slow_causes.MIN_EXPLAINED * excess:
+        if rank_figures.network - reference >= slow_causes.MIN_EXPLAINED_FRACTION * excess:
             straggler = Straggler(
                 rank,
                 "network",
