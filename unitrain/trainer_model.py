@@ -100,7 +100,8 @@ class MicroBatchRunner:
         logical rank."""
         functions, self._collected_functions = self._collected_functions, []
         functions.append(partial(self._forward_backward, batch, micro_batch))
-        return model.run_in_turns(functions, begins_step=micro_batch.number == 0, ends_step=micro_batch.ends_step)[-1]
+        begins_step, ends_step = micro_batch.index_in_step == 0, micro_batch.ends_step
+        return model.run_in_turns(functions, begins_step=begins_step, ends_step=ends_step)[-1]
 
 
 def start_average(average: WeightAverage, distributed: nn.Module, config: TrainConfig, backend: Backend) -> None:

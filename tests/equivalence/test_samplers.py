@@ -35,7 +35,7 @@ from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.data import samplers
 from unitrain.data.evaluation_shard import EvaluationShard
-from unitrain.data.order import micro_batches_of_sampler
+from unitrain.data.order import micro_batches_of_batch_sampler
 from unitrain.data.sharding import TrainingShard
 from unitrain.data.training_data import ShardSettings
 from unitrain.errors import DataError
@@ -347,7 +347,7 @@ def test_batches_of_a_batch_sampler_are_assigned_to_ranks_in_turn(uneven: Any) -
         bounds = [0, *itertools.accumulate(range(1, count + 1))]
         parts = [
             list(
-                micro_batches_of_sampler(
+                micro_batches_of_batch_sampler(
                     bounds, 0, gradient_accumulation_steps=accumulate, rank=rank, size=size, uneven=uneven
                 )
             )
@@ -367,7 +367,7 @@ def test_batches_of_a_batch_sampler_are_assigned_to_ranks_in_turn(uneven: Any) -
         assert sum(part.step_samples for part in steps) == len(taken)
         if len(steps) > 1:
             rest = list(
-                micro_batches_of_sampler(
+                micro_batches_of_batch_sampler(
                     bounds, steps[0].step_end, gradient_accumulation_steps=accumulate, rank=0, size=size, uneven=uneven
                 )
             )

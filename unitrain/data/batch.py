@@ -142,9 +142,10 @@ def infer_sample_count(batch: Any, items: Sequence[Any]) -> int:
 
     If the batch is a list of samples, the number is its length. Any other batch consists of columns: the parts of a
     tuple, list, mapping or dataclass, or one tensor. If all columns have the same length (first dimension of a tensor,
-    or length of a list), and this length differs from the number of items, it is the number of samples. In all other
-    cases, and if the second dimension of all tensors indexes the samples, the number of samples is the number of items.
-    If the items are vectors, a list of vectors may be either: it consists of columns if one has an element per item.
+    or length of a list), and this length differs from the number of items, it is the number of samples, unless the
+    second dimension of all tensors indexes the samples. In all other cases, the number of samples is the number of
+    items. If the items are vectors, a list of vectors may contain samples or columns; it contains columns if one of the
+    vectors has one element per item.
     """
     if batch is None:
         return 0

@@ -63,20 +63,20 @@ def resolve_batch_sizes(
     size = logical_ranks or communicator.size
 
     def derive() -> BatchSizes:
-        own = data.batch_size if isinstance(data, DataLoader) else batch_size
-        if isinstance(data, DataLoader) and own is None and global_batch_size is not None:
-            maker = data.dataset if data.batch_sampler is None else data.batch_sampler
+        fixed_batch_size = data.batch_size if isinstance(data, DataLoader) else batch_size
+        if isinstance(data, DataLoader) and fixed_batch_size is None and global_batch_size is not None:
+            source = data.dataset if data.batch_sampler is None else data.batch_sampler
             raise ConfigError(
-                f"TrainConfig.global_batch_size {global_batch_size} is not possible, because {type(maker).__name__} "
+                f"TrainConfig.global_batch_size {global_batch_size} is not possible, because {type(source).__name__} "
                 "determines the size of each batch. Leave global_batch_size out, and use gradient_accumulation_steps "
                 "for larger steps."
             )
         settings = {
-            "batch_size": own or batch_size,
+            "batch_size": fixed_batch_size or batch_size,
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "global_batch_size": global_batch_size,
         }
-        if elastic and (own or global_batch_size):
+        if elastic and (fixed_batch_size or global_batch_size):
             batch_sizes = elastic_batch_sizes(size, elastic_batch_size, **settings, full_batches_only=full_batches_only)
         else:
             batch_sizes = derive_batch_sizes(size, **settings)
@@ -143,14 +143,14 @@ def derive_batch_sizes(
         return BatchSizes(global_batch_size // micro_batches, gradient_accumulation_steps or 1)
     if global_batch_size % (size * batch_size):
         _raise_not_divisible(global_batch_size, size * batch_size, f"{size} ranks x batch_size {batch_size}")
-    steps_needed = global_batch_size // (size * batch_size)
-    if gradient_accumulation_steps not in (None, steps_needed):
+    needed_accumulation = global_batch_size // (size * batch_size)
+    if gradient_accumulation_steps not in (None, needed_accumulation):
         raise ConfigError(
             f"TrainConfig.global_batch_size {global_batch_size} is not {size} ranks x batch_size {batch_size} x "
             f"gradient_accumulation_steps {gradient_accumulation_steps}. Leave out gradient_accumulation_steps, which "
-            f"is then {steps_needed}, or global_batch_size."
+            f"is then {needed_accumulation}, or global_batch_size."
         )
-    return BatchSizes(batch_size, steps_needed)
+    return BatchSizes(batch_size, needed_accumulation)
 
 
 def evaluation_batch_sizes(

@@ -298,9 +298,9 @@ def _repeat_endlessly(
     batch."""
     if first is not None:
         yield from first()
-    has_items = True
-    while has_items:
-        has_items = False
+    has_batches = True
+    while has_batches:
+        has_batches = False
         for counted_batch in batches():
-            has_items = True
+            has_batches = True
             yield counted_batch

@@ -108,19 +108,19 @@ class StreamSource:
         self._settings = _loader_settings(loader, 0 if yields_batches else num_workers, pin_memory)
         self._loader = self._create_loader()
         # Fingerprint of the first item of a shared stream in the worker that loaded the last batch.
-        self.first_item: int | None = None
+        self.first_item_fingerprint: int | None = None
         # Number of positions per micro-batch: items of all ranks for a shared stream, otherwise 1.
         self.stride = size * (self.batch_size or 1) if stream_kind == "shared" else 1
 
     @property
-    def workers(self) -> int:
+    def num_workers(self) -> int:
         """The number of worker processes that load batches; 0 if this process or a stateful loader loads them."""
         return self._loader.num_workers
 
     @property
     def can_prefetch(self) -> bool:
         """Whether loading a batch runs no user code in this process, so that batches may be prefetched."""
-        return self.workers > 0
+        return self.num_workers > 0
 
     @property
     def may_reuse_memory(self) -> bool:
@@ -129,10 +129,10 @@ class StreamSource:
 
         Batches from workers, and batches that torch collates from items, do not share memory.
         """
-        return self.workers == 0 and (self.batch_size is None or self._batches.collate is not default_collate)
+        return self.num_workers == 0 and (self.batch_size is None or self._batches.collate is not default_collate)
 
     @property
-    def prefetched_batches(self) -> int:
+    def prefetch_count(self) -> int:
         """The number of batches that the workers prefetch."""
         return count_prefetched_batches(self._loader)
 
@@ -155,7 +155,7 @@ class StreamSource:
             for loaded in islice(batches_of_workers, self._limit_batches):
                 if loaded is None:  # see `_Batches`
                     continue
-                self.first_item, position = loaded.first_item, position + self.stride
+                self.first_item_fingerprint, position = loaded.first_item_fingerprint, position + self.stride
                 batch: CountedBatch = loaded.batch
                 if loaded.snapshot is not None:
                     is_shared = self.stream_kind == "shared"
@@ -223,7 +223,7 @@ class _LoadedBatch(NamedTuple):
     """
 
     batch: CountedBatch
-    first_item: int | None
+    first_item_fingerprint: int | None
     worker: int
     snapshot: bytes | None
 
@@ -257,8 +257,9 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         self._items, self._load, self.collate = items, load_item, collate
         self._batch_size, self._drop_last = batch_size, drop_last
         self._rank, self._size, self._kind, self._seed = rank, size, stream_kind, seed
-        self._first_item: int | None = None
-        # In shared memory, because persistent workers keep their copies of this object.
+        self._first_item_fingerprint: int | None = None
+        # Epoch, start position, and whether a state is set. In shared memory, because persistent workers keep their copies
+        # of this object.
         self._start = torch.zeros(3, dtype=torch.int64).share_memory_()
 
     def set_start(self, epoch: int, start: int, state: StreamState | None) -> None:
@@ -308,7 +309,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
                 with generators:
                     next(batches)
                     snapshot = END_OF_STREAM if self._has_ended else take_snapshot(stream)
-            yield _LoadedBatch(batch, self._first_item, worker, snapshot)
+            yield _LoadedBatch(batch, self._first_item_fingerprint, worker, snapshot)
 
     def _collate(self, items: list[Any]) -> CountedBatch:
         if self._batch_size is None:
@@ -330,7 +331,7 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         stream: Iterator[Any] = self._record_end(_iterate_outside_worker(dataset))
         _skip_items(stream, start)
         first = list(islice(stream, 1))
-        self._first_item = fingerprint(first)
+        self._first_item_fingerprint = fingerprint(first)
         stream = islice(chain(first, stream), self._max_items)
         length = self._batch_size or 1
         for micro_step in count():
@@ -388,4 +389,4 @@ def _identity(batch: Any) -> Any:
 def _loader_settings(loader: DataLoader[Any] | None, num_workers: int, pin_memory: bool) -> dict[str, Any]:
     if loader is not None:
         return worker_settings(loader)
-    return {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": WorkerInit(workers=num_workers)}
+    return {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": WorkerInit(num_workers=num_workers)}

@@ -26,8 +26,8 @@ class TrainingStream(TrainingData):
     The length of an epoch is unknown until it ends; `__len__` of the dataset is not used. With stream="shared", a
     position counts items, so a run can resume with a different number of ranks or workers or a different batch size.
     Otherwise, it counts micro-batches. A run that resumes within an epoch reads and discards the items before the
-    position. This is exact if the stream depends only on the seed. A stateful dataset resumes from its state instead,
-    without reading these items.
+    position. If the stream depends only on the seed, the run then continues with the same items as an uninterrupted
+    run. A stateful dataset resumes from its state instead, without reading these items.
 
     Raises on all ranks: DataError if the data cannot be sharded, raises an error or ends before its first step;
     ConfigError for a missing or contradictory batch size.
@@ -68,7 +68,7 @@ class TrainingStream(TrainingData):
             communicator,
             gradient_accumulation_steps=self._batch_sizes[0].gradient_accumulation_steps,
             uneven=uneven,
-            ahead=common_prefetch_count(source.prefetched_batches, communicator),
+            ahead=common_prefetch_count(source.prefetch_count, communicator),
             min_step_items=None,
             copies_batches=source.may_reuse_memory,
         )
@@ -80,7 +80,7 @@ class TrainingStream(TrainingData):
                 "batches of an iterable dataset. Use numbers of ranks that divide the global batch size.",
                 *(requested, communicator.size, self.global_batch_size),
             )
-        self._steps = _EpochMicroBatches(source, self._aligner, communicator, 0, 0, None, self._class_name)
+        self._current_epoch = _EpochMicroBatches(source, self._aligner, communicator, 0, 0, None, self._class_name)
 
     def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:
         """Use the `batch_sizes` for the next steps."""
@@ -94,7 +94,7 @@ class TrainingStream(TrainingData):
         """The settings that, with the seed, determine which sample is at a position of an epoch."""
         if self._source.stream_kind == "shared":
             return {"stream": "shared", "of batches": self._source.batch_size is None}
-        return {"stream": "own", "ranks": self._communicator.size, "workers": self._source.workers}
+        return {"stream": "own", "ranks": self._communicator.size, "workers": self._source.num_workers}
 
     @property
     def can_prefetch(self) -> bool:
@@ -121,10 +121,10 @@ class TrainingStream(TrainingData):
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`."""
         state = self._read_resume_state(epoch, start)
-        self._steps = _EpochMicroBatches(
+        self._current_epoch = _EpochMicroBatches(
             self._source, self._aligner, self._communicator, epoch, start, state, self._class_name
         )
-        return self._steps
+        return self._current_epoch
 
     @property
     def is_stateful(self) -> bool:
@@ -148,12 +148,12 @@ class TrainingStream(TrainingData):
 
     def gather_state(self, state: StreamState | None, epoch: int, position: int) -> dict[str, Any] | None:
         """Return the merged results of `state_to_save` of all ranks. All ranks call it."""
-        own = self.state_to_save(state, epoch, position)
+        local_state = self.state_to_save(state, epoch, position)
         if self._source.stream_kind == "shared":
             # Rank 0 has a batch of each step. Its state is broadcast, so that the result is the same on all ranks.
-            state_of_rank_zero: dict[str, Any] | None = self._communicator.broadcast_object(own)
+            state_of_rank_zero: dict[str, Any] | None = self._communicator.broadcast_object(local_state)
             return state_of_rank_zero
-        states = [state for state in self._communicator.allgather_object(own) if state is not None]
+        states = [state for state in self._communicator.allgather_object(local_state) if state is not None]
         ranks = {rank: rank_state for state in states for rank, rank_state in state["ranks"].items()}
         return {**states[0], "ranks": ranks} if states else None
 
@@ -173,8 +173,8 @@ class TrainingStream(TrainingData):
             return None
         if any(state.get(name) != value for name, value in expected.items()):
             return None
-        own = state["ranks"].get(self._communicator.rank if kind == "own" else 0)
-        return None if own is None else StreamState.from_dict(own)
+        rank_state = state["ranks"].get(self._communicator.rank if kind == "own" else 0)
+        return None if rank_state is None else StreamState.from_dict(rank_state)
 
     def check_epoch_end(self, position: int) -> bool:
         """Close the iterator, and return whether `position` is the end of the epoch; see TrainingData.
@@ -183,10 +183,10 @@ class TrainingStream(TrainingData):
         RNG state of this process is restored afterwards.
         """
         is_exhausted = False
-        if self._steps.position <= position:
+        if self._current_epoch.position <= position:
             device = self._communicator.device
             generators = capture_generators(device)
-            is_exhausted = next(self._steps, None) is None
+            is_exhausted = next(self._current_epoch, None) is None
             if not is_exhausted:
                 restore_generators(generators, device)
         self.end_epoch()
@@ -194,7 +194,7 @@ class TrainingStream(TrainingData):
 
     def end_epoch(self) -> None:
         """Close the iterator, and terminate its workers unless they are persistent; see TrainingData."""
-        self._steps.close()
+        self._current_epoch.close()
 
 
 class _EpochMicroBatches(Iterator[tuple[Any, MicroBatch]]):
@@ -214,20 +214,21 @@ class _EpochMicroBatches(Iterator[tuple[Any, MicroBatch]]):
         class_name: str,
     ) -> None:
         self._source, self._communicator, self._epoch, self._class_name = source, communicator, epoch, class_name
-        shared = source.stream_kind == "shared"
-        self._has_started, self._checks_first_items, self.position = start > 0, shared and epoch == 0, start
-        self._steps = aligner.micro_batches(
-            lambda: source.batches(epoch, start if shared else 0, state, repeats=state is not None and state.repeats),
+        is_shared = source.stream_kind == "shared"
+        is_repeating = state is not None and state.repeats
+        self._has_started, self._checks_first_items, self.position = start > 0, is_shared and epoch == 0, start
+        self._micro_batches = aligner.micro_batches(
+            lambda: source.batches(epoch, start if is_shared else 0, state, repeats=is_repeating),
             start=start,
             stride=source.stride,
-            skipped=0 if shared or state is not None else start,
+            skipped=0 if is_shared or state is not None else start,
             repeated=lambda: source.batches(epoch, repeats=True),
             # With start 0, a rank without batches has the state before the first one.
             data_state=StreamState({}) if state is None and start == 0 and source.is_stateful else state,
         )
 
     def __next__(self) -> tuple[Any, MicroBatch]:
-        item = next(self._steps, None)
+        item = next(self._micro_batches, None)
         if item is None and not self._has_started:
             raise DataError(
                 f"{self._source.name} ended before the first step of epoch {self._epoch + 1}: it yielded no item, or "
@@ -244,13 +245,13 @@ class _EpochMicroBatches(Iterator[tuple[Any, MicroBatch]]):
 
     def close(self) -> None:
         """Release the batches, and terminate the workers unless they are persistent."""
-        self._steps.close()
+        self._micro_batches.close()
 
     def _check_first_items(self) -> None:
         """Log a warning on rank 0 if a shared stream does not start with the same item on every rank. All ranks call
         it."""
-        first_items = set(self._communicator.allgather_object(self._source.first_item)) - {None}
-        if len(first_items) > 1 and self._communicator.rank == 0:
+        fingerprints = set(self._communicator.allgather_object(self._source.first_item_fingerprint)) - {None}
+        if len(fingerprints) > 1 and self._communicator.rank == 0:
             _log.warning(
                 "%s does not start with the same item on every rank, but %s.stream 'shared' shards one common stream. "
                 "If the items differ by more than a random augmentation, samples are lost or repeated. Use %s for a "

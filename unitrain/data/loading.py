@@ -81,7 +81,7 @@ class IndexedSource:
         )
 
     @property
-    def prefetched_batches(self) -> int:
+    def prefetch_count(self) -> int:
         """The number of batches that the workers prefetch."""
         return count_prefetched_batches(self._loader)
 
@@ -130,14 +130,14 @@ class IndexedSource:
         if seeds is not None and self._seeds_batches:
             positions, ahead = tee(positions)
             self._set_order(order, ahead, worker_seed, seeds)
-            with closing(iterate_loader(self._loader)) as made:
-                for part, batch in zip(positions, isolate_generators(made), strict=True):
+            with closing(iterate_loader(self._loader)) as loaded_batches:
+                for part, batch in zip(positions, isolate_generators(loaded_batches), strict=True):
                     items = len(order[part])
                     yield batch if self.may_drop_samples else CountedBatch(items, items, batch)
         elif self.may_drop_samples:
             self._set_order(order, positions, worker_seed)
-            with closing(iterate_loader(self._loader)) as made:
-                yield from made
+            with closing(iterate_loader(self._loader)) as loaded_batches:
+                yield from loaded_batches
         else:
             positions, ahead = tee(positions)
             for part, batch in zip(positions, self.batches(order, ahead, worker_seed), strict=True):
@@ -208,7 +208,7 @@ def _create_loader(
             batch_sampler=indices,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            worker_init_fn=WorkerInit(workers=num_workers),
+            worker_init_fn=WorkerInit(num_workers=num_workers),
             generator=generator,
         )
     collate = data.collate_fn
@@ -369,9 +369,9 @@ def check_same_data(subject: str, communicator: Communicator, length: int | None
 
     `subject` is the grammatical subject of the message. `length` is None for data without a length. All ranks call it.
     """
-    own = (length, dict(settings))
-    everywhere: list[tuple[int | None, dict[str, Any]]] = gather_if_different(communicator, own) or [own]
-    lengths = [length for length, _ in everywhere]
+    local = (length, dict(settings))
+    by_rank: list[tuple[int | None, dict[str, Any]]] = gather_if_different(communicator, local) or [local]
+    lengths = [length for length, _ in by_rank]
     if None in lengths and any(length is not None for length in lengths):
         ranks = [rank for rank, length in enumerate(lengths) if length is None]
         raise DataError(
@@ -382,8 +382,8 @@ def check_same_data(subject: str, communicator: Communicator, length: int | None
             f"{subject} does not have the same number of samples on every rank: {lengths}. "
             "Give every rank the complete dataset; unitrain shards it."
         )
-    for name, value in everywhere[0][1].items():
-        values = [settings_of_rank[name] for _, settings_of_rank in everywhere]
+    for name, value in by_rank[0][1].items():
+        values = [settings_of_rank[name] for _, settings_of_rank in by_rank]
         if any(other_value != value for other_value in values):
             raise DataError(
                 f"{subject} differs between ranks in {name}: {values}. Use {name}={value} on every rank, in the "

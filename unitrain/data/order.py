@@ -24,8 +24,8 @@ class MicroBatch(NamedTuple):
     `step_samples` is the number of samples of all ranks in the optimizer step of this micro-batch; the step ends before
     position `step_end`. `ends_step` is True for the last micro-batch of this process in the step.
 
-    With logical ranks, `logical_rank` is the logical rank to which the micro-batch belongs, and `number` is the index
-    of the micro-batch among those of this logical rank in the step.
+    With logical ranks, `logical_rank` is the logical rank to which the micro-batch belongs, and `index_in_step` is the
+    index of the micro-batch among those of this logical rank in the step.
 
     `data_state` of the last micro-batch of a step is the state of a stateful dataset after the step.
     """
@@ -36,7 +36,7 @@ class MicroBatch(NamedTuple):
     step_end: int
     ends_step: bool
     logical_rank: int | None = None
-    number: int = 0
+    index_in_step: int = 0
     data_state: StreamState | None = None
 
 
@@ -88,7 +88,7 @@ def micro_batches_of_samples(
             first = after
 
 
-def micro_batches_of_sampler(
+def micro_batches_of_batch_sampler(
     bounds: Sequence[int], start: int, *, gradient_accumulation_steps: int, rank: int, size: int, uneven: Uneven
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches for the batches of a batch_sampler.
@@ -98,18 +98,19 @@ def micro_batches_of_sampler(
     is handled, as in TrainConfig.
     """
     count = len(bounds) - 1
-    per_step = size * gradient_accumulation_steps
-    for first in range(bisect_left(bounds, start), count, per_step):
-        after = min(first + per_step, count)
-        if uneven == "drop" and after < first + per_step:
+    batches_per_step = size * gradient_accumulation_steps
+    for first in range(bisect_left(bounds, start), count, batches_per_step):
+        after = min(first + batches_per_step, count)
+        if uneven == "drop" and after < first + batches_per_step:
             return
         micro_steps = -(-(after - first) // size)
         padding = range(count, first + micro_steps * size) if uneven == "pad" else range(0)
-        total = bounds[after] - bounds[first] + sum(_batch_length(bounds, batch % count) for batch in padding)
+        padding_samples = sum(_batch_length(bounds, batch_index % count) for batch_index in padding)
+        total = bounds[after] - bounds[first] + padding_samples
         for micro_step in range(micro_steps):
-            batch = first + micro_step * size + rank
-            if batch < count or uneven == "pad":
-                positions = slice(bounds[batch % count], bounds[batch % count + 1])
+            batch_index = first + micro_step * size + rank
+            if batch_index < count or uneven == "pad":
+                positions = slice(bounds[batch_index % count], bounds[batch_index % count + 1])
                 samples = positions.stop - positions.start
             else:
                 positions, samples = slice(bounds[first], bounds[first] + 1), 0
@@ -123,7 +124,7 @@ def begin_micro_batch(seed: int, epoch: int, micro_batch: MicroBatch, logical_ra
     if logical_ranks is not None and micro_batch.logical_rank is not None:
         is_dummy = not micro_batch.samples
         set_current_logical_rank(LogicalRank(micro_batch.logical_rank, logical_ranks, is_dummy))
-        seed_micro_batch(seed, epoch, micro_batch.step_end, micro_batch.logical_rank, micro_batch.number)
+        seed_micro_batch(seed, epoch, micro_batch.step_end, micro_batch.logical_rank, micro_batch.index_in_step)
 
 
 def merge_logical_ranks(
@@ -131,10 +132,10 @@ def merge_logical_ranks(
 ) -> Iterator[MicroBatch]:
     """Yield the `micro_batches` of several logical ranks, in each step ordered by logical rank."""
     while True:
-        for logical_rank, own in zip(logical_ranks, micro_batches, strict=True):
-            for index, micro_batch in enumerate(own):
+        for logical_rank, own_micro_batches in zip(logical_ranks, micro_batches, strict=True):
+            for index, micro_batch in enumerate(own_micro_batches):
                 ends_step = micro_batch.ends_step and logical_rank == logical_ranks[-1]
-                yield micro_batch._replace(ends_step=ends_step, logical_rank=logical_rank, number=index)
+                yield micro_batch._replace(ends_step=ends_step, logical_rank=logical_rank, index_in_step=index)
                 if micro_batch.ends_step:
                     break
             else:
@@ -150,12 +151,12 @@ def interleave_logical_ranks(
     for together in zip(*micro_batches, strict=True):
         for logical_rank, micro_batch in zip(logical_ranks, together, strict=True):
             ends_step = micro_batch.ends_step and logical_rank == logical_ranks[-1]
-            yield micro_batch._replace(ends_step=ends_step, logical_rank=logical_rank, number=index)
+            yield micro_batch._replace(ends_step=ends_step, logical_rank=logical_rank, index_in_step=index)
         index = 0 if ends_step else index + 1
 
 
-def _batch_length(bounds: Sequence[int], batch: int) -> int:
-    return bounds[batch + 1] - bounds[batch]
+def _batch_length(bounds: Sequence[int], batch_index: int) -> int:
+    return bounds[batch_index + 1] - bounds[batch_index]
 
 
 def strided_order(lengths: Sequence[Tensor]) -> Tensor:
@@ -165,7 +166,6 @@ def strided_order(lengths: Sequence[Tensor]) -> Tensor:
     to the rows in rank order: all rows of rank 0, then all rows of rank 1, and so on.
     """
     size = len(lengths)
-    turns = [torch.arange(len(own)) * size + rank for rank, own in enumerate(lengths)]
-    return torch.cat([turn.repeat_interleave(own) for turn, own in zip(turns, lengths, strict=True)]).argsort(
-        stable=True
-    )
+    # The rows are sorted by round, and within a round by rank.
+    keys = [(torch.arange(len(own)) * size + rank).repeat_interleave(own) for rank, own in enumerate(lengths)]
+    return torch.cat(keys).argsort(stable=True)

@@ -21,17 +21,17 @@ class Prefetcher:
 
     On a GPU, the copy of the next batch overlaps with the computation of the current step. This requires GPU memory for
     one additional batch. Only copies from pinned memory are asynchronous. On the CPU, the next batch can be loaded
-    while gradients are reduced: `fetching` returns the context manager in which it is loaded. `copying` returns the
-    context manager in which each batch is copied to a device other than the CPU.
+    while gradients are reduced: `measure_fetching` returns the context manager in which it is loaded. `measure_copying`
+    returns the context manager in which each batch is copied to a device other than the CPU.
     """
 
     def __init__(
         self,
         device: torch.device,
-        fetching: Callable[[], AbstractContextManager[object]] = nullcontext,
-        copying: Callable[[], AbstractContextManager[object]] = nullcontext,
+        measure_fetching: Callable[[], AbstractContextManager[object]] = nullcontext,
+        measure_copying: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._device, self._measure_fetching, self._measure_copying = device, fetching, copying
+        self._device, self._measure_fetching, self._measure_copying = device, measure_fetching, measure_copying
         # The reference is weak, so that the iterator's workers terminate immediately if the training loop raises an
         # error.
         self._iterator_reference: weakref.ref[PrefetchedIterator[Any]] | None = None

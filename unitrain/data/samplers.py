@@ -113,7 +113,7 @@ def _draw_keys(sampler: Iterable[Any], yields_batches: bool, seed: int, epoch: i
         with IsolatedGenerators(epoch_seed):
             seed_epoch(sampler, seed=epoch_seed, epoch=epoch)
             keys = list(islice(sampler, MAX_DRAWN_KEYS + 1))
-        ended = len(keys) <= MAX_DRAWN_KEYS
+        has_ended = len(keys) <= MAX_DRAWN_KEYS
         if yields_batches:
             batches = [list(batch) for batch in keys]
             bounds = [0, *running_sums(len(batch) for batch in batches if batch)]
@@ -122,7 +122,7 @@ def _draw_keys(sampler: Iterable[Any], yields_batches: bool, seed: int, epoch: i
         raise DataError(
             f"{name} failed in epoch {epoch + 1}: {type(error).__name__}: {error}. Fix the DataLoader's sampler."
         ) from error
-    if not ended:
+    if not has_ended:
         raise DataError(
             f"{name} has not ended after {MAX_DRAWN_KEYS:,} elements, but all elements of an epoch are drawn at once. "
             "Let its __iter__ end: it is called again in each epoch."

@@ -229,7 +229,7 @@ class ShardedLoader:
             ):
                 self._is_within_epoch = True
                 self._num_samples = micro_batch.samples
-                self._loss_weight = micro_batch.samples * self._ranks / micro_batch.step_samples
+                self._loss_weight = micro_batch.samples * self._num_ranks / micro_batch.step_samples
                 self._ends_step = micro_batch.ends_step
                 if micro_batch.ends_step:
                     self._position, self._data_state = micro_batch.step_end, micro_batch.data_state
@@ -255,8 +255,8 @@ class ShardedLoader:
         """
         self._check_is_for_training("state_dict()")
         assert isinstance(self._shard, TrainingData)
-        describe = self._shard.gather_state if all_ranks else self._shard.state_to_save
-        data = describe(self._data_state, self._epoch, self._position)
+        get_state = self._shard.gather_state if all_ranks else self._shard.state_to_save
+        data = get_state(self._data_state, self._epoch, self._position)
         state = {"epoch": self._epoch, "position": self._position, "order": self._order_settings()}
         return state if data is None else {**state, "data": data}
 
@@ -307,7 +307,7 @@ class ShardedLoader:
         return order if self._logical_ranks is None else {**order, "logical_ranks": self._logical_ranks}
 
     @property
-    def _ranks(self) -> int:
+    def _num_ranks(self) -> int:
         """The number of ranks, or of logical ranks."""
         return self._logical_ranks or self._backend.size
 

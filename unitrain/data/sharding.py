@@ -23,7 +23,7 @@ from unitrain.data.order import (
     epoch_order,
     interleave_logical_ranks,
     merge_logical_ranks,
-    micro_batches_of_sampler,
+    micro_batches_of_batch_sampler,
     micro_batches_of_samples,
 )
 from unitrain.data.samplers import draw_order
@@ -100,9 +100,9 @@ class TrainingShard(TrainingData):
                 communicator,
                 gradient_accumulation_steps=self._gradient_accumulation_steps,
                 uneven=settings.uneven,
-                ahead=common_prefetch_count(source.prefetched_batches, communicator),
+                ahead=common_prefetch_count(source.prefetch_count, communicator),
                 min_step_items=None,
-                copies_batches=source.prefetched_batches == 0,
+                copies_batches=source.prefetch_count == 0,
             )
 
     def _use_batch_sizes(self, batch_sizes: BatchSizes) -> None:
@@ -162,13 +162,13 @@ class TrainingShard(TrainingData):
         length = source.length if source.sampler is None else _sampler_length(source.sampler)
         if length is None:
             return None
-        local = 1 if self._logical_ranks is None else len(self._logical_ranks)
+        num_local = 1 if self._logical_ranks is None else len(self._logical_ranks)
         if source.batch_size is not None:
-            return -(-self._find_epoch_end(length) // (size * source.batch_size)) * local
+            return -(-self._find_epoch_end(length) // (size * source.batch_size)) * num_local
         per_step = size * self._gradient_accumulation_steps
         if self._uneven == "drop":
-            return length // per_step * self._gradient_accumulation_steps * local
-        return -(-length // size) * local
+            return length // per_step * self._gradient_accumulation_steps * num_local
+        return -(-length // size) * num_local
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) for each of this rank's micro-batches in one epoch, from position `start`."""
@@ -178,12 +178,12 @@ class TrainingShard(TrainingData):
         # Plan in chunks: planning single micro-batches takes several times as long, because the training steps evict
         # the caches. The workers prefetch, so `tee` lets them read the positions before the loop reads the
         # micro-batches.
-        micro_batches, unread = tee(
+        micro_batches, ahead = tee(
             chain.from_iterable(iter(lambda: list(islice(micro_batches_of_epoch, _MICRO_BATCHES_PER_CHUNK)), []))
         )
         if self._logical_ranks is not None:
-            return self._seeded_micro_batches(order, micro_batches, unread, epoch)
-        positions = map(itemgetter(0), unread)
+            return self._seeded_micro_batches(order, micro_batches, ahead, epoch)
+        positions = map(itemgetter(0), ahead)
         if self._aligner is not None:
             source = self._source
             return self._aligner.align_planned_micro_batches(
@@ -195,14 +195,14 @@ class TrainingShard(TrainingData):
         self,
         order: Tensor | list[Any],
         micro_batches: Iterator[MicroBatch],
-        unread: Iterator[MicroBatch],
+        ahead: Iterator[MicroBatch],
         epoch: int,
     ) -> Iterator[tuple[Any, MicroBatch]]:
         """Yield (batch, micro-batch) with logical ranks. Each batch is loaded with its own random seed."""
-        to_load, to_seed = tee(unread)
+        to_load, to_seed = tee(ahead)
         seeds = (
             derive_seed(
-                self._seed, SeedPurpose.BATCH, epoch, planned.step_end, planned.logical_rank or 0, planned.number
+                self._seed, SeedPurpose.BATCH, epoch, planned.step_end, planned.logical_rank or 0, planned.index_in_step
             )
             for planned in to_seed
         )
@@ -250,20 +250,20 @@ class TrainingShard(TrainingData):
 
     def _plan_rank(self, rank: int, bounds: list[int] | None, start: int) -> Iterator[MicroBatch]:
         """Return the micro-batches of a rank or logical rank from position `start` to the end of the epoch."""
-        place = {
+        arguments = {
             "gradient_accumulation_steps": self._gradient_accumulation_steps,
             "rank": rank,
             "size": self._num_shards,
         }
         if bounds is not None:
-            return micro_batches_of_sampler(bounds, start, uneven=self._uneven, **place)
+            return micro_batches_of_batch_sampler(bounds, start, uneven=self._uneven, **arguments)
         assert self._source.batch_size is not None
         return micro_batches_of_samples(
             start,
             self._epoch_end,
             batch_size=self._source.batch_size,
             global_batch_size=self._requested_global_batch_size,
-            **place,
+            **arguments,
         )
 
     def _find_epoch_end(self, length: int) -> int:

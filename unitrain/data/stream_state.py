@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from unitrain.errors import DataError
 from unitrain.torch_compat import has_shuffle_buffer
 
-# Replaces the snapshot after the last item. Many datasets return the state of the beginning after the end.
+# Replaces the snapshot after the last item, after which many datasets return their initial state.
 END_OF_STREAM = b""
 _TYPES = (type(None), bool, int, float, str, bytes, torch.Tensor)
 _IMMUTABLE_TYPES = {
@@ -126,12 +126,12 @@ def load_snapshot(items: Iterable[Any], snapshot: bytes) -> Iterable[Any]:
     return resumed
 
 
-def _accepts(items: Any, name: str, arguments: int) -> bool:
+def _accepts(items: Any, name: str, num_arguments: int) -> bool:
     method = getattr(items, name, None)
     if not callable(method):
         return False
     try:
-        inspect.signature(method).bind(*range(arguments))
+        inspect.signature(method).bind(*range(num_arguments))
     except (TypeError, ValueError):
         return False
     return True

@@ -20,8 +20,8 @@ from torch import Tensor
 from unitrain.monitoring.stack_inspection import call_site
 from unitrain.processes import preemption_signals, terminate_with_parent
 
-_EXIT_SECONDS, _EXIT_INTERVAL_SECONDS = 5.0, 0.1
-_REPORT_SECONDS = 1.0
+_EXIT_TIMEOUT_SECONDS, _EXIT_INTERVAL_SECONDS = 5.0, 0.1
+_REPORT_INTERVAL_SECONDS = 1.0
 _REPORT_BYTES = 512
 
 
@@ -34,19 +34,19 @@ class WorkerInit:
     to the step at which all ranks stop. A second SIGTERM terminates the worker, so that the rank can terminate hung
     workers.
 
-    A worker also terminates when its rank terminates for any reason. In each of the `workers` workers, a thread reports
-    the worker's activity once per second. If a rank times out while waiting for a batch, the error message contains
-    this activity.
+    A worker also terminates when its rank terminates for any reason. In each of the `num_workers` workers, a thread
+    reports the worker's activity once per second. If a rank times out while waiting for a batch, the error message
+    contains this activity.
     """
 
     user_init: Callable[[int], None] | None = None
-    workers: int = 0
+    num_workers: int = 0
     _reports: Tensor = field(init=False, repr=False, compare=False)
     _signals: frozenset[signal.Signals] = field(init=False, repr=False, compare=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        reports = torch.zeros(self.workers, _REPORT_BYTES, dtype=torch.uint8)
-        object.__setattr__(self, "_reports", reports.share_memory_() if self.workers else reports)
+        reports = torch.zeros(self.num_workers, _REPORT_BYTES, dtype=torch.uint8)
+        object.__setattr__(self, "_reports", reports.share_memory_() if self.num_workers else reports)
         _terminate_workers_at_exit()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,11 +55,11 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         terminate_with_parent()
-        for notice in self._signals | preemption_signals:
-            if signal.getsignal(notice) == signal.SIG_DFL:
-                signal.signal(notice, signal.SIG_IGN)
+        for signum in self._signals | preemption_signals:
+            if signal.getsignal(signum) == signal.SIG_DFL:
+                signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _ignore_first_signal)
-        if worker < self.workers:
+        if worker < self.num_workers:
             report = self._reports[worker]
             report.zero_()
             threading.Thread(target=_write_reports, args=(report,), name="unitrain worker report", daemon=True).start()
@@ -69,7 +69,7 @@ class WorkerInit:
     def describe_activity(self, worker: int) -> str:
         """Return the activity of `worker` as the predicate of a sentence, or "" if it is unknown. It is at most about
         one second old, or older if the worker holds the GIL."""
-        if worker >= self.workers:
+        if worker >= self.num_workers:
             return ""
         return bytes(self._reports[worker].tolist()).rstrip(b"\0").decode(errors="replace")
 
@@ -81,7 +81,7 @@ def _write_reports(report: Tensor) -> None:
         previous, text = _describe_activity(previous)
         content = text.encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES, b"\0")
         report.copy_(torch.tensor(list(content), dtype=torch.uint8))
-        time.sleep(_REPORT_SECONDS)
+        time.sleep(_REPORT_INTERVAL_SECONDS)
 
 
 def _describe_activity(previous: tuple[int, str, float] | None) -> tuple[tuple[int, str, float] | None, str]:
@@ -135,7 +135,7 @@ def _terminate_workers() -> None:
     """
     # torch's handler raises an error in this process if a signal terminates a worker.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    deadline = time.monotonic() + _EXIT_SECONDS
+    deadline = time.monotonic() + _EXIT_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         running_workers = [process for process in multiprocessing.active_children() if process.daemon]
         if not running_workers:
