@@ -269,6 +269,16 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkey
     assert torch.equal(other.weight, saved)
 
 
+def test_state_that_does_not_fit_in_host_memory_is_reported_by_wait(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, LOCAL, Retention(None), asynchronous=True)
+    # The copy of this view is not expanded, so it has 2**57 bytes.
+    too_large = torch.zeros(1, dtype=torch.complex64).expand(2**54).conj()
+    writer.save(1, nn.Linear(4, 4), {"large": too_large}, {"step": 1})
+    with pytest.raises(CheckpointError, match=r"(?s)^Cannot copy the state of .*: .*async_checkpoints=False"):
+        writer.wait()
+    assert steps(tmp_path) == []
+
+
 def test_long_wait_for_checkpoint_is_logged_with_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unitrain.checkpoint.writer.MAX_WAIT_PER_COLLECTIVE_SECONDS", 0.01)
     monkeypatch.setattr("unitrain.checkpoint.writer._WARN_AFTER_SECONDS", 0.02)
@@ -457,7 +467,7 @@ def test_ranks_wait_for_a_slow_disk_and_report_a_full_disk(tmp_path: Path, backe
 )
 def test_a_damaged_manifest_of_an_older_checkpoint_does_not_fail_a_newer_one(damaged: str, tmp_path: Path) -> None:
     older, newer = (files.checkpoint_path(tmp_path, step) for step in (2, 4))
-    retention = Retention(1, every=2, best="val_loss")
+    retention = Retention(1, keep_every_epochs=2, keep_best="val_loss")
     for path in (older, newer):
         path.mkdir()
     (older / files.MANIFEST).write_text(damaged)

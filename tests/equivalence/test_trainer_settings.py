@@ -431,6 +431,16 @@ def test_the_best_checkpoint_is_loaded_for_a_final_evaluation(tmp_path: Path) ->
         made.load_weights(tmp_path / "nothing")
 
 
+def test_corrupt_best_checkpoint_is_reported(tmp_path: Path) -> None:
+    made = trainer(max_epochs=1, output_dir=tmp_path, keep_best="val_loss")
+    made.fit(data(), data())
+    (weights,) = tmp_path.glob("step-*/model.safetensors")
+    weights.write_bytes(weights.read_bytes() + b"\0")
+    message = r"None of the 1 checkpoints in .* with a result 'val_loss' is valid; in the best, model.safetensors has"
+    with pytest.raises(CheckpointError, match=message):
+        made.load_weights("best")
+
+
 def test_settings_are_checked() -> None:
     for name, value, message_text in (
         ("validate_every_steps", 0, "must be at least 1, got 0"),

@@ -302,11 +302,18 @@ class Checkpointer:
         self.wait()
 
         def find(check: Callable[[Path], str | None]) -> Path:
+            damages: list[str] = []
             # From the best checkpoint to the first valid one, because verifying all of them may take minutes.
             for path in self._retention.sort_by_result(files.list_checkpoints(folder)):
                 if (damaged := check(path)) is None:
                     return path
+                damages.append(damaged)
                 _log.warning("Checkpoint '%s' is skipped: %s.", path, damaged)
+            if damages:
+                raise CheckpointError(
+                    f"None of the {len(damages)} checkpoints in '{folder}' with a result {name!r} is valid; in the "
+                    f"best, {damages[0]}. Restore the files from a copy, or train another epoch: trainer.fit(...)."
+                )
             raise CheckpointError(
                 f"No checkpoint in '{folder}' has a finite result {name!r}. Train an epoch first: trainer.fit(...)."
             )
@@ -344,10 +351,12 @@ def load_checkpoint(
         _FIX,
         lambda: loading.load(checkpoint, model, optimizer, scheduler, defer_optimizer_state=defer_optimizer_state),
     )
-    own = {} if training is None else {name: training.pop(name) for name in _RANK_ZERO_PARTS if name in training}
+    rank_zero_parts: dict[str, Any] = {}
+    if training is not None:
+        rank_zero_parts = {name: training.pop(name) for name in _RANK_ZERO_PARTS if name in training}
     training = communicator.broadcast_object(training)
     assert training is not None
-    training |= own
+    training |= rank_zero_parts
     problem: CheckpointError | None = None
     if "scheduler" in training and scheduler is not None and communicator.rank != 0:
         try:

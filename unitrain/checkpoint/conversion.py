@@ -21,12 +21,12 @@ from unitrain.checkpoint.files import read_tensors
 from unitrain.errors import CheckpointError
 
 # Common keys, compared case-insensitively. The first one found is used.
-_MODEL = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "weights")
-_OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_state", "optimizer_states", "optim")
-_SCHEDULER = ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict")
-_EPOCH = ("epoch", "epochs", "epochs_run")
-_STEP = ("global_step", "step", "steps", "iteration", "num_steps")
-_DDP = "module."
+_MODEL_KEYS = ("model", "model_state_dict", "state_dict", "model_state", "module", "net", "network", "weights")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_state", "optimizer_states", "optim")
+_SCHEDULER_KEYS = ("scheduler", "scheduler_state_dict", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict")
+_EPOCH_KEYS = ("epoch", "epochs", "epochs_run")
+_STEP_KEYS = ("global_step", "step", "steps", "iteration", "num_steps")
+_DDP_PREFIX = "module."
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ def read_foreign_checkpoint(path: Path) -> ForeignCheckpoint:
 
 def _read_dictionary(path: Path, loaded: dict[str, Any]) -> ForeignCheckpoint:
     parts = {str(name).lower(): value for name, value in loaded.items()}
-    model = _first_present(parts, _MODEL)
+    model = _first_present(parts, _MODEL_KEYS)
     if not (isinstance(model, dict) and _is_state_dict(model)):
         raise CheckpointError(
             f"'{path}' does not contain the state dictionary of a model under a known key. Its keys are: "
             f"{', '.join(map(str, loaded))}. "
             'Save it as {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}.'
         )
-    lightning = "pytorch-lightning_version" in parts
-    epoch, step = _parse_number(_first_present(parts, _EPOCH)), _parse_number(_first_present(parts, _STEP))
-    kind = "Lightning checkpoint" if lightning else "dictionary of a training script"
+    is_lightning = "pytorch-lightning_version" in parts
+    epoch, step = _parse_number(_first_present(parts, _EPOCH_KEYS)), _parse_number(_first_present(parts, _STEP_KEYS))
+    kind = "Lightning checkpoint" if is_lightning else "dictionary of a training script"
     optimizer, scheduler = (
-        _single_state(path, _first_present(parts, _OPTIMIZER)),
-        _single_state(path, _first_present(parts, _SCHEDULER)),
+        _single_state(path, _first_present(parts, _OPTIMIZER_KEYS)),
+        _single_state(path, _first_present(parts, _SCHEDULER_KEYS)),
     )
     return ForeignCheckpoint(kind, _strip_ddp_prefix(model), optimizer, scheduler, epoch, step)
 
@@ -123,8 +123,8 @@ def _is_state_dict(value: dict[Any, Any]) -> bool:
 
 
 def _strip_ddp_prefix(model: dict[str, Tensor]) -> dict[str, Tensor]:
-    if all(name.startswith(_DDP) for name in model):
-        return {name.removeprefix(_DDP): value for name, value in model.items()}
+    if all(name.startswith(_DDP_PREFIX) for name in model):
+        return {name.removeprefix(_DDP_PREFIX): value for name, value in model.items()}
     return dict(model)
 
 

@@ -78,8 +78,8 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Undo one successful call of `acquire`. The lock is released after the last one in this process. Does nothing
-        if this object does not hold the lock."""
+        """Undo one successful call of `acquire`. The lock is released when all successful calls in this process are
+        undone. Does nothing if this object does not hold the lock."""
         with _held_locks_mutex:
             # A forked process does not hold the locks of its parent.
             if not self._hold_count or self._path not in _held_locks:
@@ -155,7 +155,7 @@ class FolderLock:
             os.close(descriptor)  # the holder has just removed the file
         try:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(_this_job()).encode(), 0)
+            os.pwrite(descriptor, json.dumps(_describe_this_job()).encode(), 0)
             os.fsync(descriptor)
         except BaseException:  # for example, because the file system is full
             os.close(descriptor)  # releases the lock
@@ -175,7 +175,7 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         raise
 
 
-def _this_job() -> dict[str, Any]:
+def _describe_this_job() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),

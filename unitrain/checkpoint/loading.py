@@ -47,10 +47,10 @@ def load(
     # state.
     has_scheduler = "scheduler" in training
     if has_scheduler and (training["scheduler"] is None) != (scheduler is None):
-        has, lacks = ("no", "one") if scheduler is not None else ("a", "none")
+        saved, current = ("no", "one") if scheduler is not None else ("a", "none")
         raise CheckpointError(
-            f"Checkpoint '{path}' has {has} scheduler and this run has {lacks}. Create the Trainer as in the run that "
-            "wrote it."
+            f"Checkpoint '{path}' has {saved} scheduler and this run has {current}. Create the Trainer as in the run "
+            "that wrote it."
         )
     is_sharded = sharded_files.is_sharded(path)
     try:
@@ -177,15 +177,15 @@ def _check_settings(
         for name in saved_settings:
             # With a scheduler, compare only the initial learning rate, because the scheduler may have changed other
             # settings.
-            before = "initial_lr" if scheduled and name == "lr" else name
-            if name in ("params", "initial_lr") or (scheduled and name != "lr") or before not in saved_settings:
+            compared_name = "initial_lr" if scheduled and name == "lr" else name
+            if name in ("params", "initial_lr") or (scheduled and name != "lr") or compared_name not in saved_settings:
                 continue
-            saved_value = saved_settings[before]
-            current_value = current_settings.get(before, current_settings.get(name))
+            saved_value = saved_settings[compared_name]
+            current_value = current_settings.get(compared_name, current_settings.get(name))
             if (
                 current_value is not None
-                and _is_plain(saved_value)
-                and _is_plain(current_value)
+                and _is_number(saved_value)
+                and _is_number(current_value)
                 and float(saved_value) != float(current_value)
             ):
                 _log.warning(
@@ -196,5 +196,5 @@ def _check_settings(
                 )  # fmt: skip
 
 
-def _is_plain(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)

@@ -200,12 +200,12 @@ def commit(
     *,
     size: int,
     token: str,
-    abandoned: threading.Event,
+    abandoned_event: threading.Event,
 ) -> bool:
     """Write the remaining files of the checkpoint, and publish it when all ranks have written their files.
 
-    Only rank 0 calls it. Return False if the checkpoint is incomplete, because `abandoned` is set, a rank failed, or
-    all ranks have stopped writing after the main thread of this process ended.
+    Only rank 0 calls it. Return False if the checkpoint is incomplete, because `abandoned_event` is set, a rank failed,
+    or all ranks have stopped writing after the main thread of this process ended.
     """
     staging_folder = staging_path(target)
     save_object(plain_state(training), staging_folder / TRAINING)
@@ -213,7 +213,7 @@ def commit(
     files = {
         TRAINING: asdict(WrittenFile((staging_folder / TRAINING).stat().st_size, sha256(staging_folder / TRAINING)))
     }
-    reports = _wait_for_reports(staging_folder, size, token, abandoned)
+    reports = _wait_for_reports(staging_folder, size, token, abandoned_event)
     if reports is None:
         return False
     for rank, report in enumerate(reports):
@@ -234,9 +234,9 @@ def staging_path(target: Path) -> Path:
 
 
 def _wait_for_reports(
-    staging_folder: Path, size: int, token: str, abandoned: threading.Event
+    staging_folder: Path, size: int, token: str, abandoned_event: threading.Event
 ) -> list[dict[str, Any]] | None:
-    poll_seconds, written_bytes, changed = 0.002, -1, time.monotonic()
+    poll_seconds, written_bytes, changed_at = 0.002, -1, time.monotonic()
     reports: dict[int, dict[str, Any]] = {}
     while len(reports) < size:
         for rank in range(size):
@@ -246,19 +246,19 @@ def _wait_for_reports(
                 return None
         if len(reports) == size:
             break
-        if abandoned.wait(poll_seconds):
+        if abandoned_event.wait(poll_seconds):
             return None
         poll_seconds = min(2 * poll_seconds, _MAX_POLL_SECONDS)
         if not threading.main_thread().is_alive():
-            found_bytes = _size_of(staging_folder)
+            found_bytes = _count_bytes(staging_folder)
             if found_bytes != written_bytes:
-                written_bytes, changed = found_bytes, time.monotonic()
-            elif time.monotonic() - changed > _ABANDON_AFTER_SECONDS:
+                written_bytes, changed_at = found_bytes, time.monotonic()
+            elif time.monotonic() - changed_at > _ABANDON_AFTER_SECONDS:
                 return None
     return [reports[rank] for rank in range(size)]
 
 
-def _size_of(folder: Path) -> int:
+def _count_bytes(folder: Path) -> int:
     sizes = []
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):  # another rank has renamed its report in the meantime

@@ -27,7 +27,7 @@ from unitrain.backends.tensors import as_bytes, copy_into, is_expanded
 from unitrain.errors import CheckpointError
 
 COMPLEX = "unitrain.complex"  # metadata entry with the names of complex tensors, as JSON
-_OFFSETS = "DCP_SHARDING_INFO"
+_OFFSETS_KEY = "DCP_SHARDING_INFO"
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
@@ -74,11 +74,11 @@ def _write_file(path: Path, chunks: list[TensorChunk], metadata: dict[str, str])
     real_chunks = sorted(map(_as_real, chunks), key=lambda chunk: -chunk.data.element_size())
     names = [chunk.name for chunk in real_chunks if chunk.is_complex]
     offsets = {chunk.name: {"saved_offsets": chunk.offsets} for chunk in real_chunks}
-    facts = {"format": "pt", **metadata, _OFFSETS: json.dumps(offsets)}
+    file_metadata = {"format": "pt", **metadata, _OFFSETS_KEY: json.dumps(offsets)}
     if names:
-        facts[COMPLEX] = json.dumps(names)
+        file_metadata[COMPLEX] = json.dumps(names)
     with _TensorWriter(
-        path, {chunk.name: (chunk.data.dtype, tuple(chunk.data.shape)) for chunk in real_chunks}, facts
+        path, {chunk.name: (chunk.data.dtype, tuple(chunk.data.shape)) for chunk in real_chunks}, file_metadata
     ) as file:
         for chunk in real_chunks:
             file.write(chunk.data)
@@ -88,10 +88,10 @@ def _write_file(path: Path, chunks: list[TensorChunk], metadata: dict[str, str])
 def write_tensors(path: Path, tensors: StoredTensors, metadata: dict[str, str]) -> WrittenFile:
     """Write all `tensors` to one safetensors file `path`, one tensor at a time, and flush it to disk."""
     ordered = sorted(tensors.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    facts = {"format": "pt", **metadata}
+    file_metadata = {"format": "pt", **metadata}
     if names := [name for name, tensor in ordered if tensor.is_complex]:
-        facts[COMPLEX] = json.dumps(names)
-    with _TensorWriter(path, {name: (tensor.dtype, tensor.shape) for name, tensor in ordered}, facts) as file:
+        file_metadata[COMPLEX] = json.dumps(names)
+    with _TensorWriter(path, {name: (tensor.dtype, tensor.shape) for name, tensor in ordered}, file_metadata) as file:
         for name, _ in ordered:
             file.write(tensors.read_real(name))
     return file.written
@@ -251,7 +251,7 @@ class StoredTensors:
                 raise ValueError(f"{chunk.name!r} is complex in the checkpoint and {target.dtype} in the model")
             target, offsets = torch.view_as_real(target), (*offsets, 0)
         for stored_chunk in stored.chunks:
-            for block, overlap_slice in _overlap(files, stored_chunk, stored.dtype, offsets, tuple(target.shape)):
+            for block, overlap_slice in _read_overlap(files, stored_chunk, stored.dtype, offsets, tuple(target.shape)):
                 target[overlap_slice].copy_(block)
 
     def read_real(self, name: str) -> Tensor:
@@ -260,7 +260,7 @@ class StoredTensors:
         result = torch.empty(stored.shape, dtype=stored.dtype)
         with _OpenFiles(self.folder) as files:
             for chunk in stored.chunks:
-                for block, overlap_slice in _overlap(
+                for block, overlap_slice in _read_overlap(
                     files, chunk, stored.dtype, (0,) * len(stored.shape), stored.shape
                 ):
                     result[overlap_slice].copy_(block)
@@ -296,7 +296,7 @@ class _OpenFiles:
             raise ValueError(f"{name} ends within a tensor")
 
 
-def _overlap(
+def _read_overlap(
     files: _OpenFiles, chunk: _StoredChunk, dtype: torch.dtype, offsets: tuple[int, ...], lengths: tuple[int, ...]
 ) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
     """Yield the elements of `chunk` in the box (`offsets`, `lengths`), in blocks of rows, each with its index in the
@@ -339,9 +339,9 @@ def _add_tensors(tensors: dict[str, StoredTensor], folder: Path, name: str) -> d
     """
     header, start = _read_header(folder / name)
     size = (folder / name).stat().st_size
-    facts: dict[str, str] = header.pop("__metadata__", {})
-    complex_names = json.loads(facts.get(COMPLEX, "[]"))
-    offsets = json.loads(facts[_OFFSETS]) if _OFFSETS in facts else {}
+    metadata: dict[str, str] = header.pop("__metadata__", {})
+    complex_names = json.loads(metadata.get(COMPLEX, "[]"))
+    offsets = json.loads(metadata[_OFFSETS_KEY]) if _OFFSETS_KEY in metadata else {}
     for tensor, tensor_fields in header.items():
         lengths, dtype = tuple(map(operator.index, tensor_fields["shape"])), _DTYPES[tensor_fields["dtype"]]
         saved_offsets = tuple(map(operator.index, offsets[tensor]["saved_offsets"])) if offsets else (0,) * len(lengths)
@@ -358,7 +358,7 @@ def _add_tensors(tensors: dict[str, StoredTensor], folder: Path, name: str) -> d
             shape=shape,
             chunks=[*stored_tensor.chunks, _StoredChunk(name, first, saved_offsets, lengths)],
         )
-    return facts
+    return metadata
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

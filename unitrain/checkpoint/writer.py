@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from unitrain.checkpoint import files, sharded_files
 from unitrain.checkpoint.output_folder import CHECK_WRITABLE, find_corruption_on_all_ranks, on_rank_zero
 from unitrain.checkpoint.sharded_files import StateShard
 from unitrain.checkpoint.state_copy import host_copy, plain_state
+from unitrain.config import BestMode
 from unitrain.errors import CheckpointError
 
 # Maximum time for which a rank waits for a lock or a writer before it takes part in the next collective.
@@ -34,22 +35,17 @@ _WARN_AFTER_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
-Mode = Literal["min", "max"]
 StateT = TypeVar("StateT")
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The checkpoints to keep: the newest `last` checkpoints, the checkpoint at the end of every `every`-th epoch, and
-    the checkpoint with the best result named `best`.
+    """Checkpoints to keep, as in the settings of the same names in TrainConfig. If `keep_last` is None, all are kept."""
 
-    If `last` is None, all checkpoints are kept.
-    """
-
-    last: int | None
-    every: int | None = None
-    best: str | None = None
-    mode: Mode = "min"
+    keep_last: int | None
+    keep_every_epochs: int | None = None
+    keep_best: str | None = None
+    keep_best_mode: BestMode = "min"
 
     def obsolete_checkpoints(self, newest: Path) -> list[Path]:
         """Return the checkpoints to remove, oldest first; `newest` was written last.
@@ -57,20 +53,20 @@ class Retention:
         Checkpoints without a readable manifest are ignored. Checkpoints of later steps are also ignored: if they were
         valid, the run would have resumed from them.
         """
-        if self.last is None:
+        if self.keep_last is None:
             return []
         valid = [path for path in files.list_checkpoints(newest.parent) if path <= newest and files.read_manifest(path)]
-        kept_checkpoints = {*valid[: self.last], *self._milestones(valid), *self.sort_by_result(valid)[:1]}
+        kept_checkpoints = {*valid[: self.keep_last], *self._milestones(valid), *self.sort_by_result(valid)[:1]}
         return [path for path in reversed(valid) if path not in kept_checkpoints]
 
     def sort_by_result(self, checkpoints: list[Path]) -> list[Path]:
-        """Return those of `checkpoints`, which are sorted newest first, that have a finite result named `best`.
+        """Return those of `checkpoints`, which are sorted newest first, that have a finite result named `keep_best`.
 
         The best one is first. Among equal results, newer checkpoints come first.
         """
         results = {path: files.read_manifest(path).get("results") for path in checkpoints}
         value_by_path = {
-            path: results_of_checkpoint.get(self.best)
+            path: results_of_checkpoint.get(self.keep_best)
             for path, results_of_checkpoint in results.items()
             if isinstance(results_of_checkpoint, dict)
         }
@@ -80,7 +76,7 @@ class Retention:
             if isinstance(result, int | float) and math.isfinite(result)
         }
         # `sorted` keeps the order of equal results.
-        return sorted(result_by_path, key=lambda path: result_by_path[path], reverse=self.mode == "max")
+        return sorted(result_by_path, key=lambda path: result_by_path[path], reverse=self.keep_best_mode == "max")
 
     def apply(self, newest: Path) -> None:
         """Remove obsolete checkpoints. Each is renamed first, so a partially removed checkpoint is never loaded."""
@@ -91,7 +87,7 @@ class Retention:
             files.remove(removed)
 
     def _milestones(self, checkpoints: list[Path]) -> list[Path]:
-        if self.every is None:
+        if self.keep_every_epochs is None:
             return []
         places = [(path, files.read_manifest(path)) for path in checkpoints]
         return [
@@ -101,7 +97,7 @@ class Retention:
         ]
 
     def _is_milestone(self, epoch: Any) -> bool:
-        return self.every is not None and isinstance(epoch, int) and epoch % self.every == 0
+        return self.keep_every_epochs is not None and isinstance(epoch, int) and epoch % self.keep_every_epochs == 0
 
 
 # The last writer in this process that wrote to a folder, by folder.
@@ -138,7 +134,7 @@ class _PendingWrite:
 _NO_PENDING_WRITE = _PendingWrite()
 
 
-def _wait_until_written(folder: Path, writing: _PendingWrite, communicator: Communicator) -> None:
+def _wait_until_written(folder: Path, pending_write: _PendingWrite, communicator: Communicator) -> None:
     """Wait until all ranks have finished writing a checkpoint to `folder`. All ranks call it.
 
     The wait has no timeout, because a large model may take long, but a long wait is logged.
@@ -146,14 +142,14 @@ def _wait_until_written(folder: Path, writing: _PendingWrite, communicator: Comm
     start_time, warn_after_seconds = time.monotonic(), _WARN_AFTER_SECONDS
     while True:
         # Writing may take longer than the collective timeout, so the ranks exchange their state periodically.
-        own = [writing.is_running_after_wait(), writing.error is not None]
+        own = [pending_write.is_running_after_wait(), pending_write.error is not None]
         is_running, has_failed = communicator.allreduce(torch.tensor(own, dtype=torch.int32), "max").tolist()
         if not is_running:
             return
         if has_failed:
-            writing.abandoned_event.set()
+            pending_write.abandoned_event.set()
         seconds = time.monotonic() - start_time
-        if writing.thread is not None and seconds >= warn_after_seconds:
+        if pending_write.thread is not None and seconds >= warn_after_seconds:
             _log.warning(
                 "All ranks have waited for %.0f s for a checkpoint that is being written to '%s'. Check that its file "
                 "system responds and has free space: df -h '%s'",
@@ -203,7 +199,7 @@ class CheckpointWriter:
             def write(state: tuple[dict[str, Any], dict[str, Any]]) -> None:
                 start_time = time.monotonic()
                 if files.write(target, *state, manifest):
-                    self._report(step, target, start_time)
+                    self._report_written(step, target, start_time)
                 self._retention.apply(target)
 
             self._start(target, state, copy_state, write)
@@ -234,7 +230,7 @@ class CheckpointWriter:
             if find_corruption_on_all_ranks(target, self._communicator) is None:
                 return
             token = call(prepare)
-        self.current_write = writing = _PendingWrite()
+        self.current_write = pending_write = _PendingWrite()
 
         def copy_state() -> tuple[StateShard, dict[str, Any]]:
             return shard.host_copy(), host_copy(plain_state(training)) if rank == 0 else {}
@@ -243,9 +239,9 @@ class CheckpointWriter:
             start_time = time.monotonic()
             sharded_files.write_shard(staging_folder, state[0], rank, token)
             if rank == 0:
-                abandoned = writing.abandoned_event
-                if sharded_files.commit(target, *state, manifest, size=size, token=token, abandoned=abandoned):
-                    self._report(step, target, start_time)
+                event = pending_write.abandoned_event
+                if sharded_files.commit(target, *state, manifest, size=size, token=token, abandoned_event=event):
+                    self._report_written(step, target, start_time)
                     self._retention.apply(target)
 
         self._start(target, (shard, training), copy_state, write)
@@ -255,9 +251,9 @@ class CheckpointWriter:
         """Wait until the last checkpoint is written. Raises CheckpointError on every rank if writing failed."""
         if not self._is_busy:
             return
-        writing, self._is_busy = self.current_write, False
-        _wait_until_written(self._folder, writing, self._communicator)
-        error, writing.error = writing.error, None
+        pending_write, self._is_busy = self.current_write, False
+        _wait_until_written(self._folder, pending_write, self._communicator)
+        error, pending_write.error = pending_write.error, None
         raise_on_all_ranks(self._communicator, error)
 
     def call_when_written(self, function: Callable[[], None]) -> None:
@@ -276,7 +272,7 @@ class CheckpointWriter:
 
         threading.Thread(target=wait, name="unitrain checkpoint end", daemon=True).start()
 
-    def _report(self, step: int, target: Path, start_time: float) -> None:
+    def _report_written(self, step: int, target: Path, start_time: float) -> None:
         """Report a checkpoint that is written."""
         if self._on_written is not None:
             self._on_written(step, target, time.monotonic() - start_time)
@@ -291,29 +287,33 @@ class CheckpointWriter:
     ) -> None:
         """Call `write` in a thread, with `state` or, if writing is asynchronous, with the copy returned by
         `copy_state`."""
-        writing = self.current_write
+        pending_write = self.current_write
         if self._asynchronous:
             try:
                 # Convert and check the state before training changes it.
                 state = copy_state()
-            except CheckpointError as error:
-                writing.error = error  # `wait` raises it on every rank
+            except Exception as error:  # `wait` raises it on all ranks; otherwise the other ranks would hang
+                fix = "To write the checkpoint without this copy, use TrainConfig(async_checkpoints=False)."
+                pending_write.error = self._to_checkpoint_error(error, f"copy the state of '{target}'", fix)
                 return
 
         def run() -> None:
             try:
                 write(state)
-            except CheckpointError as error:
-                writing.error = error
             except Exception as error:  # `wait` raises it on all ranks; otherwise the other ranks would hang
-                where = f" on rank {self._communicator.rank}" if self._communicator.rank else ""
-                problem = str(error) or type(error).__name__  # MemoryError has no text
-                writing.error = CheckpointError(
-                    f"Cannot write checkpoint '{target}'{where}: {problem}. {CHECK_WRITABLE}"
-                )
-                writing.error.__cause__ = error
+                pending_write.error = self._to_checkpoint_error(error, f"write checkpoint '{target}'", CHECK_WRITABLE)
 
         # Not a daemon thread, so that the interpreter completes the checkpoint before it exits.
-        writing.thread = threading.Thread(target=run, name="unitrain checkpoint")
-        writing.thread.start()
+        pending_write.thread = threading.Thread(target=run, name="unitrain checkpoint")
+        pending_write.thread.start()
         _writers[files.real_path(self._folder)] = self
+
+    def _to_checkpoint_error(self, error: Exception, task: str, fix: str) -> CheckpointError:
+        """Return `error`, or a CheckpointError "Cannot `task`: ... `fix`" that it caused if it has another class."""
+        if isinstance(error, CheckpointError):
+            return error
+        where = f" on rank {self._communicator.rank}" if self._communicator.rank else ""
+        problem = str(error) or type(error).__name__  # MemoryError has no text
+        checkpoint_error = CheckpointError(f"Cannot {task}{where}: {problem}. {fix}")
+        checkpoint_error.__cause__ = error
+        return checkpoint_error

@@ -258,8 +258,8 @@ class _Batches(IterableDataset[_LoadedBatch | None]):
         self._batch_size, self._drop_last = batch_size, drop_last
         self._rank, self._size, self._kind, self._seed = rank, size, stream_kind, seed
         self._first_item_fingerprint: int | None = None
-        # Epoch, start position, and whether a state is set. In shared memory, because persistent workers keep their copies
-        # of this object.
+        # Epoch, start position, and whether a state is set, in shared memory, because persistent workers have copies of
+        # this object.
         self._start = torch.zeros(3, dtype=torch.int64).share_memory_()
 
     def set_start(self, epoch: int, start: int, state: StreamState | None) -> None:
