@@ -38,7 +38,7 @@ from unitrain.optim.local_sgd import LocalSGD
 from unitrain.optim.loss_weighting import Loss, LossWeighting, read_training_loss
 from unitrain.optim.model_loss import ModelLoss
 from unitrain.optim.precision import Precision
-from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory, planned_scheduler
+from unitrain.optim.schedulers import EpochScheduler, PlannedScheduler, SchedulerFactory, wrap_scheduler_function
 from unitrain.optim.step import ParameterUpdate, backward, block_gradients
 from unitrain.planned_steps import remaining_steps, total_scheduler_steps
 from unitrain.prediction_writer import PredictionWriter
@@ -109,7 +109,7 @@ class Trainer(LoggingMethods):
             arguments, loggers = overrides.override(arguments, backend), ()
         config, callbacks, forward = arguments.config, arguments.callbacks, arguments.forward
         self.backend, self.config, self.loss_fn = backend, config, arguments.loss_fn
-        self._scheduler = planned_scheduler(scheduler, optimizer)
+        self._scheduler = wrap_scheduler_function(scheduler, optimizer)
         self._epoch_scheduler = call_on_all_ranks(backend, lambda: EpochScheduler(self._scheduler, config))
         self._precision = call_on_all_ranks(backend, lambda: Precision(config.precision, backend.device))
         self._callbacks = call_on_all_ranks(backend, lambda: Callbacks(callbacks))
@@ -223,7 +223,7 @@ class Trainer(LoggingMethods):
         check_same_settings(self.backend, "Trainer.fit", val_data=list(data_by_prefix))
         names = self._evaluation.names
         self.result_names = ("train_loss", *(prefix + name for prefix in data_by_prefix for name in names))
-        self._epoch_scheduler.check(self.result_names)
+        self._epoch_scheduler.check_monitor(self.result_names)
         if config.keep_best is not None:
             check_result_name("TrainConfig.keep_best", config.keep_best, self.result_names)
         self._begin_epoch(shard)

@@ -40,7 +40,7 @@ StateT = TypeVar("StateT")
 
 @dataclass(frozen=True)
 class Retention:
-    """Checkpoints to keep, as in the settings of the same names in TrainConfig. If `keep_last` is None, all are kept."""
+    """Checkpoints to keep, as in the settings of the same names in TrainConfig: all if `keep_last` is None."""
 
     keep_last: int | None
     keep_every_epochs: int | None = None

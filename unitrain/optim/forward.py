@@ -74,8 +74,8 @@ class Forward:
         if self._function is not None or self._has_checked_keys:
             return
         self._has_checked_keys = True
-        own = ", ".join(sorted(map(repr, batch))) if isinstance(batch, Mapping) else None
-        keys_by_rank = gather_if_different(communicator, own)
+        local_keys = ", ".join(sorted(map(repr, batch))) if isinstance(batch, Mapping) else None
+        keys_by_rank = gather_if_different(communicator, local_keys)
         if keys_by_rank is not None:
             keys_text = "; ".join(f"rank {rank}: {keys or 'not a mapping'}" for rank, keys in enumerate(keys_by_rank))
             raise DataError(
@@ -106,11 +106,11 @@ class Keywords:
         if not any(isinstance(leaf, Tensor) for leaf in leaves(batch)):
             kinds = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in batch.items())
             raise DataError(
-                f"The batch is a {type(batch).__name__} without tensors ({kinds or 'it is empty'}). {_TENSORS}"
+                f"The batch is a {type(batch).__name__} without tensors ({kinds or 'it is empty'}). {_TENSORS_FIX}"
             )
         unknown = [key for key, value in batch.items() if key not in self._accepted and self._is_rejected(key, value)]
         if unknown:
-            raise self._unknown_keys(unknown)
+            raise self._unknown_keys_error(unknown)
         try:
             return model(**batch)
         except Exception as error:
@@ -120,7 +120,7 @@ class Keywords:
                 raise
             raise DataError(
                 f"{self._name} failed on a batch in which {transposed[0]!r} is a list of "
-                f"{len(batch[transposed[0]])} tensors: {type(error).__name__}: {error}. {_TENSORS}"
+                f"{len(batch[transposed[0]])} tensors: {type(error).__name__}: {error}. {_TENSORS_FIX}"
             ) from error
 
     def without_loss(self, output: Any) -> Any:
@@ -148,7 +148,7 @@ class Keywords:
             isinstance(value, list | tuple) and any(isinstance(element, str) for element in value)
         )
 
-    def _unknown_keys(self, unknown: Iterable[Any]) -> DataError:
+    def _unknown_keys_error(self, unknown: Iterable[Any]) -> DataError:
         names = ", ".join(map(repr, unknown))
         accepted = ", ".join(self._accepted) or "no keywords"
         return DataError(
@@ -158,7 +158,7 @@ class Keywords:
         )
 
 
-_TENSORS = (
+_TENSORS_FIX = (
     'Let the samples contain tensors, as in dataset.set_format("torch") for a datasets.Dataset, or use a collate_fn, '
     "such as transformers.DataCollatorWithPadding(tokenizer): DataLoader(dataset, batch_size=32, collate_fn=...)."
 )

@@ -292,7 +292,7 @@ class LocalSGD:
         self._steps_since_synchronization = min(header["steps_since_synchronization"], self.settings.steps - 1)
         outer = broadcast_with_tensors(backend, dict(state["outer"]) if is_rank_zero else None)
         groups = header.get("groups", [[rank] for rank in range(count)])
-        if count == backend.size and self._groups.divide(groups):
+        if count == backend.size and self._groups.are_within(groups):
             own: Any = None
             for rank in range(count):
                 received = broadcast_with_tensors(backend, dict(ranks[rank]) if is_rank_zero else None)
@@ -390,9 +390,9 @@ class LocalSGD:
         averaged = [buffer for buffer in statistics if buffer.is_floating_point()]
         counts = [buffer for buffer in statistics if not buffer.is_floating_point()]
         for dtype in dict.fromkeys(buffer.dtype for buffer in averaged):
-            same = [buffer for buffer in averaged if buffer.dtype == dtype]
-            mean = self._backend.allreduce(torch.cat([buffer.reshape(-1) for buffer in same]))
-            for buffer, values in zip(same, mean.split([buffer.numel() for buffer in same]), strict=True):
+            same_dtype = [buffer for buffer in averaged if buffer.dtype == dtype]
+            mean = self._backend.allreduce(torch.cat([buffer.reshape(-1) for buffer in same_dtype]))
+            for buffer, values in zip(same_dtype, mean.split([buffer.numel() for buffer in same_dtype]), strict=True):
                 copy_into(buffer, values.view(buffer.shape))
         broadcast_tensors(self._backend, [*counts, *(other_buffers if self._broadcasts_buffers else ())])
 

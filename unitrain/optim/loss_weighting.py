@@ -24,7 +24,7 @@ Count = Tensor | float
 LossOutput = Tensor | tuple[Tensor, Count]
 
 
-_RETURN = "Let loss_fn return the mean over the batch, loss.mean(), or a pair (loss.sum(), number of tokens)."
+_FIX = "Let loss_fn return the mean over the batch, loss.mean(), or a pair (loss.sum(), number of tokens)."
 
 
 class LossKind(Enum):
@@ -42,7 +42,7 @@ class Loss(NamedTuple):
 
     @property
     def kind(self) -> LossKind:
-        """Return whether the loss is a mean or a sum."""
+        """Whether the loss is a mean or a sum."""
         return LossKind.MEAN if self.tokens is None else LossKind.SUM
 
 
@@ -50,7 +50,7 @@ def check_one_loss_kind(kinds: Collection[LossKind]) -> None:
     """Raise ModelError if there are several `kinds` of losses: their mean would mix samples and tokens."""
     if len(kinds) > 1:
         raise ModelError(
-            f"loss_fn returned {LossKind.MEAN.value} for some batches and {LossKind.SUM.value} for others. {_RETURN} "
+            f"loss_fn returned {LossKind.MEAN.value} for some batches and {LossKind.SUM.value} for others. {_FIX} "
             "Return the same for every batch, on every rank."
         )
 
@@ -64,32 +64,33 @@ def read_loss(output: LossOutput) -> Loss:
     value, tokens = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     if not (isinstance(value, Tensor) and value.dim() == 0):
         description = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ModelError(f"The loss must be one number, got {description}. {_RETURN}")
+        raise ModelError(f"The loss must be one number, got {description}. {_FIX}")
     if not (tokens is None or isinstance(tokens, int | float) or (isinstance(tokens, Tensor) and tokens.dim() == 0)):
         description = f"shape {list(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
-        raise ModelError(f"The number of tokens in a summed loss must be one number, got {description}. {_RETURN}")
+        raise ModelError(f"The number of tokens in a summed loss must be one number, got {description}. {_FIX}")
     if not value.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")
-        raise ModelError(f"The loss must be a floating-point number, got one of dtype {kind}. {_RETURN}")
+        raise ModelError(f"The loss must be a floating-point number, got one of dtype {kind}. {_FIX}")
     if value.is_meta:
-        raise ModelError(f"The loss must be one number, got a tensor on device meta, which has no values. {_RETURN}")
+        raise ModelError(f"The loss must be one number, got a tensor on device meta, which has no values. {_FIX}")
     # Counts on a GPU are checked when the running loss is computed, to avoid a host-device synchronization here.
     if tokens is not None and not (isinstance(tokens, Tensor) and tokens.device.type != "cpu"):
         try:
             count = float(tokens)
         except OverflowError:  # an integer above the range of floats
             count = math.inf
-        counts_none = count == 0 and value.device.type == "cpu" and bool(value.detach() != 0)
-        if isinstance(tokens, bool) or not 0 <= count < math.inf or counts_none:
+        is_sum_without_tokens = count == 0 and value.device.type == "cpu" and bool(value.detach() != 0)
+        if isinstance(tokens, bool) or not 0 <= count < math.inf or is_sum_without_tokens:
             raise ModelError(
                 f"The number of tokens in a summed loss must be at least 1, or 0 if the sum is 0, got "
-                f"{tokens if isinstance(tokens, bool) else f'{count:g}'}. {_RETURN}"
+                f"{tokens if isinstance(tokens, bool) else f'{count:g}'}. {_FIX}"
             )
     return Loss(value, tokens)
 
 
 def read_training_loss(output: LossOutput) -> Loss:
-    """Like `read_loss`, for a training loss. Also raises ModelError if the loss does not require grad."""
+    """Convert the output of a loss function in training to a Loss, as `read_loss` does. Also raises ModelError if the
+    loss does not require grad."""
     loss = read_loss(output)
     if not loss.value.requires_grad:
         raise ModelError(
@@ -147,7 +148,7 @@ class LossWeighting:
         self._local_tokens = tokens if self._local_tokens is None else self._local_tokens + tokens
         if self._tokens_per_sample is None:
             if micro_batch.logical_rank is None:
-                approximate = self._sum(tokens)
+                approximate = self._sum_over_ranks(tokens)
             else:  # the tokens of logical rank 0, for any number of processes
                 approximate = self._communicator.broadcast(tokens) * self._ranks
             self._tokens_per_sample = _power_of_two(approximate / micro_batch.step_samples)
@@ -163,7 +164,7 @@ class LossWeighting:
                 kind: [rank for rank, kind_of_rank in enumerate(kinds) if kind_of_rank is kind] for kind in LossKind
             }
             texts = [f"{kind.value} on {format_ranks(ranks)}" for kind, ranks in ranks_by_kind.items()]
-            raise ModelError(f"loss_fn returned {' and '.join(texts)}. {_RETURN} Return the same on every rank.")
+            raise ModelError(f"loss_fn returned {' and '.join(texts)}. {_FIX} Return the same on every rank.")
 
     def loss_scale(self) -> Tensor | None:
         """Return the factor by which gradients are scaled until `finish_step`; None if losses are means over samples,
@@ -209,9 +210,9 @@ class LossWeighting:
 
     def _sum_tokens(self) -> None:
         if self._local_tokens is not None:
-            self._total_tokens, self._local_tokens = self._sum(self._local_tokens), None
+            self._total_tokens, self._local_tokens = self._sum_over_ranks(self._local_tokens), None
 
-    def _sum(self, tokens: Tensor) -> Tensor:
+    def _sum_over_ranks(self, tokens: Tensor) -> Tensor:
         """Return the number of tokens of all ranks, given the number of this rank. With `is_local`, all ranks are
         assumed to have the same number."""
         return tokens * self._communicator.size if self.is_local else self._communicator.allreduce(tokens, "sum")

@@ -13,7 +13,8 @@ from unitrain.errors import ModelError
 from unitrain.optim.loss_weighting import LossOutput
 
 LossAverage = Literal["auto", "samples", "tokens"]
-_LABELS_AT_TOKENS = ("MaskedLMOutput", "Seq2SeqLMOutput", "TokenClassifierOutput")
+# Ends of the names of output classes of transformers whose labels are at the positions of the predictions.
+_UNSHIFTED_OUTPUTS = ("MaskedLMOutput", "Seq2SeqLMOutput", "TokenClassifierOutput")
 _ADD_LOSS_FN = (
     "Let the model return its loss, as the models of transformers do for batches with 'labels', or pass a loss "
     "function: Trainer(model, optimizer, loss_fn=lambda output, batch: ...)."
@@ -53,12 +54,13 @@ class ModelLoss:
         validation.check_boolean("ModelLoss.shift_labels", shift_labels, optional=True)
         if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
             validation.check_integer("ModelLoss(ignore_index=...)", ignore_index, 0, "Use ignore_index=-100")
-        self._average, self._labels, self._ignore_index, self._shift = average, labels, ignore_index, shift_labels
+        self._average, self._labels, self._ignore_index = average, labels, ignore_index
+        self._shift_labels = shift_labels
 
     def __call__(self, output: Any, batch: Any) -> LossOutput:
         """Return the loss in `output`, or a pair (sum over tokens, number of tokens)."""
         loss = _find_loss(output, batch)
-        counted_labels = self._count_settings(output, batch)
+        counted_labels = self._find_counted_labels(output, batch)
         if counted_labels is None:
             return loss
         labels, is_shifted = counted_labels
@@ -67,7 +69,7 @@ class ModelLoss:
         mean = torch.where(count > 0, loss, torch.zeros_like(loss)).to(torch.promote_types(loss.dtype, torch.float32))
         return mean * count, count
 
-    def _count_settings(self, output: Any, batch: Any) -> _CountedLabels | None:
+    def _find_counted_labels(self, output: Any, batch: Any) -> _CountedLabels | None:
         """Return the labels to count, or None if the loss is a mean over samples."""
         if self._average == "samples":
             return None
@@ -82,8 +84,8 @@ class ModelLoss:
             )
         if is_auto and (labels.dim() < 2 or labels.is_floating_point()):
             return None
-        if self._shift is not None:
-            return _CountedLabels(labels, self._shift)
+        if self._shift_labels is not None:
+            return _CountedLabels(labels, self._shift_labels)
         is_shifted = _predicts_next_token(name, batch)
         if is_shifted is not None:
             return _CountedLabels(labels, is_shifted)
@@ -113,7 +115,7 @@ def _predicts_next_token(name: str, batch: Mapping[str, Any]) -> bool | None:
     # Models for speech with a CTC loss also return a CausalLMOutput.
     if "CausalLMOutput" in name and (name != "CausalLMOutput" or "input_ids" in batch):
         return True
-    return False if name.endswith(_LABELS_AT_TOKENS) else None
+    return False if name.endswith(_UNSHIFTED_OUTPUTS) else None
 
 
 def _find_loss(output: Any, batch: Any) -> Tensor:

@@ -81,7 +81,7 @@ class OuterGroups:
         self.outer = groups.pop(0) if backend.rank in first_ranks else None
         self.synchronous = groups.pop() if groups else None
 
-    def divide(self, groups: Sequence[Sequence[int]]) -> bool:
+    def are_within(self, groups: Sequence[Sequence[int]]) -> bool:
         """Return whether all ranks of each synchronous group belong to one group in `groups`. The weights of a
         synchronous group are then equal if the weights within each group of `groups` are equal."""
         return all(any(set(ranks) <= set(group) for group in groups) for ranks in self.ranks)
@@ -102,18 +102,19 @@ def _divide_ranks(settings: LocalSGDConfig, size: int, hosts: list[int]) -> list
 
     `hosts` contains the host of each rank if ranks are grouped by host.
     """
-    given: Any = settings.synchronous_ranks
-    if given == "host":
+    synchronous_ranks: Any = settings.synchronous_ranks
+    if synchronous_ranks == "host":
         groups: dict[int, list[int]] = {}
         for rank, host in enumerate(hosts):
             groups.setdefault(host, []).append(rank)
         return list(groups.values())
-    if isinstance(given, int):
-        return [list(range(first, min(first + given, size))) for first in range(0, size, given)]
-    if sum(given) != size:
+    if isinstance(synchronous_ranks, int):
+        return [list(range(first, min(first + synchronous_ranks, size))) for first in range(0, size, synchronous_ranks)]
+    if sum(synchronous_ranks) != size:
         raise ConfigError(
-            f"LocalSGDConfig.synchronous_ranks={given} divides {sum(given)} ranks into groups, but the job has {size}. "
-            "Use synchronous_ranks='host' for a group per host, or sizes whose sum is the number of ranks."
+            f"LocalSGDConfig.synchronous_ranks={synchronous_ranks} divides {sum(synchronous_ranks)} ranks into groups, "
+            f"but the job has {size}. Use synchronous_ranks='host' for a group per host, or sizes whose sum is the "
+            "number of ranks."
         )
-    firsts = [sum(given[:index]) for index in range(len(given))]
-    return [list(range(first, first + count)) for first, count in zip(firsts, given, strict=True)]
+    firsts = [sum(synchronous_ranks[:index]) for index in range(len(synchronous_ranks))]
+    return [list(range(first, first + count)) for first, count in zip(firsts, synchronous_ranks, strict=True)]

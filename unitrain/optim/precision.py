@@ -44,14 +44,15 @@ class Precision:
         """Return the scaled loss, to call backward on."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def loss_scale(self, before: Tensor | None = None) -> Tensor | None:
-        """Return the current loss scale multiplied by `before`, the factor by which the loss is already multiplied.
+    def loss_scale(self, factor: Tensor | None = None) -> Tensor | None:
+        """Return the current loss scale multiplied by `factor`, by which the loss is already multiplied.
 
-        A missing factor counts as 1; if both are missing, return None. Does not synchronize with the device.
+        Without `factor`, return the loss scale; without a loss scale, return `factor`. Does not synchronize with the
+        device.
         """
         if self._scaler is None:
-            return before
-        return self._scaler.scale(torch.ones((), device=self._device) if before is None else before)
+            return factor
+        return self._scaler.scale(torch.ones((), device=self._device) if factor is None else factor)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, once per step."""
@@ -66,27 +67,27 @@ class Precision:
         if self._scaler is None:
             optimizer.step()
             return True
-        stepped = False
+        has_stepped = False
         skips_on_device = skips_step_on_device(optimizer)
         parameters_with_state = set(optimizer.state) if skips_on_device else set()
 
-        def note(*_: Any) -> None:
-            nonlocal stepped
-            stepped = True
+        def record_step(*_: Any) -> None:
+            nonlocal has_stepped
+            has_stepped = True
 
-        handle = optimizer.register_step_post_hook(note)
+        handle = optimizer.register_step_post_hook(record_step)
         try:
             self._scaler.step(optimizer)
         finally:
             handle.remove()
         if skips_on_device:
-            stepped = not found_non_finite(self._scaler, optimizer)
-            if not stepped:
+            has_stepped = not found_non_finite(self._scaler, optimizer)
+            if not has_stepped:
                 # torch 2.14's fused SGD creates momentum buffers even for a skipped step, and does not initialize them.
                 for parameter in [parameter for parameter in optimizer.state if parameter not in parameters_with_state]:
                     del optimizer.state[parameter]
         self._scaler.update()
-        return stepped
+        return has_stepped
 
     def discard_step(self) -> None:
         """Discard the state of a step that was not completed."""

@@ -37,7 +37,7 @@ class EpochScheduler:
         self._scheduler = scheduler if config.scheduler_interval == "epoch" else None
         self._monitor = config.monitor
 
-    def check(self, names: Sequence[str]) -> None:
+    def check_monitor(self, names: Sequence[str]) -> None:
         """Raise ConfigError unless the monitored result is among `names`, the results of the run. Also raise it if
         ReduceLROnPlateau would have to select one of several validation losses."""
         if self._monitor not in (None, *names):
@@ -145,7 +145,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def planned_scheduler(
+def wrap_scheduler_function(
     scheduler: LRScheduler | SchedulerFactory | None, optimizer: Optimizer
 ) -> LRScheduler | PlannedScheduler | None:
     """Return `scheduler`, or a PlannedScheduler if it is a function that builds one."""

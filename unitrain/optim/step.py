@@ -92,16 +92,16 @@ class ParameterUpdate:
             self._precision.unscale(self._optimizer)
             self._gradient_norm = nn.utils.clip_grad_norm_(optimizer_parameters(self._optimizer), self._max_grad_norm)
         if factor is None:
-            stepped = self._precision.step(self._optimizer)
+            has_stepped = self._precision.step(self._optimizer)
         else:
             with factor.scaled_rates(self._optimizer, step):
-                stepped = self._precision.step(self._optimizer)
+                has_stepped = self._precision.step(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters_outside_optimizer():
             parameter.grad = None
-        if stepped and self._scheduler is not None:
+        if has_stepped and self._scheduler is not None:
             self._scheduler.step()
-        if stepped and self._average is not None:
+        if has_stepped and self._average is not None:
             self._average.update()
 
     def _parameters_outside_optimizer(self) -> list[nn.Parameter]:
