@@ -279,7 +279,7 @@ def test_failing_or_hanging_logger_causes_a_warning_and_does_not_change_the_run(
         "FailsInLog failed in 'log': SystemExit: enough. The run continues without this logger.",
         "FailsInStart failed in 'start': ConnectionError: no server. The run continues without this logger.",
         "Hangs has been busy with 'log' for more than 0.3 s. The run continues without this logger.",
-        "HangsInFinish did not finish with the run. The run continues without this logger.",
+        "HangsInFinish did not finish in time at the end of the run. The run continues without this logger.",
     ]
     assert [call[1] for call in first[4]] == [
         0,
@@ -376,7 +376,8 @@ def test_last_logged_values_are_written_before_the_program_ends(tmp_path: Path) 
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(script, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("HangsInStart did not finish with the run. The run continues without this logger.") == 1
+    warning = "HangsInStart did not finish in time at the end of the run. The run continues without this logger."
+    assert done.stderr.count(warning) == 1
     assert logger_output.from_wandb(tmp_path)[-1] == ("late", 1, 7.0)
     assert len(logger_output.wandb_starts(tmp_path)) == 2
 
@@ -405,8 +406,12 @@ def test_invalid_logged_values_are_rejected() -> None:
             made.log(accuracy=value)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r'unitrain adds "step" itself\.$'):
         made.log(step=3)
-    for image in (torch.zeros(2, 3, 5, 5), torch.zeros(5, 5, dtype=torch.int64), [[1.0]]):
-        with pytest.raises(TensorError, match=r"^An image to log is a tensor \[height, width\]"):
+    for image, found in (
+        (torch.zeros(2, 3, 5, 5), r"shape \[2, 3, 5, 5\] and torch.float32"),
+        (torch.zeros(5, 5, dtype=torch.int64), r"shape \[5, 5\] and torch.int64"),
+        ([[1.0]], "a list"),
+    ):
+        with pytest.raises(TensorError, match=rf"^An image to log is a tensor .* got {found}\. Log one image"):
             made.log_image("image", image)  # type: ignore[arg-type]
 
 

@@ -68,7 +68,7 @@ class BackgroundLogger:
         if not self.is_disabled:
             self._thread.join(max(0.0, deadline - time.monotonic()))
             if self._thread.is_alive():
-                self._disable("did not finish with the run")
+                self._disable("did not finish in time at the end of the run")
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -18,15 +18,16 @@ _BINS = 64
 
 def check_image(image: Tensor) -> None:
     """Raise TensorError unless `image` has the shape and dtype (uint8, bool or floating point) of an image."""
-    shape = list(image.shape) if isinstance(image, Tensor) else type(image).__name__
-    is_image = isinstance(image, Tensor) and (
+    is_tensor = isinstance(image, Tensor)
+    found = f"shape {list(image.shape)} and {image.dtype}" if is_tensor else f"a {type(image).__name__}"
+    is_image = is_tensor and (
         image.dim() == 2 or (image.dim() == 3 and (image.shape[0] in _CHANNELS or image.shape[2] in _CHANNELS))
     )
     if not is_image or not (image.is_floating_point() or image.dtype in (torch.uint8, torch.bool)):
         raise TensorError(
             f"An image to log is a tensor [height, width], [channels, height, width] or [height, width, channels], "
-            f"uint8 or floating point between 0 and 1, with 1, 3 or 4 channels; got {shape} of "
-            f"{getattr(image, 'dtype', None)}. Log one image at a time: trainer.log_image(name, images[0])."
+            f"uint8 or floating point between 0 and 1, with 1, 3 or 4 channels; got {found}. "
+            "Log one image at a time: trainer.log_image(name, images[0])."
         )
 
 

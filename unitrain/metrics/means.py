@@ -135,7 +135,7 @@ class Means:
         for (samples, *_), batches in groupby(self._pending, key=_layout):
             rows = [values for _, values in batches]
             sums = [
-                total.add(_sum(name, values, samples))
+                total.add(_sum_batches(name, values, samples))
                 for name, total, values in zip(self.names, sums, zip(*rows, strict=True), strict=True)
             ]
             num_samples += samples * len(rows)
@@ -259,10 +259,10 @@ def _layout(batch: tuple[int, list[Tensor]]) -> tuple[Any, ...]:
 
 def sum_of_batch(name: str, value: Tensor, samples: int) -> Tensor:
     """Return the sum of `value` over the `samples` of one batch, float64. Raises TensorError for an invalid shape."""
-    return _sum(name, (value,), samples)
+    return _sum_batches(name, (value,), samples)
 
 
-def _sum(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:
+def _sum_batches(name: str, values: tuple[Tensor, ...], samples: int) -> Tensor:
     """Return the sum over all samples of several batches with `samples` samples each, float64."""
     shape = values[0].shape
     if shape not in ((), (samples,)) or values[0].is_complex():

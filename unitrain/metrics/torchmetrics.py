@@ -27,7 +27,7 @@ _State = tuple[int, dict[str, Any]]
 _States = dict[str, _State]
 
 
-class _Reducible(NamedTuple):
+class _ReducibleState(NamedTuple):
     """A tensor state that an allreduce can merge, identified by metric index, inner metric path, and state name."""
 
     metric: int
@@ -111,11 +111,11 @@ class TorchMetrics:
             return {name: dict.fromkeys(names, float("nan")) for name, names in self.names.items()}
         if self._has_parts:
             self.begin_part()
-            states_by_rank = [part for parts in communicator.allgather_object(self._states_by_part) for part in parts]
+            unmerged_states = [part for parts in communicator.allgather_object(self._states_by_part) for part in parts]
             reduced: list[_States] = [{} for _ in self._metrics]
         else:
-            states_by_rank, reduced = self._merge_ranks()
-        outcome, error = self._compute_results(states_by_rank, reduced) if root == communicator.rank else ({}, None)
+            unmerged_states, reduced = self._merge_ranks()
+        outcome, error = self._compute_results(unmerged_states, reduced) if root == communicator.rank else ({}, None)
         self.reset()
         raise_on_all_ranks(communicator, error)
         results: dict[str, dict[str, float]] = communicator.broadcast_object(outcome, root)
@@ -138,7 +138,7 @@ class TorchMetrics:
         a metric may set the shape of a state at its first batch.
         """
         merged: list[_States] = [{} for _ in states]
-        layout = list(_reducible(self._metrics.values(), states))
+        layout = list(_find_reducible_states(self._metrics.values(), states))
         if gather_if_different(self._communicator, layout) is not None or not layout:
             return merged
         metrics_by_path = [_find_metrics(metric) for metric in self._metrics.values()]
@@ -154,16 +154,16 @@ class TorchMetrics:
                 parts.append(_contribution(values_by_name.pop(name).to(wide), kind, updates).reshape(-1))
                 counts.append([updates, int(updates > 0)])
             total = self._communicator.allreduce(torch.cat(parts), "sum" if kind == "mean" else kind)  # type: ignore[arg-type]
-            states_by_rank = self._communicator.allreduce(torch.tensor(counts), "sum").tolist()
+            total_counts = self._communicator.allreduce(torch.tensor(counts), "sum").tolist()
             values = total.split([part.numel() for part in parts])
-            for state_entry, value, (updates, ranks) in zip(group, values, states_by_rank, strict=True):
+            for state_entry, value, (updates, updated_ranks) in zip(group, values, total_counts, strict=True):
                 default = metrics_by_path[state_entry.metric][state_entry.path]._defaults[state_entry.name]
                 reduced = value.view(state_entry.shape)
                 if kind == "mean":
                     reduced = reduced / max(updates, 1)
                 elif kind == "sum":
                     # Each rank's sum includes the default value, but the merged sum must include it only once.
-                    reduced = reduced - (ranks - 1) * default.to(reduced)
+                    reduced = reduced - (updated_ranks - 1) * default.to(reduced)
                 _, values_by_name = merged[state_entry.metric].setdefault(state_entry.path, (updates, {}))
                 if updates:
                     values_by_name[state_entry.name] = reduced.to(state_entry.dtype)
@@ -209,7 +209,7 @@ def _copy_lists(states: _States) -> _States:
     }
 
 
-def _reducible(metrics: Iterable[Any], states: Iterable[_States]) -> Iterator[_Reducible]:
+def _find_reducible_states(metrics: Iterable[Any], states: Iterable[_States]) -> Iterator[_ReducibleState]:
     """Yield the states of one rank that an allreduce can merge, in the same order on every rank."""
     functions: Any = sys.modules["torchmetrics.utilities"]
     kinds = {
@@ -223,7 +223,7 @@ def _reducible(metrics: Iterable[Any], states: Iterable[_States]) -> Iterator[_R
             for name, value in metric_states[path][1].items():
                 kind = kinds.get(part._reductions.get(name))
                 if kind is not None and isinstance(value, Tensor) and not value.is_complex():
-                    yield _Reducible(metric_index, path, name, kind, tuple(value.shape), value.dtype)
+                    yield _ReducibleState(metric_index, path, name, kind, tuple(value.shape), value.dtype)
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -73,11 +73,11 @@ def _checkpoint_with_buffers(
 ) -> Any:
     """Checkpoint `block`, excluded from torch.compile (graph break), which does not accept `context_fn`."""
 
-    def contexts() -> tuple[_RecordedBuffers, _RestoredBuffers]:
+    def create_contexts() -> tuple[_RecordedBuffers, _RestoredBuffers]:
         recorded = _RecordedBuffers(block)
         return recorded, _RestoredBuffers(recorded)
 
-    return _checkpoint(forward, args, kwargs, context_fn=contexts)
+    return _checkpoint(forward, args, kwargs, context_fn=create_contexts)
 
 
 class _BufferValues:
@@ -123,11 +123,11 @@ class _RestoredBuffers(AbstractContextManager[None]):
     """
 
     def __init__(self, recorded: _RecordedBuffers) -> None:
-        self._recorded_values, self._current_values = recorded, list[_BufferValues]()
+        self._recorded, self._current_values = recorded, list[_BufferValues]()
 
     def __enter__(self) -> None:
-        self._current_values.append(_BufferValues(self._recorded_values.block))
-        self._recorded_values.values.restore()
+        self._current_values.append(_BufferValues(self._recorded.block))
+        self._recorded.values.restore()
 
     def __exit__(self, *error: object) -> None:
         self._current_values.pop().restore()

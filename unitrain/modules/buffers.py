@@ -44,38 +44,39 @@ def broadcast_buffers(model: nn.Module, communicator: Communicator) -> None:
     if not isinstance(passed, Communicator):
         check_model_and_communicator("broadcast_buffers", model, communicator)  # raises an error
     buffers = list[Tensor]()
-    buffer_sizes: list[tuple[list[int], str]] | UnitrainError
+    buffer_layouts: list[tuple[list[int], str]] | UnitrainError
     try:
         _check_model("broadcast_buffers", model)
     except UnitrainError as error:
-        buffer_sizes = error
+        buffer_layouts = error
     else:
         # Writes to `data` do not invalidate an earlier forward pass whose backward pass has not run yet.
         buffers = [buffer.data for buffer in model.buffers()]
-        buffer_sizes = [(list(buffer.shape), str(buffer.dtype)) for buffer in buffers]
-    by_rank = gather_if_different(communicator, buffer_sizes)
-    if by_rank is not None:
-        raise next((result for result in by_rank if isinstance(result, UnitrainError)), None) or _difference(by_rank)
-    if isinstance(buffer_sizes, UnitrainError):
-        raise buffer_sizes
+        buffer_layouts = [(list(buffer.shape), str(buffer.dtype)) for buffer in buffers]
+    layouts_by_rank = gather_if_different(communicator, buffer_layouts)
+    if layouts_by_rank is not None:
+        errors = [result for result in layouts_by_rank if isinstance(result, UnitrainError)]
+        raise errors[0] if errors else _difference_error(layouts_by_rank)
+    if isinstance(buffer_layouts, UnitrainError):
+        raise buffer_layouts
     broadcast_tensors(communicator, buffers)
 
 
-def _difference(by_rank: list[list[tuple[list[int], str]]]) -> ModelError:
-    """Return the error for buffers that differ between ranks. `by_rank` contains the shapes and dtypes of each rank."""
-    rank = next(rank for rank, value in enumerate(by_rank) if value != by_rank[0])
-    first, differing = by_rank[0], by_rank[rank]
+def _difference_error(layouts_by_rank: list[list[tuple[list[int], str]]]) -> ModelError:
+    """Return the error for buffers that differ between ranks, given the shapes and dtypes of each rank."""
+    rank = next(rank for rank, value in enumerate(layouts_by_rank) if value != layouts_by_rank[0])
+    first, differing = layouts_by_rank[0], layouts_by_rank[rank]
     if len(first) != len(differing):
         text = f"{len(first)} buffers on rank 0 and {len(differing)} on rank {rank}"
     else:
         index = next(index for index, pair in enumerate(zip(first, differing, strict=True)) if pair[0] != pair[1])
-        text = f"{_describe(first[index])} on rank 0 and {_describe(differing[index])} on rank {rank}"
+        text = f"{_describe_buffer(first[index])} on rank 0 and {_describe_buffer(differing[index])} on rank {rank}"
     return ModelError(
         f"broadcast_buffers was called with different buffers: {text}. Pass the same model on every rank."
     )
 
 
-def _describe(buffer: tuple[list[int], str]) -> str:
+def _describe_buffer(buffer: tuple[list[int], str]) -> str:
     shape, dtype = buffer
     return f"a {dtype.removeprefix('torch.')} buffer of shape {shape}"
 

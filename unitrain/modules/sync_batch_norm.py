@@ -81,10 +81,14 @@ def exclude_from_statistics(model: nn.Module) -> Iterator[None]:
     """
     shared = {module.shared_statistics for module in model.modules() if isinstance(module, SyncedForward)}
     # The buffers of synchronized layers are not restored, because they contain the statistics of the other ranks.
-    local = [m for m in model.modules() if not (isinstance(m, SyncedForward) and not m.shared_statistics.is_local)]
+    restored_modules = [
+        module
+        for module in model.modules()
+        if not isinstance(module, SyncedForward) or module.shared_statistics.is_local
+    ]
     saved = [
         (buffers_by_name(module), name, buffer, buffer.detach().clone())
-        for module in local
+        for module in restored_modules
         for name, buffer in buffers_by_name(module).items()
         if buffer is not None
     ]
@@ -161,17 +165,17 @@ class SharedStatistics:
             constants = [sums[0].new_full((1,), count), self._layer_number_on_device(layer_number, sums[0].device)]
         total = self.sum(torch.cat([*sums, *constants]))
         moments, tail = total[: 2 * channels], total[2 * channels :]
-        values: Tensor | float
+        num_values: Tensor | float
         if is_on_cpu:
             numbers = tail.tolist()
-            values = float(numbers[0])
+            num_values = float(numbers[0])
             self._check(layer_number, *numbers)
         else:  # a tensor: a GPU divides by a float less accurately, by multiplying by the reciprocal
-            values = tail[0]
+            num_values = tail[0]
             if check:
                 self._check(layer_number, *tail.tolist())
-        mean, second_moment = (moments / values).view(2, channels).unbind()
-        return mean, (second_moment - mean.square()).clamp_min_(0), values
+        mean, second_moment = (moments / num_values).view(2, channels).unbind()
+        return mean, (second_moment - mean.square()).clamp_min_(0), num_values
 
     def _check_values_on_cpu(self, count: int, layer_number: int) -> Tensor:
         """Return the count, the layer number and its square, float64 [3]. The latest result per layer is cached."""
@@ -270,12 +274,12 @@ def _normalize_over_ranks(layer: Any, x: Tensor) -> Tensor:
         # On a GPU, the check waits for all queued kernels, so it runs only in the first forward and for tiny batches.
         check = x.device.type == "cpu" or count < 2 or not layer._was_checked
         layer._was_checked = True
-        mean, variance, values = shared.reduce(sums, count, layer.layer_number, check=check)
+        mean, variance, num_values = shared.reduce(sums, count, layer.layer_number, check=check)
         if layer.track_running_stats:
-            _update_running_statistics(layer, mean, variance, values)
+            _update_running_statistics(layer, mean, variance, num_values)
         dtype = _computation_dtype(x)
         mean, variance = mean.to(dtype), variance.to(dtype)
-    output: Tensor = _Normalize.apply(x, layer.weight, layer.bias, mean, variance, values, layer.eps, shared)
+    output: Tensor = _Normalize.apply(x, layer.weight, layer.bias, mean, variance, num_values, layer.eps, shared)
     return output
 
 
@@ -297,14 +301,14 @@ def _local_sums(x: Tensor) -> tuple[list[Tensor], int]:
     return [mean * count, squares + mean.square() * count], count
 
 
-def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, values: Tensor | float) -> None:
-    """Update the running statistics with the statistics of a batch with `values` values per channel, like BatchNorm."""
+def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, num_values: Tensor | float) -> None:
+    """Update the running statistics with the statistics of a batch with `num_values` values per channel, like BatchNorm."""
     layer.num_batches_tracked.add_(1)
     # `double()`, because 1.0 / integer tensor is float32. `item()` would synchronize with the device.
     momentum = 1.0 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
     for running, statistic, factor in (
         (layer.running_mean, mean, momentum),
-        (layer.running_var, variance, momentum * (values / (values - 1))),
+        (layer.running_var, variance, momentum * (num_values / (num_values - 1))),
     ):
         running.mul_(1 - momentum).add_((statistic * factor).to(running.dtype))
 
@@ -320,12 +324,13 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         variance: Tensor,
-        values: Tensor | float,
+        num_values: Tensor | float,
         eps: float,
         shared: SharedStatistics,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.eps, ctx.shared, ctx.includes_local_samples, ctx.values = eps, shared, shared.includes_local_samples, values
+        ctx.eps, ctx.num_values, ctx.shared = eps, num_values, shared
+        ctx.includes_local_samples = shared.includes_local_samples
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
         weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (weight, bias))
         # In eval mode, the kernel uses the passed statistics.
@@ -344,18 +349,18 @@ class _Normalize(torch.autograd.Function):
             )
         else:  # the kernel would divide by zero
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-        means = ctx.shared.sum(torch.cat([dweight, dbias]).double()) / ctx.values
+        means = ctx.shared.sum(torch.cat([dweight, dbias]).double()) / ctx.num_values
         if ctx.includes_local_samples:
             scale = (variance.double() + ctx.eps).rsqrt_()
             slope, offset = means.view(2, -1).mul_(scale * weight).unbind()
             slope, offset = (slope * scale).to(mean.dtype), offset.to(mean.dtype)
             through = (x - _broadcastable(mean, x)).mul_(_broadcastable(slope, x))
             dx = (dx - through.add_(_broadcastable(offset, x))).to(x.dtype)
-        of_weight, of_bias = (
+        weight_gradient, bias_gradient = (
             None if dtype is None else gradient_part.to(dtype)
             for gradient_part, dtype in zip((dweight, dbias), ctx.dtypes, strict=True)
         )
-        return dx, of_weight, of_bias, None, None, None, None, None
+        return dx, weight_gradient, bias_gradient, None, None, None, None, None
 
 
 def _computation_dtype(x: Tensor) -> torch.dtype:
