@@ -83,7 +83,7 @@ class ParsedConfig:
     files: Sequence[ConfigFile]
     overrides: Sequence[str]
 
-    def text(self, **changes: Any) -> str:
+    def to_yaml(self, **changes: Any) -> str:
         """Return the YAML text of all keys with these `changes`. It does not depend on other files."""
         values = self.values.clone()
         for name, value in changes.items():
@@ -93,7 +93,7 @@ class ParsedConfig:
 
     def error(self, names: Sequence[str], message: str, value: str | None = None) -> ConfigError:
         """Return an error that begins with the location of the key `names`, such as ("model", "hidden")."""
-        return ConfigError(f"{_place(self.files, self.overrides, names, value)}: {message}")
+        return ConfigError(f"{_locate_key(self.files, self.overrides, names, value)}: {message}")
 
 
 def parse(argv: Sequence[str]) -> ParsedConfig:
@@ -114,10 +114,10 @@ def parse(argv: Sequence[str]) -> ParsedConfig:
         with contextlib.redirect_stdout(printed):
             values = parser.parse_args([*arguments, *overrides])
     except jsonargparse.ArgumentError as error:
-        raise _locate(str(error), files, overrides) from None
+        raise _locate_error(str(error), files, overrides) from None
     finally:
         # The output of --print_config and --KEY.help.
-        sys.stdout.write(_quote_off(_without_subclasses(printed.getvalue())))
+        sys.stdout.write(_quote_off_value(_remove_subclasses(printed.getvalue())))
     values.pop("config", None)
     parsed = ParsedConfig(parser, values, files, overrides)
     for name in REQUIRED:
@@ -167,19 +167,19 @@ def _import_jsonargparse() -> Any:
     return jsonargparse
 
 
-def _without_subclasses(text: str) -> str:
+def _remove_subclasses(text: str) -> str:
     """Return a help text of jsonargparse without the lists of all imported subclasses: hundreds of modules of torch."""
     return re.sub(r",\s+known\s+subclasses:[^()]*\)", ")", text)
 
 
-def _quote_off(text: str) -> str:
+def _quote_off_value(text: str) -> str:
     """Return a printed configuration with the value "off" in quotes, without which YAML 1.1 reads it as false."""
     return re.sub(r"^(progress: )off$", r'\1"off"', text, flags=re.MULTILINE)
 
 
 def _create_parser(jsonargparse: Any) -> Any:
     def format_help(parser: Any) -> str:
-        return _without_subclasses(jsonargparse.ArgumentParser.format_help(parser))
+        return _remove_subclasses(jsonargparse.ArgumentParser.format_help(parser))
 
     parser_class = type("ConfigParser", (jsonargparse.ArgumentParser,), {"format_help": format_help})
     parser = parser_class(
@@ -225,7 +225,7 @@ def _extend_module_search(files: Iterable[ConfigFile]) -> None:
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
-def _locate(text: str, files: Sequence[ConfigFile], overrides: Sequence[str]) -> ConfigError:
+def _locate_error(text: str, files: Sequence[ConfigFile], overrides: Sequence[str]) -> ConfigError:
     """Return a ConfigError with file, line and key for `text`, an error message of jsonargparse."""
     names = [part for dotted_key in _KEY_PATTERN.findall(text) for part in dotted_key.split(".")]
     if not names:
@@ -237,7 +237,7 @@ def _locate(text: str, files: Sequence[ConfigFile], overrides: Sequence[str]) ->
     fix = f"Print the arguments of a class with: unitrain train --{top}.help CLASS"
     if top not in _CLASS_KEYS:
         fix = "Print the types of all keys with: unitrain train --help"
-    place = _place(files, overrides, names, value)
+    place = _locate_key(files, overrides, names, value)
     return ConfigError(f"{place}: {message.rstrip('.')}. {fix}")
 
 
@@ -259,7 +259,7 @@ def _shorten(text: str) -> tuple[str, str | None]:
     return "; ".join(line.strip() for line in lines), None
 
 
-def _place(files: Sequence[ConfigFile], overrides: Sequence[str], names: Sequence[str], value: str | None) -> str:
+def _locate_key(files: Sequence[ConfigFile], overrides: Sequence[str], names: Sequence[str], value: str | None) -> str:
     """Return the option of the command line, or the file and line, that sets the key `names` last."""
     key = ".".join(names)
     for word in reversed(overrides):
@@ -273,7 +273,7 @@ def _place(files: Sequence[ConfigFile], overrides: Sequence[str], names: Sequenc
     return key
 
 
-def versions() -> str:
+def describe_versions() -> str:
     """Return the versions of unitrain and torch for the header of a file."""
     import unitrain
 

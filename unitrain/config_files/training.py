@@ -11,7 +11,7 @@ import click
 from unitrain.backends.base import Backend
 from unitrain.checkpoint import files, output_folder
 from unitrain.config_files.instantiation import build_arguments
-from unitrain.config_files.parser import PYTHON_PATH, ParsedConfig, parse, search_folders, versions
+from unitrain.config_files.parser import PYTHON_PATH, ParsedConfig, describe_versions, parse, search_folders
 from unitrain.factories import FIT_ARGUMENTS
 
 
@@ -53,10 +53,10 @@ def _resolved_text(parsed: ParsedConfig) -> str:
         changes["resume"] = False
     stored = f"{values.output_dir or 'FOLDER'}/{files.CONFIG}"
     return (
-        f"# Resolved configuration of a run of `unitrain train`. {versions()}\n"
+        f"# Resolved configuration of a run of `unitrain train`. {describe_versions()}\n"
         f"# Repeat the run:    unitrain train {stored}\n"
         f"# Continue the run:  unitrain train {stored} --resume true\n"
-    ) + parsed.text(**changes)
+    ) + parsed.to_yaml(**changes)
 
 
 def _rerun_folder(parsed: ParsedConfig, backend: Backend) -> str | None:

@@ -302,7 +302,8 @@ def _local_sums(x: Tensor) -> tuple[list[Tensor], int]:
 
 
 def _update_running_statistics(layer: Any, mean: Tensor, variance: Tensor, num_values: Tensor | float) -> None:
-    """Update the running statistics with the statistics of a batch with `num_values` values per channel, like BatchNorm."""
+    """Update the running statistics, as BatchNorm does, with the statistics of a batch with `num_values` values per
+    channel."""
     layer.num_batches_tracked.add_(1)
     # `double()`, because 1.0 / integer tensor is float32. `item()` would synchronize with the device.
     momentum = 1.0 / layer.num_batches_tracked.double() if layer.momentum is None else layer.momentum
