@@ -12,7 +12,7 @@ class also subclasses a builtin exception, so that `except ValueError` in a user
     ├── BackendUnavailableError     (ImportError)   library of a backend is missing or unusable
     ├── MissingDependencyError      (ImportError)   optional package is missing
     ├── HorovodBuildError           (RuntimeError)  Horovod could not be built
-    ├── UnsupportedError            (NotImplementedError)  backend does not provide the feature
+    ├── UnsupportedError            (NotImplementedError)  feature that is not supported
     ├── TensorError                 (ValueError)    tensor that the operation does not accept
     ├── CollectiveArgumentError     (RuntimeError, ValueError)  arguments that a torch.distributed group does not accept
     ├── CollectiveMismatchError     (RuntimeError)  ranks called different collectives, or with different arguments
@@ -22,9 +22,9 @@ class also subclasses a builtin exception, so that `except ValueError` in a user
     │   └── NonFiniteGradientError  (ArithmeticError)
     ├── CallbackError               (RuntimeError)  a callback failed
     ├── AuthenticationError         (RuntimeError)  a message does not come from a process of this job
-    ├── LoggerError                 (RuntimeError)  a logger cannot be started
+    ├── LoggerError                 (RuntimeError)  a logger cannot be used
     ├── MetricError                 (RuntimeError)  a torchmetrics object failed, or its result contains no numbers
-    ├── DataError                   (ValueError)    dataset that is invalid, fails, or cannot be sharded
+    ├── DataError                   (ValueError)    invalid or failing dataset, or predictions that cannot be written
     ├── CheckpointError             (OSError)       checkpoint that cannot be written or restored
     ├── ReportError                 (ValueError)    folder without the record of a run, or with a corrupt one
     ├── FunctionError               (ValueError)    function or argument that cannot be sent to ranks
@@ -81,7 +81,7 @@ class HorovodBuildError(UnitrainError, RuntimeError):
 
 
 class UnsupportedError(UnitrainError, NotImplementedError):
-    """The backend does not provide the requested feature."""
+    """The backend, the device or the Trainer does not support the requested feature."""
 
 
 class TensorError(UnitrainError, ValueError):
@@ -124,7 +124,7 @@ class AuthenticationError(UnitrainError, RuntimeError):
 
 
 class LoggerError(UnitrainError, RuntimeError):
-    """A logger cannot be started."""
+    """A logger cannot be used."""
 
 
 class MetricError(UnitrainError, RuntimeError):
@@ -132,7 +132,7 @@ class MetricError(UnitrainError, RuntimeError):
 
 
 class DataError(UnitrainError, ValueError):
-    """A dataset is invalid, raises an error, or cannot be sharded."""
+    """A dataset is invalid, raises an error, or cannot be sharded; or predictions cannot be written."""
 
 
 class CheckpointError(UnitrainError, OSError):

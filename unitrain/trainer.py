@@ -63,12 +63,13 @@ class Trainer(LoggingMethods):
     is known. `loss_fn(output, target)` returns the mean loss over the batch, or a pair (sum, count) for a mean over
     tokens or pixels; without `loss_fn`, the model returns the loss (see ModelLoss). `metrics` maps names to functions
     of (output, target) that return the mean over the batch or one value per sample, or to torchmetrics objects, whose
-    states are merged exactly over ranks; it may also be a MetricCollection of torchmetrics. A batch is a pair (inputs,
-    targets), and the model is called with the inputs; or a mapping, such as a dictionary, and the model is called with
-    its items as keyword arguments, and the target is the batch. For other batch structures, pass a function
-    `forward(model, batch)` that calls `model` and returns (output, target). `loggers` are Logger objects or the names
-    "csv", "jsonl", "tensorboard", "wandb" and "mlflow"; rank 0 logs. `config_text`, such as the configuration file of
-    the script, is stored as config.yaml in `config.output_dir` and in each checkpoint.
+    states are merged exactly over ranks; it may also be a MetricCollection of torchmetrics. By default, a batch is a
+    pair (inputs, targets), and the model is called with the inputs. A batch may also be a mapping, such as a
+    dictionary. The model is then called with its items as keyword arguments, and the target is the batch. For other
+    batch structures, pass a function `forward(model, batch)` that calls `model` and returns (output, target). `loggers`
+    are Logger objects or the names "csv", "jsonl", "tensorboard", "wandb" and "mlflow"; rank 0 logs. `config_text`,
+    such as the configuration file of the script, is stored as config.yaml in `config.output_dir` and in each
+    checkpoint.
 
     With `config.resume`, the constructor restores the state. With `config.ema_decay`, `averaged_model` contains the
     averaged weights and is used for evaluation. For callbacks, `progress` counts epochs, steps and samples,
@@ -284,8 +285,8 @@ class Trainer(LoggingMethods):
 
         All ranks call it and return all outputs, so each host needs enough memory for one copy per rank. The result has
         the structure of the model's (or `forward`'s) output: lists, tuples, mappings and dataclasses of tensors whose
-        first dimension indexes the samples. Targets are ignored; without `forward` they may be missing. For a mapping
-        as batch, the loss and the cache of a language model are omitted from the output. Every rank evaluates its shard
+        first dimension indexes the samples. Targets are ignored; without `forward` they may be missing. If a batch is a
+        mapping, the loss and the cache of a language model are omitted from the output. Every rank evaluates its shard
         with the buffers of rank 0. With `stream="own"`, the outputs are ordered by rank. Raises DataError, ConfigError,
         or ModelError for outputs that cannot be concatenated, on every rank.
 

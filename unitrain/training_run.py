@@ -66,8 +66,9 @@ class TrainingRun:
     the history. `data_state` is the state of a stateful dataset on this rank after the last step. `config_text` is
     stored in the output folder and in checkpoints. `description` is the description of the run for the history and the
     loggers. `is_elastic` states whether the job may be restarted with a different number of ranks.
-    `continues_in_folder` states whether the output folder contains this run or an earlier attempt of this job. Raises
-    CheckpointError on every rank if the folder is not writable, or contains a run that cannot be resumed.
+    `continues_in_folder` states whether this run continues the run in the output folder, if there is one, because of
+    `TrainConfig.resume` or because an earlier attempt of this job started it. Raises CheckpointError on every rank if
+    the folder is not writable, or contains a run that cannot be resumed.
     """
 
     def __init__(
@@ -402,8 +403,8 @@ class TrainingRun:
         self._change_history(file_name, append)
 
     def _with_epoch_count(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return `row` with the number of epochs trained so far. It is fractional within an epoch, and None there if
-        the length of the data is unknown."""
+        """Return `row` with the number of epochs trained so far. Within an epoch, the number is fractional, or None if the
+        length of the data is unknown."""
         assert self._data is not None
         epochs: float | None = self.progress.epoch
         if self.progress.sample:

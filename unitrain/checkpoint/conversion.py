@@ -73,10 +73,8 @@ def _read_dictionary(path: Path, loaded: dict[str, Any]) -> ForeignCheckpoint:
     is_lightning = "pytorch-lightning_version" in parts
     epoch, step = _parse_number(_first_present(parts, _EPOCH_KEYS)), _parse_number(_first_present(parts, _STEP_KEYS))
     kind = "Lightning checkpoint" if is_lightning else "dictionary of a training script"
-    optimizer, scheduler = (
-        _single_state(path, _first_present(parts, _OPTIMIZER_KEYS)),
-        _single_state(path, _first_present(parts, _SCHEDULER_KEYS)),
-    )
+    optimizer = _single_state(path, _first_present(parts, _OPTIMIZER_KEYS))
+    scheduler = _single_state(path, _first_present(parts, _SCHEDULER_KEYS))
     return ForeignCheckpoint(kind, _strip_ddp_prefix(model), optimizer, scheduler, epoch, step)
 
 

@@ -170,8 +170,8 @@ def evaluation_batch_sizes(
     if batch_size is not None or global_batch_size is None:
         return batch_size or train_batch_size, None
     assert not isinstance(gradient_accumulation_steps, Mapping)  # TrainConfig excludes a schedule
-    batch_size_of_all = -(-global_batch_size // (gradient_accumulation_steps or 1))
-    return train_batch_size or -(-batch_size_of_all // size), batch_size_of_all
+    batch_size_over_ranks = -(-global_batch_size // (gradient_accumulation_steps or 1))
+    return train_batch_size or -(-batch_size_over_ranks // size), batch_size_over_ranks
 
 
 def _raise_not_divisible(global_batch_size: int, divisor: int, product: str) -> NoReturn:

@@ -104,10 +104,8 @@ class StepAligner:
         ):
             self._error = None
             self._skip_batches(batches_here, repeated_batches, skipped)
-            window_length, per_step = (
-                self._steps * self._gradient_accumulation_steps,
-                self._gradient_accumulation_steps * stride,
-            )
+            window_length = self._steps * self._gradient_accumulation_steps
+            positions_per_step = self._gradient_accumulation_steps * stride
             is_finished = False
             while not is_finished:
                 window: list[CountedBatch | None] = [None] * window_length
@@ -123,7 +121,7 @@ class StepAligner:
                     self._fetch(window, [index for index in missing if window[index] is None], repeated_batches)
                     items, samples = self._exchange_counts(window)
                 for step in steps:
-                    end = start + per_step
+                    end = start + positions_per_step
                     micro_batches = [MicroBatch(slice(start, end), 0, 0, end, False) for _ in step]
                     yield from self._step(window, step, micro_batches, samples)
                     start = end
@@ -143,9 +141,8 @@ class StepAligner:
                 window: list[CountedBatch | None] = [None] * len(planned)
                 self._fetch(window, range(len(planned)), batches_here)
                 for index, (micro_batch, counted_batch) in enumerate(zip(planned, window, strict=True)):
-                    if (
-                        counted_batch is not None and not micro_batch.samples
-                    ):  # a dummy batch: another rank trains on its sample
+                    if counted_batch is not None and not micro_batch.samples:
+                        # A dummy batch, whose samples another rank trains on.
                         window[index] = counted_batch._replace(sample_count=0)
                 _, samples = self._exchange_counts(window)
                 ends = [0, *(index + 1 for index, micro_batch in enumerate(planned) if micro_batch.ends_step)]
@@ -213,11 +210,9 @@ class StepAligner:
         try:
             for index, counted_batch in zip(indices, batches, strict=False):
                 if keep:
-                    window[index] = counted_batch = (
-                        counted_batch._replace(batch=copy_batch(counted_batch.batch))
-                        if self._copies_batches
-                        else counted_batch
-                    )
+                    if self._copies_batches:
+                        counted_batch = counted_batch._replace(batch=copy_batch(counted_batch.batch))
+                    window[index] = counted_batch
                 fetched += 1
                 if counted_batch.sample_count:
                     self._dummy_batch = counted_batch._replace(state=None)

@@ -286,11 +286,8 @@ class TrainingShard(TrainingData):
         """Return the position at which an epoch over the batches of a batch_sampler ends if it starts at `start`."""
         if self._uneven != "drop":
             return bounds[-1]
-        count, first, per_step = (
-            len(bounds) - 1,
-            bisect_left(bounds, start),
-            self._num_shards * self._gradient_accumulation_steps,
-        )
+        count, first = len(bounds) - 1, bisect_left(bounds, start)
+        per_step = self._num_shards * self._gradient_accumulation_steps
         if count < per_step:
             weight = format_call(self._class_name, "uneven='weight'")
             raise DataError(

@@ -79,10 +79,8 @@ class WeightAverage:
         self._averages = [local_shard(parameter) for parameter in self.model.parameters()]
         # Frozen parameters may be integers, as in quantized models. They cannot be averaged and are copied.
         pairs = [pair for pair in zip(self._averages, self._weights, strict=True) if _has_mean(pair[0])]
-        self._floating_averages, self._floating_weights = (
-            [averaged for averaged, _ in pairs],
-            [weight for _, weight in pairs],
-        )
+        self._floating_averages = [averaged for averaged, _ in pairs]
+        self._floating_weights = [weight for _, weight in pairs]
 
     @torch.no_grad()
     def _copy_weights(self) -> None:

@@ -90,9 +90,8 @@ class OuterGroups:
         """Return the phase of a transfer of an outer gradient that starts now. All ranks call it."""
         phase = GradientPhase("outer gradient", next(_phase_numbers))
         group = self.synchronous or self.outer
-        if isinstance(
-            group, Subgroup
-        ):  # also on ranks that do not communicate, because all ranks record the same phases
+        # Also on ranks that do not communicate, because all ranks record the same phases.
+        if isinstance(group, Subgroup):
             group.monitor.record(phase)
         return phase
 

@@ -174,18 +174,15 @@ class SyncPoint:
             steps, is_any_suspected=bool(detector.suspected), is_suspected=own_rank in detector.suspected
         )
         slow = detector.slow[:MAX_NAMED_RANKS]
-        details = self._details
-        self._details = {}
+        previous_details, self._details = self._details, {}
         for straggler in slow:
             key = (straggler.rank, straggler.cause)
-            is_new = key not in details
-            self._details[key] = (
-                self._communicator.broadcast_object(
-                    self._evidence.describe(straggler) if own_rank == straggler.rank else None, root=straggler.rank
-                )
-                if is_new
-                else details[key]
-            )
+            is_new = key not in previous_details
+            if is_new:
+                own_details = self._evidence.describe(straggler) if own_rank == straggler.rank else None
+                self._details[key] = self._communicator.broadcast_object(own_details, root=straggler.rank)
+            else:
+                self._details[key] = previous_details[key]
             reported = detector.set_details(straggler, *self._details[key])
             if is_new and reported.explanation:
                 self._reporter.show_message(f"{reported}. {reported.explanation}")

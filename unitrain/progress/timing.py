@@ -122,10 +122,8 @@ class LoopTimer:
             self._recent_steps.append(self._laps)
             self._recent_copies.append(self._step_copies)
             self._laps, self._step_copies = {}, []
-            self._steps_since_measurement, self._next_measurement_time = (
-                0,
-                self._last_fetch_time + _MIN_INTERVAL_SECONDS,
-            )
+            self._steps_since_measurement = 0
+            self._next_measurement_time = self._last_fetch_time + _MIN_INTERVAL_SECONDS
         self._is_measuring = (
             self._steps_since_measurement >= self._min_interval_steps()
             and self._last_fetch_time >= self._next_measurement_time
