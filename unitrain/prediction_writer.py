@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,14 +30,16 @@ from unitrain import validation
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.checkpoint.folder_lock import LOCK_FILE, FolderLock
+from unitrain.checkpoint.writer import MAX_WAIT_PER_COLLECTIVE_SECONDS
 from unitrain.data.order import StrideUnit
 from unitrain.errors import CheckpointError, ConfigError, DataError
 from unitrain.prediction import OutputSpec, check_same_specs, split_output
 
+_ResultT = TypeVar("_ResultT")
+
 MANIFEST = "predictions.json"
 _UNFINISHED = ".unfinished"
 _FORMAT = 1
-_LOCK_TIMEOUT_SECONDS = 1.0
 _TOKEN_SUFFIX = ".token"
 _FLAGS = os.O_RDWR | os.O_CREAT
 # Rows of other files are copied in chunks of about this size.
@@ -102,13 +104,16 @@ class PredictionWriter:
                         f"'{folder}' contains no {MANIFEST}. Choose another folder."
                     )
 
-        def create() -> None:
+        def try_to_create() -> bool:
             check_folder()
             if unfinished.is_symlink():
                 raise FileExistsError(errno.EEXIST, "It is a symbolic link", str(unfinished))
             unfinished.mkdir(parents=True, exist_ok=True)
-            while not lock.acquire(_LOCK_TIMEOUT_SECONDS):
-                pass  # `acquire` raises CheckpointError when its time limit is reached
+            try:
+                if not lock.acquire(MAX_WAIT_PER_COLLECTIVE_SECONDS):  # raises CheckpointError at its time limit
+                    return False
+            except FileNotFoundError:  # the other job has renamed or removed the folder of unfinished files
+                return False
             check_folder()  # another job may have completed it
             leftover_files = [path for path in unfinished.iterdir() if path.name != LOCK_FILE]  # of a killed job
             known_files = [
@@ -123,6 +128,7 @@ class PredictionWriter:
             for path in leftover_files:
                 path.unlink()
             (unfinished / token).touch()
+            return True
 
         def check_visible() -> None:
             if not (unfinished / token).exists():
@@ -134,7 +140,9 @@ class PredictionWriter:
         files = PredictionFiles(folder, unfinished, communicator, first_row, stride_unit)
         is_created = False
         try:
-            _on_rank_zero(communicator, folder, create)
+            # Rank 0 may wait for the lock longer than the collective timeout, so it broadcasts its state periodically.
+            while not communicator.broadcast_object(_on_rank_zero(communicator, folder, try_to_create)):
+                pass
             is_created = True
             _on_each_rank(communicator, folder, check_visible)
             _on_rank_zero(communicator, folder, (unfinished / token).unlink)
@@ -375,19 +383,20 @@ def _write_error(folder: Path, error: OSError) -> DataError:
     )
 
 
-def _on_each_rank(communicator: Communicator, folder: Path, action: Callable[[], Any]) -> None:
-    """Call `action` on every rank. If it raises OSError on any rank, raise DataError on every rank."""
+def _on_each_rank(communicator: Communicator, folder: Path, action: Callable[[], _ResultT]) -> _ResultT:
+    """Call `action` on every rank, and return its result. If it raises OSError on any rank, raise DataError on every
+    rank."""
 
-    def call() -> None:
+    def call() -> _ResultT:
         try:
-            action()
+            return action()
         except CheckpointError:  # an OSError, of the lock
             raise
         except OSError as error:
             raise _write_error(folder, error) from error
 
-    call_on_all_ranks(communicator, call)
+    return call_on_all_ranks(communicator, call)
 
 
-def _on_rank_zero(communicator: Communicator, folder: Path, action: Callable[[], Any]) -> None:
-    _on_each_rank(communicator, folder, lambda: action() if communicator.rank == 0 else None)
+def _on_rank_zero(communicator: Communicator, folder: Path, action: Callable[[], _ResultT]) -> _ResultT | None:
+    return _on_each_rank(communicator, folder, lambda: action() if communicator.rank == 0 else None)

@@ -403,8 +403,8 @@ class TrainingRun:
         self._change_history(file_name, append)
 
     def _with_epoch_count(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return `row` with the number of epochs trained so far. Within an epoch, the number is fractional, or None if the
-        length of the data is unknown."""
+        """Return `row` with the number of epochs trained so far. Within an epoch, the number is fractional, or None if
+        the length of the data is unknown."""
         assert self._data is not None
         epochs: float | None = self.progress.epoch
         if self.progress.sample:

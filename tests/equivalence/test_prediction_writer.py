@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +204,12 @@ def test_files_of_another_program_in_the_unfinished_folder_are_kept(tmp_path: Pa
     assert [path.name for path in (tmp_path / "predictions.unfinished").iterdir()] == ["notes.txt"]
 
 
-def test_second_job_cannot_write_to_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.1)
+@contextmanager
+def locked(unfinished: Path) -> Iterator[None]:
+    """Context manager in which another process, the first job, holds the lock of the folder of unfinished files."""
     program = (
         "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
     )
-    unfinished = tmp_path / "predictions.unfinished"
     unfinished.mkdir()
     (unfinished / "output.npy").write_bytes(b"rows of the first job")
     command = [sys.executable, "-ISc", program, str(unfinished / ".lock")]
@@ -216,14 +217,35 @@ def test_second_job_cannot_write_to_the_same_folder(tmp_path: Path, monkeypatch:
         try:
             assert first.stdout is not None
             first.stdout.readline()
-            with pytest.raises(CheckpointError, match=r"predictions.unfinished' is in use by another job"):
-                make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))
-            assert (unfinished / "output.npy").read_bytes() == b"rows of the first job"
+            yield
         finally:
             first.kill()
+
+
+def test_second_job_cannot_write_to_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_OTHER_JOB_TIMEOUT_SECONDS", 0.1)
+    unfinished = tmp_path / "predictions.unfinished"
+    with locked(unfinished):
+        with pytest.raises(CheckpointError, match=r"predictions.unfinished' is in use by another job"):
+            make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))
+        assert (unfinished / "output.npy").read_bytes() == b"rows of the first job"
     make(LOCAL).predict(data(), writer=PredictionWriter(tmp_path / "predictions"))  # after the first job was killed
     assert [path.name for path in tmp_path.iterdir()] == ["predictions"]
     assert ".lock" not in digests(tmp_path / "predictions")
+
+
+def predict_into_locked_folder(backend: Backend, folder: str) -> str:
+    folder_lock._OTHER_JOB_TIMEOUT_SECONDS = 10.0
+    with pytest.raises(CheckpointError) as raised:
+        make(backend).predict(data(), writer=PredictionWriter(folder))
+    return str(raised.value)
+
+
+@pytest.mark.ci
+def test_ranks_can_wait_for_another_job_longer_than_the_timeout_of_a_collective(tmp_path: Path) -> None:
+    with locked(tmp_path / "predictions.unfinished"), RankGroup("ddp", 2, backend_timeout_seconds=7.0) as ranks:
+        messages = ranks.run(predict_into_locked_folder, str(tmp_path / "predictions"))
+    assert all("predictions.unfinished' is in use by another job" in message for message in messages), messages
 
 
 @pytest.mark.parametrize("folder", [".", "/", "..", "runs/.."])

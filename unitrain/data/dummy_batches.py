@@ -91,7 +91,7 @@ class StepAligner:
         `batches` starts this rank's iteration; the batches of the first `skipped` micro-batches are skipped. `start` is
         the position after the skipped micro-batches, and `stride` the number of positions per micro-batch. `repeated`
         starts the iteration over batches to repeat (default: `batches`). `data_state` is the state from which `batches`
-        resumes. If the interrupted run was already repeating batches, `batches` yields the remainder of these. Raises
+        resumes. If the interrupted run was already repeating batches, `batches` yields the remaining ones. Raises
         DataError on every rank if any rank cannot load its batches.
         """
         is_repeating = data_state is not None and data_state.repeats
