@@ -141,11 +141,11 @@ class PredictionWriter:
         is_created = False
         try:
             # Rank 0 may wait for the lock longer than the collective timeout, so it broadcasts its state periodically.
-            while not communicator.broadcast_object(_on_rank_zero(communicator, folder, try_to_create)):
+            while not communicator.broadcast_object(_run_on_rank_zero(communicator, folder, try_to_create)):
                 pass
             is_created = True
-            _on_each_rank(communicator, folder, check_visible)
-            _on_rank_zero(communicator, folder, (unfinished / token).unlink)
+            _run_on_all_ranks(communicator, folder, check_visible)
+            _run_on_rank_zero(communicator, folder, (unfinished / token).unlink)
             yield files
         except BaseException:
             files.close()
@@ -221,9 +221,9 @@ class PredictionFiles:
         total = sum(sum(row_counts_of_rank) for _, _, row_counts_of_rank in summaries)
         if self._first_row is None:
             rows = _target_rows([row_counts for _, _, row_counts in summaries], self._stride_unit, communicator.rank)
-            _on_each_rank(communicator, folder, lambda: self._copy_rows(rows))
-        _on_each_rank(communicator, folder, self._sync)
-        _on_rank_zero(communicator, folder, lambda: self._complete(total))
+            _run_on_all_ranks(communicator, folder, lambda: self._copy_rows(rows))
+        _run_on_all_ranks(communicator, folder, self._sync)
+        _run_on_rank_zero(communicator, folder, lambda: self._complete(total))
         return folder
 
     def close(self) -> None:
@@ -383,7 +383,7 @@ def _write_error(folder: Path, error: OSError) -> DataError:
     )
 
 
-def _on_each_rank(communicator: Communicator, folder: Path, action: Callable[[], _ResultT]) -> _ResultT:
+def _run_on_all_ranks(communicator: Communicator, folder: Path, action: Callable[[], _ResultT]) -> _ResultT:
     """Call `action` on every rank, and return its result. If it raises OSError on any rank, raise DataError on every
     rank."""
 
@@ -398,5 +398,5 @@ def _on_each_rank(communicator: Communicator, folder: Path, action: Callable[[],
     return call_on_all_ranks(communicator, call)
 
 
-def _on_rank_zero(communicator: Communicator, folder: Path, action: Callable[[], _ResultT]) -> _ResultT | None:
-    return _on_each_rank(communicator, folder, lambda: action() if communicator.rank == 0 else None)
+def _run_on_rank_zero(communicator: Communicator, folder: Path, action: Callable[[], _ResultT]) -> _ResultT | None:
+    return _run_on_all_ranks(communicator, folder, lambda: action() if communicator.rank == 0 else None)

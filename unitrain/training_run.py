@@ -25,7 +25,7 @@ from unitrain.backends.compression_setting import PowerSGD, read_compression
 from unitrain.bootstrap import environment
 from unitrain.checkpoint import files, loading
 from unitrain.checkpoint.checkpointer import AVERAGE, COMPRESSION_STATE, Checkpointer, TrainingState
-from unitrain.checkpoint.output_folder import CHECK_WRITABLE, on_rank_zero
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE, run_on_rank_zero
 from unitrain.config import TrainConfig
 from unitrain.data.batch_size import ElasticBatchSize
 from unitrain.data.stream_state import StreamState
@@ -335,7 +335,7 @@ class TrainingRun:
         folder, text = self._checkpointer.folder, self._config_text
         if folder is not None and text is not None:
             path = folder / files.CONFIG
-            on_rank_zero(self._backend, f"write '{path}'", CHECK_WRITABLE, lambda: replace_file(path, text))
+            run_on_rank_zero(self._backend, f"write '{path}'", CHECK_WRITABLE, lambda: replace_file(path, text))
 
     def _store_batch_size(self, data: TrainingData) -> None:
         data.begin_epoch(0)
@@ -416,7 +416,7 @@ class TrainingRun:
         folder = self._checkpointer.folder
         if folder is not None:
             history, task = History(folder), f"write '{folder / file_name}'"
-            on_rank_zero(self._backend, task, CHECK_WRITABLE, lambda: change(history))
+            run_on_rank_zero(self._backend, task, CHECK_WRITABLE, lambda: change(history))
 
 
 def _describe_parts(model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:

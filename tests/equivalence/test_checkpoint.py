@@ -450,7 +450,7 @@ def failure_on_rank_zero(backend: Backend) -> tuple[str, str]:
         raise OSError("no room")
 
     try:
-        output_folder.on_rank_zero(backend, "write it", "Make room.", fail)
+        output_folder.run_on_rank_zero(backend, "write it", "Make room.", fail)
     except CheckpointError as error:
         return str(error), repr(error.__cause__)
     return "", ""

@@ -23,7 +23,7 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks, raise_on_al
 from unitrain.checkpoint import files, loading, output_folder
 from unitrain.checkpoint.folder_lock import FolderLock
 from unitrain.checkpoint.memory import MemoryCheckpoints
-from unitrain.checkpoint.output_folder import CHECK_WRITABLE, find_on_rank_zero, on_all_ranks, on_rank_zero
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE, find_on_rank_zero, run_on_all_ranks, run_on_rank_zero
 from unitrain.checkpoint.sharded_files import AVERAGE_FOLDER, StoredOptimizerState, collect_shard, load_module
 from unitrain.checkpoint.writer import (
     MAX_WAIT_PER_COLLECTIVE_SECONDS,
@@ -133,10 +133,10 @@ class Checkpointer:
         communicator, task = self._communicator, f"restore the optimizer state from '{path}'"
         fix = "Use the same optimizer as the run that wrote it."
         # Only rank 0 reads the positions of the tensors, so that the other ranks open only the files that they need.
-        stored_state = on_rank_zero(communicator, task, fix, lambda: StoredOptimizerState.open(path))
+        stored_state = run_on_rank_zero(communicator, task, fix, lambda: StoredOptimizerState.open(path))
         stored: StoredOptimizerState = communicator.broadcast_object(stored_state)
         with state_dicts_of_shards():
-            on_all_ranks(communicator, task, fix, lambda: load_own_state(optimizer, stored))
+            run_on_all_ranks(communicator, task, fix, lambda: load_own_state(optimizer, stored))
 
     def load_average(self, path: Path, average: nn.Module) -> None:
         """Load the averaged weights of sharded checkpoint `path` into `average` on every rank."""
@@ -256,7 +256,7 @@ class Checkpointer:
         # Rank 0 may wait for the lock longer than the collective timeout, so it broadcasts its state periodically.
         task = f"write to output folder '{folder}'"
         while not self._communicator.broadcast_object(
-            on_rank_zero(self._communicator, task, CHECK_WRITABLE, try_to_lock)
+            run_on_rank_zero(self._communicator, task, CHECK_WRITABLE, try_to_lock)
         ):
             pass
 
@@ -283,7 +283,7 @@ class Checkpointer:
         folder = self.folder
         self.stored_batch_sizes.append(batch)
         task = f"write to output folder '{folder}'"
-        on_rank_zero(
+        run_on_rank_zero(
             self._communicator, task, CHECK_WRITABLE, lambda: output_folder.store_batch_size(folder, fit_index, batch)
         )
 
@@ -345,7 +345,7 @@ def load_checkpoint(
     checkpoint = find_checkpoint(path, communicator, required=required)
     if checkpoint is None:
         return None
-    training: dict[str, Any] | None = on_rank_zero(
+    training: dict[str, Any] | None = run_on_rank_zero(
         communicator,
         f"restore from '{path}'",
         _FIX,
@@ -408,9 +408,9 @@ def _load_modules(
     fix = "Use the same model as the run that wrote it."
     if any(map(is_distributed_tensor, tensors)):
         with state_dicts_of_shards():
-            on_all_ranks(communicator, task, fix, load)
+            run_on_all_ranks(communicator, task, fix, load)
         return
-    on_rank_zero(communicator, task, fix, load)
+    run_on_rank_zero(communicator, task, fix, load)
     with torch.no_grad():
         for tensor in tensors:
             broadcast_tensors(communicator, [tensor])  # one at a time, so that the model is not in memory twice

@@ -68,7 +68,7 @@ class FolderLock:
                 self._deadline = None
                 raise CheckpointError(
                     f"Output folder '{self._folder}' is in use by another job: {_describe_holder(holder)}. Wait until "
-                    "that job has ended, or choose another output_dir. If its host no longer exists, release it "
+                    "that job has ended, or choose another folder. If its host no longer exists, release it "
                     f"with: rm '{self._path}'"
                 )
             if now > end:

@@ -29,15 +29,19 @@ _MAX_JOB_FILE_BYTES = 1 << 20
 _ResultT = TypeVar("_ResultT")
 
 
-def on_rank_zero(communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]) -> _ResultT | None:
+def run_on_rank_zero(
+    communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]
+) -> _ResultT | None:
     """Run `action` on rank 0, and return its result on rank 0 and None on other ranks. All ranks call it.
 
-    Raises CheckpointError on every rank if `action` fails, see `on_all_ranks`.
+    Raises CheckpointError on every rank if `action` fails, see `run_on_all_ranks`.
     """
-    return on_all_ranks(communicator, task, fix, lambda: action() if communicator.rank == 0 else None)
+    return run_on_all_ranks(communicator, task, fix, lambda: action() if communicator.rank == 0 else None)
 
 
-def on_all_ranks(communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]) -> _ResultT | None:
+def run_on_all_ranks(
+    communicator: Communicator, task: str, fix: str, action: Callable[[], _ResultT]
+) -> _ResultT | None:
     """Run `action` on every rank and return its result. All ranks call it.
 
     Raises CheckpointError on every rank if `action` fails on any rank: the CheckpointError of `action`, or "Cannot
@@ -63,7 +67,7 @@ def find_on_rank_zero(
     """Run `find` on rank 0, and return its result on every rank. All ranks call it.
 
     The argument of `find` is a function that returns the reason why a checkpoint is corrupt, or None. Each rank
-    verifies a part of the files of a sharded checkpoint. Raises CheckpointError like `on_rank_zero`.
+    verifies a part of the files of a sharded checkpoint. Raises CheckpointError like `run_on_rank_zero`.
     """
 
     def check(checkpoint: Path) -> str | None:
@@ -81,7 +85,7 @@ def find_on_rank_zero(
     if communicator.rank != 0:
         while (checkpoint := communicator.broadcast_object(None)) is not None:
             find_corruption_on_all_ranks(checkpoint, communicator)
-    result: _ResultT = communicator.broadcast_object(on_rank_zero(communicator, task, fix, find_and_end))
+    result: _ResultT = communicator.broadcast_object(run_on_rank_zero(communicator, task, fix, find_and_end))
     return result
 
 
@@ -117,9 +121,9 @@ def prepare_folder(folder: Path, communicator: Communicator, *, resume: bool) ->
             )
         return continues, stored_batch_sizes(folder)
 
-    prepared = on_rank_zero(communicator, f"write to output folder '{folder}'", CHECK_WRITABLE, prepare)
-    answer: tuple[bool, list[ElasticBatchSize]] = communicator.broadcast_object(prepared)
-    return answer
+    prepared = run_on_rank_zero(communicator, f"write to output folder '{folder}'", CHECK_WRITABLE, prepare)
+    result: tuple[bool, list[ElasticBatchSize]] = communicator.broadcast_object(prepared)
+    return result
 
 
 def belongs_to_this_job(folder: Path) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.checkpoint import files, sharded_files
-from unitrain.checkpoint.output_folder import CHECK_WRITABLE, find_corruption_on_all_ranks, on_rank_zero
+from unitrain.checkpoint.output_folder import CHECK_WRITABLE, find_corruption_on_all_ranks, run_on_rank_zero
 from unitrain.checkpoint.sharded_files import StateShard
 from unitrain.checkpoint.state_copy import host_copy, plain_state
 from unitrain.config import BestMode
@@ -223,7 +223,8 @@ class CheckpointWriter:
 
         def call(action: Callable[[], str | None]) -> Any:
             task = f"write checkpoint '{target}'"
-            return self._communicator.broadcast_object(on_rank_zero(self._communicator, task, CHECK_WRITABLE, action))
+            result = run_on_rank_zero(self._communicator, task, CHECK_WRITABLE, action)
+            return self._communicator.broadcast_object(result)
 
         token = call(lambda: None if files.has_position(target, manifest) else prepare())
         if token is None:  # the checkpoint exists, unless it is corrupt

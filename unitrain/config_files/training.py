@@ -81,6 +81,6 @@ def _rerun_folder(parsed: ParsedConfig, backend: Backend) -> str | None:
             suffix += 1
 
     task = f"find a new folder for the run of '{folder}'"
-    free_folder = output_folder.on_rank_zero(backend, task, output_folder.CHECK_WRITABLE, find)
+    free_folder = output_folder.run_on_rank_zero(backend, task, output_folder.CHECK_WRITABLE, find)
     new_folder: str = backend.broadcast_object(free_folder)
     return new_folder

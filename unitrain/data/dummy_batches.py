@@ -27,13 +27,13 @@ NO_BATCH = -1
 _HAS_NO_DUMMY, _HAS_DUMMY, _HAS_FAILED = range(3)
 
 
-def common_prefetch_count(prefetched: int, communicator: Communicator) -> int:
-    """Return the minimum of `prefetched` over ranks, at most 8, as the argument `ahead` of StepAligner. All ranks call
+def common_prefetch_count(prefetch_count: int, communicator: Communicator) -> int:
+    """Return the minimum of `prefetch_count` over ranks, at most 8, as the argument `ahead` of StepAligner. All ranks call
     it.
 
     StepAligner may load as many batches in advance as the workers prefetch. Without workers, it loads none in advance.
     """
-    counts_by_rank: list[int] = communicator.allgather_object(prefetched)
+    counts_by_rank: list[int] = communicator.allgather_object(prefetch_count)
     return min(_MAX_BATCHES_AHEAD, *counts_by_rank)
 
 
