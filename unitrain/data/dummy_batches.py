@@ -28,8 +28,8 @@ _HAS_NO_DUMMY, _HAS_DUMMY, _HAS_FAILED = range(3)
 
 
 def common_prefetch_count(prefetch_count: int, communicator: Communicator) -> int:
-    """Return the minimum of `prefetch_count` over ranks, at most 8, as the argument `ahead` of StepAligner. All ranks call
-    it.
+    """Return the minimum of `prefetch_count` over ranks, at most 8, as the argument `ahead` of StepAligner. All ranks
+    call it.
 
     StepAligner may load as many batches in advance as the workers prefetch. Without workers, it loads none in advance.
     """
