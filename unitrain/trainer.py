@@ -488,10 +488,11 @@ class Trainer(LoggingMethods):
         ranks = self._sync_point.exchange(
             self.progress.step, [self.checkpointer.is_due, rate, memory, self.model.training, *numbers]
         )
-        check_same_learning_rates([row[1] for row in ranks], self.progress.step)
-        trainer_model.check_same_mode([bool(row[3]) for row in ranks], self.progress.step)
-        self._run_metrics.synchronize(self._sync_point, [row[2] for row in ranks])
-        if ranks[0][0]:  # according to rank 0's clock
+        is_due, rates, memory_by_rank, modes = ([row[index] for row in ranks] for index in range(4))
+        check_same_learning_rates(rates, self.progress.step)
+        trainer_model.check_same_mode([bool(mode) for mode in modes], self.progress.step)
+        self._run_metrics.synchronize(self._sync_point, memory_by_rank)
+        if is_due[0]:  # according to rank 0's clock
             self._save({}, None)
         return [row[4:] for row in ranks]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unitrain.backends.blocks import find_blocks
@@ -80,12 +80,26 @@ def _checkpoint_with_buffers(
     return _checkpoint(forward, args, kwargs, context_fn=create_contexts)
 
 
+class _SavedBuffer(NamedTuple):
+    """The buffer `name` in the dictionary `buffers` of a module, its version counter, and a copy of its value."""
+
+    buffers: dict[str, Tensor | None]
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor
+
+    def is_changed(self) -> bool:
+        """Return whether the buffer was replaced or written after it was saved."""
+        return self.buffers.get(self.name) is not self.buffer or tensor_version(self.buffer) != self.version
+
+
 class _BufferValues:
-    """A snapshot of the buffers of a module and its submodules: the tensors, and copies of their values."""
+    """A snapshot of the buffers of a module and its submodules."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._values = [
-            (buffers, name, buffer, tensor_version(buffer), buffer.detach().clone())
+        self._saved_buffers = [
+            _SavedBuffer(buffers, name, buffer, tensor_version(buffer), buffer.detach().clone())
             for buffers in map(buffers_by_name, block.modules())
             for name, buffer in buffers.items()
             if buffer is not None
@@ -93,16 +107,12 @@ class _BufferValues:
 
     def release_unchanged(self) -> None:
         """Release the copies of buffers that are unchanged."""
-        self._values = [
-            entry
-            for entry in self._values
-            if entry[0].get(entry[1]) is not entry[2] or tensor_version(entry[2]) != entry[3]
-        ]
+        self._saved_buffers = [saved for saved in self._saved_buffers if saved.is_changed()]
 
     def restore(self) -> None:
-        for buffers, name, buffer, _, value in self._values:
-            buffers[name] = buffer
-            buffer.data.copy_(value)  # writes to `data`, because autograd may have saved the buffer
+        for saved in self._saved_buffers:
+            saved.buffers[saved.name] = saved.buffer
+            saved.buffer.data.copy_(saved.value)  # writes to `data`, because autograd may have saved the buffer
 
 
 class _RecordedBuffers(AbstractContextManager[None]):
