@@ -222,7 +222,7 @@ class PredictionFiles:
         if self._first_row is None:
             rows = _target_rows([row_counts for _, _, row_counts in summaries], self._stride_unit, communicator.rank)
             _run_on_all_ranks(communicator, folder, lambda: self._copy_rows(rows))
-        _run_on_all_ranks(communicator, folder, self._sync)
+        _run_on_all_ranks(communicator, folder, self._flush)
         _run_on_rank_zero(communicator, folder, lambda: self._complete(total))
         return folder
 
@@ -262,7 +262,7 @@ class PredictionFiles:
                 os.fsync(target)
             self._path(index, is_final=False).unlink()
 
-    def _sync(self) -> None:
+    def _flush(self) -> None:
         for descriptor in self._descriptors:
             os.fsync(descriptor)
         self.close()

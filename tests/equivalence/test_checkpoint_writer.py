@@ -25,7 +25,7 @@ from unitrain import Callback, TrainConfig, Trainer
 from unitrain.backends.base import Backend
 from unitrain.backends.local import LocalBackend
 from unitrain.checkpoint import files
-from unitrain.checkpoint.state_copy import host_copy, plain_state
+from unitrain.checkpoint.state_copy import copy_to_host, plain_state
 from unitrain.checkpoint.writer import CheckpointWriter, Retention
 from unitrain.errors import CallbackError, CheckpointError, ConfigError
 from unitrain.testing import RankGroup
@@ -65,7 +65,7 @@ def test_host_copy_is_independent_and_keeps_shared_memory() -> None:
     weight = torch.arange(12.0).reshape(3, 4)
     large = torch.zeros(10_000)
     state = {"a": weight, "tied": weight, "row": [weight[1], 3], "t": (weight.t(), None), "view": large[5:7]}
-    copy = host_copy(state)
+    copy = copy_to_host(state)
     expected = weight.clone()
     weight.fill_(-1)
     assert torch.equal(copy["a"], expected)
@@ -84,7 +84,7 @@ def test_host_copy_keeps_container_types() -> None:
         "counter": Counter({2: 1, 5: 3}), "ordered": OrderedDict(b=tensor, a=1), "tuple": (tensor, [tensor, {1: "x"}]),
         "of tensors": Counter({"a": tensor}), "size": torch.Size([2, 3]), "set": {1, 2},
     }  # fmt: skip
-    copy = host_copy(plain_state(state))
+    copy = copy_to_host(plain_state(state))
     tensor.fill_(7)
     assert str(copy) == str(state).replace("tensor([7., 7.])", "tensor([1., 1.])")
     assert {name: type(value) for name, value in copy.items()} == {name: type(value) for name, value in state.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 from unitrain.backends.gradients.exact_reduction import ExactReduction
 from unitrain.backends.logical_ranks import local_logical_ranks
 from unitrain.errors import ModelError
-from unitrain.metrics.exact_sums import ExactMeans, ExactSum, total
+from unitrain.metrics.exact_sums import ExactMeans, ExactSum, sum_exactly
 
 Term = list[Tensor | None]
 SHAPES = [(5, 3), (), (40_000,), (0, 2), (2, 3, 4, 4)]
@@ -293,11 +293,11 @@ def test_processes_compute_all_logical_ranks_in_order(processes: int) -> None:
 def test_exact_sums() -> None:
     values = [1e16, 1.0, -1e16, 1e-30, 3.0, -1e-30]
     for order in itertools.permutations(values):
-        assert total(ExactSum(order).parts) == 4.0
-    assert total([1e308, 1e308]) == math.inf
-    assert total([math.inf, 1.0]) == math.inf
-    assert math.isnan(total([math.inf, -math.inf]))
-    assert math.isnan(total([math.nan, 1.0]))
+        assert sum_exactly(ExactSum(order).parts) == 4.0
+    assert sum_exactly([1e308, 1e308]) == math.inf
+    assert sum_exactly([math.inf, 1.0]) == math.inf
+    assert math.isnan(sum_exactly([math.inf, -math.inf]))
+    assert math.isnan(sum_exactly([math.nan, 1.0]))
 
 
 def test_exact_means_do_not_keep_the_losses_of_all_batches() -> None:

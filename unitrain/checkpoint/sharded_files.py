@@ -54,7 +54,7 @@ from unitrain.checkpoint.files import (
     sha256,
     write_manifest,
 )
-from unitrain.checkpoint.state_copy import host_copy, plain_state
+from unitrain.checkpoint.state_copy import copy_to_host, plain_state
 from unitrain.checkpoint.tensor_files import StoredTensors, WrittenFile, write_chunks
 from unitrain.errors import CheckpointError
 from unitrain.modules.buffers import load_state
@@ -84,7 +84,7 @@ class StateShard:
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
     local_state: dict[str, Any] = field(default_factory=dict)
 
-    def host_copy(self) -> StateShard:
+    def copy_to_host(self) -> StateShard:
         """Return a copy in host memory.
 
         Raises CheckpointError for values that torch.load(weights_only=True) rejects.
@@ -93,7 +93,7 @@ class StateShard:
             folder: [replace(chunk, data=chunk.data.to("cpu", copy=True)) for chunk in chunks]
             for folder, chunks in self.chunks.items()
         }
-        values = host_copy(plain_state({"values": self.values}))["values"]
+        values = copy_to_host(plain_state({"values": self.values}))["values"]
         return replace(self, chunks=chunks, values=values, local_state=plain_state(self.local_state))
 
 

@@ -20,7 +20,7 @@ StateT = TypeVar("StateT")
 _MAPPINGS = (dict, OrderedDict, Counter)
 
 
-def host_copy(state: StateT) -> StateT:
+def copy_to_host(state: StateT) -> StateT:
     """Return `state` with every tensor, including those in nested dictionaries, lists and tuples, copied to host
     memory.
 

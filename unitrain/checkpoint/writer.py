@@ -24,7 +24,7 @@ from unitrain.backends.synchronized_errors import raise_on_all_ranks
 from unitrain.checkpoint import files, sharded_files
 from unitrain.checkpoint.output_folder import CHECK_WRITABLE, find_corruption_on_all_ranks, run_on_rank_zero
 from unitrain.checkpoint.sharded_files import StateShard
-from unitrain.checkpoint.state_copy import host_copy, plain_state
+from unitrain.checkpoint.state_copy import copy_to_host, plain_state
 from unitrain.config import BestMode
 from unitrain.errors import CheckpointError
 
@@ -194,7 +194,7 @@ class CheckpointWriter:
             state = weights, training
 
             def copy_state() -> tuple[dict[str, Any], dict[str, Any]]:
-                return host_copy((state[0], plain_state(state[1])))
+                return copy_to_host((state[0], plain_state(state[1])))
 
             def write(state: tuple[dict[str, Any], dict[str, Any]]) -> None:
                 start_time = time.monotonic()
@@ -234,7 +234,7 @@ class CheckpointWriter:
         self.current_write = pending_write = _PendingWrite()
 
         def copy_state() -> tuple[StateShard, dict[str, Any]]:
-            return shard.host_copy(), host_copy(plain_state(training)) if rank == 0 else {}
+            return shard.copy_to_host(), copy_to_host(plain_state(training)) if rank == 0 else {}
 
         def write(state: tuple[StateShard, dict[str, Any]]) -> None:
             start_time = time.monotonic()

@@ -18,12 +18,12 @@ from unitrain.data.loading import (
     Data,
     check_same_data,
     count_prefetched_batches,
+    determine_batch_size,
     is_stream,
     iterate_loader,
-    per_rank_batch_size,
     worker_settings,
 )
-from unitrain.data.samplers import custom_sampler, seed_epoch
+from unitrain.data.samplers import find_custom_sampler, seed_epoch
 from unitrain.data.stream_state import (
     END_OF_STREAM,
     StreamState,
@@ -71,7 +71,7 @@ class StreamSource:
         limit_batches: int | None,
         limit_batch_size: int | None,
     ) -> None:
-        self.batch_size = per_rank_batch_size(data, batch_size, setting, class_name)
+        self.batch_size = determine_batch_size(data, batch_size, setting, class_name)
         yields_batches = is_stateful_loader(data)
         loader = data if isinstance(data, DataLoader) and not yields_batches else None
         self.drop_last = (drop_last if loader is None else loader.drop_last) and not every_item
@@ -80,7 +80,7 @@ class StreamSource:
         items, load_item = dataset, None
         if loader is not None and not is_stream(dataset):
             # The dataset returns a batch per index, so the stream consists of indices.
-            items, load_item, stream_kind = custom_sampler(loader), dataset.__getitem__, "shared"
+            items, load_item, stream_kind = find_custom_sampler(loader), dataset.__getitem__, "shared"
         # Evaluation starts each iteration at the beginning.
         self.is_stateful = load_item is None and not every_item and is_stateful(items)
         self.stream_kind: StreamKind = stream_kind

@@ -23,7 +23,7 @@ from unitrain import validation
 from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import call_on_all_ranks, gather_if_different
 from unitrain.data.batch import CountedBatch, CountingCollate
-from unitrain.data.samplers import custom_sampler, is_random_sampler
+from unitrain.data.samplers import find_custom_sampler, is_random_sampler
 from unitrain.data.seeded_batches import SeededDataset, SeededIndices, isolate_generators
 from unitrain.data.stream_state import has_custom_iter, is_stateful_loader
 from unitrain.data.workers import WorkerInit
@@ -59,15 +59,15 @@ class IndexedSource:
         class_name: str,
         seeds_batches: bool = False,
     ) -> None:
-        self.batch_size = per_rank_batch_size(data, batch_size, setting, class_name)
+        self.batch_size = determine_batch_size(data, batch_size, setting, class_name)
         dataset: Any = data.dataset if isinstance(data, DataLoader) else data
         self.sampler: Iterable[Any] | None = None
         if isinstance(data, DataLoader):
-            self.sampler = custom_sampler(data)
+            self.sampler = find_custom_sampler(data)
             shuffle = self.sampler is None and is_random_sampler(data.sampler)
         self.shuffle = shuffle
         self.drop_last: bool = data.drop_last if isinstance(data, DataLoader) else drop_last
-        self.length = _data_length(data)
+        self.length = _read_length(data)
         # Seeds new workers, so that augmentations are reproducible and the global generator does not advance.
         self._generator = torch.Generator()
         self._indices = _Indices()
@@ -293,7 +293,7 @@ def _normalize_negative(indices: Tensor, length: int) -> Tensor:
     return torch.where(indices < 0, indices + length, indices)
 
 
-def per_rank_batch_size(data: Data, batch_size: int | None, setting: str, class_name: str) -> int | None:
+def determine_batch_size(data: Data, batch_size: int | None, setting: str, class_name: str) -> int | None:
     """Return the batch size of a DataLoader, otherwise `batch_size`.
 
     Return None if a stateful loader, or the DataLoader's dataset or batch_sampler, creates the batches. Raises
@@ -348,7 +348,7 @@ def is_stream(data: Any) -> bool:
     return isinstance(data, IterableDataset) or is_iterable
 
 
-def _data_length(data: Data) -> int:
+def _read_length(data: Data) -> int:
     dataset: Any = data.dataset if isinstance(data, DataLoader) else data
     if is_stream(data) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(

@@ -22,7 +22,7 @@ from unitrain.randomness import IsolatedGenerators, SeedPurpose, derive_seed
 MAX_DRAWN_KEYS = 50_000_000
 
 
-def custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
+def find_custom_sampler(loader: DataLoader[Any]) -> Iterable[Any] | None:
     """Return the sampler or batch_sampler that determines the order of `loader`; None for a default sampler.
 
     If the batch size of `loader` is None, a default sampler is also returned. Raises DataError for a sampler that

@@ -35,7 +35,7 @@ class BackgroundLogger:
         self._current_call: tuple[str, float] | None = None
         self._started_event = threading.Event()
         # The thread is a daemon, so that the process can exit if a service does not respond.
-        self._thread = threading.Thread(target=self._work, name=type(logger).__name__, daemon=True)
+        self._thread = threading.Thread(target=self._run_calls, name=type(logger).__name__, daemon=True)
         self._thread.start()
 
     def wait_until_started(self) -> None:
@@ -70,7 +70,7 @@ class BackgroundLogger:
             if self._thread.is_alive():
                 self._disable("did not finish in time at the end of the run")
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while (call := self._calls.get()) is not None:
             method, arguments = call
             self._current_call = method, time.monotonic()

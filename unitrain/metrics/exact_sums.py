@@ -55,7 +55,7 @@ class ExactSum:
         return self._partial_sums if self._non_finite == 0.0 else [*self._partial_sums, self._non_finite]
 
 
-def total(parts: Iterable[float]) -> float:
+def sum_exactly(parts: Iterable[float]) -> float:
     """Return the exact sum of `parts`, rounded once. It is inf or NaN if a part is."""
     sums = ExactSum(parts).parts
     return math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
@@ -104,15 +104,16 @@ class ExactMeans(Means):
         for exact in self._exact:
             largest = exact.parts[-_MAX_PARTS:]
             rows += [*largest, *[0.0] * (_MAX_PARTS - len(largest))]
-        return torch.tensor([*rows, self._samples + total(self._exact_tokens.parts)], dtype=torch.float64)
+        return torch.tensor([*rows, self._samples + sum_exactly(self._exact_tokens.parts)], dtype=torch.float64)
 
     def totals(self, communicator: Communicator) -> tuple[list[float], float]:
         """Return the sum for each name and the number of samples or tokens over all ranks. All ranks call it."""
         self.flush()
         own = ([exact.parts for exact in self._exact], self._samples, self._exact_tokens.parts)
         ranks: list[tuple[list[list[float]], int, list[float]]] = communicator.allgather_object(own)
-        sums = [total(part for sums, _, _ in ranks for part in sums[index]) for index in range(len(self.names))]
-        return sums, sum(samples for _, samples, _ in ranks) + total(part for *_, tokens in ranks for part in tokens)
+        sums = [sum_exactly(part for sums, _, _ in ranks for part in sums[index]) for index in range(len(self.names))]
+        tokens = sum_exactly(part for *_, parts in ranks for part in parts)
+        return sums, sum(samples for _, samples, _ in ranks) + tokens
 
     def clear(self) -> None:
         """Discard all batches."""

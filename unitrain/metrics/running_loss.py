@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unitrain.backends.base import Communicator
 from unitrain.errors import ModelError, NonFiniteLossError
-from unitrain.metrics.exact_sums import total as exact_total
+from unitrain.metrics.exact_sums import sum_exactly
 from unitrain.metrics.means import create_means, detached_copy
 
 # Maximum relative difference between sums of the same losses in different orders.
@@ -73,7 +73,7 @@ class RunningLoss:
         total_at_sync = total - self._synced_totals[0]
         if not self.count_at_sync and abs(total_at_sync) <= _MAX_ROUNDING_ERROR * abs(total):
             total_at_sync = 0.0  # a resumed run may add up the same losses in another order
-        mean = _mean(total_at_sync, self.count_at_sync)
+        mean = _compute_mean(total_at_sync, self.count_at_sync)
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, ranks)
         self._synced_totals = (total, count)
@@ -84,7 +84,7 @@ class RunningLoss:
         local_sums = self.local_sums()
         (total,), count = self._means.totals(self._communicator)
         self._totals = (total, count)
-        mean = _mean(total, count)
+        mean = _compute_mean(total, count)
         if not math.isfinite(mean):
             raise _non_finite_error(mean, epoch, step, self._communicator.allgather_object(local_sums))
         return mean
@@ -119,10 +119,10 @@ class RunningLoss:
 
 def _sum_over_ranks(ranks: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return the sum and the count over `ranks`, given the parts of the sum and the count of each rank."""
-    return exact_total(part for row in ranks for part in row[:-1]), sum(row[-1] for row in ranks)
+    return sum_exactly(part for row in ranks for part in row[:-1]), sum(row[-1] for row in ranks)
 
 
-def _mean(total: float, count: float) -> float:
+def _compute_mean(total: float, count: float) -> float:
     if count < 0 or (count == 0 and total != 0):
         # Counts on a GPU are not checked per batch, which would synchronize with the device.
         raise ModelError(

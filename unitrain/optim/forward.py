@@ -43,7 +43,7 @@ class Forward:
         if self._function is None:
             if isinstance(batch, Mapping):
                 return self._keywords.call(model, batch), batch
-            inputs, target = input_and_target(batch)
+            inputs, target = split_into_input_and_target(batch)
             return model(inputs), target
         result = self._function(model, batch)
         if isinstance(result, tuple) and len(result) == 2:
@@ -174,7 +174,7 @@ def _is_list_of_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(element, Tensor) for element in value)
 
 
-def input_and_target(batch: Any) -> tuple[Any, Any]:
+def split_into_input_and_target(batch: Any) -> tuple[Any, Any]:
     """Return the two parts of a batch. Raises DataError if it is not a pair."""
     if isinstance(batch, (list, tuple)) and len(batch) == 2:
         return batch[0], batch[1]

@@ -25,7 +25,7 @@ from unitrain.backends.synchronized_errors import call_on_all_ranks
 from unitrain.backends.tensors import copy_into
 from unitrain.errors import CheckpointError, ModelError
 from unitrain.optim.fragments import create_fragments
-from unitrain.optim.local_sgd_state import check_state, cpu_copy, mean_of_ranks, shapes_of
+from unitrain.optim.local_sgd_state import check_state, copy_to_host, mean_of_ranks, shapes_of
 from unitrain.optim.outer_groups import OuterGroups
 from unitrain.optim.parameter_bucket import vector_shape
 from unitrain.optim.step import optimizer_parameters
@@ -254,13 +254,13 @@ class LocalSGD:
                 if fragment.steps_until_merge
                 for name in fragment.names
             },
-            "outer": cpu_copy(outer),
+            "outer": copy_to_host(outer),
             "ranks": [],
         }
         if keeps_shards():
-            return {**state, "own": cpu_copy(own)}
+            return {**state, "own": copy_to_host(own)}
         for rank in range(self._backend.size):  # one after the other, which limits the memory
-            sent = cpu_copy(own) if rank == self._backend.rank else None
+            sent = copy_to_host(own) if rank == self._backend.rank else None
             received = broadcast_with_tensors(self._backend, sent, rank)
             if self._backend.rank == 0:
                 state["ranks"].append(received)

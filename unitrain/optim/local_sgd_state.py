@@ -57,14 +57,14 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def cpu_copy(value: Any) -> Any:
-    """Return `value` with its tensors, in nested dictionaries, lists and tuples, copied to the CPU."""
+def copy_to_host(value: Any) -> Any:
+    """Return `value` with its tensors, in nested dictionaries, lists and tuples, copied to host memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: cpu_copy(inner) for key, inner in value.items()}
+        return {key: copy_to_host(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(cpu_copy(inner) for inner in value)
+        return type(value)(copy_to_host(inner) for inner in value)
     return value
 
 
