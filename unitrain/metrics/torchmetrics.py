@@ -22,8 +22,14 @@ from unitrain.backends.base import Communicator
 from unitrain.backends.synchronized_errors import gather_if_different, raise_on_all_ranks
 from unitrain.errors import ConfigError, MetricError
 
-# State of one metric or inner metric: number of updates, and tensors and lists by name.
-_State = tuple[int, dict[str, Any]]
+
+class _State(NamedTuple):
+    """State of one metric or inner metric: number of updates, and tensors and lists by name."""
+
+    updates: int
+    values: dict[str, Any]
+
+
 _States = dict[str, _State]
 
 
@@ -164,7 +170,7 @@ class TorchMetrics:
                 elif kind == "sum":
                     # Each rank's sum includes the default value, but the merged sum must include it only once.
                     reduced = reduced - (updated_ranks - 1) * default.to(reduced)
-                _, values_by_name = merged[state_entry.metric].setdefault(state_entry.path, (updates, {}))
+                _, values_by_name = merged[state_entry.metric].setdefault(state_entry.path, _State(updates, {}))
                 if updates:
                     values_by_name[state_entry.name] = reduced.to(state_entry.dtype)
         return merged
@@ -197,14 +203,16 @@ def _find_metrics(metric: Any) -> dict[str, Any]:
 
 def _read_states(metric: Any) -> _States:
     return {
-        path: (part._update_count, {name: getattr(part, name) for name in part._defaults})
+        path: _State(part._update_count, {name: getattr(part, name) for name in part._defaults})
         for path, part in _find_metrics(metric).items()
     }
 
 
 def _copy_lists(states: _States) -> _States:
     return {
-        path: (updates, {name: list(value) if isinstance(value, list) else value for name, value in values.items()})
+        path: _State(
+            updates, {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+        )
         for path, (updates, values) in states.items()
     }
 
@@ -220,7 +228,7 @@ def _find_reducible_states(metrics: Iterable[Any], states: Iterable[_States]) ->
     }
     for metric_index, (metric, metric_states) in enumerate(zip(metrics, states, strict=True)):
         for path, part in _find_metrics(metric).items():
-            for name, value in metric_states[path][1].items():
+            for name, value in metric_states[path].values.items():
                 kind = kinds.get(part._reductions.get(name))
                 if kind is not None and isinstance(value, Tensor) and not value.is_complex():
                     yield _ReducibleState(metric_index, path, name, kind, tuple(value.shape), value.dtype)
@@ -254,7 +262,7 @@ def _use_merged_states(metric: Any, states_of_ranks: Sequence[_States], reduced:
     states_before = {path: (part, *_read_local_state(part)) for path, part in _find_metrics(metric).items()}
     try:
         for path, (part, *_) in states_before.items():
-            rank_states = [states[path] for states in states_of_ranks if path in states and states[path][0]]
+            rank_states = [states[path] for states in states_of_ranks if path in states and states[path].updates]
             if rank_states:
                 part._update_count = sum(updates for updates, _ in rank_states)
                 joined_states = _merge_moments(part, [state for _, state in rank_states])
