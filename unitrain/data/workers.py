@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,28 +76,36 @@ class WorkerInit:
 
 def _write_reports(report: Tensor) -> None:
     """Write this worker's activity into `report` once per second."""
-    previous: tuple[int, str, float] | None = None
+    fetch: _Fetch | None = None
     while True:
-        previous, text = _describe_activity(previous)
+        fetch, text = _describe_activity(fetch)
         content = text.encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES, b"\0")
         report.copy_(torch.tensor(list(content), dtype=torch.uint8))
         time.sleep(_REPORT_INTERVAL_SECONDS)
 
 
-def _describe_activity(previous: tuple[int, str, float] | None) -> tuple[tuple[int, str, float] | None, str]:
-    """Return this worker's current fetch as (ID of its frame, its items, start time), and a description of the fetch;
-    (None, "") if the worker is not fetching.
+class _Fetch(NamedTuple):
+    """A fetch of a batch that is in progress: the ID of its frame, a description of the items, and the start time."""
+
+    frame_id: int
+    items: str
+    start_time: float
+
+
+def _describe_activity(previous: _Fetch | None) -> tuple[_Fetch | None, str]:
+    """Return this worker's current fetch, and a description of it; (None, "") if the worker is not fetching.
 
     `previous` is the fetch that the preceding call returned. If it is still in progress, its start time is kept.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    fetched = None if frame is None else _find_fetch(frame)
-    if frame is None or fetched is None:
+    found = None if frame is None else _find_fetch(frame)
+    if frame is None or found is None:
         return None, ""
-    frame_id, items = id(fetched[0]), fetched[1]
-    if previous is None or previous[:2] != (frame_id, items):
-        previous = frame_id, items, time.monotonic()
-    return previous, f"has been loading {items} for {time.monotonic() - previous[2]:.0f} s ({call_site(frame)})"
+    fetch_frame, items = found
+    fetch = previous
+    if fetch is None or (fetch.frame_id, fetch.items) != (id(fetch_frame), items):
+        fetch = _Fetch(id(fetch_frame), items, time.monotonic())
+    return fetch, f"has been loading {items} for {time.monotonic() - fetch.start_time:.0f} s ({call_site(frame)})"
 
 
 def _find_fetch(frame: FrameType) -> tuple[FrameType, str] | None:
