@@ -281,8 +281,8 @@ def test_busy_processes_are_described_by_their_share() -> None:
         "python3 (process 7) used 95% of a core, make (process 9) used 50% of a core"
     )
     read = ProcessTimes.read()
-    assert os.getpid() not in read.seconds
-    assert os.getppid() in read.seconds or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+    assert os.getpid() not in read.seconds_and_names
+    assert os.getppid() in read.seconds_and_names or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
 
 
 def test_connection_counters_are_read_without_changing_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
