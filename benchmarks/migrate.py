@@ -50,7 +50,7 @@ def describe(script: PublicScript, source: str, result: Migration) -> tuple[str,
 @click.option(
     "--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder with the scripts."
 )
-@click.option("--run", "runs", is_flag=True, help="Run the converted scripts. This takes about 15 minutes on two cores.")
+@click.option("--run", "runs", is_flag=True, help="Run the converted scripts, about 15 minutes on two cores.")
 @click.option("--write", is_flag=True, help=f"Write the tables to {RESULTS.name}, with --run.")
 def main(folder: Path | None, runs: bool, write: bool) -> None:
     """Print what `unitrain migrate` does with each script, and whether the converted scripts train correctly."""

@@ -1,7 +1,8 @@
 """Training script of `recovery.py`: python recovered_training.py FOLDER STEPS_PER_CHECKPOINT STEPS_IN_MEMORY.
 
 Each rank appends a line to FOLDER/steps-RANK.txt after each step, see `StepFile`. The run keeps the state of every
-STEPS_IN_MEMORY-th step in memory; 0 keeps none.
+STEPS_IN_MEMORY-th step in memory; 0 keeps none. If STEPS_PER_CHECKPOINT is 0, checkpoints are written after epochs
+only.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main(folder: Path, on_disk: int, in_memory: int) -> None:
             batch_size=BATCH,
             output_dir=folder / "run",
             resume=True,
-            checkpoint_every_steps=on_disk,
+            checkpoint_every_steps=on_disk or None,
             memory_checkpoint_every_steps=in_memory or None,
             progress="off",
         )

@@ -73,10 +73,12 @@ class Way:
         """Whether a job continues on all hosts after a kill."""
         return self.program != "horovodrun"
 
-    def commands(self, num_hosts: int, backend: str, folder: Path, steps: int) -> list[list[str]]:
-        """Return the command of each host on which one must be started, beginning with the first."""
-        ranks = RANKS[num_hosts]
-        restarts = ["--max-restarts", str(len(KILLS[num_hosts]))]
+    def commands(
+        self, ranks: Sequence[int], backend: str, folder: Path, steps: int, max_restarts: int
+    ) -> list[list[str]]:
+        """Return the command of each host on which one must be started, beginning with the first. `ranks` is the number
+        of ranks on each host."""
+        num_hosts, restarts = len(ranks), ["--max-restarts", str(max_restarts)]
         named = ",".join(f"h{number}:{count}" for number, count in enumerate(ranks, 1))
         script = [str(SCRIPT), str(folder), str(steps), str(self.in_memory)]
         if self.program == "horovodrun":
@@ -144,8 +146,21 @@ def completed(folder: Path, rank: int) -> list[Step]:
 class Job:
     """A job on `both` hosts, or on this machine if there are none. Its processes are killed at the end."""
 
-    def __init__(self, way: Way, backend: str, both: Sequence[Host], folder: Path, steps: int) -> None:
-        self.folder, self._hosts, self.size = folder, both, sum(RANKS[len(both) or 1])
+    def __init__(
+        self,
+        way: Way,
+        backend: str,
+        both: Sequence[Host],
+        folder: Path,
+        steps: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        max_restarts: int | None = None,
+    ) -> None:
+        num_hosts = len(both) or 1
+        ranks = ranks or RANKS[num_hosts]
+        max_restarts = len(KILLS[num_hosts]) if max_restarts is None else max_restarts
+        self.folder, self._hosts, self.size = folder, both, sum(ranks)
         self._log = folder / "output.txt"
         name, value = "UNITRAIN_BENCHMARK", secrets.token_hex(8)
         self._tag = f"{name}={value}".encode()
@@ -154,7 +169,7 @@ class Job:
         variables |= {"UNITRAIN_BACKEND": backend, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
         with self._log.open("wb") as output:
-            for number, command in enumerate(way.commands(len(both) or 1, backend, folder, steps)):
+            for number, command in enumerate(way.commands(ranks, backend, folder, steps, max_restarts)):
                 line = both[number].command(command) if both else command
                 options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
                 self._processes.append(subprocess.Popen(line, env=variables, start_new_session=True, **options))  # type: ignore[call-overload]

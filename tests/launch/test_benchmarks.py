@@ -262,6 +262,19 @@ def test_recovery_benchmark_measures_two_hosts(tmp_path: Path) -> None:
 
 @needs_hosts
 @pytest.mark.nightly
+def test_goodput_benchmark_kills_a_rank_and_counts_steps_once(tmp_path: Path) -> None:
+    shown = run("goodput.py", "--backend", "ddp", "--way", "standby", "--minutes", "1", "--output", tmp_path)
+    assert (tmp_path / "goodput.md").read_text().strip() in shown
+    (goodput,) = json.loads((tmp_path / "goodput.json").read_text())["goodputs"]
+    ((kill, _, lost_steps),) = goodput["recoveries"]
+    assert kill == "a rank"
+    assert 0 <= lost_steps <= 2 * 40
+    assert goodput["disturbed"] > 0
+    assert goodput["ratio"] == goodput["disturbed"] / goodput["undisturbed"]
+
+
+@needs_hosts
+@pytest.mark.nightly
 def test_slow_ranks_benchmark_finds_the_injected_causes(tmp_path: Path) -> None:
     """A slow dataset and a slow forward pass are also found on a busy machine."""
     kinds = ["--kind", "data", "--kind", "forward"]

@@ -1,0 +1,157 @@
+"""Goodput of a job on two hosts in which ranks are killed once per minute.
+
+A job trains `recovered_training.py` on two hosts (two sets of namespaces on this machine, tests/support/hosts.py;
+requires root) with one rank each, first without faults. Then it is repeated, and every minute, rank 1 or rank 0 is
+killed, in turn. The goodput is the number of different steps per second that all ranks have completed, relative to the
+job without faults. Steps that are repeated count once. The ways of restarting:
+
+    torchrun   torchrun --max-restarts, with a checkpoint per epoch (ddp only)
+    restart    unitrain launch --max-restarts, with a checkpoint per epoch
+    standby    unitrain launch --max-restarts --standby, with a checkpoint in memory every few steps
+
+    python benchmarks/goodput.py    # writes benchmarks/results/goodput.md
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from itertools import cycle
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import torch
+from recovered_training import BATCH, SAMPLES
+from recovery import A_RANK, RANK_0, Job, Recovery, Way, completed, started_hosts
+from slow_network import Host
+from tables import BACKENDS, RESULTS, save_results
+
+RANKS = (1, 1)
+STEPS_PER_EPOCH = SAMPLES // (BATCH * sum(RANKS))
+FAULT_SECONDS = 60.0
+
+
+class Goodput(NamedTuple):
+    """Different steps per second that all ranks have completed without faults and with faults, and the recoveries."""
+
+    undisturbed: float
+    disturbed: float
+    recoveries: list[Recovery]
+
+    @property
+    def ratio(self) -> float:
+        return self.disturbed / self.undisturbed
+
+
+def ways(in_memory: int) -> dict[str, Way]:
+    """Return the ways of restarting by name. With "standby", every `in_memory`-th step is kept in memory."""
+    return {
+        "torchrun": Way(backends=("ddp",), program="torchrun"),
+        "restart": Way(),
+        "standby": Way(("--standby",), in_memory=in_memory),
+    }
+
+
+def steps_per_second(job: Job, began: float) -> float:
+    """Return the number of different steps per second that all ranks have completed since monotonic time `began`."""
+    numbers = [{step.step for step in completed(job.folder, rank) if step.time > began} for rank in range(job.size)]
+    return min(map(len, numbers)) / (time.monotonic() - began)
+
+
+def run(way: Way, backend: str, both: list[Host], seconds: float, *, has_faults: bool) -> tuple[float, list[Recovery]]:
+    """Train for `seconds` after the first steps. Return the steps per second, and the recoveries from all faults."""
+    recoveries: list[Recovery] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        max_restarts = int(seconds / FAULT_SECONDS) + 1
+        job = Job(way, backend, both, Path(temporary), 0, ranks=RANKS, max_restarts=max_restarts)
+        try:
+            job.wait_until(lambda: all(len(completed(job.folder, rank)) > 20 for rank in range(job.size)))
+            began = time.monotonic()
+            kills = cycle([A_RANK, RANK_0])
+            fault_time = began + FAULT_SECONDS / 2
+            while has_faults and fault_time < began + seconds:
+                time.sleep(max(0.0, fault_time - time.monotonic()))
+                recoveries.append(job.kill(next(kills)))
+                fault_time += FAULT_SECONDS
+            time.sleep(max(0.0, began + seconds - time.monotonic()))
+            return steps_per_second(job, began), recoveries
+        except RuntimeError:
+            click.echo(job.output(), err=True)
+            raise
+        finally:
+            job.end()
+
+
+def row(backend: str, name: str, found: list[Goodput]) -> str:
+    """Return a line of the table."""
+    recoveries = [recovery for one in found for recovery in one.recoveries]
+    times = [recovery.seconds for recovery in recoveries]
+    lost = [recovery.lost_steps for recovery in recoveries]
+    ratios = [100 * one.ratio for one in found]
+    undisturbed = statistics.median(one.undisturbed for one in found)
+    disturbed = statistics.median(one.disturbed for one in found)
+    spread = "" if len(ratios) == 1 else f" [{min(ratios):.1f}, {max(ratios):.1f}]"
+    return (
+        f"| {backend} | {name} | {undisturbed:.1f} | {disturbed:.1f} | **{statistics.median(ratios):.1f} %**{spread} | "
+        f"{len(recoveries)} | {statistics.median(times):.1f} s [{min(times):.1f}, {max(times):.1f}] | "
+        f"{statistics.median(lost):.0f} [{min(lost)}, {max(lost)}] |"
+    )
+
+
+@click.command()
+@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
+@click.option("--way", "names", type=click.Choice(list(ways(1))), multiple=True, default=list(ways(1)))
+@click.option("--minutes", type=click.FloatRange(min=1), default=4.0, show_default=True, help="Minutes with faults.")
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--in-memory", type=click.IntRange(min=1), default=40, show_default=True, help="Steps per checkpoint.")
+@click.option("--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
+def main(
+    backends: tuple[str, ...], names: tuple[str, ...], minutes: float, rounds: int, in_memory: int, output: Path
+) -> None:
+    """Measure the goodput and write the table."""
+    chosen = {
+        (backend, name): way
+        for backend in backends
+        for name, way in ways(in_memory).items()
+        if name in names and backend in way.backends
+    }
+    found: dict[tuple[str, str], list[Goodput]] = {key: [] for key in chosen}
+    with started_hosts(len(RANKS)) as both:
+        for _ in range(rounds):
+            for (backend, name), way in chosen.items():
+                # Without faults, the job is the same for all ways, and has neither standby ranks nor copies in memory.
+                plain_way = Way(backends=way.backends, program=way.program)
+                plain, _ = run(plain_way, backend, list(both), 60, has_faults=False)
+                rate, recoveries = run(way, backend, list(both), 60 * minutes, has_faults=True)
+                found[backend, name].append(Goodput(plain, rate, recoveries))
+                click.echo(f"{backend} {name}: {found[backend, name][-1]}", err=True)
+    lines = [
+        "# Goodput with one fault per minute",
+        "",
+        "One rank on each of two hosts, which are on this machine, with one thread and without a GPU; a model of 1 "
+        f"million parameters, AdamW, {STEPS_PER_EPOCH} steps per epoch; torch {torch.__version__}, {os.cpu_count()} "
+        f"CPU cores. In {minutes:g} minutes, every {FAULT_SECONDS:g} s, rank 1 or rank 0 is killed with SIGKILL. The "
+        "goodput is the number of different steps per second, relative to a job of one minute without faults, standby "
+        f"ranks and copies in memory. All ways write a checkpoint per epoch; standby also keeps each {in_memory}th step "
+        "in memory. Recovery is the time from SIGKILL until all ranks have completed a step, with the minimum and "
+        f"the maximum. Command: `python benchmarks/goodput.py --minutes {minutes:g} --rounds {rounds} "
+        f"--in-memory {in_memory}`.",
+        "",
+        "| backend | restart | steps/s without faults | steps/s with faults | goodput | faults | recovery | steps lost "
+        "per fault |",
+        "|---|---|---|---|---|---|---|---|",
+        *(row(backend, name, goodputs) for (backend, name), goodputs in found.items()),
+    ]
+    figures = [
+        {"backend": backend, "way": name, "ratio": one.ratio, **one._asdict()}
+        for (backend, name), goodputs in found.items()
+        for one in goodputs
+    ]
+    save_results(lines, "goodput", output, goodputs=figures)
+
+
+if __name__ == "__main__":
+    main()
