@@ -135,7 +135,7 @@ def main(
         f"million parameters, AdamW, {STEPS_PER_EPOCH} steps per epoch; torch {torch.__version__}, {os.cpu_count()} "
         f"CPU cores. In {minutes:g} minutes, every {FAULT_SECONDS:g} s, rank 1 or rank 0 is killed with SIGKILL. The "
         "goodput is the number of different steps per second, relative to a job of one minute without faults, standby "
-        f"ranks and copies in memory. All ways write a checkpoint per epoch; standby also keeps each {in_memory}th step "
+        f"ranks and copies in memory. All write a checkpoint per epoch; standby also keeps each {in_memory}th step "
         "in memory. Recovery is the time from SIGKILL until all ranks have completed a step, with the minimum and "
         f"the maximum. Command: `python benchmarks/goodput.py --minutes {minutes:g} --rounds {rounds} "
         f"--in-memory {in_memory}`.",
