@@ -47,7 +47,7 @@ from unitrain.launchers.hosts import (
 )
 from unitrain.launchers.preflight import check_hosts
 from unitrain.launchers.registry import DEFAULT_LAUNCHERS, available, build, build_local
-from unitrain.launchers.rendezvous import clear_master_port_fix
+from unitrain.launchers.rendezvous import master_port_fix
 from unitrain.launchers.slurm import allocated_hosts, allocated_slots, is_one_of_several_tasks
 from unitrain.launchers.spec import Command, LaunchSpec, count_usable_cores, find_module
 
@@ -73,13 +73,13 @@ __all__ = [
     "build_local",
     "check_hosts",
     "check_no_backend",
-    "clear_master_port_fix",
     "count_usable_cores",
     "discover_hosts",
     "find_module",
     "find_reachable_hosts",
     "is_one_of_several_tasks",
     "is_this_host",
+    "master_port_fix",
     "parse_devices",
     "parse_elastic",
     "parse_exports",

@@ -4,9 +4,9 @@
 on this host and start the remote processes themselves. An agent per host terminates the processes that outlive the
 launcher: the ranks of horovodrun, and the local ranks of a killed mpirun.
 
-Both return a command that calls `main` in a new process, with the plan as JSON arguments. The plan contains the values
-of the variables in `Command.environment`, but only the names in the argument `forwarded` of `build_command`. The values
-of these names are sent over the connection.
+Both return a command that calls `main` in a new process, with the plan as JSON arguments. The plan contains the
+variables in `Command.environment` with their values. Of the variables that the argument `forwarded` of `build_command`
+names, it contains only the names; `Agents` sends their values over the connections to the hosts.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def build_command(
     return _main_command(python, hosts, forwarded, "")
 
 
-def add_cleanup(command: Command, spec: LaunchSpec) -> Command:
-    """Return the command that runs `command` on this host, and terminates orphaned processes on all hosts with ranks.
+def add_cleanup(command: Command, launcher: str, spec: LaunchSpec) -> Command:
+    """Return the command that runs `command`, which starts `launcher`, on this host, and terminates orphaned processes
+    on all hosts with ranks.
 
     The environment of the spec must contain LAUNCH_ID_VARIABLE, which all processes of the launch inherit.
     """
@@ -76,7 +77,7 @@ def add_cleanup(command: Command, spec: LaunchSpec) -> Command:
     variables = {name: value for name, value in command.environment.items() if name != LAUNCH_ID_VARIABLE}
     used = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
     hosts: list[dict[str, object]] = [
-        {"name": Path(command.argv[0]).name, "start": _agent_loader(spec.python), "argv": command.argv}
+        {"name": launcher, "start": _agent_loader(spec.python), "argv": command.argv}
     ]
     hosts += [
         {"name": host.name, "start": _agent_command(host, spec.python), "argv": None}
@@ -149,6 +150,7 @@ class Agents:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._received_signals: collections.deque[int] = collections.deque()
         self._cleanup_hosts = {host["name"] for host in plan["hosts"] if not host["argv"]}
+        self._ssh_hosts = {host["name"] for host in plan["hosts"] if host["start"][0] == SSH[0]}
         for host in plan["hosts"]:
             variables = {**forwarded, **host.get("variables", {})}
             job = {"argv": host["argv"], "folder": plan["folder"], "marker": plan["marker"], "variables": variables}
@@ -174,7 +176,9 @@ class Agents:
                 self._close(process)
                 if process.returncode and not exit_code:
                     exit_code, failed_at = process.returncode, time.monotonic()
-                    reason = ": the connection to the host was lost" if process.returncode == 255 else ""
+                    # ssh exits with 255 if it loses the connection.
+                    is_lost = process.returncode == 255 and name in self._ssh_hosts
+                    reason = ": the connection to the host was lost" if is_lost else ""
                     if exit_code != PREEMPTED_EXIT_CODE:
                         click.echo(f"unitrain: {name} failed first, with exit code {exit_code}{reason}", err=True)
             now = time.monotonic()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from unitrain.launchers import slurm
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import Host, is_this_host
+from unitrain.launchers.hosts import Host, format_hosts, is_this_host
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
@@ -38,8 +38,7 @@ class Devices:
     """The devices of the ranks on each host: `count` devices, or the GPUs with these `indices`.
 
     With `indices`, `count` is their number. Otherwise, a `count` of -1 selects all GPUs, and 0 selects the CPU.
-    `from_python` states whether the selection is an argument of `unitrain.run`; otherwise, it is an option of `unitrain
-    launch`.
+    `from_python` is True for an argument of `unitrain.run`, and False for an option of `unitrain launch`.
     """
 
     count: int
@@ -101,12 +100,12 @@ def parse_devices(value: str | int | Sequence[int], *, from_python: bool = False
         return devices
     if count is not None:
         return Devices(count, None, from_python)
-    two = _format("2", from_python=from_python)
+    two_devices = _format("2", from_python=from_python)
     gpus_1_and_3 = _format("[1, 3]" if from_python else "1,3", from_python=from_python)
     name = "unitrain.run(devices=...)" if from_python else "--devices"
     raise LaunchError(
         f"{name} takes a number of devices, -1 for all GPUs, 0 for the CPU, or the indices of GPUs, got {value!r}. "
-        f"Use {two} for two devices, or {gpus_1_and_3} for GPUs 1 and 3."
+        f"Use {two_devices} for two devices, or {gpus_1_and_3} for GPUs 1 and 3."
     )
 
 
@@ -220,10 +219,10 @@ def _check_slots(devices: Devices, num_ranks: int, hosts: tuple[Host, ...]) -> N
     """Raise LaunchError if one of `hosts` has fewer slots than `num_ranks`, the number of ranks on each host."""
     for host in hosts:
         if host.slots < num_ranks:
+            enough = format_hosts(replace(entry, slots=max(entry.slots, num_ranks)) for entry in hosts)
             raise LaunchError(
                 f"{devices} starts {num_ranks} ranks on each host, but host {host.name!r} has {host.slots} "
-                f"{'slot' if host.slots == 1 else 'slots'}. Use: -H "
-                + ",".join(str(replace(entry, slots=max(entry.slots, num_ranks))) for entry in hosts)
+                f"{'slot' if host.slots == 1 else 'slots'}. Use: -H {enough}"
             )
 
 

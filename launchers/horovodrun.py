@@ -8,13 +8,13 @@ from dataclasses import replace
 from unitrain.launchers import slurm
 from unitrain.launchers.devices import CUDA_VISIBLE_DEVICES
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import check_distinct, is_this_host
+from unitrain.launchers.hosts import check_distinct, format_hosts, is_this_host
 from unitrain.launchers.spec import Command, LaunchSpec, find_program, launcher_module_command
 
 
 def build(spec: LaunchSpec) -> Command:
     """Return the command. It runs on one host and starts the ranks on all hosts."""
-    if not spec.hosts and (job := slurm.multi_host_allocation()) is not None:
+    if not spec.hosts and (job := slurm.read_multi_host_allocation()) is not None:
         job.check_slots(spec.num_processes)
         spec = replace(spec, hosts=job.hosts)
     check_distinct(spec.hosts)
@@ -23,7 +23,7 @@ def build(spec: LaunchSpec) -> Command:
     start = launcher_module_command(module, "horovod", spec.python, fix, is_dry_run=spec.is_dry_run)
     options = ["-np", str(spec.num_processes)]
     if spec.hosts:
-        options += ["-H", ",".join(map(str, spec.hosts))]
+        options += ["-H", format_hosts(spec.hosts)]
     variables = spec.variables
     # The controller is always explicit, because horovodrun's default depends on how Horovod was built.
     controller = spec.controller or "gloo"

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +30,40 @@ class Host:
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Parse "name:slots,...". A host without a number has one slot. Raises LaunchError, also for repeated hosts."""
     hosts = tuple(_parse_host(part.strip(), text) for part in text.split(","))
-    for index, host in enumerate(hosts):
-        for earlier in hosts[:index]:
-            if earlier.name == host.name:
-                raise LaunchError(
-                    f"Host {host.name!r} is named twice in {text!r}. Add up its slots: "
-                    f"-H {host.name}:{earlier.slots + host.slots}"
-                )
+    merged = merge_repeated_hosts(hosts)
+    if len(merged) < len(hosts):
+        names = [host.name for host in hosts]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise LaunchError(f"Host {repeated!r} is named twice in {text!r}. Add up its slots: -H {format_hosts(merged)}")
     return hosts
+
+
+def merge_repeated_hosts(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Return each host once, with the sum of its slots."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return tuple(Host(name, count) for name, count in slots.items())
+
+
+def format_hosts(hosts: Iterable[Host]) -> str:
+    """Format hosts as "a:4,b:4"."""
+    return ",".join(map(str, hosts))
+
+
+def add_slots(hosts: tuple[Host, ...], num_missing: int) -> tuple[Host, ...]:
+    """Return `hosts` with `num_missing` more slots on the first host."""
+    return Host(hosts[0].name, hosts[0].slots + num_missing), *hosts[1:]
+
+
+def check_slots(num_processes: int, hosts: tuple[Host, ...]) -> None:
+    """Raise LaunchError if `hosts` have fewer slots in total than `num_processes`."""
+    slots = sum(host.slots for host in hosts)
+    if num_processes > slots:
+        raise LaunchError(
+            f"-np requests {num_processes} processes, but the hosts have {slots} {'slot' if slots == 1 else 'slots'}. "
+            f"Use -np {slots}, or give the hosts more slots: -H {format_hosts(add_slots(hosts, num_processes - slots))}"
+        )
 
 
 def read_lines(path: Path) -> list[str]:
@@ -52,7 +78,7 @@ def read_lines(path: Path) -> list[str]:
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """Read a hostfile with one host per line: "name slots=4" as for Open MPI and Horovod, or "name:4".
 
-    A host without a number has one slot; max_slots is ignored. If a host has several lines, its slots are added,
+    A host without a number has one slot; max_slots is ignored. If a host has several lines, their slots are added,
     because schedulers list a host once per slot. Raises LaunchError.
     """
     try:
@@ -61,7 +87,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         raise LaunchError(
             f"--hostfile {path} cannot be read: {error}. Write one host per line, as in: a slots=4"
         ) from None
-    slots: dict[str, int] = {}
+    hosts: list[Host] = []
     for line in lines:
         words = line.partition("#")[0].split()
         if not words:
@@ -69,11 +95,10 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         text = ":".join([words[0], *(word.removeprefix("slots=") for word in words[1:] if word.startswith("slots="))])
         if len(words) > 1 and not words[1].startswith(("slots=", "max_slots=", "max-slots=")):
             raise LaunchError(f"Line {line.strip()!r} of {path} is not valid. Write: {words[0]} slots=4")
-        host = _parse_host(text, str(path))
-        slots[host.name] = slots.get(host.name, 0) + host.slots
-    if not slots:
+        hosts.append(_parse_host(text, str(path)))
+    if not hosts:
         raise LaunchError(f"--hostfile {path} does not name a host. Write one host per line, as in: a slots=4")
-    return tuple(Host(name, count) for name, count in slots.items())
+    return merge_repeated_hosts(hosts)
 
 
 def parse_host_options(hosts: str | None, hostfile: Path | None) -> tuple[Host, ...]:
@@ -125,15 +150,15 @@ def check_is_this_host(host: Host, launcher: str) -> None:
         )
 
 
-def processes_per_host(processes: int, hosts: tuple[Host, ...]) -> list[int]:
+def processes_per_host(num_processes: int, hosts: tuple[Host, ...]) -> list[int]:
     """Return the number of processes per host. Hosts are filled in order, as by horovodrun; unused hosts are
     omitted."""
     counts: list[int] = []
     for host in hosts:
-        if not processes:
+        if not num_processes:
             break
-        counts.append(min(processes, host.slots))
-        processes -= counts[-1]
+        counts.append(min(num_processes, host.slots))
+        num_processes -= counts[-1]
     return counts
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from unitrain.launchers import slurm
 from unitrain.launchers.arguments import merge_options, names_forwarded_by_default
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import Host, check_distinct, is_this_host
+from unitrain.launchers.hosts import Host, check_distinct, format_hosts, is_this_host
 from unitrain.launchers.rendezvous import DEFAULT_PORT, rendezvous_variables
 from unitrain.launchers.spec import Command, LaunchSpec, find_program
 
@@ -41,7 +41,7 @@ def build(spec: LaunchSpec) -> Command:
     if program != "mpirun":  # the bare name in a dry run on a host without mpirun
         _check_is_open_mpi(program)
     check_distinct(spec.hosts)
-    job = None if spec.hosts else slurm.allocation()
+    job = None if spec.hosts else slurm.read_allocation()
     if job is not None:
         job.check_slots(spec.num_processes)
         spec = replace(spec, hosts=job.hosts)
@@ -59,7 +59,7 @@ def build(spec: LaunchSpec) -> Command:
     options = ["-np", str(spec.num_processes)]
     defaults = list(DEFAULT_OPTIONS)
     if job is None:  # inside an allocation mpirun asks Slurm for the hosts
-        options += ["-H", ",".join(map(str, spec.hosts))]
+        options += ["-H", format_hosts(spec.hosts)]
     variables |= slurm.mpirun_variables(spec.hosts, job)
     if uses_other_hosts:
         if job is None:

@@ -16,7 +16,7 @@ from unitrain.launchers.agents import SSH
 from unitrain.launchers.elastic import SSH_MISSING
 from unitrain.launchers.errors import LaunchError
 from unitrain.launchers.hosts import Host, is_this_host, processes_per_host
-from unitrain.launchers.rendezvous import clear_master_port_fix, user_master_port
+from unitrain.launchers.rendezvous import master_port_fix, parse_master_port
 from unitrain.launchers.spec import CONFIG_SUFFIXES, LaunchSpec, find_module
 
 _TIMEOUT_SECONDS = 40
@@ -40,7 +40,7 @@ def check_hosts(spec: LaunchSpec) -> int:
     folder if the path of the script is relative.
     """
     hosts = spec.hosts[: len(processes_per_host(spec.num_processes, spec.hosts))]
-    port = user_master_port(spec.environment) or 0
+    port = parse_master_port(spec.environment) or 0
     packages = ["torch", "unitrain", *(["horovod"] if spec.backend == "horovod" else [])]
     with ThreadPoolExecutor(min(len(hosts), 64)) as pool:
         results = list(pool.map(lambda host: _probe(host, spec, packages, port if host is hosts[0] else 0), hosts))
@@ -50,7 +50,7 @@ def check_hosts(spec: LaunchSpec) -> int:
     if first.facts["port"] is None:
         raise LaunchError(
             f"MASTER_PORT is {port}, but this port is not available on {first.host.name}. To let unitrain choose a "
-            f"free port, {clear_master_port_fix(spec.environment)}"
+            f"free port, {master_port_fix(spec.environment)}"
         )
     free_port: int = first.facts["port"]
     return free_port
@@ -60,7 +60,8 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
     name = host.name.strip("[]")
     call = f"probe_host({_required_file(spec)!r}, {str(Path.cwd())!r}, {list(packages)!r}, {port})\n"
     remote = [*SSH, "--", name, f"exec {shlex.quote(spec.python)} -P -"]
-    command = [spec.python, "-P", "-"] if is_this_host(host) else remote
+    is_local = is_this_host(host)
+    command = [spec.python, "-P", "-"] if is_local else remote
     try:
         process = subprocess.run(
             command,
@@ -71,7 +72,9 @@ def _probe(host: Host, spec: LaunchSpec, packages: Sequence[str], port: int) -> 
             timeout=_TIMEOUT_SECONDS,
             check=False,
         )
-    except FileNotFoundError:
+    except OSError as error:
+        if is_local:
+            raise LaunchError(_describe_failure(name, 127, [str(error.strerror)], spec.python)) from None
         raise LaunchError(SSH_MISSING) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(

@@ -20,7 +20,7 @@ def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment:
     localhost or 127.*, which refers to a different machine on each host, unless MASTER_ADDR is set.
     """
     settings = {**os.environ, **environment}
-    user_port = user_master_port(environment)
+    user_port = parse_master_port(environment)
     if port is None:
         address = "127.0.0.1"
     else:
@@ -41,14 +41,14 @@ def rendezvous_variables(hosts: tuple[Host, ...], port: int | None, environment:
     }
 
 
-def clear_master_port_fix(environment: Mapping[str, str]) -> str:
+def master_port_fix(environment: Mapping[str, str]) -> str:
     """Return the instruction to clear MASTER_PORT, as the end of a sentence. `environment` has the values of -x."""
     if environment.get("MASTER_PORT"):
         return "leave -x MASTER_PORT out"
     return "clear the variable: unset MASTER_PORT"
 
 
-def user_master_port(environment: Mapping[str, str]) -> int | None:
+def parse_master_port(environment: Mapping[str, str]) -> int | None:
     """Return MASTER_PORT from `environment`, else from the environment of this process, else None.
 
     Raises LaunchError for a value that is not a port number.
@@ -59,7 +59,7 @@ def user_master_port(environment: Mapping[str, str]) -> int | None:
     if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 16:
         raise LaunchError(
             f"MASTER_PORT must be a port from 1 to 65535, got {text!r}. To let unitrain choose a port, "
-            f"{clear_master_port_fix(environment)}"
+            f"{master_port_fix(environment)}"
         )
     return int(text)
 

@@ -36,17 +36,17 @@ class Allocation:
         """The rendezvous port, 29500 to 30499. It depends on the job ID, so jobs that share a host rarely collide."""
         return DEFAULT_PORT + int(self.job_id) % 1000 if self.job_id.isdecimal() else DEFAULT_PORT
 
-    def check_slots(self, processes: int) -> None:
+    def check_slots(self, num_processes: int) -> None:
         """Raise LaunchError for more processes than tasks."""
-        if processes > self.slots:
+        if num_processes > self.slots:
             raise LaunchError(
-                f"-np requests {processes} processes, but Slurm job {self.job_id} has {self.slots} "
+                f"-np requests {num_processes} processes, but Slurm job {self.job_id} has {self.slots} "
                 f"{'task' if self.slots == 1 else 'tasks'}. Use -np {self.slots}, or request more from Slurm: "
-                f"--ntasks {processes}"
+                f"--ntasks {num_processes}"
             )
 
 
-def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
+def read_allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
     """Return the current allocation, or None outside an allocation. Calls `scontrol` to get the host names.
 
     Raises LaunchError for a Slurm variable that is missing or invalid, and if scontrol fails.
@@ -72,14 +72,14 @@ def allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
     return Allocation(job_id, hosts, int(cpus) if cpus.isdecimal() and int(cpus) else None)
 
 
-def multi_host_allocation() -> Allocation | None:
+def read_multi_host_allocation() -> Allocation | None:
     """Return the allocation if it has several hosts, otherwise None. In a step with several tasks, also return None.
 
     In a step, the host of this process comes first.
     """
     if is_one_of_several_tasks() or os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return None
-    job = allocation()
+    job = read_allocation()
     if job is not None and "SLURM_STEP_ID" in os.environ:
         this_host = os.environ.get("SLURMD_NODENAME")
         job = replace(job, hosts=tuple(sorted(job.hosts, key=lambda host: host.name != this_host)))
@@ -94,9 +94,9 @@ def allocated_hosts(launcher: str) -> tuple[Host, ...]:
     """
     job = None
     if launcher in ("mpirun", "srun"):
-        job = allocation()
+        job = read_allocation()
     elif launcher in ("horovodrun", "torchrun"):
-        job = multi_host_allocation()
+        job = read_multi_host_allocation()
     return () if job is None else job.hosts
 
 

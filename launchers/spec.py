@@ -14,8 +14,8 @@ from pathlib import Path
 
 from unitrain.launchers.elastic import ElasticRange
 from unitrain.launchers.errors import LaunchError, MissingLauncherError
-from unitrain.launchers.hosts import Host, processes_per_host
-from unitrain.launchers.rendezvous import user_master_port
+from unitrain.launchers.hosts import Host, check_slots, processes_per_host
+from unitrain.launchers.rendezvous import parse_master_port
 
 # Prevents a typo such as -np 80000 from starting processes until the host runs out of memory.
 MAX_PROCESSES_PER_HOST = 4096
@@ -33,7 +33,7 @@ class LaunchSpec:
         backend: Passed to the script as UNITRAIN_BACKEND.
         controller: The controller of horovodrun, "gloo" or "mpi".
         environment: Variables to set on every rank.
-        forwarded: Names of variables to forward to every rank. A name that is also in `environment` has that value.
+        forwarded: Names of variables to forward to every rank. A value in `environment` takes precedence.
         launcher_args: Options of the launcher, placed after the options derived from this spec. With mpirun and srun,
             they replace default options of the same name.
         elastic: The allowed number of ranks of an elastic job, or None. `unitrain launch` restarts the job, except with
@@ -43,7 +43,7 @@ class LaunchSpec:
         port: The port of the rendezvous on the first host, or None for the default.
         wrapper: A Python script with arguments that every rank runs instead of `script`. It receives the script and
             its arguments as further arguments.
-        is_dry_run: The command is displayed, not executed, so its programs need not be installed on this host.
+        is_dry_run: Whether the command is only displayed, so that its programs need not be installed on this host.
 
     Raises LaunchError for fewer than one process, for more processes than slots, and for an invalid MASTER_PORT.
     """
@@ -69,24 +69,19 @@ class LaunchSpec:
     def __post_init__(self) -> None:
         if self.num_processes < 1:
             raise LaunchError(f"A run needs at least 1 process, got -np {self.num_processes}. Use: -np 1")
-        slots = sum(host.slots for host in self.hosts)
-        if self.hosts and self.num_processes > slots:
-            raise LaunchError(
-                f"-np requests {self.num_processes} processes, but the hosts have {slots} "
-                f"{'slot' if slots == 1 else 'slots'}. Use -np {slots}, or give the hosts more slots: "
-                f"-H {self.hosts[0].name}:{self.hosts[0].slots + self.num_processes - slots}"
-            )
+        if self.hosts:
+            check_slots(self.num_processes, self.hosts)
         if self.environment.get("MASTER_PORT"):
-            user_master_port(self.environment)
+            parse_master_port(self.environment)
 
     @property
     def program(self) -> tuple[str, ...]:
-        """The arguments of Python on every rank: a script, or -m and a module, and its arguments."""
+        """The arguments of Python on every rank: `wrapper`, then a script, or -m and a module, with its arguments."""
         return (*self.wrapper, *(("-m",) if self.module else ()), self.script, *self.args)
 
     @property
     def processes_on_fullest_host(self) -> int:
-        """The maximum number of processes per host. Raises LaunchError above MAX_PROCESSES_PER_HOST."""
+        """The largest number of processes that run on one host. Raises LaunchError above MAX_PROCESSES_PER_HOST."""
         hosts = self.hosts or (Host("localhost", self.num_processes),)
         largest = max(processes_per_host(self.num_processes, hosts))
         if largest > MAX_PROCESSES_PER_HOST:
@@ -107,7 +102,7 @@ class LaunchSpec:
             names = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
             variables |= dict.fromkeys(names, self.interface)
         # By default, a rank of torchrun uses one thread, and a rank of horovodrun uses all cores. unitrain sets the
-        # same number under every launcher except srun, where it depends on the cores per task.
+        # same number of threads under every launcher except srun, where the number depends on the cores per task.
         threads = max(1, count_usable_cores() // self.processes_on_fullest_host)
         if "OMP_NUM_THREADS" not in os.environ:
             variables.setdefault("OMP_NUM_THREADS", str(threads))
@@ -150,7 +145,8 @@ def count_usable_cores() -> int:
 def find_program(name: str, python: str, fix: str, *, is_dry_run: bool = False) -> str:
     """Return the path of `name` in the folder of `python` or on PATH.
 
-    If it is not found, return `name` itself for a dry run, otherwise raise MissingLauncherError with the `fix`.
+    If it is not found, return `name` itself for a dry run, otherwise raise MissingLauncherError, whose
+    message ends with `fix`.
     """
     program = shutil.which(name, path=str(Path(python).parent)) or shutil.which(name)
     if program is None and not is_dry_run:
@@ -164,8 +160,8 @@ def launcher_module_command(
     """Return the command that runs `module`, a launcher that needs `package`, with the interpreter `python`.
 
     The launcher's program on PATH is not used, because it may belong to a different environment and start the ranks
-    with a different Python. Raises MissingLauncherError with the `fix` if `python` is this interpreter and lacks the
-    package, except for a dry run.
+    with a different Python. Raises MissingLauncherError, whose message ends with `fix`, if `python` is this interpreter
+    and lacks the package, except for a dry run.
     """
     if not is_dry_run and python == sys.executable and importlib.util.find_spec(package) is None:
         name = module.rpartition(".")[2]

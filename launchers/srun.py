@@ -36,7 +36,7 @@ def task_options(counts: Sequence[int]) -> list[str]:
 def build(spec: LaunchSpec) -> Command:
     """Return the command. It must run in an allocation, such as an sbatch script or the shell of salloc.
 
-    The first hosts in Slurm's order that together have enough tasks are used. Slurm distributes the ranks evenly.
+    It uses the first hosts in Slurm's order that together have enough tasks. Slurm distributes the ranks evenly.
     The rendezvous is on the first host, at a port derived from the job ID (`slurm.Allocation.port`), unless MASTER_ADDR
     and MASTER_PORT are set. Raises LaunchError outside an allocation, if the spec names hosts (Slurm chooses them), and
     for more processes than tasks.
@@ -49,7 +49,7 @@ def build(spec: LaunchSpec) -> Command:
             f"srun starts ranks on the hosts that Slurm has chosen, but -H names {names}. Leave -H out, and request "
             f"the hosts from Slurm: salloc --nodelist {names} --ntasks {spec.num_processes} {launch} ..."
         )
-    allocation = slurm.allocation()
+    allocation = slurm.read_allocation()
     if allocation is None:
         missing_program = (
             "" if shutil.which("srun") else "srun is not installed on this host: use a host of the cluster. "

@@ -28,7 +28,7 @@ def build(spec: LaunchSpec) -> Command:
     """
     spec.check_no_controller("torchrun")
     job = None
-    if not spec.hosts and (job := slurm.multi_host_allocation()) is not None:
+    if not spec.hosts and (job := slurm.read_multi_host_allocation()) is not None:
         job.check_slots(spec.num_processes)
         spec = replace(spec, hosts=job.hosts, port=spec.port or job.port)
     if not spec.hosts or (len(spec.hosts) == 1 and is_this_host(spec.hosts[0])):
@@ -140,7 +140,7 @@ def _elastic_instructions(spec: LaunchSpec) -> str:
     if len(commands) == 1:  # the command of the first host, which serves the rendezvous
         lines += ", and is_host=false instead of is_host=true"
     return (
-        f"An elastic job under torchrun must be started by hand on each of its {len(spec.hosts)} hosts. "
+        "An elastic job under torchrun must be started by hand on each of its hosts. "
         f"On each host, run its command{prerequisite} or use --launcher horovodrun:\n{lines}"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from unitrain.launchers.translation.writing import DEFAULT_BACKENDS, Translation
 
 _CD_PREFIX = re.compile(r"\s*cd\s+((?:[^&|;<>()'\"\s]|'[^']*'|\"[^\"]*\")+)\s*&&")
 _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
+_PYTHON_FLAG = re.compile(r"-[BEIOPSsu]+|-[WX].+")
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "unitrain.bootstrap.torchrun")
 _HOROVODRUN_MODULES = ("horovod.runner.launch", "unitrain.backends.horovod.horovodrun")
 _LOCAL_HOST_NAMES = ("localhost", "127.0.0.1")
@@ -81,7 +83,7 @@ def build(job: Job, target: str, kind: str | None = None) -> Translation:
         )
     if kind is not None and target != kubernetes.LAUNCHER:
         raise LaunchError(f"--kind {kind} is an option for kubernetes, but --to is {target}. Leave --kind out")
-    return TARGETS[target](job) if kind is None else kubernetes.build(job, kubernetes.Pods(kind=kind))
+    return TARGETS[target](job) if kind is None else kubernetes.build(job, kubernetes.ManifestSettings(kind=kind))
 
 
 def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str, Job]:
@@ -102,17 +104,19 @@ def _parse_command(words: Sequence[str], variables: dict[str, str]) -> tuple[str
     if name == "unitrain" and arguments[:1] == ["launch"]:
         return "unitrain", unitrain.parse(arguments[1:], variables.pop("UNITRAIN_BACKEND", None))
     if _PYTHON.fullmatch(words[0]):
-        arguments = arguments[1:] if arguments[:2] == ["-P", "-m"] else arguments
-        if arguments[:1] == ["-m"] and arguments[1:2] and arguments[1] in _HOROVODRUN_MODULES:
-            return "horovodrun", horovodrun.parse(arguments[2:])
-        if arguments[:1] == ["-m"] and arguments[1:2] and arguments[1] in _TORCHRUN_MODULES:
-            job = torchrun.parse([*_pop_torchrun_options(variables), *arguments[2:]], python=words[0])
-            if arguments[1].endswith("launch") and not {"--use_env", "--use-env"} & set(arguments):
+        # Flags such as -u before the module of a launcher apply only to the launcher.
+        command = list(itertools.dropwhile(_PYTHON_FLAG.fullmatch, arguments))
+        module, options = (command[1], command[2:]) if command[:1] == ["-m"] and len(command) > 1 else ("", [])
+        if module in _HOROVODRUN_MODULES:
+            return "horovodrun", horovodrun.parse(options)
+        if module in _TORCHRUN_MODULES:
+            job = torchrun.parse([*_pop_torchrun_options(variables), *options], python=words[0])
+            if module.endswith("launch") and not {"--use_env", "--use-env"} & set(options):
                 remark = "torch.distributed.launch passes --local-rank=N to the script: let it read LOCAL_RANK instead."
                 job = replace(job, remarks=(*job.remarks, remark))
             return "torchrun", job
-        if arguments[:2] == ["-m", "unitrain"] and arguments[2:3] == ["launch"]:
-            return "unitrain", unitrain.parse(arguments[3:], variables.pop("UNITRAIN_BACKEND", None))
+        if module == "unitrain" and options[:1] == ["launch"]:
+            return "unitrain", unitrain.parse(options[1:], variables.pop("UNITRAIN_BACKEND", None))
         if not arguments:
             raise LaunchError(f"{as_typed(words[0])} needs a script. End the command as in: python train.py")
         return "none", Job(program=tuple(words))
@@ -152,7 +156,7 @@ def _pop_rendezvous(variables: dict[str, str]) -> tuple[str | None, int | None]:
 
 
 def _without_defaults(job: Job) -> Job:
-    """Return the same job without host, address and port if they are the defaults."""
+    """Return the job without its host, address and port where they are the defaults."""
     if len(job.counts) == 1 and job.hosts and job.hosts[0] in _LOCAL_HOST_NAMES:
         job = replace(job, hosts=())
     default_addresses = job.hosts[:1] or (_LOCAL_HOST_NAMES if len(job.counts) == 1 else ())

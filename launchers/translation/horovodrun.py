@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from unitrain.launchers import mpirun
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.translation.hosts import format_hosts, place_processes, read_hosts
+from unitrain.launchers.hosts import format_hosts
+from unitrain.launchers.translation.hosts import place_processes, read_hosts
 from unitrain.launchers.translation.job import Job, LauncherOption, number
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
-from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_notes, variables_for
+from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_remarks, variables_for
 
 LAUNCHER = "horovodrun"
 SYNTAX = Syntax(
@@ -89,33 +90,33 @@ def parse(words: Sequence[str]) -> Job:
         _tuning_option(option)
         for option in options.take_all("--fusion-threshold-mb", "--tcp", *_VARIABLE_BY_OPTION, *_SWITCHES)
     ]
-    passed_on = [
+    forwarded_options = [
         _forwarded_option(option) for option in options.take_all("--mpi-args", "--binding-args", "--network-interfaces")
     ]
-    passed_on += _merge_ssh_options(options.take_all("--ssh-port", "--ssh-identity-file"))
-    counts, names, notes = place_processes(size, hosts)
+    forwarded_options += _merge_ssh_options(options.take_all("--ssh-port", "--ssh-identity-file"))
+    counts, names, remarks = place_processes(size, hosts)
     return Job(
         program=options.program,
         counts=counts,
         hosts=names,
         discovery=discovery,
-        launcher_options=(*tuning_options, *passed_on, *elastic, *options.remaining(_TOPICS)),
-        remarks=notes,
+        launcher_options=(*tuning_options, *forwarded_options, *elastic, *options.remaining(_TOPICS)),
+        remarks=remarks,
     )
 
 
 def build(job: Job) -> Translation:
     """Return the horovodrun command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
-    words, notes = options_for(job, LAUNCHER)
+    words, remarks = options_for(job, LAUNCHER)
     hosts = ["-H", format_hosts(job.named_hosts)] if job.hosts else []
     start = [LAUNCHER, "-np", str(job.size), *hosts, *([] if "--mpi" in words else ["--gloo"]), *words]
     if len(job.hosts) > 1:
         start.append("--disable-cache")  # horovodrun caches host reachability for an hour
     if job.address is not None and job.address not in job.hosts[:1]:
-        notes.append(f"The rendezvous address {job.address} is left out: horovodrun chooses one itself.")
+        remarks.append(f"The rendezvous address {job.address} is left out: horovodrun chooses one itself.")
     line = CommandLine([*start, *job.program], variables_for(job, LAUNCHER), job.directory)
-    return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
+    return Translation([line], [*job.remarks, *remarks, *restart_remarks(job)])
 
 
 def _tuning_option(option: ParsedOption) -> LauncherOption:
@@ -130,13 +131,13 @@ def _tuning_option(option: ParsedOption) -> LauncherOption:
     else:
         name, value = _SWITCHES[option.name]
         variables = {f"HOROVOD_{name}": value}
-    return LauncherOption(LAUNCHER, option.words, "own", variables=variables)
+    return LauncherOption(LAUNCHER, option.words, "other", variables=variables)
 
 
 def _forwarded_option(option: ParsedOption) -> LauncherOption:
     """Return an option that horovodrun passes on, with the equivalent options of mpirun or the variables of
     libraries."""
-    launcher_option = LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "own"))
+    launcher_option = LauncherOption(LAUNCHER, option.words, _TOPICS.get(option.name, "other"))
     value = option.values[0]
     if option.name in ("--mpi-args", "--binding-args"):
         return replace(launcher_option, equivalents={"mpirun": tuple(shlex.split(value))})

@@ -5,9 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import Host, parse_hosts, processes_per_host, read_lines
+from unitrain.launchers.hosts import (
+    Host,
+    check_slots,
+    merge_repeated_hosts,
+    parse_hosts,
+    processes_per_host,
+    read_lines,
+)
 
 _SLOTS_KEY = re.compile(r"(slots|max_slots|max-slots)\s*=\s*")
 _RANGE = re.compile(
@@ -15,9 +23,13 @@ _RANGE = re.compile(
 )
 
 
-def format_hosts(hosts: Iterable[Host]) -> str:
-    """Format hosts as "a:4,b:4"."""
-    return ",".join(map(str, hosts))
+class Placement(NamedTuple):
+    """The number of processes on each host, the names of the hosts (empty if they are unknown), and remarks for the
+    user."""
+
+    counts: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def read_hosts(text: str | None, file: str | None, option: str) -> tuple[Host, ...]:
@@ -27,14 +39,14 @@ def read_hosts(text: str | None, file: str | None, option: str) -> tuple[Host, .
     LaunchError.
     """
     if text is not None:
-        return _merge(parse_hosts(part)[0] for part in text.split(","))
+        return merge_repeated_hosts(parse_hosts(part)[0] for part in text.split(","))
     if file is None:
         return ()
-    return _merge(Host(name, slots or 1) for name, slots in read_host_entries(file, option))
+    return merge_repeated_hosts(Host(name, slots or 1) for name, slots in read_host_entries(file, option))
 
 
 def read_host_entries(file: str, option: str) -> list[tuple[str, int | None]]:
-    """Return the name and the slots of the host in each line of a hostfile; None for a line without slots.
+    """Return the name and the number of slots of the host in each line of a hostfile; None for a line without slots.
 
     The notation is "name slots=4" (Open MPI, Horovod) or "name:4" (MPICH). max_slots is used if slots is missing.
     Raises LaunchError.
@@ -50,24 +62,19 @@ def read_host_entries(file: str, option: str) -> list[tuple[str, int | None]]:
     return [entry for line in lines if (entry := _parse_line(line)) is not None]
 
 
-def place_processes(size: int, hosts: tuple[Host, ...]) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
-    """Place `size` processes on hosts that are filled in order. Return the counts, the host names, and remarks.
+def place_processes(size: int, hosts: tuple[Host, ...]) -> Placement:
+    """Return the placement of `size` processes on hosts that are filled in order.
 
     Raises LaunchError if there are more processes than slots.
     """
     if not hosts:
-        return (size,), (), ()
-    slots = sum(host.slots for host in hosts)
-    if size > slots:
-        raise LaunchError(
-            f"-np requests {size} processes, but the hosts have {slots} {'slot' if slots == 1 else 'slots'}. "
-            f"Use -np {slots}, or give the hosts more slots: -H {hosts[0].name}:{hosts[0].slots + size - slots}"
-        )
+        return Placement((size,))
+    check_slots(size, hosts)
     counts = tuple(processes_per_host(size, hosts))
     unused = [host.name for host in hosts[len(counts) :]]
     verb = "it is" if len(unused) == 1 else "they are"
-    notes = (f"{', '.join(unused)} would not get a process, so {verb} omitted from the host list.",)
-    return counts, tuple(host.name for host in hosts[: len(counts)]), notes if unused else ()
+    remarks = (f"{', '.join(unused)} would not get a process, so {verb} omitted from the host list.",)
+    return Placement(counts, tuple(host.name for host in hosts[: len(counts)]), remarks if unused else ())
 
 
 def place_by_node(size: int, hosts: tuple[Host, ...]) -> tuple[int, ...]:
@@ -114,13 +121,6 @@ def expand_nodelist(nodelist: str) -> tuple[str, ...]:
                 )
             names += [f"{match['before']}{host_number:0{len(first)}}{match['after']}" for host_number in host_numbers]
     return tuple(names)
-
-
-def _merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    slots: dict[str, int] = {}
-    for host in hosts:
-        slots[host.name] = slots.get(host.name, 0) + host.slots
-    return tuple(Host(name, count) for name, count in slots.items())
 
 
 def _parse_line(line: str) -> tuple[str, int | None] | None:

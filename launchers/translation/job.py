@@ -80,7 +80,7 @@ class Job:
         return self.program[0] if _PYTHON.fullmatch(self.program[0].rpartition("/")[2]) else None
 
     @property
-    def rendezvous(self) -> dict[str, str]:
+    def rendezvous_variables(self) -> dict[str, str]:
         """MASTER_ADDR and MASTER_PORT; empty if there are several hosts and the name of the first is unknown."""
         address = self.address or (self.hosts[0] if self.hosts else "127.0.0.1" if len(self.counts) == 1 else None)
         if address is None:

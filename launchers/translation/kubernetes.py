@@ -30,15 +30,16 @@ _MAX_LABEL_CHARACTERS = 63
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _MAX_OBJECT_CHARACTERS = 253
 _GRACE_SECONDS = 120
+_DEFAULT_BACKOFF_LIMIT = 3  # restarts after failures and preemptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pods:
+class ManifestSettings:
     """The fields of a manifest that are not part of the job.
 
     `kind` is one of KINDS, or None for a TrainJob. `runtime` is the ClusterTrainingRuntime of a TrainJob in which
     torchrun starts the ranks, or None for DEFAULT_RUNTIME. `mpi_runtime` is a ClusterTrainingRuntime with an MPI policy
-    instead, in which mpirun starts them. `gpus`, `cpus` and `memory` are per pod, as Kubernetes quantities.
+    instead, in which mpirun starts the ranks. `gpus`, `cpus` and `memory` are per pod, as Kubernetes quantities.
     `timeout_seconds` limits the duration of the job.
     """
 
@@ -54,20 +55,20 @@ class Pods:
     timeout_seconds: int | None = None
 
 
-def build(job: Job, pods: Pods | None = None) -> Translation:
+def build(job: Job, settings: ManifestSettings | None = None) -> Translation:
     """Return a manifest for `kubectl apply -f` with one pod per host, and another pod for the mpirun of an MPIJob.
 
     A pod has two minutes between SIGTERM and SIGKILL, except in a TrainJob with a runtime other than DEFAULT_RUNTIME.
 
     The default is a TrainJob in which torchrun starts the ranks, for every backend: Horovod then uses Gloo, or NCCL on
-    GPUs. mpirun starts the ranks of an MPIJob, and the ranks of a TrainJob in `pods.mpi_runtime`. Raises LaunchError
-    for a job that the kind does not support.
+    GPUs. mpirun starts the ranks of an MPIJob, and the ranks of a TrainJob in `settings.mpi_runtime`. Raises
+    LaunchError for a job that the kind does not support.
     """
-    pods = pods or Pods()
-    kind = pods.kind or "TrainJob"
+    settings = settings or ManifestSettings()
+    kind = settings.kind or "TrainJob"
     if kind not in KINDS:
         raise LaunchError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}. Use: --kind {KINDS[0]}")
-    _check_runtime(pods, kind)
+    _check_runtime(settings, kind)
     job.check_even(kind)
     options = [word for option in job.launcher_options for word in option.words]
     for word in (*job.program, *job.environment.values(), job.directory or "", *options):
@@ -76,9 +77,9 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
                 f"{as_typed(word)!r} needs a shell to expand it, but containers run their command without one. Write "
                 "its value instead, or start a shell: bash -c '...'"
             )
-    name = _name(job, pods, kind)
-    # Options of the launcher that starts the ranks in the pods are passed to it.
-    runner = "mpirun" if kind == "MPIJob" or pods.mpi_runtime is not None else "torchrun"
+    name = _choose_name(job, settings, kind)
+    # The launcher that starts the ranks in the pods. It receives its own options.
+    runner = "mpirun" if kind == "MPIJob" or settings.mpi_runtime is not None else "torchrun"
     kept_options = [
         option for option in job.launcher_options if option.launcher == runner or runner in option.equivalents
     ]
@@ -87,19 +88,19 @@ def build(job: Job, pods: Pods | None = None) -> Translation:
     job_with_other_options = replace(job, launcher_options=dropped_options)
     if runner == "mpirun":
         job_with_other_options = replace(job_with_other_options, environment={})
-    notes = [*job.remarks, *options_for(job_with_other_options, LAUNCHER)[1]]
+    remarks = [*job.remarks, *options_for(job_with_other_options, LAUNCHER)[1]]
     if job.hosts:
-        notes.append(f"The hosts {', '.join(job.hosts)} are left out: Kubernetes chooses the hosts.")
-    if pods.image == "IMAGE":
-        notes.append("Replace IMAGE by the name of your image, or use: unitrain submit --image NAME.")
+        remarks.append(f"The hosts {', '.join(job.hosts)} are left out: Kubernetes chooses the hosts.")
+    if settings.image == "IMAGE":
+        remarks.append("Replace IMAGE with the name of your image, or use: unitrain submit --image NAME.")
     metadata: dict[str, Any] = {"name": name}
-    if pods.namespace is not None:
-        check_namespace(pods.namespace)
-        metadata["namespace"] = pods.namespace
-    build = {"PyTorchJob": _build_pytorchjob, "TrainJob": _build_trainjob, "MPIJob": _build_mpijob}[kind]
-    version, spec = build(job, pods, name, launcher_words, notes)
+    if settings.namespace is not None:
+        check_namespace(settings.namespace)
+        metadata["namespace"] = settings.namespace
+    build_spec = {"PyTorchJob": _build_pytorchjob, "TrainJob": _build_trainjob, "MPIJob": _build_mpijob}[kind]
+    version, spec = build_spec(job, settings, name, launcher_words, remarks)
     manifest = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
-    return Translation(text=dump_manifest(manifest), remarks=notes)
+    return Translation(text=dump_manifest(manifest), remarks=remarks)
 
 
 def is_object_name(text: str) -> bool:
@@ -116,9 +117,9 @@ def check_namespace(name: str) -> None:
         )
 
 
-def _check_runtime(pods: Pods, kind: str) -> None:
+def _check_runtime(settings: ManifestSettings, kind: str) -> None:
     """Raise LaunchError for an invalid runtime, for two runtimes, and for a runtime if `kind` is not TrainJob."""
-    for option, name in (("--runtime", pods.runtime), ("--mpi-runtime", pods.mpi_runtime)):
+    for option, name in (("--runtime", settings.runtime), ("--mpi-runtime", settings.mpi_runtime)):
         if name is None:
             continue
         if kind != "TrainJob":
@@ -130,21 +131,21 @@ def _check_runtime(pods: Pods, kind: str) -> None:
                 f"{option} must be the name of a ClusterTrainingRuntime, got {name!r}. List them with: "
                 "kubectl get clustertrainingruntimes"
             )
-    if pods.runtime is not None and pods.mpi_runtime is not None:
+    if settings.runtime is not None and settings.mpi_runtime is not None:
         raise LaunchError(
-            f"A TrainJob has one runtime, but --runtime is {pods.runtime} and --mpi-runtime is {pods.mpi_runtime}. "
-            "Leave one of them out"
+            f"A TrainJob has one runtime, but --runtime is {settings.runtime} and --mpi-runtime is "
+            f"{settings.mpi_runtime}. Leave one of them out"
         )
 
 
-def _name(job: Job, pods: Pods, kind: str) -> str:
-    """Return the name in `pods`, else one derived from the script. Raises LaunchError for an invalid name."""
-    given_name, last = pods.name, len(job.counts) - 1
+def _choose_name(job: Job, settings: ManifestSettings, kind: str) -> str:
+    """Return the name in `settings`, else one derived from the script. Raises LaunchError for an invalid name."""
+    given_name, last = settings.name, len(job.counts) - 1
     # The names of the pods are the name of the job and this suffix, and must be DNS labels.
     suffix = {
         "PyTorchJob": f"-worker-{max(0, last - 1)}", "MPIJob": f"-worker-{last}", "TrainJob": f"-node-0-{last}-abcde"
     }[kind]  # fmt: skip
-    if pods.mpi_runtime is not None:
+    if settings.mpi_runtime is not None:
         suffix = max(suffix, "-launcher-0-0-abcde", key=len)
     max_characters = _MAX_LABEL_CHARACTERS - len(suffix)
     name = given_name if given_name is not None else job_name(job)
@@ -161,12 +162,12 @@ def _name(job: Job, pods: Pods, kind: str) -> str:
 
 
 def _build_pytorchjob(
-    job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
+    job: Job, settings: ManifestSettings, name: str, launcher_words: list[str], remarks: list[str]
 ) -> tuple[str, dict[str, Any]]:
     container = {
         # The operator requires this name.
-        "name": "pytorch", "image": pods.image, "command": _torchrun_words(job, launcher_words),
-        **_container_fields(job, pods, name, notes),
+        "name": "pytorch", "image": settings.image, "command": _torchrun_words(job, launcher_words),
+        **_container_fields(job, settings, name, remarks),
     }  # fmt: skip
     template = _pod_template(container)
     # A preempted rank exits with 75, and Kubernetes restarts its pod.
@@ -174,41 +175,42 @@ def _build_pytorchjob(
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **replica}}
     if len(job.counts) > 1:
         replicas["Worker"] = {"replicas": len(job.counts) - 1, **replica}
-    policy: dict[str, Any] = {"cleanPodPolicy": "None", "backoffLimit": job.max_restarts or 3}
-    if pods.timeout_seconds is not None:
-        policy["activeDeadlineSeconds"] = pods.timeout_seconds
+    policy: dict[str, Any] = {"cleanPodPolicy": "None", "backoffLimit": _backoff_limit(job)}
+    if settings.timeout_seconds is not None:
+        policy["activeDeadlineSeconds"] = settings.timeout_seconds
     spec = {"nprocPerNode": str(job.counts[0]), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
     return "kubeflow.org/v1", spec
 
 
 def _build_trainjob(
-    job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
+    job: Job, settings: ManifestSettings, name: str, launcher_words: list[str], remarks: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    if pods.mpi_runtime is not None:
-        runtime = pods.mpi_runtime
-        command, common = _mpirun_words(job, pods, name, launcher_words, notes)
+    if settings.mpi_runtime is not None:
+        runtime = settings.mpi_runtime
+        command, common = _mpirun_words(job, settings, name, launcher_words, remarks)
         common.pop("workingDir", None)
-        notes.append(
+        remarks.append(
             f"The TrainJob needs a ClusterTrainingRuntime {runtime!r} with an MPI policy. Kubeflow Trainer starts the "
-            f"workers from the image of this runtime, not from {pods.image}: both need the script, Open MPI and sshd."
+            f"workers from the image of this runtime, not from {settings.image}: both images need the script, Open MPI "
+            "and sshd."
         )
     else:
-        runtime = pods.runtime or DEFAULT_RUNTIME
-        command, common = _torchrun_words(job, launcher_words), _container_fields(job, pods, name, notes)
+        runtime = settings.runtime or DEFAULT_RUNTIME
+        command, common = _torchrun_words(job, launcher_words), _container_fields(job, settings, name, remarks)
         directory = common.pop("workingDir", None)
         if directory is not None:  # a TrainJob does not have this field
             command = ["bash", "-c", f"cd {quote(directory)} && exec {join(command)}"]
-        notes.append(
+        remarks.append(
             f"The TrainJob needs Kubeflow Trainer 2.2 or later with the ClusterTrainingRuntime {runtime!r}. For the "
             "older training operator, use: unitrain submit --kind PyTorchJob."
         )
         if job.backend == "horovod":
-            notes.append(
+            remarks.append(
                 "torchrun starts the ranks, and Horovod uses Gloo, or NCCL on GPUs. For MPI, use: unitrain submit "
                 "--mpi-runtime NAME, or --kind MPIJob."
             )
     trainer: dict[str, Any] = {
-        "image": pods.image,
+        "image": settings.image,
         "command": command,
         "numNodes": len(job.counts),
         "numProcPerNode": job.counts[0],
@@ -218,29 +220,29 @@ def _build_trainjob(
     if "resources" in common:
         trainer["resourcesPerNode"] = common["resources"]
     if job.max_restarts:
-        notes.append(
+        remarks.append(
             f"--max-restarts {job.max_restarts} is left out: the runtime determines the restarts of a TrainJob, with "
             "failurePolicy and backoffLimit."
         )
     spec: dict[str, Any] = {"runtimeRef": {"name": runtime}, "trainer": trainer}
-    if runtime == DEFAULT_RUNTIME and pods.mpi_runtime is None:  # other runtimes define their own volumes
+    if runtime == DEFAULT_RUNTIME and settings.mpi_runtime is None:  # other runtimes define their own volumes
         spec["runtimePatches"] = [_pod_patch()]
-    if pods.timeout_seconds is not None:
-        spec["activeDeadlineSeconds"] = pods.timeout_seconds
+    if settings.timeout_seconds is not None:
+        spec["activeDeadlineSeconds"] = settings.timeout_seconds
     return "trainer.kubeflow.org/v1alpha1", spec
 
 
 def _build_mpijob(
-    job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
+    job: Job, settings: ManifestSettings, name: str, launcher_words: list[str], remarks: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    command, common = _mpirun_words(job, pods, name, launcher_words, notes)
+    command, common = _mpirun_words(job, settings, name, launcher_words, remarks)
     resources = {"resources": common.pop("resources")} if "resources" in common else {}
-    launcher = {"name": "launcher", "image": pods.image, "command": command, **common}
-    worker = {"name": "worker", "image": pods.image, "command": ["/usr/sbin/sshd", "-De"], **resources}
-    policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts or 3}
-    if pods.timeout_seconds is not None:
-        policy["activeDeadlineSeconds"] = pods.timeout_seconds
-    notes.append("The image needs Open MPI and sshd. Images based on mpioperator/openmpi have both.")
+    launcher = {"name": "launcher", "image": settings.image, "command": command, **common}
+    worker = {"name": "worker", "image": settings.image, "command": ["/usr/sbin/sshd", "-De"], **resources}
+    policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": _backoff_limit(job)}
+    if settings.timeout_seconds is not None:
+        policy["activeDeadlineSeconds"] = settings.timeout_seconds
+    remarks.append("The image needs Open MPI and sshd. Images based on mpioperator/openmpi have both.")
     spec = {
         "slotsPerWorker": job.counts[0],
         "runPolicy": policy,
@@ -260,8 +262,12 @@ def _build_mpijob(
     return "kubeflow.org/v2beta1", spec
 
 
+def _backoff_limit(job: Job) -> int:
+    return _DEFAULT_BACKOFF_LIMIT if job.max_restarts is None else job.max_restarts
+
+
 def _mpirun_words(
-    job: Job, pods: Pods, name: str, launcher_words: list[str], notes: list[str]
+    job: Job, settings: ManifestSettings, name: str, launcher_words: list[str], remarks: list[str]
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the mpirun command and the other fields of the container that runs it. The operator sets the hosts."""
     variables = variables_for(job, "mpirun") | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -275,7 +281,7 @@ def _mpirun_words(
     command += [word for variable in dict.fromkeys(names) for word in ("-x", variable)]
     command += merge_options(mpirun.DEFAULT_OPTIONS, launcher_words)
     common = _container_fields(
-        replace(job, environment=variables, backend=None, launcher_options=()), pods, name, notes, "mpirun"
+        replace(job, environment=variables, backend=None, launcher_options=()), settings, name, remarks, "mpirun"
     )
     if "workingDir" in common:
         command += ["-wdir", common["workingDir"]]
@@ -315,7 +321,9 @@ def _torchrun_words(job: Job, launcher_words: list[str]) -> list[str]:
     return [*launcher, *launcher_words, *program]
 
 
-def _container_fields(job: Job, pods: Pods, name: str, notes: list[str], launcher: str = LAUNCHER) -> dict[str, Any]:
+def _container_fields(
+    job: Job, settings: ManifestSettings, name: str, remarks: list[str], launcher: str = LAUNCHER
+) -> dict[str, Any]:
     """Return the fields of a container that depend on the job: working directory, variables and resources."""
     fields: dict[str, Any] = {}
     if job.directory is not None:
@@ -333,21 +341,21 @@ def _container_fields(job: Job, pods: Pods, name: str, notes: list[str], launche
             )
     if secrets:
         # --from-literal would show the values to every user who lists the processes of this host.
-        namespace = f" --namespace {pods.namespace}" if pods.namespace else ""
+        namespace = f" --namespace {settings.namespace}" if settings.namespace else ""
         create = f"kubectl create secret generic {name}-env{namespace} --from-env-file=/dev/stdin"
-        notes.append(
+        remarks.append(
             f"The values of {', '.join(secrets)} are read from the secret {name}-env. Set them in a shell, and create "
             f"it with: env | grep -E '^({'|'.join(secrets)})=' | {create}"
         )
     if variables:
         fields["env"] = variables
     limits: dict[str, Any] = {}
-    if pods.gpus:
-        limits["nvidia.com/gpu"] = pods.gpus
-    if pods.cpus is not None:
-        limits["cpu"] = pods.cpus
-    if pods.memory is not None:
-        limits["memory"] = pods.memory
+    if settings.gpus:
+        limits["nvidia.com/gpu"] = settings.gpus
+    if settings.cpus is not None:
+        limits["cpu"] = settings.cpus
+    if settings.memory is not None:
+        limits["memory"] = settings.memory
     if limits:
         fields["resources"] = {"limits": limits}
     return fields

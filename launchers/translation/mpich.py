@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from unitrain.launchers.arguments import is_likely_secret
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import Host
-from unitrain.launchers.translation.hosts import divide_evenly, format_hosts, place_processes, read_hosts
+from unitrain.launchers.hosts import Host, format_hosts
+from unitrain.launchers.translation.hosts import Placement, divide_evenly, place_processes, read_hosts
 from unitrain.launchers.translation.job import Job
 from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
-from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_notes, variables_for
+from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_remarks, variables_for
 
 LAUNCHER = "mpiexec"
 SYNTAX = Syntax(
@@ -25,7 +25,7 @@ SYNTAX = Syntax(
     | {"-genv": 2, "-env": 2},
     {"-np": "-n", "-machinefile": "-f", "-hostfile": "-f", "-machine": "-hosts", "-host": "-hosts", "-perhost": "-ppn",
      "-l": "-prepend-rank", "-h": "-help", "-v": "-verbose", "-wd": "-wdir", "-bootstrap": "-launcher"},
-    any_dashes=True,
+    accepts_any_dashes=True,
 )  # fmt: skip
 _TOPICS = topic_by_option(
     output="-prepend-rank -prepend-pattern -outfile-pattern -errfile-pattern",
@@ -49,7 +49,7 @@ def parse(words: Sequence[str]) -> Job:
         )
     variables = {option.values[0]: option.values[1] for option in options.take_all("-genv", "-env")}
     lists = [option.values[0] for option in options.take_all("-genvlist", "-envlist")]
-    counts, names, notes = _read_placement(options)
+    counts, names, remarks = _read_placement(options)
     return Job(
         program=options.program,
         counts=counts,
@@ -58,15 +58,15 @@ def parse(words: Sequence[str]) -> Job:
         forwarded=tuple(dict.fromkeys(name for text in lists for name in text.split(","))),
         directory=options.take_last("-wdir"),
         launcher_options=options.remaining(_TOPICS),
-        remarks=notes,
+        remarks=remarks,
     )
 
 
 def build(job: Job) -> Translation:
     """Return the mpiexec command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
-    extra_options, notes = options_for(job, LAUNCHER)
-    variables = variables_for(job, LAUNCHER) | job.rendezvous  # MPICH does not set a rendezvous address
+    extra_options, remarks = options_for(job, LAUNCHER)
+    variables = variables_for(job, LAUNCHER) | job.rendezvous_variables  # MPICH does not set a rendezvous address
     secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
     options = ["-n", str(job.size)]
     if job.hosts:
@@ -78,11 +78,11 @@ def build(job: Job) -> Translation:
         options += ["-wdir", job.directory]
     # Ranks inherit mpiexec's environment. Secrets are set there, because other users can read the command line.
     line = CommandLine([LAUNCHER, *options, *extra_options, *job.program], secrets)
-    return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
+    return Translation([line], [*job.remarks, *remarks, *restart_remarks(job)])
 
 
-def _read_placement(options: Options) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the number of processes on each host, the names of the hosts, and remarks."""
+def _read_placement(options: Options) -> Placement:
+    """Return the placement of the processes. Raises LaunchError if their number is unknown."""
     size, per_host = options.take_number("-n"), options.take_number("-ppn")
     text, file = options.take_last("-hosts"), options.take_last("-f")
     hosts = read_hosts(text, file, "-f")
@@ -94,15 +94,15 @@ def _read_placement(options: Options) -> tuple[tuple[int, ...], tuple[str, ...],
         raise LaunchError("The mpiexec command lacks the number of processes. Add: -n N")
     if per_host is not None:
         num_full_hosts, remaining = divmod(size, per_host)
-        return (per_host,) * num_full_hosts + ((remaining,) if remaining else ()), (), ()
+        return Placement((per_host,) * num_full_hosts + ((remaining,) if remaining else ()))
     if hosts and not has_slots:  # mpiexec assigns ranks to hosts round-robin
-        round_robin_note = (
+        round_robin_remark = (
             "mpiexec assigns ranks to hosts round-robin; other launchers assign consecutive ranks to each host."
         )
         order_differs = len(hosts) > 1 and size > len(hosts)
-        return (
+        return Placement(
             divide_evenly(size, len(hosts)),
             tuple(host.name for host in hosts[:size]),
-            (round_robin_note,) if order_differs else (),
+            (round_robin_remark,) if order_differs else (),
         )
     return place_processes(size, hosts)

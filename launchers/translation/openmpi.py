@@ -8,10 +8,10 @@ from dataclasses import replace
 from unitrain.launchers import mpirun
 from unitrain.launchers.arguments import is_likely_secret, merge_options
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import Host
+from unitrain.launchers.hosts import Host, format_hosts
 from unitrain.launchers.translation.hosts import (
+    Placement,
     divide_evenly,
-    format_hosts,
     place_by_node,
     place_processes,
     read_host_entries,
@@ -25,7 +25,7 @@ from unitrain.launchers.translation.writing import (
     Translation,
     is_open_mpi_variable,
     options_for,
-    restart_notes,
+    restart_remarks,
     variables_for,
 )
 
@@ -53,7 +53,7 @@ SYNTAX = Syntax(
         "-q": "--quiet", "-v": "--verbose", "-V": "--version", "-d": "--debug-devel", "-s": "--preload-binary",
         "--wd": "--wdir", "-h": "--help",
     },
-    any_dashes=True,
+    accepts_any_dashes=True,
 )  # fmt: skip
 _TOPICS = topic_by_option(
     output="--output-filename --tag-output --timestamp-output --merge-stderr-to-stdout --xml --xml-file --xterm "
@@ -85,7 +85,7 @@ def parse(words: Sequence[str]) -> Job:
         else read_hosts(",".join(texts) if texts else None, None, "")
     )
     variables, forwarded = options.take_exports()
-    counts, names, notes = _read_placement(options, hosts)
+    counts, names, remarks = _read_placement(options, hosts)
     directory = options.take_last("--wdir")
     launcher_options = [*_binding_and_mca_options(options), *options.remaining(_TOPICS)]
     return Job(
@@ -97,18 +97,18 @@ def parse(words: Sequence[str]) -> Job:
         forwarded=tuple(dict.fromkeys(name for name in forwarded if name != "PATH")),
         directory=directory,
         launcher_options=tuple(launcher_options),
-        remarks=notes,
+        remarks=remarks,
     )
 
 
 def build(job: Job) -> Translation:
     """Return the mpirun command. It is run once, on one host, and starts all ranks."""
     job.check_hosts_named(LAUNCHER)
-    extra_options, notes = options_for(job, LAUNCHER)
+    extra_options, remarks = options_for(job, LAUNCHER)
     has_several_hosts = len(job.counts) > 1
     variables = variables_for(job, LAUNCHER)
     if has_several_hosts or job.backend != "horovod" or job.address or job.port:
-        variables |= job.rendezvous  # DDP needs a rendezvous, and so does Horovod on several hosts
+        variables |= job.rendezvous_variables  # DDP needs a rendezvous, and so does Horovod on several hosts
     options = ["-np", str(job.size)]
     if job.hosts:
         options += ["-H", format_hosts(job.named_hosts)]
@@ -125,15 +125,15 @@ def build(job: Job) -> Translation:
     ssh_options = (mpirun.SSH_OPTION,) if has_several_hosts else ()
     options += merge_options((*mpirun.DEFAULT_OPTIONS, *ssh_options), extra_options)
     if has_several_hosts:
-        notes.append("Ranks on other hosts receive only the variables named with -x. Add the variables that they need.")
+        remarks.append(
+            "Ranks on other hosts receive only the variables named with -x. Add the variables that they need."
+        )
     line = CommandLine([LAUNCHER, *options, *job.program], {**open_mpi_variables, **secrets})
-    return Translation([line], [*job.remarks, *notes, *restart_notes(job)])
+    return Translation([line], [*job.remarks, *remarks, *restart_remarks(job)])
 
 
-def _read_placement(
-    options: Options, hosts: tuple[Host, ...]
-) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the number of processes on each host, the names of the hosts, and remarks."""
+def _read_placement(options: Options, hosts: tuple[Host, ...]) -> Placement:
+    """Return the placement of the processes. Raises LaunchError if their number is unknown."""
     size = options.take_number("--np")
     per_host = (
         options.take_number("-N")
@@ -160,20 +160,20 @@ def _read_placement(
         if size is None:
             raise LaunchError("The mpirun command lacks the number of processes. Add: -np N")
         num_full_hosts, num_remaining = divmod(size, per_host)
-        return (per_host,) * num_full_hosts + ((num_remaining,) if num_remaining else ()), (), ()
-    notes: tuple[str, ...] = ()
+        return Placement((per_host,) * num_full_hosts + ((num_remaining,) if num_remaining else ()))
+    remarks: tuple[str, ...] = ()
     if by_node and len(hosts) > 1:
-        notes = ("mpirun assigns ranks to hosts round-robin; other launchers assign consecutive ranks to each host.",)
-    hosts, slot_notes = _resolve_slots(hosts, size, by_node)
+        remarks = ("mpirun assigns ranks to hosts round-robin; other launchers assign consecutive ranks to each host.",)
+    hosts, slot_remarks = _resolve_slots(hosts, size, by_node)
     size = size or sum(host.slots for host in hosts)
     if not size:
         raise LaunchError("The mpirun command lacks the number of processes. Add: -np N")
     slots = sum(host.slots for host in hosts)
     if by_node and len(hosts) > 1 and (size <= slots or oversubscribes):
         counts = place_by_node(size, hosts) if size <= slots else divide_evenly(size, len(hosts))
-        return counts[:size], tuple(host.name for host in hosts[:size]), (*notes, *slot_notes)
-    counts, names, unused_host_notes = place_processes(size, hosts)
-    return counts, names, (*notes, *slot_notes, *unused_host_notes)
+        return Placement(counts[:size], tuple(host.name for host in hosts[:size]), (*remarks, *slot_remarks))
+    counts, names, unused_host_remarks = place_processes(size, hosts)
+    return Placement(counts, names, (*remarks, *slot_remarks, *unused_host_remarks))
 
 
 def _read_hostfile(file: str) -> tuple[Host, ...]:
@@ -201,10 +201,10 @@ def _resolve_slots(
     if not unknown:
         return hosts, ()
     if by_node and size is not None:
-        notes = (
+        remark = (
             f"mpirun starts at most one process per core on {', '.join(unknown)}; the number of cores is unknown here."
         )
-        return tuple(host if host.slots else Host(host.name, size) for host in hosts), (notes,)
+        return tuple(host if host.slots else Host(host.name, size) for host in hosts), (remark,)
     hosts_with_slots: list[Host] = []
     unplaced = size
     for index, host in enumerate(hosts):
@@ -225,7 +225,7 @@ def _binding_and_mca_options(options: Options) -> list[LauncherOption]:
     launcher_options = [LauncherOption(LAUNCHER, option.words, "binding") for option in bound]
     for option in options.take_all("--mca", "--gmca"):
         name, value = option.values
-        converted = LauncherOption(LAUNCHER, option.words, "own")
+        converted = LauncherOption(LAUNCHER, option.words, "other")
         if ("-mca", name, value) in (*mpirun.DEFAULT_OPTIONS, mpirun.SSH_OPTION):
             continue
         if name == "odls_base_sigkill_timeout":

@@ -27,14 +27,14 @@ class Syntax:
         arity: The number of values of each option, by its canonical name with dashes. -1 stands for an optional value,
             which is attached with "=".
         aliases: The canonical names of other spellings.
-        any_dashes: One dash is equivalent to two, as for MPI launchers. Otherwise long options may be abbreviated, and
-            the value of a short option may be attached.
+        accepts_any_dashes: Whether one dash is equivalent to two, as for MPI launchers. Otherwise, long options may be
+            abbreviated, and the value of a short option may be attached.
     """
 
     launcher: str
     arity: Mapping[str, int]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    any_dashes: bool = False
+    accepts_any_dashes: bool = False
 
     def parse(self, words: Sequence[str]) -> tuple[list[ParsedOption], tuple[str, ...]]:
         """Return the options at the start of `words`, and the remaining words: the program. Raises LaunchError."""
@@ -77,7 +77,7 @@ class Syntax:
     def _interpretations(self, word: str) -> Iterator[tuple[str, str | None]]:
         """Yield the spellings and attached values that `word` may stand for. The first known spelling applies."""
         yield word, None
-        if self.any_dashes:
+        if self.accepts_any_dashes:
             yield f"-{word.lstrip('-')}", None
             yield f"--{word.lstrip('-')}", None
             return
@@ -148,7 +148,7 @@ class Options:
     def remaining(self, topics: Mapping[str, str]) -> tuple[LauncherOption, ...]:
         """Return the options that were not taken, each with its topic."""
         return tuple(
-            LauncherOption(self._launcher, option.words, topics.get(option.name, "own")) for option in self._options
+            LauncherOption(self._launcher, option.words, topics.get(option.name, "other")) for option in self._options
         )
 
 

@@ -10,7 +10,7 @@ from unitrain.launchers.arguments import is_likely_secret, merge_options
 from unitrain.launchers.errors import PREEMPTED_EXIT_CODE, LaunchError
 from unitrain.launchers.srun import task_options
 from unitrain.launchers.translation.job import Job
-from unitrain.launchers.translation.srun import rendezvous
+from unitrain.launchers.translation.srun import rendezvous_variables
 from unitrain.launchers.translation.words import as_typed, has_expansion, join, quote
 from unitrain.launchers.translation.writing import Translation, options_for, variables_for
 
@@ -34,9 +34,9 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
     """
     # Options of srun that sbatch does not have are passed to srun.
     srun_only = [
-        other for other in job.launcher_options if other.launcher == "srun" and LAUNCHER not in other.equivalents
+        option for option in job.launcher_options if option.launcher == "srun" and LAUNCHER not in option.equivalents
     ]
-    extra_options, notes = options_for(
+    extra_options, remarks = options_for(
         replace(job, launcher_options=tuple(option for option in job.launcher_options if option not in srun_only)),
         LAUNCHER,
     )
@@ -62,7 +62,7 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
     if job.hosts:
         defaults.append(f"--nodelist={','.join(name.strip('[]') for name in job.hosts)}")
     directives = _merge_directives(defaults, [*extra_options, *directives])
-    variables = {**variables_for(job, LAUNCHER), **rendezvous(job, notes)}
+    variables = {**variables_for(job, LAUNCHER), **rendezvous_variables(job, remarks)}
     if job.port is None:
         del variables["MASTER_PORT"]
     exports = [f"export {name}={quote(value)}" for name, value in variables.items()]
@@ -93,12 +93,12 @@ def build(job: Job, directives: Sequence[str] = ()) -> Translation:
         "fi",
         'exit "$code"',
     ]
-    notes.append(
+    remarks.append(
         'To resume from the newest checkpoint, the training script needs TrainConfig(resume="auto", output_dir=...).'
     )
     if job.max_restarts:
-        notes.append(f"--max-restarts {job.max_restarts} is left out: Slurm does not requeue a job that fails.")
-    return Translation(text="\n".join(lines) + "\n", remarks=[*job.remarks, *notes])
+        remarks.append(f"--max-restarts {job.max_restarts} is left out: Slurm does not requeue a job that fails.")
+    return Translation(text="\n".join(lines) + "\n", remarks=[*job.remarks, *remarks])
 
 
 def _task_options(job: Job) -> list[str]:

@@ -13,7 +13,7 @@ from unitrain.launchers.translation.hosts import divide_evenly, expand_nodelist
 from unitrain.launchers.translation.job import Job, LauncherOption, number
 from unitrain.launchers.translation.options import Options, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.words import join, mark_expansion
-from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_notes, variables_for
+from unitrain.launchers.translation.writing import CommandLine, Translation, options_for, restart_remarks, variables_for
 
 LAUNCHER = "srun"
 FIRST_HOST = mark_expansion('"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"')
@@ -115,7 +115,7 @@ def parse(words: Sequence[str]) -> Job:
     counts = divide_evenly(tasks or nodes * (per_node or 1), nodes)
     if names and len(names) < len(counts):
         raise LaunchError(
-            f"--nodelist {text} names {len(names)} hosts, but the job has {len(counts)}. Name all hosts, or none"
+            f"--nodelist {text} names {len(names)} of the {len(counts)} hosts. Name all hosts, or none"
         )
     variables, forwarded = _parse_export(options, remarks)
     return Job(
@@ -136,7 +136,7 @@ def build(job: Job) -> Translation:
     placement = [*task_options(job.counts)]
     if job.hosts:
         placement = ["--nodelist", ",".join(name.strip("[]") for name in job.hosts), *placement]
-    variables = variables_for(job, LAUNCHER) | rendezvous(job, remarks)
+    variables = variables_for(job, LAUNCHER) | rendezvous_variables(job, remarks)
     if job.directory is not None:
         placement += ["--chdir", job.directory]
     srun_options = merge_options(DEFAULT_OPTIONS, extra_options)
@@ -146,16 +146,16 @@ def build(job: Job) -> Translation:
             f"salloc --nodes {len(job.counts)} --ntasks-per-node {max(job.counts)}"
         )
     line = CommandLine([LAUNCHER, *placement, *srun_options, *job.program], variables)
-    return Translation([line], [*job.remarks, *remarks, *_uneven_placement_remark(job), *restart_notes(job)])
+    return Translation([line], [*job.remarks, *remarks, *_uneven_placement_remark(job), *restart_remarks(job)])
 
 
-def rendezvous(job: Job, remarks: list[str]) -> dict[str, str]:
+def rendezvous_variables(job: Job, remarks: list[str]) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT, which srun does not set. Add a remark to `remarks` if an address is left out.
 
     Without named hosts, the rendezvous is on the first host that Slurm selects.
     """
     if job.hosts or len(job.counts) == 1:
-        return job.rendezvous
+        return job.rendezvous_variables
     if job.address is not None:
         remarks.append(
             f"The address {job.address} is left out, because the rendezvous is on the first host that Slurm chooses."

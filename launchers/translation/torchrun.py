@@ -40,7 +40,7 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
     """Parse the words after `torchrun` into a job. `python` is the interpreter of the ranks."""
     options = Options(SYNTAX, words)
     remarks: list[str] = []
-    nodes = _parse_nodes(options.take_last("--nnodes") or "1", remarks)
+    num_nodes = _parse_num_nodes(options.take_last("--nnodes") or "1", remarks)
     processes = options.take_last("--nproc-per-node") or "1"
     if processes in ("gpu", "cpu", "xpu", "auto"):
         raise LaunchError(
@@ -50,16 +50,16 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
     count = number("--nproc-per-node", processes)
     address, port = options.take_last("--master-addr"), options.take_number("--master-port", minimum=0)
     backend = options.take_last("--rdzv-backend")
-    server = backend is not None and backend.startswith("etcd")  # the endpoint is then the etcd server, not a host
-    endpoint = None if server else options.take_last("--rdzv-endpoint")
-    if server:
+    uses_etcd = backend is not None and backend.startswith("etcd")  # the endpoint is then the etcd server, not a host
+    endpoint = None if uses_etcd else options.take_last("--rdzv-endpoint")
+    if uses_etcd:
         remarks.append(f"--rdzv-backend {backend} is left out: the translated job does not use an etcd server.")
     is_standalone = options.take_flag("--standalone")
     if endpoint and not is_standalone:
         has_port = ":" in endpoint and not endpoint.endswith("]")  # [::1] is an IPv6 address
         host, _, text = endpoint.rpartition(":") if has_port else (endpoint, "", "")
         address, port = host, number("--rdzv-endpoint HOST:PORT", text, minimum=0) if text else port
-    if is_standalone or (nodes == 1 and address in ("localhost", "127.0.0.1")):
+    if is_standalone or (num_nodes == 1 and address in ("localhost", "127.0.0.1")):
         address = None
     # The node rank of this command, and an option that torchrun always implies.
     options.take_all("--node-rank", "--use-env")
@@ -73,7 +73,7 @@ def parse(words: Sequence[str], python: str = "python") -> Job:
         program = (python, *program)
     return Job(
         program=program,
-        counts=(count,) * nodes,
+        counts=(count,) * num_nodes,
         address=address,
         port=port if port not in (0, DEFAULT_PORT) else None,
         max_restarts=max_restarts,
@@ -108,7 +108,7 @@ def build(job: Job) -> Translation:
         remarks.append(f"--local-addr {rendezvous['--local-addr']} is left out: each host needs its own address.")
     if len(job.counts) > 1 and job.max_restarts:
         # The static rendezvous of --master-addr does not support restarts.
-        nodes = [
+        options_per_host = [
             c10d_rendezvous_options(
                 f"{len(job.counts)}:{len(job.counts)}",
                 count,
@@ -125,17 +125,17 @@ def build(job: Job) -> Translation:
         ]
         remarks.append("The rendezvous assigns the node ranks; their order may change after a failure.")
     elif len(job.counts) > 1:
-        nodes = static_rendezvous_options(job.counts, job.address or job.hosts[0], job.port or DEFAULT_PORT)
+        options_per_host = static_rendezvous_options(job.counts, job.address or job.hosts[0], job.port or DEFAULT_PORT)
     elif job.port is not None or job.address is not None:
-        nodes = [["--nproc-per-node", str(job.counts[0]), "--master-port", str(job.port or DEFAULT_PORT)]]
+        options_per_host = [["--nproc-per-node", str(job.counts[0]), "--master-port", str(job.port or DEFAULT_PORT)]]
     else:
-        nodes = [["--standalone", "--nproc-per-node", str(job.counts[0])]]
+        options_per_host = [["--standalone", "--nproc-per-node", str(job.counts[0])]]
     if job.max_restarts and len(job.counts) == 1:
         extra_options = ["--max-restarts", str(job.max_restarts), *extra_options]
     launcher, program = torchrun_and_program(job)
     lines = [
         CommandLine([*launcher, *options, *extra_options, *program], variables, job.directory, name)
-        for name, options in zip(names, nodes, strict=True)
+        for name, options in zip(names, options_per_host, strict=True)
     ]
     if len(lines) > 1 and job.forwarded:
         remarks.append(
@@ -154,7 +154,7 @@ def _parse_own_option(option: LauncherOption) -> ParsedOption | None:
     return SYNTAX.parse([*option.words, "program"])[0][0] if option.launcher == LAUNCHER else None
 
 
-def _parse_nodes(text: str, remarks: list[str]) -> int:
+def _parse_num_nodes(text: str, remarks: list[str]) -> int:
     min_nodes, colon, max_nodes = text.partition(":")
     if colon and min_nodes != max_nodes:
         remarks.append(

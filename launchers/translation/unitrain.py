@@ -10,9 +10,9 @@ from unitrain.launchers.arguments import check_no_backend, is_likely_secret, par
 from unitrain.launchers.devices import parse_devices, select_devices_without_query
 from unitrain.launchers.elastic import DEFAULT_ELASTIC_RESTARTS, parse_elastic
 from unitrain.launchers.errors import LaunchError
-from unitrain.launchers.hosts import parse_host_options
+from unitrain.launchers.hosts import format_hosts, parse_host_options
 from unitrain.launchers.spec import CONFIG_SUFFIXES
-from unitrain.launchers.translation.hosts import format_hosts, place_processes
+from unitrain.launchers.translation.hosts import place_processes
 from unitrain.launchers.translation.job import Job, LauncherOption
 from unitrain.launchers.translation.options import Options, ParsedOption, Syntax, arity_table, topic_by_option
 from unitrain.launchers.translation.words import join
@@ -77,19 +77,19 @@ def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
     if selected is not None:
         variables = {**variables, **selected.variables}
     texts = [option.values[0] for option in options.take_all("--launcher-args")]
-    launcher_options = [LauncherOption(launcher, tuple(parse_launcher_args([text])), "own") for text in texts]
+    launcher_options = [LauncherOption(launcher, tuple(parse_launcher_args([text])), "other") for text in texts]
     launcher_options += [
-        LauncherOption("horovodrun", ("--mpi",), "own") for option in controller[-1:] if option.name == "--mpi"
+        LauncherOption("horovodrun", ("--mpi",), "other") for option in controller[-1:] if option.name == "--mpi"
     ]
     for option in options.take_all("--interface"):
         launcher_options.append(_interface_option(option))
     if elastic is not None:
         elastic_words = ("--elastic", elastic, *(("--host-discovery-script", script) if script is not None else ()))
         launcher_options.append(LauncherOption(LAUNCHER, elastic_words, "elastic"))
-    counts, names, notes = place_processes(size, hosts)
+    counts, names, remarks = place_processes(size, hosts)
     if launcher == "srun" and not hosts:
-        notes = (
-            *notes,
+        remarks = (
+            *remarks,
             "srun uses the hosts of the allocation; the translated command assumes one host. Name the hosts with "
             "--hosts.",
         )
@@ -109,7 +109,7 @@ def parse(words: Sequence[str], default_backend: str | None = None) -> Job:
         max_restarts=max_restarts,
         discovery=script,
         launcher_options=(*launcher_options, *options.remaining(_TOPICS)),
-        remarks=notes,
+        remarks=remarks,
     )
 
 
@@ -128,19 +128,19 @@ def build(job: Job) -> Translation:
     unitrain_options, other_options = _split_options(job.launcher_options)
     # The backend is an option of unitrain launch, so it is not needed as a variable.
     inner_job = replace(job, launcher_options=other_options, backend=None)
-    extra_options, notes = options_for(inner_job, launcher, advice_target=_TARGET)
+    extra_options, remarks = options_for(inner_job, launcher, advice_target=_TARGET)
     if any(
         option.launcher != LAUNCHER and "--elastic" in option.equivalents.get(_TARGET, ())
         for option in job.launcher_options
     ):
-        notes.append(
+        remarks.append(
             "With --elastic, unitrain launch restarts the job when its hosts change: a Trainer then resumes from its "
             "newest checkpoint, and hvd.elastic is not used."
         )
     variables = variables_for(inner_job, launcher)
     has_rendezvous = len(job.counts) > 1 or job.address or job.port
     if has_rendezvous and launcher != "horovodrun":  # horovodrun has its own rendezvous
-        variables |= job.rendezvous
+        variables |= job.rendezvous_variables
     secrets = {name: value for name, value in variables.items() if is_likely_secret(name, value)}
     options = [*(("--backend", job.backend) if job.backend else ())]
     if launcher != default_launcher:
@@ -164,7 +164,7 @@ def build(job: Job) -> Translation:
     if extra_options:
         options += ["--launcher-args", join(extra_options)]
     line = CommandLine(["unitrain", "launch", *options, *job.program[1:]], secrets, job.directory)
-    return Translation([line], [*job.remarks, *notes])
+    return Translation([line], [*job.remarks, *remarks])
 
 
 def _is_python_program(job: Job) -> bool:

@@ -93,7 +93,7 @@ _ADVICE: dict[str, tuple[dict[str, str], str]] = {
         },
         "set them before the command.",
     ),
-    "own": ({}, "the option concerns that launcher only, and a replacement is not needed."),
+    "other": ({}, "the option concerns that launcher only, and a replacement is not needed."),
 }
 
 
@@ -152,10 +152,12 @@ def options_for(job: Job, launcher: str, *, advice_target: str | None = None) ->
     """
     advice_target = advice_target or launcher
     words: list[str] = []
-    notes: list[str] = []
+    remarks: list[str] = []
     if launcher not in _OPEN_MPI_LAUNCHERS:
         assignments = [f"{name}={value}" for name, value in job.environment.items() if is_open_mpi_variable(name)]
-        notes += [f"{join([assignment])} is left out: only Open MPI reads this variable." for assignment in assignments]
+        remarks += [
+            f"{join([assignment])} is left out: only Open MPI reads this variable." for assignment in assignments
+        ]
     for option in job.launcher_options:
         if option.launcher == launcher:
             words += option.words
@@ -163,11 +165,11 @@ def options_for(job: Job, launcher: str, *, advice_target: str | None = None) ->
             words += option.equivalents[launcher]
         elif not option.variables:
             alternative = advice(option.topic, advice_target)
-            notes.append(f"{join(option.words)} of {option.launcher} is left out: {alternative}")
-    return words, notes
+            remarks.append(f"{join(option.words)} of {option.launcher} is left out: {alternative}")
+    return words, remarks
 
 
-def restart_notes(job: Job) -> list[str]:
+def restart_remarks(job: Job) -> list[str]:
     """Return the remark about restarts for a launcher that does not restart jobs."""
     if not job.max_restarts:
         return []

@@ -298,7 +298,8 @@ def test_ranks_run_in_the_home_folder_of_a_host_without_the_current_folder(
         ),
         (
             ["-H", "h1:1,h2:1", "-np", "3"], {},
-            "-np requests 3 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H h1:2",
+            "-np requests 3 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: "
+            "-H h1:2,h2:1",
         ),
         (
             ["-H", "h1:1,h2:1", "--interface", "ib0"], {},

@@ -81,7 +81,7 @@ def test_parse_hosts_reads_the_notation_of_horovod_and_mpi(text: str, hosts: lis
             "-H node1:4,node2:4",
         ),
         ("-F:1", "Host '-F:1' in '-F:1' is not valid. Write name:slots, as in -H node1:4,node2:4"),
-        ("a:2,b:1,a:3", "Host 'a' is named twice in 'a:2,b:1,a:3'. Add up its slots: -H a:5"),
+        ("a:2,b:1,a:3", "Host 'a' is named twice in 'a:2,b:1,a:3'. Add up its slots: -H a:5,b:1"),
     ],
 )
 def test_parse_hosts_rejects_invalid_hosts(text: str, message: str) -> None:
@@ -112,10 +112,11 @@ def test_launch_spec_rejects_zero_processes_and_more_processes_than_slots() -> N
     with pytest.raises(LaunchError) as caught:
         spec(num_processes=4, hosts=parse_hosts("a:1,b:1"))
     assert str(caught.value) == (
-        "-np requests 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3"
+        "-np requests 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3,b:1"
     )
     with pytest.raises(LaunchError, match=r"but the hosts have 1 slot\. Use -np 1,"):
         spec(num_processes=2, hosts=parse_hosts("a"))
+    spec(num_processes=4, hosts=parse_hosts("a:3,b:1"))  # the suggested hosts are sufficient
 
 
 @pytest.mark.parametrize(
@@ -221,6 +222,19 @@ def test_agents_import_nothing_from_the_current_folder(tmp_path: Path, monkeypat
     assert done.stderr == "unitrain: localhost failed first, with exit code 3\n"
 
 
+def test_exit_code_255_of_a_program_on_this_host_is_not_reported_as_a_lost_connection() -> None:
+    program = Command(("sh", "-c", "exit 255"))
+    command = agents.build_command([(Host("localhost", 1), program)], (), sys.executable, through_slurm=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (255, "unitrain: localhost failed first, with exit code 255\n")
+
+
+def test_cleanup_names_the_launcher_that_fails() -> None:
+    launch_spec = spec(hosts=parse_hosts("a:1"), environment={launchers.LAUNCH_ID_VARIABLE: "1"})
+    command = launchers.add_cleanup(Command((sys.executable, "-m", "launcher")), "horovodrun", launch_spec)
+    assert [host["name"] for host in read_plan(command.argv[4:])["hosts"]] == ["horovodrun", "a"]
+
+
 def test_a_host_without_the_folder_runs_its_ranks_in_the_folder_of_the_agent(tmp_path: Path) -> None:
     """ssh starts the agent in the home folder."""
     program = Command((sys.executable, "-c", "import os; print(os.getcwd())"))
@@ -292,6 +306,13 @@ def test_output_of_ssh_in_another_encoding_is_reported(tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(LaunchError, match=r"^Host '192\.0\.2\.1' cannot be reached: Zugriff verweigert \ufffdber\."):
         launchers.check_hosts(spec(num_processes=1, hosts=parse_hosts("192.0.2.1:1")))
+
+
+def test_a_missing_python_on_this_host_is_reported() -> None:
+    launch_spec = spec(hosts=parse_hosts("localhost:1"), python="/missing/python")
+    message = r"^'/missing/python' does not run on localhost: No such file or directory\. Install the environment"
+    with pytest.raises(LaunchError, match=message):
+        launchers.check_hosts(launch_spec)
 
 
 def test_more_processes_than_a_host_can_run_are_rejected() -> None:

@@ -141,12 +141,15 @@ def job(program: tuple[str, ...] = ("python", "t.py"), hosts: str = "", **more: 
             job(
                 counts=(2,),
                 backend="horovod",
-                launcher_options=(LauncherOption("horovodrun", ("--verbose",), "own"),),
+                launcher_options=(LauncherOption("horovodrun", ("--verbose",), "other"),),
             ),
         ),
         ("python t.py", job()),
         ("PET_NNODES=2 PET_MASTER_ADDR=a torchrun --nproc-per-node 2 t.py", job(counts=(2, 2), address="a")),
         ("python -m torch.distributed.launch --use_env --nproc_per_node=2 t.py", job(counts=(2,))),
+        ("python -u -m torch.distributed.run --nproc_per_node=2 t.py", job(counts=(2,))),
+        ("python -u -m horovod.runner.launch -np 2 python t.py", job(counts=(2,), backend="horovod")),
+        ("python -u t.py", job(("python", "-u", "t.py"))),
         ("A=1 env B='2 3' UNITRAIN_BACKEND=ddp horovodrun -np 1 python t.py", job(environment={"A": "1", "B": "2 3"})),
         ("cd '/my data' && MASTER_PORT=1234 torchrun t.py", job(directory="/my data", port=1234)),
         ("torchrun \\\n  --nproc-per-node 2 \\\n  t.py  # the small one\n", job(counts=(2,))),
@@ -576,6 +579,12 @@ def test_braces_and_quoted_escapes_mean_the_same_to_bash() -> None:
         parse("torchrun t.py $'a")
 
 
+def test_max_restarts_is_the_backoff_limit_of_a_kubernetes_job() -> None:
+    for options, limit in (("", 3), ("--max-restarts 0 ", 0), ("--max-restarts 2 ", 2)):
+        text = build(parse(f"torchrun {options}t.py"), "kubernetes", "PyTorchJob").text or ""
+        assert f"backoffLimit: {limit}\n" in text
+
+
 # --- remarks ---
 
 # Options of each topic, which other launchers may lack.
@@ -775,7 +784,10 @@ def test_split_inverts_join(words: list[str]) -> None:
         ("horovodrun python t.py", "The horovodrun command lacks the number of processes. Add: -np N"),
         (
             "horovodrun -np 4 -H a:1,b:1 python t.py",
-            ("-np requests 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: -H a:3"),
+            (
+                "-np requests 4 processes, but the hosts have 2 slots. Use -np 2, or give the hosts more slots: "
+                "-H a:3,b:1"
+            ),
         ),
         (
             "horovodrun -np 4 -H a:x python t.py",
@@ -822,7 +834,7 @@ def test_split_inverts_join(words: list[str]) -> None:
             "--nodelist 'n[1,]' cannot be parsed. List the host names, as in: --nodelist n1,n2",
         ),
         ("srun -N 3 -w 'n[3-1]' python t.py", "--nodelist 'n[3-1]' contains the descending range 3-1. Write: 1-3"),
-        ("srun -N 2 -w a python t.py", "--nodelist a names 1 hosts, but the job has 2. Name all hosts, or none"),
+        ("srun -N 2 -w a python t.py", "--nodelist a names 1 of the 2 hosts. Name all hosts, or none"),
         (
             "unitrain launch --host-discovery-script ./hosts.sh t.py",
             (

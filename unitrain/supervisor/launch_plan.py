@@ -165,7 +165,7 @@ def execute(plan: LaunchPlan) -> NoReturn:
     command = plan.command
     click.echo(command.shell(), err=True)
     if plan.names_other_hosts and not command.per_host:
-        command = launchers.add_cleanup(command, plan.job.spec)
+        command = launchers.add_cleanup(command, plan.job.launcher, plan.job.spec)
     os.execvpe(command.argv[0], command.argv, environment.without_rank_variables() | dict(command.environment))
 
 
@@ -404,7 +404,7 @@ def _check_standby(request: LaunchRequest, launcher: str, spec: LaunchSpec) -> N
     if port:
         raise LaunchError(
             f"MASTER_PORT is {port}, but with --standby on several hosts, two attempts need different ports. To let "
-            f"unitrain choose free ports, {launchers.clear_master_port_fix(spec.environment)}"
+            f"unitrain choose free ports, {launchers.master_port_fix(spec.environment)}"
         )
 
 

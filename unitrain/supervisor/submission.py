@@ -166,7 +166,7 @@ def _directives(request: SubmitRequest) -> list[str]:
 def _write_manifest(request: SubmitRequest, job: Job, timeout_seconds: int | None) -> Translation:
     slurm_options = {"--partition": request.partition, "--account": request.account, "--output": request.output}
     _reject_options_of_other_scheduler("kubernetes", {**slurm_options, "--signal-seconds": request.signal_seconds})
-    pods = kubernetes.Pods(
+    settings = kubernetes.ManifestSettings(
         kind=request.kind,
         runtime=request.runtime,
         mpi_runtime=request.mpi_runtime,
@@ -178,7 +178,7 @@ def _write_manifest(request: SubmitRequest, job: Job, timeout_seconds: int | Non
         memory=None if request.memory is None else "{}{}i".format(*_parse_memory(request.memory)),
         timeout_seconds=timeout_seconds,
     )
-    manifest = kubernetes.build(job, pods)
+    manifest = kubernetes.build(job, settings)
     if request.image is None and not request.is_dry_run:
         raise LaunchError("A Kubernetes job needs an image that contains the script. Add --image NAME")
     return manifest
