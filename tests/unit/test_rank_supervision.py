@@ -29,7 +29,7 @@ rank, ending = int(sys.argv[1]), sys.argv[2]
 received = []
 if ending != "has no handler":
     signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-supervisor_client.connect(rank, standby=ending == "is standby")
+supervisor_client.connect(rank, is_standby=ending == "is standby")
 print("here", flush=True)
 if ending == "is standby":
     supervisor_client.wait_for_start()
@@ -136,8 +136,21 @@ def test_remaining_ranks_of_an_attempt_exit_immediately() -> None:
         wait_until(lambda: ranks.crashed_ranks == [1, 0])
 
 
+def test_a_rank_that_does_not_exit_is_unreachable_and_has_not_crashed() -> None:
+    num_threads = threading.active_count()
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1") as ranks:
+        stopped = Rank(ranks, 0, "ends in order")
+        wait_until(lambda: ranks._connections)
+        stopped.process.send_signal(signal.SIGSTOP)
+        ranks.exit_all_ranks(0.1)
+    wait_until(lambda: threading.active_count() <= num_threads)
+    assert (ranks.unreachable_ranks, ranks.crashed_ranks) == ([0], [])
+    stopped.process.kill()
+    stopped.process.communicate()
+
+
 def test_standby_ranks_run_after_they_are_started() -> None:
-    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", standby=True) as ranks:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", is_standby=True) as ranks:
         early = Rank(ranks, 0, "is standby")
         wait_until(lambda: ranks.num_ready == 1)
         assert ranks.num_running == 0
@@ -154,7 +167,7 @@ def test_standby_ranks_run_after_they_are_started() -> None:
 @pytest.mark.parametrize("requested", [True, False])
 def test_standby_ranks_exit_with_code_0_if_they_are_not_started(requested: bool) -> None:
     """On request, or if the supervisor has exited. Otherwise, their launcher would report a failure."""
-    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", standby=True) as ranks:
+    with RankConnections("mine", KEY, "127.0.0.1", "127.0.0.1", is_standby=True) as ranks:
         rank = Rank(ranks, 0, "is standby")
         wait_until(lambda: ranks.num_ready == 1)
         if requested:

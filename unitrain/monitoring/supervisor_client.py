@@ -56,14 +56,14 @@ class AttemptInfo:
 
 
 class _SupervisorClient:
-    def __init__(self, connection: PeerConnection, rank: int, *, standby: bool) -> None:
+    def __init__(self, connection: PeerConnection, rank: int, *, is_standby: bool) -> None:
         self.connection, self._rank, self._pid = connection, rank, os.getpid()
         self.is_started = threading.Event()
         self.attempt: tuple[AttemptInfo, float] | None = None  # and the time at which it was received
         self.has_attempt = threading.Event()
-        if not standby:
+        if not is_standby:
             self.is_started.set()
-        connection.send(json.dumps({"rank": rank, "job": environment.job_id(), "standby": standby}))
+        connection.send(json.dumps({"rank": rank, "job": environment.job_id(), "standby": is_standby}))
         threading.Thread(target=self._run, name="unitrain supervisor client", daemon=True).start()
 
     def _run(self) -> None:
@@ -106,10 +106,10 @@ class _SupervisorClient:
 _client: _SupervisorClient | None = None
 
 
-def connect(rank: int, *, standby: bool = False) -> None:
+def connect(rank: int, *, is_standby: bool = False) -> None:
     """Connect this rank to the supervisor of its job, if there is one. Only the first call in a process connects.
 
-    With `standby`, the rank counts as running only after the second call, in which its script calls `unitrain.init`.
+    With `is_standby`, the rank counts as running only after the second call, in which its script calls `unitrain.init`.
     """
     global _client
     address = environment.get_variable(environment.SUPERVISOR_VARIABLE)
@@ -121,7 +121,7 @@ def connect(rank: int, *, standby: bool = False) -> None:
     try:
         connection = PeerConnection.connect(host, int(port), ROLE, _CONNECT_TIMEOUT_SECONDS)
         connection.set_timeout(None)
-        _client = _SupervisorClient(connection, rank, standby=standby)
+        _client = _SupervisorClient(connection, rank, is_standby=is_standby)
     except (OSError, OverflowError, ValueError, AuthenticationError) as error:
         # The connection is optional: without it, the supervisor restarts the job based on the exit code of the
         # launcher.

@@ -65,17 +65,18 @@ class SupervisedJob:
     def _hosts(self, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
         return hosts or self.spec.hosts or allocated_hosts(self.launcher)
 
-    def num_ranks(self, hosts: tuple[Host, ...]) -> int:
+    def count_ranks(self, hosts: tuple[Host, ...]) -> int:
         """Return the number of ranks of an attempt on `hosts`, or on the hosts of the spec if `hosts` is empty."""
         return sum(host.slots for host in hosts) or self.spec.num_processes
 
-    def command(
-        self, hosts: tuple[Host, ...] = (), variables: Mapping[str, str] | None = None, *, standby: bool = False
+    def build_command(
+        self, hosts: tuple[Host, ...] = (), variables: Mapping[str, str] | None = None, *, is_standby: bool = False
     ) -> Command:
         """Return the launcher command for an attempt.
 
         The attempt uses all slots of `hosts`, or the hosts of the spec if `hosts` is empty. The environment `variables`
-        are set on every rank. With `standby`, the ranks wait until the supervisor starts them. Raises LaunchError.
+        are set on every rank. With `is_standby`, the ranks wait until the supervisor starts them. Raises
+        LaunchError.
         """
         added = dict(variables or {})
         if self.needs_supervisor:
@@ -84,11 +85,11 @@ class SupervisedJob:
             added[environment.ELASTIC_VARIABLE] = str(self.spec.elastic)
         if self.memory_folder is not None and self.runs_rank_zero_on_this_host(hosts):
             added[environment.SHARED_MEMORY_FOLDER_VARIABLE] = str(self.memory_folder)
-        wrapper = (*self.spec.wrapper, *(standby_rank.wrapper_arguments() if standby else ()))
+        wrapper = (*self.spec.wrapper, *(standby_rank.wrapper_arguments() if is_standby else ()))
         spec = replace(self.spec, environment={**self.spec.environment, **added}, wrapper=wrapper)
         if hosts:
             spec = replace(spec, hosts=hosts, num_processes=sum(host.slots for host in hosts))
-        if standby and not self.uses_only_this_host(hosts):
+        if is_standby and not self.uses_only_this_host(hosts):
             spec = replace(spec, port=free_port())  # the running attempt uses the port of the spec
         return launchers.build(self.launcher, spec)
 
@@ -96,8 +97,8 @@ class SupervisedJob:
 class Attempt:
     """A started launcher, and the connections to its ranks. Raises LaunchError if its command cannot be built.
 
-    The attempt runs on `hosts`, or on the hosts of the job's spec if `hosts` is empty. With `standby`, its ranks import
-    torch and then wait for `start`. `describe` returns the description of the attempt for rank 0.
+    The attempt runs on `hosts`, or on the hosts of the job's spec if `hosts` is empty. With `is_standby`, its ranks
+    import torch and then wait for `start`. `describe` returns the description of the attempt for rank 0.
     """
 
     def __init__(
@@ -106,22 +107,23 @@ class Attempt:
         hosts: tuple[Host, ...],
         describe: Callable[[], AttemptInfo] | None = None,
         *,
-        standby: bool = False,
+        is_standby: bool = False,
     ) -> None:
-        self.hosts, self.num_ranks = hosts, job.num_ranks(hosts)
+        self.hosts, self.num_ranks = hosts, job.count_ranks(hosts)
         listen_on, advertised_host = job.select_addresses(hosts)
         key = new_key()  # a new key per attempt: messages signed in an earlier attempt are rejected
-        self.connections = RankConnections(job.name, key, listen_on, advertised_host, standby=standby)
+        self.connections = RankConnections(job.name, key, listen_on, advertised_host, is_standby=is_standby)
         self.connections.describe_attempt = describe
         try:
             environment.export({environment.JOB_KEY_VARIABLE: key})
-            command = job.command(hosts, {environment.SUPERVISOR_VARIABLE: self.connections.address}, standby=standby)
-            if not standby:
+            variables = {environment.SUPERVISOR_VARIABLE: self.connections.address}
+            command = job.build_command(hosts, variables, is_standby=is_standby)
+            if not is_standby:
                 click.echo(command.shell(), err=True)
             self.process = subprocess.Popen(
                 command.argv,
                 env=environment.without_rank_variables() | dict(command.environment),
-                stdin=subprocess.DEVNULL if standby else None,  # the running attempt reads the terminal
+                stdin=subprocess.DEVNULL if is_standby else None,  # the running attempt reads the terminal
             )
         except BaseException:
             self.connections.close()

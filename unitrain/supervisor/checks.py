@@ -1,4 +1,4 @@
-"""Checks by commands that start ranks: the script exists, and no launcher has started the command itself.
+"""Checks of commands that start ranks: the script exists, and no launcher has started the command itself.
 
 These commands also accept a configuration file instead of a script, and then run `unitrain train`.
 """
@@ -20,7 +20,7 @@ _RANK_LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "mpirun_rsh", "mpiexec", 
 
 
 def check_script(script: Path, *, runs_here: bool = True) -> None:
-    """Raise LaunchError unless `script` is a file, and, if it `runs_here`, the packages that read it are installed."""
+    """Raise LaunchError unless `script` is a file and, with `runs_here`, the packages that read it are installed."""
     if script.is_file():
         if runs_here and is_config_file(script):
             check_config_packages()

@@ -81,13 +81,13 @@ def follow(job: FollowedJob) -> int:
 
 
 def _follow(job: FollowedJob) -> int:
-    shown_state, seconds = "", _FIRST_STATE_SECONDS
-    next_state = 0.0
+    shown_state, interval_seconds = "", _FIRST_STATE_SECONDS
+    next_state_at = 0.0
     unreachable_since: float | None = None
-    ended: JobStatus | None = None
+    final_status: JobStatus | None = None
     while True:
         now = time.monotonic()
-        if now >= next_state:
+        if now >= next_state_at:
             try:
                 status = job.read_status()
             except UnreachableError as error:
@@ -106,18 +106,18 @@ def _follow(job: FollowedJob) -> int:
                     unreachable_since = None
                     _print("the scheduler responds again")
                 # A job that is requeued can be in a final state for a moment, so a failure must be seen twice.
-                if status.exit_code is not None and (status.exit_code == 0 or status == ended):
+                if status.exit_code is not None and (status.exit_code == 0 or status == final_status):
                     _copy_rest_of_log(job)
                     _print(f"{job.name} {status.text}")
                     return status.exit_code
-                ended = status if status.exit_code is not None else None
-                if ended is None and status.text != shown_state:
+                final_status = status if status.exit_code is not None else None
+                if final_status is None and status.text != shown_state:
                     if shown_state:
                         job.copy_log()  # the output before the change
-                    shown_state, seconds = status.text, _FIRST_STATE_SECONDS
+                    shown_state, interval_seconds = status.text, _FIRST_STATE_SECONDS
                     _print(f"{job.name} {shown_state}")
-            next_state = time.monotonic() + (_FIRST_STATE_SECONDS if ended is not None else seconds)
-            seconds = min(seconds * 1.5, _MAX_STATE_SECONDS)
+            next_state_at = time.monotonic() + (_FIRST_STATE_SECONDS if final_status is not None else interval_seconds)
+            interval_seconds = min(interval_seconds * 1.5, _MAX_STATE_SECONDS)
         job.copy_log()
         time.sleep(_LOG_SECONDS)
 

@@ -55,7 +55,7 @@ class KubernetesJob(FollowedJob):
         if namespace is not None:
             check_namespace(namespace)
         self.name = f"{kind} {name}"
-        self._job, self._kind = name, kind
+        self._job_name, self._kind = name, kind
         self._namespace = ("--namespace", namespace) if namespace is not None else ()
         options = "".join(f" {word}" for word in self._namespace)
         kind_option = f" --kind {kind}" if kind != KINDS[0] else ""
@@ -72,10 +72,10 @@ class KubernetesJob(FollowedJob):
         return KubernetesJob(metadata["name"], manifest["kind"], metadata.get("namespace"))
 
     def read_status(self) -> JobStatus:
-        job = self._get(_RESOURCES[self._kind], self._job)
+        job = self._get(_RESOURCES[self._kind], self._job_name)
         if job is None:
             raise JobGoneError(f"{self.name} was deleted, so its exit code is unknown")
-        pods = self._get("pods", "--selector", f"{_JOB_LABELS[self._kind]}={self._job}")
+        pods = self._get("pods", "--selector", f"{_JOB_LABELS[self._kind]}={self._job_name}")
         pods_by_age = sorted((pods or {}).get("items", ()), key=lambda pod: pod["metadata"]["creationTimestamp"])
         first = [pod for pod in pods_by_age if _is_first(pod)]
         self._pod = first[-1] if first else None  # the newest, after a restart
@@ -94,7 +94,7 @@ class KubernetesJob(FollowedJob):
             return JobStatus(f"is suspended ({_reason(conditions['Suspended'])})")
         waiting = [(pod["metadata"]["name"], reason) for pod in pods_by_age if (reason := _waiting_reason(pod))]
         restarts = sum(status.get("restartCount", 0) for pod in pods_by_age for status in _container_statuses(pod))
-        restarted = f", {restarts} restarts of containers" if restarts else ""
+        restarted = f", {restarts} container restart{'s' if restarts > 1 else ''}" if restarts else ""
         if not pods_by_age:
             return JobStatus("is pending (no pods yet)")
         if waiting:
@@ -128,7 +128,7 @@ class _PodLog:
     """The log of a pod, which `kubectl logs --follow` writes to a pipe.
 
     kubectl ends when the container ends, when the log is rotated, and when it loses its connection. It is then started
-    again, at the time of the last line. A last line without a newline may be the start of a longer one. It is written
+    again, from the timestamp of the last line. A last line without a newline may be the start of a longer one. It is written
     if kubectl prints it twice in succession, or when the log is closed.
     """
 
@@ -188,13 +188,13 @@ class _PodLog:
         process.wait()
 
     def _write_incomplete(self, line: bytes) -> bool:
-        """Write a line without a newline, unless it ends within the time or is the start of a line that was written."""
+        """Write a line without a newline, unless it ends within its timestamp or is the start of a line that was written."""
         if b" " not in line or any(written.startswith(line) for written in self._lines_at_last_time):
             return False
         return self._write(line)
 
     def _write(self, line: bytes) -> bool:
-        """Write a line without its time, unless it was written before kubectl was started again."""
+        """Write a line without its timestamp, unless it was written before kubectl was started again."""
         time, _, text = line.partition(b" ")
         if time < self._last_time or (time == self._last_time and line in self._lines_at_last_time):
             return False

@@ -1,7 +1,7 @@
 """Implementation of `unitrain launch`: validate, plan and execute a launch request.
 
-plan = plan_launch(LaunchRequest(script=Path("train.py"), num_processes=2))
-execute(plan)  # replaces this process with the launcher, or supervises the launcher and exits
+    plan = plan_launch(LaunchRequest(script=Path("train.py"), num_processes=2))
+    execute(plan)  # replaces this process with the launcher, or supervises the launcher and exits
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from unitrain.bootstrap.authentication import new_key
 from unitrain.bootstrap.network import LOOPBACK, check_can_listen
 from unitrain.errors import ConfigError, did_you_mean
 from unitrain.launchers import Command, ElasticRange, Host, LaunchError, LaunchSpec, SelectedDevices
+from unitrain.launchers.hosts import add_slots, format_hosts
 from unitrain.supervisor import rank_logs
 from unitrain.supervisor.attempt import SupervisedJob
 from unitrain.supervisor.checks import (
@@ -131,7 +132,7 @@ def plan_launch(request: LaunchRequest) -> LaunchPlan:
     membership: Membership | None = None
     if request.elastic is None:
         job = _plan_fixed_job(request, launcher, spec, names_other_hosts)
-        command = job.command()
+        command = job.build_command()
     else:
         job, command, membership = _plan_elastic_job(request, launcher, spec, launchers.parse_elastic(request.elastic))
     job = replace(job, uses_standby=request.standby)
@@ -263,10 +264,10 @@ def _plan_elastic_job(
     # Build the command for all listed hosts, to reject invalid requests before any process starts. The supervisor
     # rebuilds it in each attempt, for the reachable hosts.
     if launcher == "torchrun" and len(available_hosts) > 1:
-        hosts = available_hosts  # `job.command` then raises an error with instructions per host
+        hosts = available_hosts  # `job.build_command` then raises an error with instructions per host
     else:
         hosts = limits.select_hosts(available_hosts) or (Host("localhost", limits.min_ranks),)
-    return job, job.command(hosts), membership
+    return job, job.build_command(hosts), membership
 
 
 def _select_devices(text: str, launcher: str, spec: LaunchSpec, num_processes: int | None) -> SelectedDevices:
@@ -418,7 +419,7 @@ def _host_source(request: LaunchRequest, spec: LaunchSpec, limits: ElasticRange)
         raise LaunchError(
             f"--elastic {limits} needs slots for {limits.min_ranks} ranks, but the hosts have {slots} in all. "
             f"Use --elastic {slots}:{limits.max_ranks}, or give the hosts more slots: "
-            f"-H {hosts[0].name}:{hosts[0].slots + limits.min_ranks - slots}"
+            f"-H {format_hosts(add_slots(hosts, limits.min_ranks - slots))}"
         )
     return lambda: hosts
 

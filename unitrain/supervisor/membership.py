@@ -34,7 +34,8 @@ class Membership:
         self._latest_choice: tuple[Host, ...] = ()
         self._unresponsive_since: dict[str, float] = {}
         self._excluded_until: dict[str, float] = {}
-        self._failures_in_a_row: tuple[str, int] = ("", 0)
+        self._failing_host: str | None = None  # the host whose rank failed first in the latest attempts
+        self._failures_in_a_row = 0  # of this host
 
     def select_hosts(self, stop_event: threading.Event) -> tuple[Host, ...]:
         """Wait until enough slots are available for the next attempt. Return the hosts with the number of slots to use.
@@ -107,20 +108,19 @@ class Membership:
     def record_failure(self, rank: int | None) -> None:
         """Record that `rank` failed first in the latest attempt (None: unknown)."""
         host = None if rank is None else self._host_of(rank)
-        if host is None:
-            self._failures_in_a_row = ("", 0)
-            return
-        num_failures = self._failures_in_a_row[1] + 1 if self._failures_in_a_row[0] == host else 1
-        self._failures_in_a_row = (host, num_failures)
-        if num_failures >= _MAX_FAILURES_IN_A_ROW:
+        self._failures_in_a_row = self._failures_in_a_row + 1 if host == self._failing_host else 1
+        self._failing_host = host
+        if host is not None and self._failures_in_a_row >= _MAX_FAILURES_IN_A_ROW:
             self._excluded_until[host] = time.monotonic() + _EXCLUSION_SECONDS
-            self._failures_in_a_row = ("", 0)
+            self._failing_host = None
             _report(
                 f"excluding {host} for {_EXCLUSION_SECONDS:g} s while enough other hosts remain: "
-                f"its ranks failed first {num_failures} times in a row"
+                f"its ranks failed first {self._failures_in_a_row} times in a row"
             )
 
     def _choose(self, listed_hosts: tuple[Host, ...], *, is_running: bool = False) -> tuple[Host, ...]:
+        """Return the hosts to use, with their slots; empty if too few hosts respond. `is_running` states whether the job
+        runs on the selected hosts."""
         members, now = {host.name for host in self._selected_hosts}, time.monotonic()
         # Hosts of a running job are not probed. Hosts that did not respond recently are probed again later.
         not_probed = members if is_running else set()

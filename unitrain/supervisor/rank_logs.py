@@ -37,21 +37,21 @@ def log_sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in folder.glob("rank-*.log")}
 
 
-def last_lines_of_failed_rank(folder: Path, killed_rank: int | None, sizes_before: Mapping[str, int]) -> list[str]:
+def last_lines_of_failed_rank(folder: Path, crashed_rank: int | None, sizes_before: Mapping[str, int]) -> list[str]:
     """Return a headline and the last log lines of the rank that failed first, or [] if that rank is unknown.
 
-    The rank is `killed_rank`, else the rank that a log names as failed first, else the only rank with a traceback.
+    The rank is `crashed_rank`, else the rank that a log names as failed first, else the only rank with a traceback.
     `sizes_before`, from `log_sizes`, excludes content from before the last attempt.
     """
     logs: dict[int, str] = {}
     # The folder may contain other files, such as a renamed copy of a log.
     for path in sorted(folder.glob("rank-*.log")):
         rank_text = path.stem.removeprefix("rank-")
-        if rank_text.isdecimal() and path.is_file() and (new := _read_end(path, sizes_before.get(path.name, 0))):
-            logs[int(rank_text)] = new
+        if rank_text.isdecimal() and path.is_file() and (text := _read_end(path, sizes_before.get(path.name, 0))):
+            logs[int(rank_text)] = text
     first_failed_ranks = [int(rank_text) for text in logs.values() for rank_text in _FAILED_FIRST.findall(text)[-1:]]
     with_traceback = [rank for rank, text in logs.items() if "Traceback (most recent call last)" in text]
-    rank = killed_rank
+    rank = crashed_rank
     if rank is None and first_failed_ranks:
         rank = first_failed_ranks[0]
     elif rank is None and len(with_traceback) == 1:

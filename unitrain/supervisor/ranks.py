@@ -44,21 +44,21 @@ _EXIT_DETECTION_SECONDS = 1.0
 
 
 class RankConnections:
-    """Server for the connections of all ranks in one attempt of `job`. The ranks connect to `address`.
+    """Server for the connections of all ranks in one attempt of the job `job_name`. The ranks connect to `address`.
 
     `crashed_ranks` lists the killed or crashed ranks in chronological order, and `unreachable_ranks` the ranks on
     unresponsive hosts. `is_preempted` is true if ranks exited after a requested checkpoint. Ranks authenticate with
-    `key`. With `standby`, the ranks wait until `start` is called. As a context manager, it closes the connections on
+    `key`. With `is_standby`, the ranks wait until `start` is called. As a context manager, it closes the connections on
     exit without waiting for ranks.
     """
 
     def __init__(
-        self, job: str, key: str | None, listen_on: str, advertised_host: str, *, standby: bool = False
+        self, job_name: str, key: str | None, listen_on: str, advertised_host: str, *, is_standby: bool = False
     ) -> None:
-        self._job, self._key = job, key
+        self._job_name, self._key = job_name, key
         self.describe_attempt: Callable[[], AttemptInfo] | None = None
         """Describes the attempt to rank 0 when it calls `unitrain.init`. Set it before the ranks are started."""
-        self._is_started = not standby
+        self._is_started = not is_standby
         self._ready: set[int] = set()
         self._running: set[int] = set()
         _raise_descriptor_limit()
@@ -89,6 +89,7 @@ class RankConnections:
         with self._state_changed:
             for connection in self._connections.values():
                 connection.interrupt()
+            self._connections.clear()  # a rank that is disconnected here has not crashed
 
     @property
     def first_crashed_rank(self) -> int | None:
@@ -218,7 +219,7 @@ class RankConnections:
         """Return the rank from a greeting and whether it is a standby rank; None if it is not a rank of this job."""
         try:
             content = json.loads(greeting) if isinstance(greeting, str) else None
-            is_known = content["job"] == self._job  # type: ignore[index]
+            is_known = content["job"] == self._job_name  # type: ignore[index]
             return (int(content["rank"]), content.get("standby") is True) if is_known else None  # type: ignore[index,union-attr]
         except (ValueError, TypeError, KeyError):
             return None

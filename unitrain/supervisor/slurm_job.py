@@ -89,7 +89,7 @@ class SlurmJob(FollowedJob):
         """Return the state of a job that the controller has removed, from the accounting database.
 
         Raises UnreachableError if sacct fails or times out, for example because the database is being restarted, and
-        JobGoneError if there is no accounting, or if it has no final state of the job.
+        JobGoneError if accounting is disabled, or if it has no final state of the job.
         """
         gone = f"Slurm has no record of {self.name}, so its exit code is unknown"
         try:
@@ -148,17 +148,17 @@ class _GrowingFile:
         if self._descriptor is None:
             return is_new
         try:
-            rest_bytes = os.fstat(self._descriptor).st_size - os.lseek(self._descriptor, 0, os.SEEK_CUR)
+            remaining_bytes = os.fstat(self._descriptor).st_size - os.lseek(self._descriptor, 0, os.SEEK_CUR)
         except OSError:
             return is_new
-        while rest_bytes > 0:
+        while remaining_bytes > 0:
             try:
-                chunk = os.read(self._descriptor, min(_CHUNK_BYTES, rest_bytes))
+                chunk = os.read(self._descriptor, min(_CHUNK_BYTES, remaining_bytes))
             except OSError:  # the next call tries again
                 break
             if not chunk:
                 break
-            rest_bytes -= len(chunk)
+            remaining_bytes -= len(chunk)
             sys.stdout.flush()
             sys.stdout.buffer.write(chunk)
             sys.stdout.buffer.flush()

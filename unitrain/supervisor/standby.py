@@ -59,7 +59,7 @@ class Standby:
             return
         self._served_attempt, self._running_since = running, None
         try:
-            self._attempt = Attempt(self._job, running.hosts, standby=True)
+            self._attempt = Attempt(self._job, running.hosts, is_standby=True)
         except (LaunchError, OSError) as error:  # OSError: for example, too many processes or open files
             click.echo(f"unitrain: cannot start standby ranks: {error}", err=True)
 

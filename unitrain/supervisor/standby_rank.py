@@ -37,7 +37,7 @@ def main(program: list[str]) -> None:
 
     Exits with code 1 if the supervisor cannot be reached.
     """
-    supervisor_client.connect(environment.detect().rank, standby=True)
+    supervisor_client.connect(environment.detect().rank, is_standby=True)
     _import_modules()
     if not supervisor_client.wait_for_start():
         sys.exit(1)

@@ -32,8 +32,8 @@ _PREEMPTED_CODE = int(Preempted(None).code or 0)
 _FAILED_CODE = 1
 # A failed host, file system or port may take time to recover.
 _RESTART_PAUSE_SECONDS = 2.0
-# A launcher that does not exit although a host is unreachable is terminated after this number of seconds, and killed
-# after twice that.
+# If a host is unreachable, a launcher that does not exit is terminated after this number of seconds, and killed after
+# twice this number.
 _LAUNCHER_TIMEOUT_SECONDS = 10.0
 # Ranks exit immediately on request, unless their host is unreachable.
 _RANK_EXIT_TIMEOUT_SECONDS = 15.0
@@ -60,7 +60,7 @@ class Supervisor:
         self._stop_event = threading.Event()
         self._num_failures = self._num_attempts = 0
         self._restart_reason: str | None = None
-        self.first_crashed_rank: int | None = None  # the first rank killed in the latest attempt, if known
+        self.first_crashed_rank: int | None = None  # the rank that was killed or crashed first in the latest attempt
 
     def run(self) -> int:
         """Run the job and return the exit code of the last attempt. Raises LaunchError.
@@ -170,8 +170,8 @@ class Supervisor:
         """Wait for the launcher and return its exit code. If a host is unreachable, terminate the launcher after a
         timeout.
 
-        If a rank was killed or crashed and standby ranks can replace the attempt, request the other ranks to exit, and
-        return None when they have exited.
+        If a rank was killed or crashed and standby ranks can replace the attempt, request the exit of the other ranks,
+        and return None when they have exited.
         """
         process, ranks = attempt.process, attempt.connections
         actions: list[Callable[[], None]] = [process.terminate, process.kill]
